@@ -1,0 +1,1 @@
+"""FP8 training, diagnosis, calibration, export and serving for PyTorch."""

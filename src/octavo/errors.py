@@ -1,0 +1,50 @@
+"""The exceptions octavo raises, one tree.
+
+    OctavoError                 anything octavo refuses; its text is one sentence a user can act on
+    ├── ConfigError             a recipe, configuration or argument value that is not allowed (also a ValueError)
+    ├── DataError               text or token data that is missing, empty, binary or too short (also a ValueError)
+    ├── CheckpointError         a checkpoint or scaling state that is damaged or belongs to another model
+    ├── BackendError            an explicitly requested backend that cannot run the problem, with its reason
+    └── TrainingError           a run that cannot go on
+        └── NonFiniteLossError  the loss became NaN or Inf; names the step, the tensor and the last good checkpoint
+
+A wrong *type* of argument raises the built-in TypeError. ``assert`` guards octavo's own invariants only.
+"""
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "NonFiniteLossError",
+    "OctavoError",
+    "TrainingError",
+]
+
+
+class OctavoError(Exception):
+    """Base of everything octavo refuses to do."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """A value that is not allowed: says what was given, what is allowed and what to do."""
+
+
+class DataError(OctavoError, ValueError):
+    """Data that cannot be used: missing, empty, binary, or shorter than the context."""
+
+
+class CheckpointError(OctavoError):
+    """A checkpoint or scaling state that is damaged, incomplete or made for another model."""
+
+
+class BackendError(OctavoError):
+    """A backend that was asked for by name cannot run this problem; carries its reason."""
+
+
+class TrainingError(OctavoError):
+    """A training run that cannot go on."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss became NaN or infinite."""

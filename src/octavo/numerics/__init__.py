@@ -1,0 +1,31 @@
+"""Pure tensor maths: casts, scales, granularities, metrics. No modules, no state, no devices chosen."""
+
+from octavo.numerics.cast import Nonfinite, Overflow, cast_nearest, cast_stochastic
+from octavo.numerics.granularity import Granularity, PerBlock, PerRow, PerTensor
+from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_fraction, sqnr_db, underflow_fraction
+from octavo.numerics.quantized import QuantizedTensor, dequantize, fake_quantize, quantize
+from octavo.numerics.scaling import amax, encode_scale_from_amax, power_of_two_floor, scale_from_amax
+
+__all__ = [
+    "Granularity",
+    "Nonfinite",
+    "Overflow",
+    "PerBlock",
+    "PerRow",
+    "PerTensor",
+    "QuantizedTensor",
+    "amax",
+    "cast_nearest",
+    "cast_stochastic",
+    "dequantize",
+    "encode_scale_from_amax",
+    "fake_quantize",
+    "flushed_energy",
+    "nonfinite_count",
+    "power_of_two_floor",
+    "quantize",
+    "saturation_fraction",
+    "scale_from_amax",
+    "sqnr_db",
+    "underflow_fraction",
+]

@@ -1,0 +1,164 @@
+"""The only cast from high precision to FP8.
+
+    codes = RNE(fp32(x) · encode_scale)        compared with ±maximum after rounding
+
+The product is FP32 whatever the input dtype: a bfloat16 product changes 0.9 % of the codes. What happens beyond the
+maximum is decided here and never left to ``Tensor.to``: for E4M3 its answer is NaN in torch up to 2.11 and saturation, of
+infinities too, from 2.12 on. Two different questions have two different arguments:
+
+- ``overflow``: a *finite* value that rounds beyond the maximum. ``"saturate"`` gives ±maximum, ``"nonfinite"`` gives ±Inf
+  (NaN in a format without infinities).
+- ``nonfinite``: an *infinite input*. ``"propagate"`` gives ±Inf (or NaN), so that a broken step shows where BF16 would
+  show it; ``"saturate"`` gives ±maximum, as Hopper's satfinite conversions do. NaN stays NaN under both.
+
+The sign of a NaN code is unspecified.
+"""
+
+import math
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.formats import FP8_FORMATS, Format
+
+__all__ = ["Nonfinite", "Overflow", "cast_nearest", "cast_stochastic", "check_float", "may_hold_nonfinite"]
+
+STOCHASTIC_BITS = 20  # the mantissa bits of an FP32 value that E4M3 drops; E5M2 drops one more
+
+
+class Overflow(StrEnum):
+    """What a finite value beyond the maximum becomes."""
+
+    SATURATE = "saturate"
+    NONFINITE = "nonfinite"
+
+
+class Nonfinite(StrEnum):
+    """What an infinite input becomes."""
+
+    PROPAGATE = "propagate"
+    SATURATE = "saturate"
+
+
+def cast_nearest(
+    x: Tensor,
+    fmt: Format,
+    encode_scale: Tensor | None = None,
+    *,
+    overflow: Overflow = Overflow.SATURATE,
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+) -> Tensor:
+    """Multiply by ``encode_scale`` in FP32 and round to the nearest code, ties to even.
+
+    Args:
+        x: any shape; float16, bfloat16, float32, or float64 (rounded to float32 first).
+        fmt: one of the four FP8 formats.
+        encode_scale: float32, broadcastable to ``x``; None multiplies by nothing.
+        overflow: see the module's text.
+        nonfinite: see the module's text.
+
+    Returns:
+        Codes of dtype ``fmt.torch_dtype``, shaped like ``x``. Subnormal results are kept, signed zeros too (FNUZ has none).
+
+    Raises:
+        ConfigError: ``x`` is not floating point, or ``fmt`` is not an FP8 format.
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> cast_nearest(torch.tensor([0.3, -1e9, 464.0]), E4M3).float()
+        tensor([   0.3125, -448.0000,  448.0000])
+    """
+    scaled = _scaled(x, fmt, encode_scale)
+    limited = scaled.clamp(-fmt.max, fmt.max)
+    if overflow is Overflow.NONFINITE:
+        limited = torch.where(_rounds_beyond_max(scaled, fmt) & x.isfinite(), scaled * math.inf, limited)
+        limited = limited if fmt.inf_codes else torch.where(limited.isinf(), math.nan, limited)
+    return _restore_infinities(limited, x, fmt, nonfinite).to(fmt.torch_dtype)
+
+
+def cast_stochastic(
+    x: Tensor,
+    fmt: Format,
+    encode_scale: Tensor | None = None,
+    *,
+    generator: torch.Generator | None = None,
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+) -> Tensor:
+    """Round up in magnitude with a probability equal to the dropped fraction, so that the expected value is ``x``.
+
+    A random number of 20 bits is added below the kept mantissa and the rest is cut off. Values that ``fmt`` holds exactly
+    never move; nothing crosses ±maximum.
+
+    Args:
+        x: as in :func:`cast_nearest`.
+        fmt: as in :func:`cast_nearest`.
+        encode_scale: as in :func:`cast_nearest`.
+        generator: source of the random bits; the same state gives the same codes.
+        nonfinite: see the module's text.
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> x = torch.full((10000,), 1.03125)  # a quarter of the way from 1 to 1.125
+        >>> codes = cast_stochastic(x, E4M3, generator=torch.Generator().manual_seed(0))
+        >>> round((codes.float() > 1).float().mean().item(), 2)
+        0.25
+    """
+    scaled = _scaled(x, fmt, encode_scale).clamp(-fmt.max, fmt.max)
+    bits = torch.randint(1 << STOCHASTIC_BITS, scaled.shape, generator=generator, device=scaled.device)
+    exact = scaled.double()
+    exponent = torch.frexp(exact).exponent.clamp(min=2 - fmt.bias) - 1  # of subnormals: the one they share
+    quantum = torch.ldexp(torch.ones_like(exact), exponent - fmt.mantissa_bits)
+    rounded = (exact.abs() / quantum + bits.double() / (1 << STOCHASTIC_BITS)).floor() * quantum
+    limited = rounded.clamp(max=fmt.max).copysign(exact).float()
+    limited = torch.where(scaled.isnan(), scaled, limited)
+    return _restore_infinities(limited, x, fmt, nonfinite).to(fmt.torch_dtype)
+
+
+def may_hold_nonfinite(x: Tensor) -> bool:
+    """False where one cheap pass proves that every element is finite.
+
+    Only an eager CPU tensor is asked. In a traced graph the answer would break the graph, and on an accelerator waiting for
+    it costs more than the element-wise mask that a "maybe" leads to.
+
+    Example:
+        >>> may_hold_nonfinite(torch.ones(3)), may_hold_nonfinite(torch.tensor([1.0, math.inf]))
+        (False, True)
+    """
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return True
+    if x.numel() == 0:
+        return False
+    low, high = x.aminmax()
+    return not (math.isfinite(low) and math.isfinite(high))
+
+
+def check_float(x: Tensor, what: str) -> None:
+    """Raise ConfigError unless ``x`` is a floating-point tensor of at least 16 bits."""
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigError(
+            f"{what} must be a float16, bfloat16, float32 or float64 tensor, not {x.dtype}; convert it first, e.g. x.float()"
+        )
+
+
+def _scaled(x: Tensor, fmt: Format, encode_scale: Tensor | None) -> Tensor:
+    check_float(x, "the tensor to quantize")
+    if fmt not in FP8_FORMATS:
+        raise ConfigError(f"cannot cast to {fmt}; use one of {', '.join(map(str, FP8_FORMATS))}")
+    return x.float() if encode_scale is None else x.float() * encode_scale
+
+
+def _rounds_beyond_max(scaled: Tensor, fmt: Format) -> Tensor:
+    """Whether rounding with an unbounded exponent would pass the maximum: beyond the midpoint, or on it if max is odd."""
+    midpoint = fmt.max + (fmt.max - fmt.magnitude(fmt.max_code - 1)) / 2
+    tie_rounds_up = fmt.max_code % 2 == 1
+    return scaled.abs() >= midpoint if tie_rounds_up else scaled.abs() > midpoint
+
+
+def _restore_infinities(limited: Tensor, x: Tensor, fmt: Format, nonfinite: Nonfinite) -> Tensor:
+    """Put ±Inf (or NaN) back where the *input* was infinite; a finite input whose product overflowed is not."""
+    if nonfinite is Nonfinite.SATURATE or not may_hold_nonfinite(x):
+        return limited
+    infinity = x.float() if fmt.inf_codes else torch.full_like(limited, math.nan)
+    return torch.where(x.isinf(), infinity, limited)

@@ -1,0 +1,173 @@
+"""A tensor in FP8: codes, scale, and what is needed to read them.
+
+    hp ≈ data · scale
+
+``scale`` decodes. It is what is stored, passed and saved; the encode scale (its reciprocal up to one rounding) exists only
+inside :func:`quantize`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.errors import ConfigError
+from octavo.formats import Format, format_of
+from octavo.numerics.cast import Nonfinite, cast_nearest, check_float
+from octavo.numerics.granularity import Granularity, PerTensor
+from octavo.numerics.scaling import AMAX_FLOOR, encode_scale_from_amax, finite_amax
+
+__all__ = ["QuantizedTensor", "dequantize", "fake_quantize", "quantize"]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """Codes and their scale.
+
+    Attributes:
+        data: codes, an FP8 dtype, any shape.
+        scale: float32, shape ``granularity.scale_shape(data.shape)``; hp ≈ data · scale.
+        granularity: which elements share a scale.
+        hp_dtype: dtype that :meth:`dequantize` returns: that of the quantized tensor.
+    """
+
+    data: Tensor
+    scale: Tensor
+    granularity: Granularity
+    hp_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        expected = self.granularity.scale_shape(self.data.shape)
+        if self.scale.shape != expected:
+            raise ConfigError(
+                f"a {self.granularity} scale of codes {tuple(self.data.shape)} has shape {tuple(expected)}, "
+                f"not {tuple(self.scale.shape)}"
+            )
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes."""
+        return format_of(self.data.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the codes."""
+        return self.data.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scale."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def dequantize(self) -> Tensor:
+        """See :func:`dequantize`."""
+        return dequantize(self)
+
+    def t(self) -> "QuantizedTensor":
+        """The transpose, without copying codes.
+
+        Raises:
+            ConfigError: the granularity's groups are not those of the transpose (per row); quantize the transpose instead.
+        """
+        if not self.granularity.orientation_free:
+            raise ConfigError(f"a {self.granularity} tensor cannot be transposed; quantize the transposed tensor instead")
+        scale = self.scale.t() if self.scale.ndim == 2 else self.scale
+        return QuantizedTensor(self.data.t(), scale, self.granularity, self.hp_dtype)
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    granularity: Granularity | None = None,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    power_of_two: bool = False,
+    amax_floor: float = AMAX_FLOOR,
+    margin: int = 0,
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+) -> QuantizedTensor:
+    """Scale into the format's range and round to nearest even, saturating.
+
+        encode_scale = maximum · 2^-margin / amax;  data = cast(fp32(x) · encode_scale);  scale = 1 / encode_scale
+
+    Args:
+        x: float16, bfloat16, float32 or float64 (taken as float32); any shape the granularity allows.
+        fmt: one of the FP8 formats.
+        granularity: which elements share a scale; None is one scale for the tensor.
+        amax: the largest magnitude to provide for, in the scale's shape; None measures ``x`` (dynamic scaling). Delayed
+            scaling passes that of earlier steps: what lies beyond saturates.
+        scale: a fixed decode scale instead (static scaling); ``encode_scale`` is then fp32(1 / scale) and ``power_of_two``,
+            ``amax_floor`` and ``margin`` play no part.
+        power_of_two: round the encode scale down to a power of two.
+        amax_floor: smaller amaxes count as this.
+        margin: binades to leave free above amax.
+        nonfinite: what an infinite element becomes; NaN stays NaN. Neither changes any other element.
+
+    Raises:
+        ConfigError: not a float tensor, not an FP8 format, a scale of the wrong shape, both ``amax`` and ``scale``, or a
+            negative margin or floor.
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> q = quantize(torch.tensor([0.1, -0.2, 0.4]), E4M3)
+        >>> q.dequantize()
+        tensor([ 0.1000, -0.2000,  0.4000])
+
+    Source: formula of numerics/scaling.py; rounding of numerics/cast.py.
+    """
+    check_float(x, "the tensor to quantize")
+    groups: Granularity = PerTensor() if granularity is None else granularity
+    if scale is not None and amax is not None:
+        raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
+    if scale is not None:
+        stored, encode_scale = scale, scale.float().reciprocal()
+    else:
+        measured = finite_amax(x, groups) if amax is None else amax
+        encode_scale = encode_scale_from_amax(
+            measured, fmt, power_of_two=power_of_two, amax_floor=amax_floor, margin=margin
+        )
+        stored = encode_scale.reciprocal()
+    expected = groups.scale_shape(x.shape)
+    if stored.shape != expected:
+        raise ConfigError(f"{groups} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(stored.shape)}")
+    data = cast_nearest(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
+    return QuantizedTensor(data, stored, groups, x.dtype)
+
+
+def dequantize(q: QuantizedTensor) -> Tensor:
+    """``fp32(data) · scale``, rounded once to ``q.hp_dtype``; NaN and ±Inf codes decode to themselves.
+
+    Example:
+        >>> from octavo.formats import E5M2
+        >>> dequantize(quantize(torch.tensor([3.0, 1.0], dtype=torch.bfloat16), E5M2))
+        tensor([3., 1.], dtype=torch.bfloat16)
+    """
+    return (q.data.float() * q.granularity.expand(q.scale, q.data.shape)).to(q.hp_dtype)
+
+
+def fake_quantize(x: Tensor, fmt: Format, *, granularity: Granularity | None = None, power_of_two: bool = False) -> Tensor:
+    """Quantize and dequantize: the values FP8 would hold, in ``x``'s dtype; the gradient passes straight through.
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> x = torch.tensor([0.3, 448.0], requires_grad=True)
+        >>> y = fake_quantize(x, E4M3)
+        >>> y.sum().backward()
+        >>> y.tolist(), x.grad.tolist()
+        ([0.3125, 448.0], [1.0, 1.0])
+    """
+    result: Tensor = _FakeQuantize.apply(x, fmt, granularity, power_of_two)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, power_of_two: bool) -> Tensor:  # type: ignore[override]
+        return dequantize(quantize(x, fmt, granularity=granularity, power_of_two=power_of_two))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return grad_output, None, None, None
