@@ -1,0 +1,36 @@
+# octavo's four chores. `make demo` and `make test` are the ones to know; both make .venv first if it is missing.
+#
+#   make venv    .venv with the versions of requirements.lock, and octavo itself from this checkout
+#   make demo    train a small language model in FP32, BF16 and FP8 and compare the three
+#   make test    format, lint, types, tests: stops at the first that fails
+#   make fmt     let ruff format the code and mend what it can
+#   make clean   remove .venv, caches and build leftovers (runs/ stays)
+#
+# PYTHON chooses the interpreter that .venv is made from: make venv PYTHON=python3.12
+
+PYTHON ?= python3
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := venv
+.PHONY: venv demo test fmt clean
+
+venv: $(STAMP)
+
+# The stamp is written last, so an interrupted installation is taken up again by the next call.
+$(STAMP): requirements.lock pyproject.toml scripts/venv.sh
+	@PYTHON="$(PYTHON)" scripts/venv.sh
+	@touch $@
+
+demo: $(STAMP)
+	@.venv/bin/octavo demo
+
+test: $(STAMP)
+	@scripts/check.sh
+
+fmt: $(STAMP)
+	@.venv/bin/ruff check --fix-only --quiet .
+	@.venv/bin/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# The whole check, as `make test` runs it: format, lint, types, tests. One line each with its time; the first red ends it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# The suite runs in two processes; one thread each keeps them out of each other's way on two cores.
+export OMP_NUM_THREADS=1
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+report() { # name, verdict, start in nanoseconds
+    awk -v name="$1" -v verdict="$2" -v start="$3" -v end="$(date +%s%N)" \
+        'BEGIN { printf "%-7s %-6s %6.1f s\n", name, verdict, (end - start) / 1e9 }'
+}
+
+quietly() { # name, command...: its output is shown only when it fails
+    local name=$1 start
+    shift
+    start=$(date +%s%N)
+    if "$@" >"$log" 2>&1; then
+        report "$name" ok "$start"
+    else
+        report "$name" FAILED "$start"
+        cat "$log"
+        exit 1
+    fi
+}
+
+quietly format .venv/bin/ruff format --check .
+quietly lint .venv/bin/ruff check .
+quietly types .venv/bin/mypy
+
+start=$(date +%s%N)
+if .venv/bin/pytest -n 2 "$@"; then
+    report tests ok "$start"
+else
+    report tests FAILED "$start"
+    exit 1
+fi

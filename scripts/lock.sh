@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Write requirements.lock anew: install what pyproject.toml asks for into an empty environment and freeze it.
+#
+#   scripts/lock.sh            with python3
+#   PYTHON=python3.11 scripts/lock.sh
+#
+# torch is pinned here by hand and installed first, so that everything else is resolved against it. Its local version
+# suffix (+cpu, +cu128) and the CUDA wheels that its Linux build brings are left out: which build of torch to use is the
+# machine's business, and pip installs what that build needs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+torch_pin="torch==2.13.0"
+python="${PYTHON:-python3}"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+"$python" -m venv "$scratch/venv"
+pip=("$scratch/venv/bin/python" -m pip --disable-pip-version-check)
+"${pip[@]}" install --quiet "$torch_pin"
+
+# The requirements, not the project: locking must not need a project that builds.
+"$scratch/venv/bin/python" - >"$scratch/wanted" <<'PY'
+import pathlib
+import tomllib
+
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+extras = project["optional-dependencies"]
+for requirement in [*project["dependencies"], *extras["report"], *extras["data"], *extras["dev"]]:
+    if not requirement.startswith("octavo["):
+        print(requirement)
+PY
+"${pip[@]}" install --quiet -r "$scratch/wanted" "$torch_pin"
+
+{
+    echo "# Exact versions for CI, the Makefile and the README. Written by scripts/lock.sh; do not edit."
+    "${pip[@]}" freeze --all --exclude pip |
+        sed -E 's/\+[A-Za-z0-9.]+$//' |
+        grep -vE '^(nvidia-|cuda-|triton==)'
+} >"$scratch/lock"
+grep -qx "$torch_pin" "$scratch/lock" || { echo "lock: torch was resolved to another version than $torch_pin" >&2; exit 1; }
+grep -q ' @ ' "$scratch/lock" && { echo "lock: a requirement has a path instead of a version" >&2; exit 1; }
+mv "$scratch/lock" requirements.lock
+echo "requirements.lock: $(grep -vc '^#' requirements.lock) packages"
