@@ -1,0 +1,46 @@
+"""What every test runs under: a fixed seed, no time limits from hypothesis, and a count of what did not run.
+
+A GPU test carries the marker ``gpu``. Where there is no CUDA device it is skipped, and the closing summary says how many
+were, so that a green run on a CPU is not mistaken for a green run on a GPU.
+"""
+
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+# No test asserts a time, not even by accident: a slow machine must not make a property fail.
+hypothesis.settings.register_profile("octavo", parent=hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("octavo")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """The same random numbers for a test wherever it runs: alone, in another order, or on another worker."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 -- the legacy generator is the one that libraries draw from
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many GPU tests ran and how many did not, also when there were none."""
+    gpu = {
+        outcome: sum(
+            1
+            for report in terminalreporter.stats.get(outcome, [])
+            if isinstance(report, pytest.TestReport) and "gpu" in report.keywords
+        )
+        for outcome in ("passed", "failed", "skipped")
+    }
+    ran = gpu["passed"] + gpu["failed"]
+    terminalreporter.write_line(f"GPU tests: {ran} ran, {gpu['skipped']} skipped")

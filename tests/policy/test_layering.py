@@ -1,0 +1,97 @@
+"""One direction: a file imports only from rows above its own, or from its own row. No cycles, wherever the import stands."""
+
+from tests.policy.source_tree import imports, modules
+
+# The house, top row first. A row is a file or a folder under src/octavo. The package's own names ("octavo") are handed on
+# from the rows above; those below may use them.
+ROWS = (
+    "errors",
+    "formats",
+    "numerics",
+    "kernels",
+    "recipes",
+    "observers",
+    "functional",
+    "context",
+    "nn",
+    "convert",
+    "state",
+    "octavo",
+    "models",
+    "training",
+    "parallel",
+    "doctor",
+    "quantization",
+    "export",
+    "serving",
+    "planning",
+    "compat",
+    "cli",
+    "__main__",
+)
+
+
+def row(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def violations(graph: dict[str, set[str]]) -> list[str]:
+    return [
+        f"{module} imports {target}, which stands below it"
+        for module, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if ROWS.index(row(target)) > ROWS.index(row(module))
+    ]
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules left when those that import nothing of the rest are taken away again and again: empty without a cycle."""
+    rest = {module: set(targets) for module, targets in graph.items()}
+    while leaves := {module for module, targets in rest.items() if not targets & rest.keys()}:
+        rest = {module: targets for module, targets in rest.items() if module not in leaves}
+    return sorted(rest)
+
+
+def import_graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def test_every_module_has_a_row():
+    unknown = sorted(name for name in modules() if row(name) not in ROWS)
+    assert not unknown, f"not in the house: {unknown}"
+
+
+def test_imports_go_up():
+    graph = import_graph()
+    assert len(graph) > 10, "the import graph is nearly empty: is src/octavo where this test looks?"
+    assert not violations(graph)
+
+
+def test_no_import_cycles():
+    assert not cycle(import_graph())
+
+
+def test_the_checks_see_what_they_should():
+    graph = {
+        "octavo.formats": {"octavo.numerics.cast"},
+        "octavo.numerics.cast": {"octavo.formats"},
+        "octavo.cli.app": set(),
+    }
+    assert violations(graph) == ["octavo.formats imports octavo.numerics.cast, which stands below it"]
+    assert cycle(graph) == ["octavo.formats", "octavo.numerics.cast"]
+
+
+def test_imports_in_functions_and_under_type_checking_are_seen(tmp_path):
+    path = tmp_path / "linear.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from octavo.cli import app\n"
+        "def late():\n    from ..numerics import cast, amax\n    import octavo.state\n"
+        "    importlib.import_module('octavo.convert')\n"
+    )
+    names = ["cli", "cli.app", "numerics", "numerics.cast", "state", "convert", "nn", "nn.linear"]
+    known = {f"octavo.{name}": path for name in names}
+    found = imports("octavo.nn.linear", path, known)
+    assert found == {f"octavo.{name}" for name in ["cli.app", "numerics.cast", "numerics", "state", "convert"]}

@@ -1,0 +1,88 @@
+"""What every file of the checkout keeps to: its size, its name, and nothing that belongs to one machine."""
+
+import ast
+import re
+
+import pytest
+
+from tests.policy.source_tree import ROOT, modules, tracked_files
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "base_utils"}
+
+# A path of one machine; the host of a package registry or mirror; text that only this project's planning would have.
+NOT_FOR_A_REPOSITORY = {
+    "a machine path": re.compile(r"(?<![\w.])/(?:work|root|home|opt|Users)/[\w.]"),
+    "a registry host": re.compile(r"https?://[^\s/]*(?:pypi|pythonhosted|npmjs|debian|registry|mirror|artifact)", re.I),
+    "an index option": re.compile(r"--(?:extra-)?index-url[ =]\S"),
+    "a planning file": re.compile(r"\bshared/\w+\.(?:md|txt)\b"),
+}
+
+
+def python_files():
+    return [path for path in tracked_files() if path.suffix == ".py"]
+
+
+def test_files_are_short():
+    long = {
+        str(p.relative_to(ROOT)): n for p in python_files() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
+    }
+    assert not long, f"over {MAX_FILE_LINES} lines: {long}"
+
+
+def test_functions_are_short():
+    functions = (
+        (path.relative_to(ROOT), node)
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    long = [f"{path}:{f.lineno} {f.name}" for path, f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES]
+    assert not long, f"over {MAX_FUNCTION_LINES} lines: {long}"
+
+
+def test_names_say_something():
+    vague = [path for path in python_files() if NAMES_THAT_SAY_NOTHING & set(re.split(r"_|\.", path.name))]
+    assert not vague
+
+
+def test_packages_hand_names_on_and_define_nothing():
+    defining = {}
+    for name, path in modules().items():
+        if path.name != "__init__.py":
+            continue
+        statements = [node for node in ast.parse(path.read_text()).body if not _hands_on(node)]
+        if statements:
+            defining[name] = [ast.unparse(node).splitlines()[0] for node in statements]
+    assert not defining
+
+
+def _hands_on(node: ast.stmt) -> bool:
+    """A docstring, an import, or the assignment of ``__all__`` or ``__version__``."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    if isinstance(node, ast.Assign):
+        return all(isinstance(t, ast.Name) and t.id in {"__all__", "__version__"} for t in node.targets)
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+@pytest.mark.parametrize("what", NOT_FOR_A_REPOSITORY)
+def test_text_belongs_to_no_machine(what):
+    found = []
+    for path in tracked_files():
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue  # pictures and the like
+        hits = (i for i, line in enumerate(lines, 1) if NOT_FOR_A_REPOSITORY[what].search(line))
+        found += [f"{path.relative_to(ROOT)}:{i}" for i in hits]
+    assert not found, f"{what} in {found}"
+
+
+def test_skips_say_why():
+    bare = re.compile(
+        r"pytest\.skip\(\s*\)|@pytest\.mark\.skip\b(?!\()|mark\.skip\(\s*\)|mark\.skipif\((?![^@]*reason=)"
+    )
+    silent = [path for path in python_files() if "tests" in path.parts and path.name != "test_tree.py"]
+    assert not [path for path in silent if bare.search(path.read_text())]
