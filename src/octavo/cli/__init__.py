@@ -1,0 +1,1 @@
+"""The ``octavo`` command: one file a command, thin over the library."""

@@ -1,0 +1,85 @@
+"""The ``octavo`` application: registers the commands and draws one boundary around their errors.
+
+What octavo refuses (``OctavoError``) and what the machine refuses (``OSError``: a full disk, a folder without permission)
+ends as one sentence on stderr and exit code 2; Ctrl-C ends with 130. ``--debug``, before or after the command's name,
+lets the traceback through. Anything else is a defect of octavo's own and keeps its traceback.
+"""
+
+import errno
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from octavo.cli.console import complain
+from octavo.cli.formats import formats
+from octavo.errors import OctavoError
+
+__all__ = ["app", "main"]
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+DEBUG = "--debug"
+
+
+def sentence_of(error: OSError) -> str:
+    """What the operating system refused, as one sentence."""
+    reason = (error.strerror or str(error)).lower()
+    place = f" {error.filename}" if error.filename else " a file"
+    advice = {
+        errno.ENOSPC: "free some space or choose another disk; earlier checkpoints are intact",
+        errno.EACCES: "choose a path you may read and write",
+        errno.EPERM: "choose a path you may read and write",
+        errno.EROFS: "choose a path you may read and write",
+    }
+    hint = advice.get(error.errno or 0)
+    return f"cannot use{place}: {reason}" + (f"; {hint}" if hint else "")
+
+
+class ErrorBoundary(TyperGroup):
+    """The command group that turns refusals into one sentence and an exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Accept ``--debug`` anywhere on the line."""
+        ctx.obj = DEBUG in args
+        return super().parse_args(ctx, [arg for arg in args if arg != DEBUG])
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command inside the boundary."""
+        try:
+            return super().invoke(ctx)
+        except (OctavoError, OSError) as error:
+            if ctx.obj or isinstance(error, BrokenPipeError):
+                raise
+            complain(sentence_of(error) if isinstance(error, OSError) else str(error))
+            raise typer.Exit(BAD_INPUT) from None
+        except KeyboardInterrupt:
+            complain(
+                "interrupted; nothing is half-written, and the same command continues where a checkpoint was saved"
+            )
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=ErrorBoundary,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train PyTorch models in FP8 and measure what it costs, on a Hopper GPU or on a CPU.",
+    epilog="Start with: octavo demo",
+)
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error; may stand anywhere.")] = False,
+) -> None:
+    """Hold the options that stand before a command's name."""
+
+
+app.command(epilog="Example: octavo formats --errata")(formats)
+
+
+def main() -> None:
+    """Entry point of the ``octavo`` script."""
+    app(prog_name="octavo")

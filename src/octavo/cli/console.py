@@ -1,0 +1,84 @@
+"""What every command prints with: tables to a terminal, JSON to a program, sentences to stderr.
+
+stdout carries results only, so that ``octavo … --json | jq`` works; progress and complaints go to stderr.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["complain", "number", "print_json", "print_table", "stderr", "stdout"]
+
+PIPE_WIDTH = 120  # columns when the output is not a terminal: nobody's window breaks these lines
+
+
+def _console(*, to_stderr: bool) -> Console:
+    is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()
+    return Console(stderr=to_stderr, width=None if is_terminal else PIPE_WIDTH, highlight=False)
+
+
+def stdout() -> Console:
+    """The console of results."""
+    return _console(to_stderr=False)
+
+
+def stderr() -> Console:
+    """The console of progress and complaints."""
+    return _console(to_stderr=True)
+
+
+def complain(sentence: str) -> None:
+    """Print one sentence about what went wrong."""
+    stderr().print(f"[bold red]error:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as JSON; NaN and Inf, which JSON has not, become null."""
+    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
+    """Print a table whose first ``left`` columns are aligned left and the others right."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    stdout().print(table)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number for a reader: ``digits`` significant digits, thousands separated, ``–`` for none.
+
+    Example:
+        >>> number(1234567), number(0.0019531), number(None)
+        ('1,234,567', '0.001953', '–')
+    """
+    if value is None:
+        return "–"
+    if float(value).is_integer() and abs(value) < 1e12:
+        return f"{int(value):,}"
+    return f"{value:,.{digits}g}"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value
