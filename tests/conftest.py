@@ -1,7 +1,7 @@
 """What every test runs under: a fixed seed, no time limits from hypothesis, and a count of what did not run.
 
-A GPU test carries the marker ``gpu``. Where there is no CUDA device it is skipped, and the closing summary says how many
-were, so that a green run on a CPU is not mistaken for a green run on a GPU.
+A GPU test carries the marker ``gpu``. Where there is no CUDA device it is skipped, and the closing summary says how
+many were, so that a green run on a CPU is not mistaken for a green run on a GPU.
 """
 
 import random

@@ -37,12 +37,15 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     ``from octavo.numerics import cast`` counts as octavo.numerics.cast where that is a file, else as octavo.numerics.
     """
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
-    for target in _targets(ast.parse(path.read_text()), package):
-        while target and target not in known:
-            target = target.rpartition(".")[0]
-        found.add(target)
+    found = {_module_of(target, known) for target in _targets(ast.parse(path.read_text()), package)}
     return {target for target in found if target.split(".")[0] == "octavo" and target != name}
+
+
+def _module_of(target: str, known: dict[str, Path]) -> str:
+    """The longest known module that ``target`` starts with; empty for a library's."""
+    while target and target not in known:
+        target = target.rpartition(".")[0]
+    return target
 
 
 def _targets(tree: ast.AST, package: str) -> Iterator[str]:

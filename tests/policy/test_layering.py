@@ -1,9 +1,9 @@
-"""One direction: a file imports only from rows above its own, or from its own row. No cycles, wherever the import stands."""
+"""One direction: a file imports only from rows above its own, or from its own row; and no cycles, even in functions."""
 
 from tests.policy.source_tree import imports, modules
 
-# The house, top row first. A row is a file or a folder under src/octavo. The package's own names ("octavo") are handed on
-# from the rows above; those below may use them.
+# The house, top row first. A row is a file or a folder under src/octavo. The package's own names ("octavo") are handed
+# on from the rows above; those below may use them.
 ROWS = (
     "errors",
     "formats",
@@ -46,7 +46,7 @@ def violations(graph: dict[str, set[str]]) -> list[str]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules left when those that import nothing of the rest are taken away again and again: empty without a cycle."""
+    """The modules left when those that import nothing of the rest are taken away again and again."""
     rest = {module: set(targets) for module, targets in graph.items()}
     while leaves := {module for module, targets in rest.items() if not targets & rest.keys()}:
         rest = {module: targets for module, targets in rest.items() if module not in leaves}

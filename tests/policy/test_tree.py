@@ -14,7 +14,9 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"
 # A path of one machine; the host of a package registry or mirror; text that only this project's planning would have.
 NOT_FOR_A_REPOSITORY = {
     "a machine path": re.compile(r"(?<![\w.])/(?:work|root|home|opt|Users)/[\w.]"),
-    "a registry host": re.compile(r"https?://[^\s/]*(?:pypi|pythonhosted|npmjs|debian|registry|mirror|artifact)", re.I),
+    "a registry host": re.compile(
+        r"https?://[^\s/]*(?:pypi|pythonhosted|npmjs|debian|registry|mirror|artifact)", re.IGNORECASE
+    ),
     "an index option": re.compile(r"--(?:extra-)?index-url[ =]\S"),
     "a planning file": re.compile(r"\bshared/\w+\.(?:md|txt)\b"),
 }
@@ -38,7 +40,9 @@ def test_functions_are_short():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
-    long = [f"{path}:{f.lineno} {f.name}" for path, f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES]
+    long = [
+        f"{path}:{f.lineno} {f.name}" for path, f in functions if (f.end_lineno or 0) - f.lineno >= MAX_FUNCTION_LINES
+    ]
     assert not long, f"over {MAX_FUNCTION_LINES} lines: {long}"
 
 
