@@ -2,7 +2,7 @@
 
     python scripts/import_time.py [rounds]
 
-A process is started for every reading, because a second import in the same one costs nothing; the three kinds alternate,
+Every reading starts a process, because a second import in the same one costs nothing; the three kinds alternate,
 because the machine's load drifts. "nothing" is an interpreter that imports neither, so that the start of Python itself
 can be told apart. The bar is torch + 0.3 s.
 """

@@ -1,0 +1,114 @@
+"""README and docs/ are true: their paths and links exist, their commands are real, their Python runs."""
+
+import re
+import warnings
+
+import pytest
+import typer
+
+from octavo.cli.app import app
+from tests.policy.source_tree import ROOT
+
+README = ROOT / "README.md"
+PAGES = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").glob("**/*.md")])
+BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
+
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
+PATH = re.compile(r"(?<![\w/.-])(?:src|tests|docs|scripts|benchmarks|examples)/[\w./-]*[\w/]")
+
+
+def fences(text, *languages):
+    return [(m.start(), m[2]) for m in FENCE.finditer(text) if m[1] in languages]
+
+
+def commands(text, program):
+    """The word after ``program`` in code, inline or at the start of a line of a block: ``octavo train`` → train."""
+    code = [m[1] for m in INLINE.finditer(FENCE.sub("", text))]
+    code += [line for _, block in fences(text, "", "bash", "console", "sh", "text") for line in block.splitlines()]
+    pattern = re.compile(rf"^\s*(?:\$ )?(?:\.venv/bin/)?{program} ([a-z][\w-]*)")
+    return {m[1] for line in code if (m := pattern.match(line))}
+
+
+def makefile_targets():
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def file_map(readme):
+    """Paths in README's drawn tree: the block that starts with ``src/octavo/``, indented by two spaces a level."""
+    blocks = [block for _, block in fences(readme, "", "text") if block.lstrip().startswith("src/octavo/")]
+    assert len(blocks) == 1, "README has no file map: a block whose first line is src/octavo/"
+    folders, paths = [], []
+    for line in filter(str.strip, blocks[0].splitlines()):
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.match(r"\s*((?:[\w./-]+(?:/|\.\w+)(?: |$))*)", line + " ")[1].split()
+        assert names, f"README's file map: no path at the start of {line!r}"
+        paths += ["".join(folders[:depth]) + name for name in names]
+        folders[depth:] = names[-1:] if names[-1].endswith("/") else []
+    return paths
+
+
+def test_readme_file_map_exists():
+    paths = file_map(README.read_text())
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    rows = {p.name for p in (ROOT / "src/octavo").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    drawn = {path.removeprefix("src/octavo/").rstrip("/") for path in paths if path.startswith("src/octavo/")}
+    assert not rows - drawn - {"__main__.py"}, "in src/octavo but not in README's file map"
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_paths_and_links_exist(name):
+    page = BY_NAME[name]
+    text = page.read_text()
+    missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    local = [link for link in LINK.findall(text) if not re.match(r"\w+:", link)]
+    missing += [link for link in local if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_commands_are_real(name):
+    text = BY_NAME[name].read_text()
+    assert commands(text, "octavo") <= typer.main.get_command(app).commands.keys()
+    assert commands(text, "make") <= makefile_targets()
+
+
+def test_readme_shows_the_two_commands_first():
+    first_screen = "\n".join(README.read_text().splitlines()[:40])
+    assert {"demo", "test"} <= commands(first_screen, "make")
+
+
+@pytest.mark.parametrize("name", [name for name, page in BY_NAME.items() if fences(page.read_text(), "python")])
+def test_python_runs(name, tmp_path, monkeypatch):
+    """A page's blocks run one after the other in one namespace, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    text = BY_NAME[name].read_text()
+    namespace = {"__name__": "__main__"}
+    for start, block in fences(text, "python"):
+        line = text[:start].count("\n") + 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            exec(compile("\n" * line + block, name, "exec"), namespace)
+
+
+PAGE = """Run `octavo nothing`.
+```bash
+$ octavo train --x
+make demo
+```
+```text
+src/octavo/
+  a.py b.py   two
+  c/ folder
+    d.py
+docs/
+```
+"""
+
+
+def test_the_readings_see_what_they_should():
+    assert commands(PAGE, "octavo") == {"nothing", "train"}
+    assert commands(PAGE, "make") == {"demo"}
+    inside = ["a.py", "b.py", "c/", "c/d.py"]
+    assert file_map(PAGE) == ["src/octavo/", *(f"src/octavo/{name}" for name in inside), "docs/"]
