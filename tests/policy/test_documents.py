@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import Any
 
 import pytest
 import typer
@@ -17,6 +18,9 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s#]+)(?:#[^)]*)?\)")
 PATH = re.compile(r"(?<![\w/.-])(?:src|tests|docs|scripts|benchmarks|examples)/[\w./-]*[\w/]")
+
+# The names at the start of a line of the file map, with one space between them: "  backend.py dispatch.py   who runs".
+DRAWN = re.compile(r"^ *((?:[\w./-]+(?:/|\.\w+)(?: |$))*)")
 
 
 def fences(text, *languages):
@@ -39,10 +43,11 @@ def file_map(readme):
     """Paths in README's drawn tree: the block that starts with ``src/octavo/``, indented by two spaces a level."""
     blocks = [block for _, block in fences(readme, "", "text") if block.lstrip().startswith("src/octavo/")]
     assert len(blocks) == 1, "README has no file map: a block whose first line is src/octavo/"
-    folders, paths = [], []
+    folders: list[str] = []
+    paths: list[str] = []
     for line in filter(str.strip, blocks[0].splitlines()):
         depth = (len(line) - len(line.lstrip())) // 2
-        names = re.match(r"\s*((?:[\w./-]+(?:/|\.\w+)(?: |$))*)", line + " ")[1].split()
+        names = DRAWN.findall(line)[0].split()
         assert names, f"README's file map: no path at the start of {line!r}"
         paths += ["".join(folders[:depth]) + name for name in names]
         folders[depth:] = names[-1:] if names[-1].endswith("/") else []
@@ -70,7 +75,8 @@ def test_paths_and_links_exist(name):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_commands_are_real(name):
     text = BY_NAME[name].read_text()
-    assert commands(text, "octavo") <= typer.main.get_command(app).commands.keys()
+    group: Any = typer.main.get_command(app)
+    assert commands(text, "octavo") <= group.commands.keys()
     assert commands(text, "make") <= makefile_targets()
 
 
