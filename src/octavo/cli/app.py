@@ -1,6 +1,6 @@
 """The ``octavo`` application: registers the commands and draws one boundary around their errors.
 
-What octavo refuses (``OctavoError``) and what the machine refuses (``OSError``: a full disk, a folder without permission)
+What octavo refuses (``OctavoError``) and what the machine refuses (``OSError``: a full disk, a missing permission)
 ends as one sentence on stderr and exit code 2; Ctrl-C ends with 130. ``--debug``, before or after the command's name,
 lets the traceback through. Anything else is a defect of octavo's own and keeps its traceback.
 """

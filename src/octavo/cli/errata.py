@@ -64,7 +64,7 @@ def _scalings() -> tuple[Erratum, ...]:
         ),
         Erratum(
             article=f"average the scales of a window of {window} steps",
-            true=f"the mean lags: after amax grows {growth}-fold, the new amax lands at {growth * mean_scale:.1f} times "
+            true=f"the mean lags: when amax grows {growth}-fold, the new one lands at {growth * mean_scale:.1f} times "
             "the format's maximum and saturates",
         ),
     )

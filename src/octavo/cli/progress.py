@@ -1,0 +1,139 @@
+"""Progress of long work: one live bar on a terminal, a plain line every tenth elsewhere; always on stderr.
+
+The work reports through callbacks (``advance(done, note)``) and knows nothing of terminals. There is one live area,
+because two of them would overwrite each other.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from octavo.cli.console import stderr
+
+__all__ = ["Advance", "Display", "open_display"]
+
+
+class Advance(Protocol):
+    """Says that ``done`` of the phase's total is finished; ``note`` stands beside the bar."""
+
+    def __call__(self, done: float, note: str = "") -> None:
+        """Move the phase to ``done``."""
+
+
+class Display(Protocol):
+    """Shows one phase after the other."""
+
+    def phase(self, label: str, total: float | None) -> Advance:
+        """Open the next phase; the one before it is complete."""
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+
+
+@contextmanager
+def open_display() -> Iterator[Display]:
+    """The display that fits stderr: live on a terminal, plain lines elsewhere."""
+    console = stderr()
+    if not console.is_terminal:
+        display = PlainDisplay(console)
+        yield display
+        display.close()
+        return
+    columns = (
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        display_live = LiveDisplay(progress)
+        yield display_live
+        display_live.close()
+
+
+class LiveDisplay:
+    """Bars of rich's, one a phase."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.task: TaskID | None = None
+
+    def phase(self, label: str, total: float | None) -> Advance:
+        """Open the next phase; the one before it is complete."""
+        self.close()
+        task = self.progress.add_task(label, total=total, note="")
+        self.task = task
+
+        def advance(done: float, note: str = "") -> None:
+            self.progress.update(task, completed=done, note=note)
+
+        return advance
+
+    def say(self, line: str) -> None:
+        """Print a line above the bars."""
+        self.progress.console.print(line, markup=False)
+
+    def close(self) -> None:
+        """Complete the phase that is open."""
+        if self.task is None:
+            return
+        task = self.progress.tasks[self.task]
+        total = task.total if task.total is not None else (task.completed or 1)
+        self.progress.update(self.task, total=total, completed=total)
+        self.task = None
+
+
+class PlainDisplay:
+    """A line when a phase begins, at every tenth of it, and when it ends."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.label = ""
+        self.started = 0.0
+
+    def phase(self, label: str, total: float | None) -> Advance:
+        """Open the next phase; the one before it is complete."""
+        self.close()
+        self.label, self.started = label, time.monotonic()
+        self.say(f"{label} ...")
+        shown = 0
+
+        def advance(done: float, note: str = "") -> None:
+            nonlocal shown
+            tenth = int(10 * done / total) if total else 0
+            if tenth > shown and tenth < 10:
+                shown = tenth
+                self.say(f"{label}: {10 * tenth}%{self._eta(done, total)}{', ' + note if note else ''}")
+
+        return advance
+
+    def say(self, line: str) -> None:
+        """Print the line."""
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Say how long the open phase took."""
+        if self.label:
+            self.say(f"{self.label}: done in {time.monotonic() - self.started:.1f} s")
+            self.label = ""
+
+    def _eta(self, done: float, total: float | None) -> str:
+        if not total or not done:
+            return ""
+        elapsed = time.monotonic() - self.started
+        return f", about {elapsed * (total - done) / done:.0f} s left"

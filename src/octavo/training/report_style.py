@@ -1,0 +1,101 @@
+"""The report's page: its structure and style, with ``string.Template`` places for what a study fills in."""
+
+__all__ = ["PAGE"]
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>octavo study</title>
+<link rel="icon" href="data:,">
+<style>
+:root { --ink: #1f2328; --muted: #6b7280; --rule: #e2dfd8; --paper: #fbfaf7; --sheet: #ffffff; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 44px 28px 72px; }
+.eyebrow { font-size: 12.5px; letter-spacing: .14em; text-transform: uppercase; color: var(--muted); margin: 0 0 10px; }
+h1, h2 { font-family: "Iowan Old Style", "Palatino Linotype", Palatino, "URW Palladio L", Georgia, serif;
+  font-weight: 600; text-wrap: balance; }
+h1 { font-size: clamp(25px, 3.5vw, 38px); line-height: 1.22; margin: 0 0 14px; max-width: 27em; }
+h2 { font-size: 22px; margin: 46px 0 4px; }
+.standfirst { font-size: 18px; color: #454b54; margin: 0 0 28px; max-width: 46em; }
+.caption { color: var(--muted); font-size: 14.5px; margin: 0 0 12px; max-width: 56em; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; }
+.card { background: var(--sheet); border: 1px solid var(--rule); border-top: 4px solid var(--accent);
+  border-radius: 6px; padding: 14px 18px 12px; }
+.card .name { font-weight: 600; color: var(--accent); }
+.card .figure { font-size: 32px; line-height: 1.25; font-variant-numeric: tabular-nums; letter-spacing: -.01em; }
+.card .unit { color: var(--muted); font-size: 13.5px; }
+.legend { margin: 0 0 8px; font-size: 14px; display: flex; flex-wrap: wrap; gap: 2px 20px; }
+.legend span::before { content: ""; display: inline-block; width: 18px; height: 3px; border-radius: 2px;
+  background: var(--accent); margin-right: 7px; vertical-align: middle; }
+.plot { background: var(--sheet); border: 1px solid var(--rule); border-radius: 6px; padding: 12px 8px 4px;
+  height: 430px; }
+table { width: 100%; border-collapse: collapse; background: var(--sheet); border: 1px solid var(--rule);
+  border-radius: 6px; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { padding: 9px 11px; text-align: right; border-bottom: 1px solid var(--rule); vertical-align: baseline; }
+thead th { font-size: 13px; color: var(--muted); font-weight: 600; }
+tbody th { text-align: left; font-weight: 500; }
+td { white-space: nowrap; }
+td:last-child, thead th:last-child { color: var(--muted); }
+td:nth-last-child(2) { font-weight: 600; }
+tbody tr:last-child > * { border-bottom: 0; }
+.note { font-size: 14.5px; color: #454b54; border-left: 3px solid #d9480f; padding: 2px 0 2px 14px; margin: 16px 0; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 22px; margin: 10px 0 0; font-size: 14.5px; }
+dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
+figure { margin: 14px 0 0; }
+figcaption { font-size: 13px; color: var(--muted); margin-bottom: 4px; }
+pre { margin: 0; background: #24272e; color: #e6e4df; border-radius: 6px; padding: 14px 16px; white-space: pre-wrap;
+  overflow-wrap: anywhere; font: 13.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+pre b { color: #ffb38a; font-weight: 600; }
+@media (max-width: 700px) {
+  main { padding: 26px 14px 48px; }
+  .standfirst { font-size: 16.5px; }
+  .legend { margin: 0 0 8px; font-size: 14px; display: flex; flex-wrap: wrap; gap: 2px 20px; }
+.legend span::before { content: ""; display: inline-block; width: 18px; height: 3px; border-radius: 2px;
+  background: var(--accent); margin-right: 7px; vertical-align: middle; }
+.plot { height: 340px; padding: 8px 0 0; }
+  thead { display: none; }
+  table, tbody, tr, tbody th, td { display: block; border: 0; }
+  table { border: 1px solid var(--rule); }
+  tr { padding: 10px 14px; border-bottom: 1px solid var(--rule); }
+  tbody th, td { padding: 2px 0; text-align: left; white-space: normal; }
+  tbody th { font-weight: 600; }
+  td::before { content: attr(data-label); display: inline-block; width: 46%; padding-right: 10px; color: var(--muted);
+    vertical-align: top; font-weight: 400; }
+  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: 8px; }
+}
+</style>
+<script>$script</script>
+</head>
+<body>
+<main>
+<p class="eyebrow">octavo study</p>
+<h1>$headline</h1>
+<p class="standfirst">$standfirst</p>
+<section class="cards">$cards</section>
+<h2>Loss</h2>
+<p class="caption">Cross-entropy in nats a token. Thin: training loss, smoothed. Points: validation text.</p>
+<p class="legend">$loss_legend</p>
+<div class="plot">$loss_figure</div>
+<h2>Gap</h2>
+<p class="caption">How much more one run loses than another at the same step, on the same tokens. Points: validation
+text. Thin: training batches, smoothed. Green: within $gap_bar nats.</p>
+<p class="legend">$gap_legend</p>
+<div class="plot">$gap_figure</div>
+<h2>Measures</h2>
+<p class="caption">$target_note The differences are taken window by window on the held-out text; ± is their standard
+error.</p>
+$table
+<p class="note">$emulation_note</p>
+<h2>Setting</h2>
+<dl>$facts</dl>
+<h2>What the models write</h2>
+<p class="caption">The prompt is in colour; the rest is sampled.</p>
+$samples
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,180 @@
+"""The table and the verdict of a study, as text: what the command prints and the report shows.
+
+The rows are those of the article octavo started from (GPTs of 7 to 13 billion parameters on WikiText-103); its figures
+stand beside ours as a reference for the *differences*. The absolute values belong to another model and another text.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.training.comparison import GAP_BAR_NATS, Gap, RunMeasures, Study
+
+__all__ = ["Row", "columns", "emulation_note", "rows", "target_note", "title_of", "verdict"]
+
+MIB = 1 << 20
+NOTHING = "–"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measure: a cell a run, the FP8 run's difference to BF16, and what the article reports."""
+
+    name: str
+    cells: tuple[str, ...]
+    difference: str
+    article: str
+
+
+def columns(study: Study) -> list[str]:
+    """The head of the table."""
+    return ["", *(title_of(run.recipe) for run in study.runs), "FP8 vs BF16", "article: FP32 / BF16 / FP8"]
+
+
+def title_of(recipe: str) -> str:
+    """How a run is called in a table.
+
+    Example:
+        >>> title_of("bf16"), title_of("tensorwise")
+        ('BF16', 'FP8 tensorwise')
+    """
+    return {"fp32": "FP32", "bf16": "BF16"}.get(recipe, f"FP8 {recipe}")
+
+
+def rows(study: Study) -> list[Row]:
+    """The measures, one a row."""
+    return [
+        _perplexity(study),
+        _loss(study),
+        _steps(study),
+        _variance(study),
+        _gradient_error(study),
+        _throughput(study),
+        _memory(study),
+    ]
+
+
+def target_note(study: Study) -> str:
+    """What the target of the steps row is."""
+    steps = round(0.9 * study.baseline.steps)
+    return (
+        f"Target perplexity {_perplexity_of(study.target_nats)}: what {title_of(study.baseline.recipe)} reads on the "
+        f"validation text after {steps:,} of its {study.baseline.steps:,} steps."
+    )
+
+
+def emulation_note(device: str) -> str:
+    """What the throughput row means on this device."""
+    if device == "cuda":
+        return "Tokens/s are this GPU's."
+    return (
+        "On a CPU FP8 is emulated: the codes and scales are what a Hopper GPU would compute, the time is not. "
+        "The tokens/s here say nothing about Hopper's, where the article reports FP8 at 1.23 times BF16."
+    )
+
+
+def verdict(study: Study) -> str:
+    """One sentence: what FP8 cost on this setting."""
+    pair = _fp8_and_bf16(study)
+    if pair is None:
+        return f"{len(study.runs)} run(s) on the same text and batches; no FP8 run to hold against BF16."
+    fp8, bf16 = pair
+    gap = study.gap(fp8.recipe, bf16.recipe)
+    side = "above" if gap.nats >= 0 else "below"
+    bar = "within" if gap.nats <= GAP_BAR_NATS else "outside"
+    return (
+        f"{title_of(fp8.recipe)} ends {abs(gap.nats):.4f} ± {gap.standard_error:.4f} nats {side} BF16 on held-out text "
+        f"({gap.percent:+.2f} % perplexity): {bar} the bar of {GAP_BAR_NATS:.4f} nats."
+    )
+
+
+def _fp8_and_bf16(study: Study) -> tuple[RunMeasures, RunMeasures] | None:
+    names = [run.recipe for run in study.runs]
+    return (study.fp8_runs[0], study.run("bf16")) if study.fp8_runs and "bf16" in names else None
+
+
+def _gap(study: Study) -> Gap | None:
+    pair = _fp8_and_bf16(study)
+    return None if pair is None else study.gap(pair[0].recipe, pair[1].recipe)
+
+
+def _perplexity(study: Study) -> Row:
+    gap = _gap(study)
+    return Row(
+        name="Final perplexity, held-out",
+        cells=tuple(f"{run.perplexity:.3f}" for run in study.runs),
+        difference=NOTHING if gap is None else f"{gap.percent:+.2f} %",
+        article="9.42 / 9.51 / 9.58, +0.74 %",
+    )
+
+
+def _loss(study: Study) -> Row:
+    gap = _gap(study)
+    return Row(
+        name="Final loss, nats a token",
+        cells=tuple(f"{run.nats:.4f}" for run in study.runs),
+        difference=NOTHING if gap is None else f"{gap.nats:+.4f} ± {gap.standard_error:.4f}",
+        article="+0.0073 (from 9.58 / 9.51)",
+    )
+
+
+def _steps(study: Study) -> Row:
+    steps = {run.recipe: study.steps_to_target(run.recipe) for run in study.runs}
+    return Row(
+        name=f"Steps to perplexity {_perplexity_of(study.target_nats)}",
+        cells=tuple("not reached" if count is None else f"{count:,.0f}" for count in steps.values()),
+        difference=_relative(study, [steps[run.recipe] for run in study.runs]),
+        article="8,000 / 8,200 / 8,400, +2.4 %",
+    )
+
+
+def _variance(study: Study) -> Row:
+    values = [study.relative_variance(run.recipe) for run in study.runs]
+    return Row(
+        name="Gradient variance, relative",
+        cells=tuple(NOTHING if value is None else f"{value:.4f}×" for value in values),
+        difference=_relative(study, values),
+        article="1 / 1.02× / 1.08×, +6 %",
+    )
+
+
+def _gradient_error(study: Study) -> Row:
+    return Row(
+        name="Gradient error against FP32",
+        cells=tuple(
+            NOTHING if run.gradient_error is None else f"{100 * run.gradient_error:.2f} %" for run in study.runs
+        ),
+        difference=NOTHING,
+        article=NOTHING,
+    )
+
+
+def _throughput(study: Study) -> Row:
+    base = study.baseline.tokens_per_second
+    return Row(
+        name="Tokens/s, this machine",
+        cells=tuple(f"{run.tokens_per_second:,.0f} ({run.tokens_per_second / base:.2f}×)" for run in study.runs),
+        difference=_relative(study, [run.tokens_per_second for run in study.runs]),
+        article="1 / 1.15× / 1.42×, +23 % (GPU)",
+    )
+
+
+def _memory(study: Study) -> Row:
+    values = [run.peak_memory_bytes for run in study.runs]
+    return Row(
+        name="Peak memory, MiB",
+        cells=tuple(NOTHING if value is None else f"{value / MIB:,.0f}" for value in values),
+        difference=_relative(study, values),
+        article=NOTHING,
+    )
+
+
+def _relative(study: Study, values: Sequence[float | None]) -> str:
+    pair = _fp8_and_bf16(study)
+    by_recipe = dict(zip((run.recipe for run in study.runs), values, strict=True))
+    fp8, bf16 = (by_recipe[run.recipe] for run in pair) if pair else (None, None)
+    return NOTHING if fp8 is None or not bf16 else f"{100 * (fp8 / bf16 - 1):+.1f} %"
+
+
+def _perplexity_of(nats: float) -> str:
+    return f"{math.exp(nats):.2f}"

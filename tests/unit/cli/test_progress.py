@@ -1,0 +1,48 @@
+"""What progress looks like where there is no terminal, and on one."""
+
+import io
+
+from rich.console import Console
+from rich.progress import Progress
+
+from octavo.cli.progress import LiveDisplay, PlainDisplay, open_display
+
+
+def test_plain_progress_prints_a_line_a_tenth_and_not_more():
+    out = io.StringIO()
+    display = PlainDisplay(Console(file=out))
+    advance = display.phase("train fp32", 1000)
+    for step in range(1, 1001):
+        advance(step, f"loss {step}")
+    display.close()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "train fp32 ..."
+    assert [line.split(":")[1].split("%")[0].strip() for line in lines[1:-1]] == [str(10 * n) for n in range(1, 10)]
+    assert all("s left, loss" in line for line in lines[1:-1])
+    assert lines[-1].startswith("train fp32: done in ")
+
+
+def test_a_phase_without_total_prints_begin_and_end_only():
+    out = io.StringIO()
+    display = PlainDisplay(Console(file=out))
+    advance = display.phase("tokenizer", None)
+    advance(3)
+    display.close()
+    assert len(out.getvalue().splitlines()) == 2
+
+
+def test_the_next_phase_completes_the_live_bar_before_it():
+    progress = Progress(console=Console(file=io.StringIO()))
+    display = LiveDisplay(progress)
+    display.phase("one", 10)(4, "note")
+    display.phase("two", None)
+    display.close()
+    assert [task.finished for task in progress.tasks] == [True, True]
+
+
+def test_progress_goes_to_stderr_alone(capsys):
+    with open_display() as display:
+        display.phase("work", 2)(1)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "work: 50%" in captured.err

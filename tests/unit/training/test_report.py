@@ -1,0 +1,91 @@
+"""The report: complete, self-contained, escaped, and free of script errors in a real browser where there is one."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.training import report, study_table
+from octavo.training.comparison import GAP_BAR_NATS
+from tests.unit.training.synthetic_study import run, study
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+]
+
+
+@pytest.fixture(scope="module")
+def page():
+    return report.render(study())
+
+
+def without_scripts(page):
+    return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_page_shows_verdict_table_facts_and_text(page):
+    text = without_scripts(page)
+    assert study_table.verdict(study()) in text
+    assert all(row.name in text for row in study_table.rows(study()))
+    assert "emulated" in text
+    assert "2.1 M parameters" in text
+
+
+def test_text_from_outside_is_escaped(page):
+    text = without_scripts(page)
+    assert "a &lt;synthetic&gt; text" in text
+    assert "&lt;0&gt; &amp; run(argv)" in text
+    assert "<0>" not in text
+
+
+def test_page_asks_nothing_of_the_network(page):
+    text = without_scripts(page)
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", text)
+    assert not re.findall(r"<script[^>]+src=", page)
+    assert "@import" not in text
+
+
+def test_the_gap_bar_is_drawn(page):
+    assert f"bar: +{GAP_BAR_NATS:.4f}" in page
+
+
+def test_one_run_makes_a_page_too():
+    assert "One run has no gap" in report.render(study(run("fp32", 0.0)))
+
+
+def test_smoothing_is_the_weighted_mean_of_what_came_before():
+    curve = tuple((step, float(step**2)) for step in range(6))
+    keep = 1 - 2 / (3 + 1)
+    for index, (_, value) in enumerate(report.smoothed(curve, 3)):
+        weights = [keep ** (index - i) for i in range(index + 1)]
+        mean = sum(w * curve[i][1] for i, w in enumerate(weights)) / sum(weights)
+        assert value == pytest.approx(mean)
+
+
+def test_missing_plotly_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=r"octavo\[report\]"):
+        report.render(study())
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to open the report with")
+def test_a_browser_draws_both_figures_without_console_errors(page, tmp_path):
+    (tmp_path / "report.html").write_text(page)
+    flags = [*QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
+    command = [str(CHROMIUM), *flags, f"file://{tmp_path}/report.html"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    assert [line for line in result.stderr.splitlines() if "CONSOLE" in line] == []
+    curves, pairs, points = 3, 3, len(study().baseline.validation_curve)
+    assert result.stdout.count('<path class="point') == (curves + pairs) * points

@@ -1,0 +1,62 @@
+"""The table's cells and the verdict, from a study with known answers."""
+
+import pytest
+
+from octavo.training import study_table
+from tests.unit.training.synthetic_study import run, study
+
+
+def cells(name, of=None):
+    rows = {row.name.split(",")[0]: row for row in study_table.rows(of or study())}
+    return next(row for key, row in rows.items() if key.startswith(name))
+
+
+def test_every_row_has_a_cell_a_run():
+    assert all(len(row.cells) == 3 for row in study_table.rows(study()))
+    assert len(study_table.columns(study())) == 1 + 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("row", "difference"),
+    [
+        ("Final perplexity", "+0.20 %"),
+        ("Final loss", "+0.0020 ± 0.0000"),
+        ("Gradient variance", "+4.9 %"),
+        ("Tokens/s", "-50.0 %"),
+        ("Peak memory", "+0.0 %"),
+    ],
+)
+def test_differences_are_fp8_against_bf16(row, difference):
+    assert cells(row).difference == difference
+
+
+def test_a_run_that_misses_the_target_says_so():
+    slow = study(run("fp32", 0.0), run("bf16", 0.0), run("tensorwise", 1.0))
+    row = cells("Steps", slow)
+    assert row.cells[2] == "not reached"
+    assert row.difference == "–"
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"),
+    [
+        (0.0049, "0.0049 ± 0.0000 nats above BF16"),
+        (0.0049, "within the bar"),
+        (0.0051, "outside the bar"),
+        (-0.01, "0.0100 ± 0.0000 nats below BF16"),
+        (-0.01, "within the bar"),
+    ],
+)
+def test_verdict_states_size_side_and_bar(offset, words):
+    assert words in study_table.verdict(study(run("fp32", 0.0), run("bf16", 0.0), run("tensorwise", offset)))
+
+
+def test_a_study_without_fp8_has_no_verdict_on_it():
+    alone = study(run("fp32", 0.0))
+    assert "no FP8 run" in study_table.verdict(alone)
+    assert all(row.difference == "–" for row in study_table.rows(alone))
+
+
+def test_a_cpu_says_that_fp8_is_emulated():
+    assert "emulated" in study_table.emulation_note("cpu")
+    assert "emulated" not in study_table.emulation_note("cuda")
