@@ -1,1 +1,30 @@
-"""FP8 training, diagnosis, calibration, export and serving for PyTorch."""
+"""octavo: FP8 training for PyTorch, with the same numbers on every device."""
+
+from octavo import nn, recipes
+from octavo.context import autocast
+from octavo.convert import convert, restore
+from octavo.formats import E4M3, E5M2
+from octavo.kernels import quantize, scaled_mm
+from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, fake_quantize
+from octavo.state import load_scaling_state, scaling_state, update_scales
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "PerBlock",
+    "PerRow",
+    "PerTensor",
+    "QuantizedTensor",
+    "autocast",
+    "convert",
+    "dequantize",
+    "fake_quantize",
+    "load_scaling_state",
+    "nn",
+    "quantize",
+    "recipes",
+    "restore",
+    "scaled_mm",
+    "scaling_state",
+    "update_scales",
+]

@@ -1,13 +1,13 @@
 """Number formats as frozen rows; every constant is derived from the bit layout, none is typed.
 
-A row says how many exponent and mantissa bits a format has and which codes it gives up for specials. From that follow its
-bias, maximum, smallest numbers and counts:
+A row says how many exponent and mantissa bits a format has and which codes it gives up for specials. From that follow
+its bias, maximum, smallest numbers and counts:
 
     value = (-1)^sign · 2^(exponent_field - bias) · (1 + mantissa / 2^mantissa_bits)      exponent_field > 0
     value = (-1)^sign · 2^(1 - bias)              · (    mantissa / 2^mantissa_bits)      exponent_field = 0 (subnormal)
 
-Sources: IEEE 754-2019 §3; OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); Noune et al., arXiv 2206.02915 (FNUZ);
-OCP Microscaling Formats 1.0 §5.4 (E8M0).
+Sources: IEEE 754-2019 §3; OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); Noune et al., arXiv 2206.02915
+(FNUZ); OCP Microscaling Formats 1.0 §5.4 (E8M0).
 """
 
 import math
@@ -145,7 +145,9 @@ class Format:
     @property
     def distinct_finite_values(self) -> int:
         """Number of different finite values; +0 and -0 count once."""
-        nan_count = 2 * (self.magnitude_mask - self.max_code - 1) if self.specials is Specials.IEEE else len(self.nan_codes)
+        nan_count = (
+            2 * (self.magnitude_mask - self.max_code - 1) if self.specials is Specials.IEEE else len(self.nan_codes)
+        )
         negative_zero = 1 if self.specials in (Specials.IEEE, Specials.FN) else 0
         return (1 << self.bits) - nan_count - len(self.inf_codes) - negative_zero
 
@@ -166,21 +168,15 @@ class Format:
         return self.name
 
 
-E4M3 = Format(
-    name="E4M3", exponent_bits=4, mantissa_bits=3, specials=Specials.FN, torch_dtype=torch.float8_e4m3fn
-)
-E5M2 = Format(
-    name="E5M2", exponent_bits=5, mantissa_bits=2, specials=Specials.IEEE, torch_dtype=torch.float8_e5m2
-)
+E4M3 = Format(name="E4M3", exponent_bits=4, mantissa_bits=3, specials=Specials.FN, torch_dtype=torch.float8_e4m3fn)
+E5M2 = Format(name="E5M2", exponent_bits=5, mantissa_bits=2, specials=Specials.IEEE, torch_dtype=torch.float8_e5m2)
 E4M3_FNUZ = Format(
     name="E4M3_FNUZ", exponent_bits=4, mantissa_bits=3, specials=Specials.FNUZ, torch_dtype=torch.float8_e4m3fnuz
 )
 E5M2_FNUZ = Format(
     name="E5M2_FNUZ", exponent_bits=5, mantissa_bits=2, specials=Specials.FNUZ, torch_dtype=torch.float8_e5m2fnuz
 )
-E8M0 = Format(
-    name="E8M0", exponent_bits=8, mantissa_bits=0, specials=Specials.SCALE, torch_dtype=torch.float8_e8m0fnu
-)
+E8M0 = Format(name="E8M0", exponent_bits=8, mantissa_bits=0, specials=Specials.SCALE, torch_dtype=torch.float8_e8m0fnu)
 FP16 = Format(name="FP16", exponent_bits=5, mantissa_bits=10, specials=Specials.IEEE, torch_dtype=torch.float16)
 BF16 = Format(name="BF16", exponent_bits=8, mantissa_bits=7, specials=Specials.IEEE, torch_dtype=torch.bfloat16)
 FP32 = Format(name="FP32", exponent_bits=8, mantissa_bits=23, specials=Specials.IEEE, torch_dtype=torch.float32)

@@ -3,11 +3,11 @@
     codes = RNE(fp32(x) · encode_scale)        compared with ±maximum after rounding
 
 The product is FP32 whatever the input dtype: a bfloat16 product changes 0.9 % of the codes. What happens beyond the
-maximum is decided here and never left to ``Tensor.to``: for E4M3 its answer is NaN in torch up to 2.11 and saturation, of
-infinities too, from 2.12 on. Two different questions have two different arguments:
+maximum is decided here and never left to ``Tensor.to``: for E4M3 its answer is NaN in torch up to 2.11 and saturation,
+of infinities too, from 2.12 on. Two different questions have two different arguments:
 
-- ``overflow``: a *finite* value that rounds beyond the maximum. ``"saturate"`` gives ±maximum, ``"nonfinite"`` gives ±Inf
-  (NaN in a format without infinities).
+- ``overflow``: a *finite* value that rounds beyond the maximum. ``"saturate"`` gives ±maximum, ``"nonfinite"`` gives
+  ±Inf (NaN in a format without infinities).
 - ``nonfinite``: an *infinite input*. ``"propagate"`` gives ±Inf (or NaN), so that a broken step shows where BF16 would
   show it; ``"saturate"`` gives ±maximum, as Hopper's satfinite conversions do. NaN stays NaN under both.
 
@@ -60,15 +60,16 @@ def cast_nearest(
         nonfinite: see the module's text.
 
     Returns:
-        Codes of dtype ``fmt.torch_dtype``, shaped like ``x``. Subnormal results are kept, signed zeros too (FNUZ has none).
+        Codes of dtype ``fmt.torch_dtype``, shaped like ``x``. Subnormal results are kept, signed zeros too (FNUZ has
+        none).
 
     Raises:
         ConfigError: ``x`` is not floating point, or ``fmt`` is not an FP8 format.
 
     Example:
         >>> from octavo.formats import E4M3
-        >>> cast_nearest(torch.tensor([0.3, -1e9, 464.0]), E4M3).float()
-        tensor([   0.3125, -448.0000,  448.0000])
+        >>> cast_nearest(torch.tensor([0.3, -1e9, 464.0]), E4M3).float().tolist()
+        [0.3125, -448.0, 448.0]
     """
     scaled = _scaled(x, fmt, encode_scale)
     limited = scaled.clamp(-fmt.max, fmt.max)
@@ -88,8 +89,8 @@ def cast_stochastic(
 ) -> Tensor:
     """Round up in magnitude with a probability equal to the dropped fraction, so that the expected value is ``x``.
 
-    A random number of 20 bits is added below the kept mantissa and the rest is cut off. Values that ``fmt`` holds exactly
-    never move; nothing crosses ±maximum.
+    A random number of 20 bits is added below the kept mantissa and the rest is cut off. Values that ``fmt`` holds
+    exactly never move; nothing crosses ±maximum.
 
     Args:
         x: as in :func:`cast_nearest`.
@@ -119,8 +120,8 @@ def cast_stochastic(
 def may_hold_nonfinite(x: Tensor) -> bool:
     """False where one cheap pass proves that every element is finite.
 
-    Only an eager CPU tensor is asked. In a traced graph the answer would break the graph, and on an accelerator waiting for
-    it costs more than the element-wise mask that a "maybe" leads to.
+    Only an eager CPU tensor is asked. In a traced graph the answer would break the graph, and on an accelerator
+    waiting for it costs more than the element-wise mask that a "maybe" leads to.
 
     Example:
         >>> may_hold_nonfinite(torch.ones(3)), may_hold_nonfinite(torch.tensor([1.0, math.inf]))
@@ -138,7 +139,8 @@ def check_float(x: Tensor, what: str) -> None:
     """Raise ConfigError unless ``x`` is a floating-point tensor of at least 16 bits."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ConfigError(
-            f"{what} must be a float16, bfloat16, float32 or float64 tensor, not {x.dtype}; convert it first, e.g. x.float()"
+            f"{what} must be a float16, bfloat16, float32 or float64 tensor, not {x.dtype}; "
+            "convert it first, e.g. with x.float()"
         )
 
 
@@ -150,7 +152,7 @@ def _scaled(x: Tensor, fmt: Format, encode_scale: Tensor | None) -> Tensor:
 
 
 def _rounds_beyond_max(scaled: Tensor, fmt: Format) -> Tensor:
-    """Whether rounding with an unbounded exponent would pass the maximum: beyond the midpoint, or on it if max is odd."""
+    """Whether rounding with an unbounded exponent passes the maximum: beyond the midpoint, or on it if max is odd."""
     midpoint = fmt.max + (fmt.max - fmt.magnitude(fmt.max_code - 1)) / 2
     tie_rounds_up = fmt.max_code % 2 == 1
     return scaled.abs() >= midpoint if tie_rounds_up else scaled.abs() > midpoint

@@ -7,8 +7,8 @@
 | ``PerRow()``       | [B,M,K] | ``[B, M, 1]``                      | K                  |
 | ``PerBlock(r, c)`` | [M, K]  | ``[ceil(M / r), ceil(K / c)]``     | r · c              |
 
-K is the dimension a GEMM sums over and is always last: a row of an operand is what one output element reads. Edge blocks
-of a ragged shape are smaller; nothing is padded into their maximum.
+K is the dimension a GEMM sums over and is always last: a row of an operand is what one output element reads. Edge
+blocks of a ragged shape are smaller; nothing is padded into their maximum.
 """
 
 from dataclasses import dataclass

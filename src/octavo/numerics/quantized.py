@@ -2,8 +2,8 @@
 
     hp ≈ data · scale
 
-``scale`` decodes. It is what is stored, passed and saved; the encode scale (its reciprocal up to one rounding) exists only
-inside :func:`quantize`.
+``scale`` decodes. It is what is stored, passed and saved; the encode scale (its reciprocal up to one rounding) exists
+only inside :func:`quantize`.
 """
 
 from dataclasses import dataclass
@@ -68,10 +68,13 @@ class QuantizedTensor:
         """The transpose, without copying codes.
 
         Raises:
-            ConfigError: the granularity's groups are not those of the transpose (per row); quantize the transpose instead.
+            ConfigError: the granularity's groups are not those of the transpose (per row); quantize the transpose
+                instead.
         """
         if not self.granularity.orientation_free:
-            raise ConfigError(f"a {self.granularity} tensor cannot be transposed; quantize the transposed tensor instead")
+            raise ConfigError(
+                f"a {self.granularity} tensor cannot be transposed; quantize the transposed tensor instead"
+            )
         scale = self.scale.t() if self.scale.ndim == 2 else self.scale
         return QuantizedTensor(self.data.t(), scale, self.granularity, self.hp_dtype)
 
@@ -98,16 +101,16 @@ def quantize(
         granularity: which elements share a scale; None is one scale for the tensor.
         amax: the largest magnitude to provide for, in the scale's shape; None measures ``x`` (dynamic scaling). Delayed
             scaling passes that of earlier steps: what lies beyond saturates.
-        scale: a fixed decode scale instead (static scaling); ``encode_scale`` is then fp32(1 / scale) and ``power_of_two``,
-            ``amax_floor`` and ``margin`` play no part.
+        scale: a fixed decode scale instead (static scaling); ``encode_scale`` is then fp32(1 / scale) and
+            ``power_of_two``, ``amax_floor`` and ``margin`` play no part.
         power_of_two: round the encode scale down to a power of two.
         amax_floor: smaller amaxes count as this.
         margin: binades to leave free above amax.
         nonfinite: what an infinite element becomes; NaN stays NaN. Neither changes any other element.
 
     Raises:
-        ConfigError: not a float tensor, not an FP8 format, a scale of the wrong shape, both ``amax`` and ``scale``, or a
-            negative margin or floor.
+        ConfigError: not a float tensor, not an FP8 format, a scale of the wrong shape, both ``amax`` and ``scale``, or
+            a negative margin or floor.
 
     Example:
         >>> from octavo.formats import E4M3
@@ -131,7 +134,9 @@ def quantize(
         stored = encode_scale.reciprocal()
     expected = groups.scale_shape(x.shape)
     if stored.shape != expected:
-        raise ConfigError(f"{groups} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(stored.shape)}")
+        raise ConfigError(
+            f"{groups} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(stored.shape)}"
+        )
     data = cast_nearest(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
     return QuantizedTensor(data, stored, groups, x.dtype)
 
@@ -142,12 +147,14 @@ def dequantize(q: QuantizedTensor) -> Tensor:
     Example:
         >>> from octavo.formats import E5M2
         >>> dequantize(quantize(torch.tensor([3.0, 1.0], dtype=torch.bfloat16), E5M2))
-        tensor([3., 1.], dtype=torch.bfloat16)
+        tensor([3.0000, 1.0703], dtype=torch.bfloat16)
     """
     return (q.data.float() * q.granularity.expand(q.scale, q.data.shape)).to(q.hp_dtype)
 
 
-def fake_quantize(x: Tensor, fmt: Format, *, granularity: Granularity | None = None, power_of_two: bool = False) -> Tensor:
+def fake_quantize(
+    x: Tensor, fmt: Format, *, granularity: Granularity | None = None, power_of_two: bool = False
+) -> Tensor:
     """Quantize and dequantize: the values FP8 would hold, in ``x``'s dtype; the gradient passes straight through.
 
     Example:
@@ -164,10 +171,10 @@ def fake_quantize(x: Tensor, fmt: Format, *, granularity: Granularity | None = N
 
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, power_of_two: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, power_of_two: bool) -> Tensor:
         return dequantize(quantize(x, fmt, granularity=granularity, power_of_two=power_of_two))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         return grad_output, None, None, None

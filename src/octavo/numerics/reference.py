@@ -55,7 +55,7 @@ def encode(value: float, fmt: Format, *, saturate: bool = True, propagate_inf: b
 
 
 def encode_stochastic(value: float, fmt: Format, *, uniform: Fraction) -> int:
-    """Code of a finite ``value`` rounded up in magnitude when its dropped fraction plus ``uniform`` reaches one; saturating.
+    """Code of a finite ``value``, rounded up in magnitude when its dropped fraction plus ``uniform`` reaches 1.
 
     Args:
         uniform: a number in [0, 1); the same for every call gives a deterministic result.

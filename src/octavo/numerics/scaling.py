@@ -10,8 +10,9 @@
 | Inf, NaN elements           | do not take part: the amax is that of the finite elements                             |
 
 With ``power_of_two`` the encode scale's mantissa bits are cleared: the exact floor to a power of two. (The usual
-``exp2(floor(log2(s)))`` rounds up just below powers of two.) The division is FP64 and rounded once; this is bit for bit what
-torchao's tensorwise recipe computes, and dividing by ``amax / maximum`` instead would differ in 0.05 % of the codes.
+``exp2(floor(log2(s)))`` rounds up just below powers of two.) The division is FP64 and rounded once; this is bit for
+bit what torchao's tensorwise recipe computes, and dividing by ``amax / maximum`` instead would differ in 0.05 % of the
+codes.
 """
 
 import torch

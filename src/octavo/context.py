@@ -1,0 +1,56 @@
+"""``octavo.autocast``: another recipe for every octavo layer inside a block, or none."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import local
+
+from octavo import recipes
+from octavo.recipes import Recipe
+
+__all__ = ["active_recipe", "autocast"]
+
+
+class _Override(local):
+    """Each thread's innermost recipe. Not a ContextVar, which torch.compile cannot trace."""
+
+    recipe: Recipe | None = None
+
+
+_override = _Override()
+
+
+@contextmanager
+def autocast(recipe: str | Recipe | None = None, *, enabled: bool = True) -> Iterator[None]:
+    """Run octavo layers with ``recipe`` instead of their own.
+
+    Blocks nest, the innermost decides. The backward pass uses the recipe that its forward ran with. Layers that are
+    plain ``nn.Linear`` are not touched.
+
+    Args:
+        recipe: a preset's name or a recipe; None keeps each layer's own (useful to re-enable inside a disabled block).
+        enabled: False runs the block in high precision, whatever ``recipe`` says.
+
+    Raises:
+        ConfigError: an unknown recipe.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = octavo.nn.Linear(4, 4, bias=False, recipe="tensorwise")
+        >>> with octavo.autocast(enabled=False):
+        ...     exact = layer(torch.ones(1, 4))
+        >>> torch.equal(exact, torch.ones(1, 4) @ layer.weight.T)
+        True
+    """
+    if not enabled:
+        recipe = "bf16"
+    outer = _override.recipe
+    _override.recipe = None if recipe is None else recipes.get(recipe)
+    try:
+        yield
+    finally:
+        _override.recipe = outer
+
+
+def active_recipe(own: Recipe) -> Recipe:
+    """The recipe a layer runs with: the innermost autocast's, or its own."""
+    return own if _override.recipe is None else _override.recipe

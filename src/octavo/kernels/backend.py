@@ -1,0 +1,60 @@
+"""What a backend is: something that can multiply quantized operands and says beforehand which it cannot.
+
+``numerics/`` defines what comes out, a backend only how fast. Each one answers ``unsupported_reason(problem)`` with a
+sentence or None, so that a choice can always be explained, and a backend that was asked for by name can refuse with its
+reason instead of falling back.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.numerics import Granularity, QuantizedTensor
+
+__all__ = ["Backend", "MatmulProblem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulProblem:
+    """Everything a backend may ask about ``y = a @ b.T``: not the numbers, only their description.
+
+    Attributes:
+        m, n, k: a is [m, k], b is [n, k], y is [m, n].
+        device: device type, such as "cpu".
+        a_dtype, b_dtype: dtypes of the codes.
+        a_granularity, b_granularity: scaling groups of the operands.
+        out_dtype: dtype of y.
+        bias: whether a bias is added before y is rounded.
+        fast_accumulation: whether the tensor core may keep fewer fraction bits while it sums.
+    """
+
+    m: int
+    n: int
+    k: int
+    device: str
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    a_granularity: Granularity
+    b_granularity: Granularity
+    out_dtype: torch.dtype
+    bias: bool
+    fast_accumulation: bool
+
+
+class Backend(Protocol):
+    """Executes :func:`octavo.scaled_mm` for the problems it supports."""
+
+    @property
+    def name(self) -> str:
+        """The word users select it by."""
+        ...
+
+    def unsupported_reason(self, problem: MatmulProblem) -> str | None:
+        """Why this problem cannot run here, as a clause; None when it can."""
+        ...
+
+    def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
+        """``(a.data @ b.data.T) · a.scale · b.scale.T + bias``: FP32 sums or better, one rounding to ``out_dtype``."""
+        ...

@@ -1,0 +1,147 @@
+"""Who runs what: quantize and scaled_mm as users call them, and the choice of a backend with its reasons.
+
+Backends are asked in order; the first without an objection runs. The choice is recorded with what the others objected,
+and
+:func:`explain` gives it for any problem without running it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.errors import BackendError, ConfigError
+from octavo.kernels.backend import Backend, MatmulProblem
+from octavo.kernels.reference import ReferenceBackend
+from octavo.kernels.torch_native import CpuBackend, CudaBackend
+from octavo.numerics import QuantizedTensor
+
+__all__ = ["BACKENDS", "Selection", "explain", "scaled_mm", "selections"]
+
+BACKENDS: tuple[Backend, ...] = (CudaBackend(), CpuBackend(), ReferenceBackend())  # fastest first
+_RECORD_SIZE = 1024
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A problem, the backend that runs it, and why each faster one does not."""
+
+    problem: MatmulProblem
+    backend: str
+    rejected: tuple[tuple[str, str], ...]
+
+
+_record: dict[MatmulProblem, tuple[Backend, Selection]] = {}
+
+
+def scaled_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    fast_accumulation: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply two quantized matrices.
+
+        y = (a.data @ b.data.T) · a.scale · b.scale.T + bias
+
+    The products are exact, the sums FP32, the scales applied to the sums; y is rounded once.
+
+    Args:
+        a: [M, K].
+        b: [N, K].
+        out_dtype: bfloat16, float16 or float32; None is ``a.hp_dtype``.
+        bias: [N], added before the rounding.
+        fast_accumulation: let tensor cores keep fewer fraction bits while they sum; without effect on a CPU.
+        backend: a backend's name, or "auto" for the fastest that can.
+
+    Returns:
+        [M, N] of ``out_dtype``. A NaN or ±Inf code makes the outputs of its row or column NaN or ±Inf, as in any GEMM.
+
+    Raises:
+        ConfigError: operands that are not matrices, different K, a wrong bias or out_dtype.
+        BackendError: the named backend cannot run this problem, or does not exist.
+
+    Example:
+        >>> import octavo
+        >>> x, w = torch.eye(2), torch.tensor([[1.0, 2.0], [0.5, 4.0]])
+        >>> octavo.scaled_mm(octavo.quantize(x, octavo.E4M3), octavo.quantize(w, octavo.E4M3))
+        tensor([[1.0000, 0.5000],
+                [2.0000, 4.0000]])
+    """
+    problem = _describe(a, b, a.hp_dtype if out_dtype is None else out_dtype, bias, fast_accumulation)
+    chosen = _select(problem) if backend == "auto" else _named(backend, problem)
+    return chosen.scaled_mm(a, b, bias, problem)
+
+
+def explain(problem: MatmulProblem) -> Selection:
+    """Which backend "auto" takes for a problem, and why not the ones before it."""
+    rejected: list[tuple[str, str]] = []
+    for backend in BACKENDS:
+        reason = backend.unsupported_reason(problem)
+        if reason is None:
+            return Selection(problem, backend.name, tuple(rejected))
+        rejected.append((backend.name, reason))
+    raise AssertionError("the reference backend supports every problem")
+
+
+def selections() -> tuple[Selection, ...]:
+    """The choices "auto" has made in this process, oldest first; the record keeps the first 1024 different problems."""
+    return tuple(selection for _, selection in _record.values())
+
+
+def _select(problem: MatmulProblem) -> Backend:
+    if torch.compiler.is_compiling():  # a choice per traced graph; the record is for what runs eagerly
+        return next(backend for backend in BACKENDS if backend.unsupported_reason(problem) is None)
+    known = _record.get(problem)
+    if known is not None:
+        return known[0]
+    selection = explain(problem)
+    chosen = next(backend for backend in BACKENDS if backend.name == selection.backend)
+    if len(_record) < _RECORD_SIZE:
+        _record[problem] = (chosen, selection)
+    return chosen
+
+
+def _named(name: str, problem: MatmulProblem) -> Backend:
+    for backend in BACKENDS:
+        if backend.name == name:
+            reason = backend.unsupported_reason(problem)
+            if reason is not None:
+                raise BackendError(f"backend {name!r} cannot run this product: {reason}; use backend='auto'")
+            return backend
+    raise BackendError(f"there is no backend {name!r}; use 'auto' or one of {', '.join(b.name for b in BACKENDS)}")
+
+
+def _describe(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accumulation: bool
+) -> MatmulProblem:
+    if a.data.ndim != 2 or b.data.ndim != 2:
+        raise ConfigError(
+            f"scaled_mm multiplies matrices, not shapes {tuple(a.shape)} and {tuple(b.shape)}; flatten them"
+        )
+    if a.shape[1] != b.shape[1]:
+        raise ConfigError(
+            f"scaled_mm computes a @ b.T and needs equal K: a is {tuple(a.shape)}, b is {tuple(b.shape)}; "
+            "pass b as [N, K]"
+        )
+    if out_dtype not in _OUT_DTYPES:
+        raise ConfigError(f"out_dtype must be bfloat16, float16 or float32, not {out_dtype}")
+    if bias is not None and bias.shape != (b.shape[0],):
+        raise ConfigError(f"bias must have shape ({b.shape[0]},), not {tuple(bias.shape)}")
+    return MatmulProblem(
+        m=a.shape[0],
+        n=b.shape[0],
+        k=a.shape[1],
+        device=a.data.device.type,
+        a_dtype=a.data.dtype,
+        b_dtype=b.data.dtype,
+        a_granularity=a.granularity,
+        b_granularity=b.granularity,
+        out_dtype=out_dtype,
+        bias=bias is not None,
+        fast_accumulation=fast_accumulation,
+    )

@@ -1,0 +1,193 @@
+"""FP8 products with nothing but torch: widened codes on a CPU, ``torch._scaled_mm`` on CUDA.
+
+On a CPU every E4M3 and E5M2 code is exactly a bfloat16 value, and so is every product of two an FP32 value. The codes
+are
+widened to FP32 and multiplied by an ordinary GEMM whose operands may be rounded to bfloat16: that changes no code, the
+sums stay FP32, and CPUs with bfloat16 instructions run it about twice as fast. The scales (and the bias) are applied to
+the FP32 sums, which are rounded once. Torch's own bfloat16 GEMM would round before the scale: a different number.
+
+Torch widens E4M3 at about 0.5 Gelem/s. A code shifted into place is a float16 with its exponent 8 too small, which
+takes four vectorised passes and is some seven times faster; NaN codes, the only ones that this misreads, are looked
+for and put back.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.backend import MatmulProblem
+from octavo.numerics import PerRow, PerTensor, QuantizedTensor
+
+__all__ = ["CpuBackend", "CudaBackend", "high_precision_mm", "widen"]
+
+
+class CpuBackend:
+    """FP32 GEMM of widened codes."""
+
+    name = "torch_cpu"
+
+    def unsupported_reason(self, problem: MatmulProblem) -> str | None:
+        """None for per-tensor and per-row scales on a CPU."""
+        if problem.device != "cpu":
+            return f"it runs on a CPU, and the operands are on {problem.device}"
+        if not _scales_factor_out(problem):
+            return "block scales need one sum for each block of K"
+        return None
+
+    def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
+        """See :class:`octavo.kernels.backend.Backend`."""
+        result: Tensor = torch.ops.octavo.widened_mm(a.data, a.scale, b.data, b.scale, bias, problem.out_dtype)
+        return result
+
+
+class CudaBackend:
+    """cuBLAS through ``torch._scaled_mm``; operands are padded with zero codes to the multiples of 16 that it wants.
+
+    Padding happens after the scales are known, so it takes no part in them, and is cut off again.
+    """
+
+    name = "torch_cuda"
+
+    def unsupported_reason(self, problem: MatmulProblem) -> str | None:
+        """None for the pairs of formats and scales that cuBLAS multiplies."""
+        return next(_cuda_objections(problem), None)
+
+    def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
+        """See :class:`octavo.kernels.backend.Backend`."""
+        per_row = isinstance(a.granularity, PerRow)
+        left, right = _pad_to_16(a.data, rows=False), _pad_to_16(b.data, rows=True)
+        extra = right.shape[0] - problem.n
+        b_scale = torch.nn.functional.pad(b.scale, (0, 0, 0, extra), value=1.0).t() if per_row else b.scale
+        product = torch._scaled_mm(
+            left,
+            right.t(),
+            scale_a=a.scale,
+            scale_b=b_scale,
+            bias=None if bias is None else torch.nn.functional.pad(bias.to(problem.out_dtype), (0, extra)),
+            out_dtype=problem.out_dtype,
+            use_fast_accum=problem.fast_accumulation,
+        )
+        return product[:, : problem.n]
+
+
+def widen(codes: Tensor) -> Tensor:
+    """``codes.float()``, several times faster for E4M3 and E5M2 on a CPU; exact, NaN and ±Inf included.
+
+    Example:
+        >>> widen(torch.tensor([448.0, -0.5]).to(torch.float8_e4m3fn)).tolist()
+        [448.0, -0.5]
+    """
+    if codes.dtype is torch.float8_e5m2:  # the upper half of a float16
+        return codes.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16).float()
+    if codes.dtype is not torch.float8_e4m3fn or codes.numel() == 0:
+        return codes.float()
+    signed = codes.view(torch.int8)
+    bits = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # sign extension leaves a 1 in bit 14
+    values = bits.view(torch.float16).float().mul_(2.0**8)
+    holds_nan = int(signed.amax()) == 0x7F or int(codes.view(torch.uint8).amax()) == 0xFF
+    return values.masked_fill_((signed & 0x7F) == 0x7F, math.nan) if holds_nan else values
+
+
+def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a @ b.T + bias`` of unquantized operands, summed in FP32 and rounded once to their dtype.
+
+    Torch falls back to a scalar loop for 16-bit operands on a CPU without instructions for them, about eight times
+    slower than FP32. Widening the operands, which is exact, gives the same product at FP32's speed.
+
+    Example:
+        >>> high_precision_mm(torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bfloat16))
+        tensor([[2.]], dtype=torch.bfloat16)
+    """
+    if needs_widening(a):
+        product = torch.mm(a.float(), b.float().t())
+        return (product if bias is None else product + bias.float()).to(a.dtype)
+    return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
+
+
+def needs_widening(a: Tensor) -> bool:
+    """Whether this CPU multiplies ``a``'s dtype only in a scalar loop; a traced graph is left to its compiler.
+
+    Example:
+        >>> needs_widening(torch.ones(1))
+        False
+    """
+    if a.device.type != "cpu" or a.dtype is not torch.bfloat16 or torch.compiler.is_compiling():
+        return False
+    return not torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
+
+
+def _scales_factor_out(problem: MatmulProblem) -> bool:
+    """Whether the scales can be applied to the finished sums."""
+    return all(isinstance(g, PerTensor | PerRow) for g in (problem.a_granularity, problem.b_granularity))
+
+
+def _cuda_objections(problem: MatmulProblem) -> Iterator[str]:
+    if problem.device != "cuda":
+        yield f"it runs on CUDA, and the operands are on {problem.device}"
+        return  # asking for the capability would start CUDA
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
+        yield f"FP8 tensor cores need compute capability 8.9, and this device has {capability[0]}.{capability[1]}"
+    if not _scales_factor_out(problem):
+        yield "cuBLAS here takes per-tensor and per-row scales, not block scales"
+    if problem.a_granularity != problem.b_granularity:
+        yield "cuBLAS wants both operands scaled per tensor or both per row"
+    if problem.a_dtype is torch.float8_e5m2 and problem.b_dtype is torch.float8_e5m2:
+        yield "cuBLAS does not multiply E5M2 by E5M2"
+    if {problem.a_dtype, problem.b_dtype} - {torch.float8_e4m3fn, torch.float8_e5m2}:
+        yield "FNUZ formats have no tensor core here"
+    if isinstance(problem.a_granularity, PerRow) and problem.out_dtype is not torch.bfloat16:
+        yield f"cuBLAS writes bfloat16 for per-row scales, not {problem.out_dtype}"
+    if 0 in (problem.m, problem.n, problem.k):
+        yield "an empty operand has no product"
+
+
+def _pad_to_16(codes: Tensor, *, rows: bool) -> Tensor:
+    """Contiguous codes [R, K], zeros added to K and, if asked, to R, up to multiples of 16."""
+    row_padding = -codes.shape[0] % 16 if rows else 0
+    column_padding = -codes.shape[1] % 16
+    if not row_padding and not column_padding:
+        return codes.contiguous()
+    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, column_padding, 0, row_padding))
+    return padded.view(codes.dtype)
+
+
+@contextmanager
+def _bf16_operands_allowed() -> Iterator[None]:
+    """Let FP32 GEMMs round their operands to bfloat16 where oneDNN has instructions for it; exact for FP8 codes."""
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _widened_mm(  # noqa: PLR0917 (an operator's schema)
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    with _bf16_operands_allowed():
+        sums = torch.mm(widen(a), widen(b).t())
+    sums.mul_(a_scale).mul_(b_scale.t() if b_scale.ndim else b_scale)
+    if bias is not None:
+        sums.add_(bias.float())
+    return sums.to(out_dtype)
+
+
+def _widened_mm_shape(a: Tensor, _: Tensor, b: Tensor, *rest: object) -> Tensor:
+    *_ignored, out_dtype = rest
+    assert isinstance(out_dtype, torch.dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+# One opaque operator: the precision setting around the GEMM must not be traced.
+torch.library.define(
+    "octavo::widened_mm",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
+)
+torch.library.impl("octavo::widened_mm", "CPU")(_widened_mm)
+torch.library.register_fake("octavo::widened_mm")(_widened_mm_shape)

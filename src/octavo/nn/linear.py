@@ -1,0 +1,114 @@
+"""``octavo.nn.Linear``: ``torch.nn.Linear`` with a recipe."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import recipes
+from octavo.context import active_recipe
+from octavo.errors import ConfigError
+from octavo.functional import fp8_linear
+from octavo.kernels import needs_widening
+from octavo.numerics.cast import check_float
+from octavo.observers import AmaxHistory
+from octavo.recipes import Recipe
+
+__all__ = ["Linear"]
+
+
+class Linear(torch.nn.Linear):
+    """``y = x @ weight.T + bias`` with the GEMMs of forward and backward in FP8.
+
+    Parameters and ``state_dict`` are those of ``torch.nn.Linear``. Under ``torch.autocast`` the input is cast to the
+    autocast dtype first, as for ``torch.nn.Linear``; the weight is quantized from its own values.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether there is a bias [N].
+        recipe: a preset's name or a recipe.
+        manual_scale_updates: with a delayed recipe, leave closing a step to ``octavo.update_scales``; otherwise a
+            training forward that follows a backward pass closes it.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Example:
+        >>> layer = Linear(16, 8, recipe="rowwise")
+        >>> layer(torch.zeros(2, 3, 16)).shape
+        torch.Size([2, 3, 8])
+    """
+
+    recipe: Recipe
+    manual_scale_updates: bool
+    amax_history: AmaxHistory | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: str | Recipe = "tensorwise",
+        manual_scale_updates: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.set_recipe(recipes.get(recipe), manual_scale_updates=manual_scale_updates)
+
+    def set_recipe(self, recipe: Recipe, *, manual_scale_updates: bool = False) -> None:
+        """Use another recipe from now on; a delayed one starts with an empty history unless its history is the same."""
+        self.recipe = recipe
+        self.manual_scale_updates = manual_scale_updates
+        known = getattr(self, "amax_history", None)
+        if known is None or known.spec != recipe.history:
+            self.amax_history = None
+            self._ensure_history(recipe)
+        else:
+            known.manual = manual_scale_updates
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
+        """[..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
+        recipe = active_recipe(self.recipe)
+        if recipe.is_high_precision and not needs_widening(_autocast(input)):
+            return F.linear(input, self.weight, self.bias)
+        x = _autocast(input)
+        check_float(x, "the input of octavo.nn.Linear")
+        if x.shape[-1] != self.in_features:
+            raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
+        if recipe.is_high_precision:
+            return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
+        history = self._ensure_history(recipe) if recipe.is_delayed else None
+        if history is None:
+            return fp8_linear(x, self.weight, self.bias, recipe)
+        training = self.training and torch.is_grad_enabled()
+        amaxes = history.begin_forward(x, self.weight, training=training)
+        return fp8_linear(
+            x, self.weight, self.bias, recipe, amaxes=amaxes, pending=history.pending if training else None
+        )
+
+    def extra_repr(self) -> str:
+        """The shape and the recipe's name."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+    def _ensure_history(self, recipe: Recipe) -> AmaxHistory | None:
+        """This layer's history for a delayed ``recipe``; made when first needed, never shared by two specifications."""
+        if recipe.history is None:
+            return None
+        if self.amax_history is None:
+            manual = self.manual_scale_updates
+            self.amax_history = AmaxHistory(recipe.history, manual=manual, device=self.weight.device)
+        elif self.amax_history.spec != recipe.history:
+            raise ConfigError(
+                f"this layer keeps a history for {self.amax_history.spec} and cannot also run {recipe.history}; "
+                "use one delayed recipe, or convert the model again"
+            )
+        return self.amax_history
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """``x`` in the dtype that ``torch.autocast`` would give a linear layer's input."""
+    device = x.device.type
+    if x.is_floating_point() and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x

@@ -1,0 +1,105 @@
+"""Delayed scaling's state in and out: flat dictionaries of tensors, keyed by module path and role.
+
+    layers.0.q_proj.input.amax_history   [length] float32, newest first, -1 where there is none
+    layers.0.q_proj.input.amax           []       float32, what the scale is made from
+    layers.0.q_proj.input.steps          []       int64, closed steps
+
+They are ready for safetensors and separate from the model's ``state_dict``. Dynamic recipes have none.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+from octavo.nn import Linear
+from octavo.observers import EMPTY, GRAD_OUTPUT, ROLES, AmaxHistory
+
+__all__ = ["load_scaling_state", "scaling_state", "update_scales"]
+
+_FIELDS = {"amax_history": "window", "amax": "amax", "steps": "steps"}
+
+
+@torch.no_grad()
+def update_scales(model: torch.nn.Module) -> None:
+    """Close the step of every delayed layer that ran: its amaxes become past, its next scales follow from them.
+
+    Call it after ``optimizer.step()`` in a model converted with ``scale_updates="manual"``.
+
+    Example:
+        >>> import octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        >>> _ = octavo.convert(model, "delayed", scale_updates="manual")
+        >>> model(torch.full((1, 4), 3.0)).sum().backward()
+        >>> update_scales(model)
+        >>> scaling_state(model)["0.input.amax"].item()
+        3.0
+    """
+    for history in _histories(model).values():
+        history.close()
+
+
+@torch.no_grad()
+def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of every delayed layer's state, on the layer's device.
+
+    With automatic updates a step whose backward has run is closed first, as the next forward would do.
+
+    Example:
+        >>> scaling_state(torch.nn.Linear(2, 2))
+        {}
+    """
+    state = {}
+    for path, history in _histories(model).items():
+        if not history.manual:
+            history.close(where=history.pending[GRAD_OUTPUT] >= 0)
+        for index, role in enumerate(ROLES):
+            for key, buffer in _FIELDS.items():
+                state[f"{path}.{role}.{key}" if path else f"{role}.{key}"] = getattr(history, buffer)[index].clone()
+    return state
+
+
+@torch.no_grad()
+def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put a :func:`scaling_state` back. A longer history keeps its newest entries, a shorter one is filled with none.
+
+    Raises:
+        CheckpointError: missing or unexpected keys, or a tensor of the wrong shape; nothing is loaded then.
+    """
+    slots = _slots(model)
+    missing, unexpected = sorted(slots.keys() - state.keys()), sorted(state.keys() - slots.keys())
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the scaling state does not fit this model: {len(missing)} keys missing {missing[:3]}, "
+            f"{len(unexpected)} unexpected {unexpected[:3]}; convert the model with the recipe it was saved under"
+        )
+    for key, slot in slots.items():
+        if state[key].ndim != slot.ndim:
+            raise CheckpointError(
+                f"scaling state {key!r} has shape {tuple(state[key].shape)}, expected {tuple(slot.shape)}"
+            )
+    for key, slot in slots.items():
+        if slot.ndim:
+            slot.fill_(EMPTY)
+            kept = min(len(slot), len(state[key]))
+            slot[:kept].copy_(state[key][:kept])
+        else:
+            slot.copy_(state[key])
+    for history in _histories(model).values():
+        history.pending.fill_(EMPTY)
+
+
+def _histories(model: torch.nn.Module) -> dict[str, AmaxHistory]:
+    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, Linear))
+    return {path: layer.amax_history for path, layer in layers if layer.amax_history is not None}
+
+
+def _slots(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Views into the histories' buffers, under the keys of :func:`scaling_state`."""
+    return {
+        f"{path}.{role}.{key}" if path else f"{role}.{key}": getattr(history, buffer)[index]
+        for path, history in _histories(model).items()
+        for index, role in enumerate(ROLES)
+        for key, buffer in _FIELDS.items()
+    }
