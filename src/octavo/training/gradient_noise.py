@@ -39,7 +39,7 @@ class GradientNoise:
 
 
 def gradient_noise(
-    probes: Mapping[str, Probe], batches: Sequence[Tensor], *, on_batch: Callable[[int], None] = lambda done: None
+    probes: Mapping[str, Probe], batches: Sequence[Tensor], *, on_batch: Callable[[int], None] = lambda _: None
 ) -> dict[str, GradientNoise]:
     """Measure every probe on every batch; the first probe is the baseline of ``error``.
 
