@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from octavo.cli.console import complain
+from octavo.cli.data import data
 from octavo.cli.formats import formats
 from octavo.errors import OctavoError
 
@@ -78,6 +79,7 @@ def root(
 
 
 app.command(epilog="Example: octavo formats --errata")(formats)
+app.command(epilog="Example: octavo data --data my-texts/")(data)
 
 
 def main() -> None:

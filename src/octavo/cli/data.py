@@ -1,0 +1,65 @@
+"""``octavo data``: what text a source holds, and how it is divided."""
+
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.console import print_json, print_table, stdout
+from octavo.training.corpus import Split, content_hash, corpus_summary
+from octavo.training.text import BUILTIN, divide, load_documents
+
+__all__ = ["DATA_HELP", "data"]
+
+DATA_HELP = (
+    "'builtin' (the running Python's library sources and language reference), a text file, a folder of "
+    ".txt/.md/.jsonl/.parquet, or a Hugging Face dataset name."
+)
+
+
+def data(
+    *,
+    source: Annotated[str, typer.Option("--data", help=DATA_HELP)] = BUILTIN,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a source's documents and bytes, by split and kind."""
+    summary = _builtin() if source == BUILTIN else _other(source)
+    if as_json:
+        print_json(summary)
+        return
+    rows = [(row["split"], row["kind"], f"{row['documents']:,}", f"{row['bytes']:,}") for row in summary["splits"]]
+    total = [sum(row[key] for row in summary["splits"]) for key in ("documents", "bytes")]
+    rows.append(("all", "", f"{total[0]:,}", f"{total[1]:,}"))
+    print_table(f"Data: {source}", ["split", "kind", "documents", "bytes"], rows, left=2)
+    for name in ("licence", "python", "content_hash"):
+        if name in summary:
+            stdout().print(f"{name.replace('_', ' ')}: {summary[name]}", markup=False)
+
+
+def _builtin() -> dict[str, Any]:
+    found = corpus_summary()
+    splits = [
+        {"split": split, "kind": kind, "documents": count, "bytes": found.bytes[split, kind]}
+        for (split, kind), count in sorted(found.documents.items())
+    ]
+    return {
+        "source": BUILTIN,
+        "licence": found.licence,
+        "python": found.python,
+        "content_hash": found.content_hash,
+        "splits": splits,
+    }
+
+
+def _other(source: str) -> dict[str, Any]:
+    documents = load_documents(source)
+    divided = divide(documents, by_file=False)
+    splits = [
+        {
+            "split": str(split),
+            "kind": "text",
+            "documents": len(divided[split]),
+            "bytes": sum(len(document.text.encode()) for document in divided[split]),
+        }
+        for split in Split
+    ]
+    return {"source": source, "content_hash": content_hash(documents), "splits": splits}
