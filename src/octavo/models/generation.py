@@ -1,0 +1,79 @@
+"""Text from a model: one token after another, each from a full forward pass over what stands so far.
+
+Every new token costs a pass over the whole context; a cache of keys and values would make it a pass over one token.
+For the few lines that show what a small model learned, the plain loop is enough and has no state to get wrong.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+
+__all__ = ["generate", "sample"]
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt_ids: list[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    context: int,
+    stop_id: int | None = None,
+) -> list[int]:
+    """Continue ``prompt_ids``; returns the new tokens alone.
+
+    Args:
+        model: tokens [1, T] to logits [1, T, V].
+        prompt_ids: at least one token.
+        max_new_tokens: how many to add at most.
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: sample among the k likeliest only; None for all.
+        generator: where the randomness comes from, on the CPU; None for torch's global one.
+        context: how many of the last tokens the model sees.
+        stop_id: end before this token; None to never end early.
+
+    Raises:
+        ConfigError: an empty prompt, a negative temperature, or top_k, context or max_new_tokens out of range.
+    """
+    _check(prompt_ids, max_new_tokens, temperature, top_k, context)
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    ids = list(prompt_ids)
+    try:
+        for _ in range(max_new_tokens):
+            logits = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
+            token = sample(logits, temperature=temperature, top_k=top_k, generator=generator)
+            if token == stop_id:
+                break
+            ids.append(token)
+    finally:
+        model.train(was_training)
+    return ids[len(prompt_ids) :]
+
+
+def sample(
+    logits: Tensor, *, temperature: float, top_k: int | None = None, generator: torch.Generator | None = None
+) -> int:
+    """One token id from logits [V]."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < logits.numel():
+        lowest_kept = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
+    probabilities = torch.softmax(logits / temperature, dim=-1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _check(prompt_ids: list[int], max_new_tokens: int, temperature: float, top_k: int | None, context: int) -> None:
+    if not prompt_ids:
+        raise ConfigError("the prompt is empty; give at least one token to continue from")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature must be 0 or more, not {temperature}")
+    for name, value, least in (("top_k", top_k, 1), ("context", context, 1), ("max_new_tokens", max_new_tokens, 0)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, not {value}")

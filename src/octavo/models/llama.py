@@ -1,0 +1,257 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+The module tree and the parameter names are those of Hugging Face's ``LlamaForCausalLM``, and rotary positions turn
+the same pairs of elements (first half with second half of a head), so a state_dict of this model loads there
+unchanged and gives the same logits.
+
+| tensor               | shape            | note                                             |
+|----------------------|------------------|--------------------------------------------------|
+| tokens               | [B, T] int64     |                                                  |
+| hidden               | [B, T, H]        | the residual stream; stays FP32 under autocast   |
+| queries              | [B, heads, T, D] | D = hidden_size / num_heads                      |
+| keys, values         | [B, kv, T, D]    | one key head serves num_heads / kv query heads   |
+| logits               | [B, T, V]        |                                                  |
+
+The seven linears of a layer are plain ``nn.Linear`` without bias: what ``octavo.convert`` looks for. There is no
+dropout, no cache and no padding mask; a training batch is always full.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+
+__all__ = ["Llama", "LlamaConfig"]
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """The shape of a decoder.
+
+    Attributes:
+        vocab_size: number of token ids, V.
+        hidden_size: width of the residual stream, H.
+        intermediate_size: width inside the SwiGLU block.
+        num_layers: number of decoder layers.
+        num_heads: query heads; hidden_size / num_heads must be even.
+        num_kv_heads: key and value heads; divides num_heads.
+        max_positions: longest sequence the position table covers.
+        rope_theta: base of the rotary wavelengths.
+        rms_norm_eps: added to the mean square before the root.
+        tie_embeddings: whether the head shares the embedding's weight.
+
+    Raises:
+        ConfigError: a size below 1, or heads that do not divide.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    max_positions: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and value < 1:
+                raise ConfigError(f"{field.name} must be at least 1, not {value}")
+            if field.type is float and not 0 < value < math.inf:
+                raise ConfigError(f"{field.name} must be a positive number, not {value}")
+        if self.hidden_size % (2 * self.num_heads):
+            raise ConfigError(
+                f"hidden_size must be a multiple of twice num_heads, so that a head can be turned in pairs; "
+                f"{self.hidden_size} is not a multiple of {2 * self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads must divide num_heads; {self.num_kv_heads} does not divide {self.num_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, D."""
+        return self.hidden_size // self.num_heads
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in FP32 whatever comes in.
+
+    Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, equation 4.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` [..., size]; the result has its dtype."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped key-value heads."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend from every position to itself and those before; ``cos`` and ``sin`` are [T, D]."""
+        values = self._heads(self.v_proj(hidden), self.num_kv_heads)
+        queries = _rotate(self._heads(self.q_proj(hidden), self.num_heads), cos, sin).to(values.dtype)
+        keys = _rotate(self._heads(self.k_proj(hidden), self.num_kv_heads), cos, sin).to(values.dtype)
+        grouped = self.num_heads != self.num_kv_heads
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor, count: int) -> Tensor:
+        split: Tensor = x.unflatten(-1, (count, self.head_dim))
+        return split.transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202, equation 6)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map every position by itself, [B, T, H] to the same."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add what this layer found to ``hidden``."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+        added: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return added
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm: everything below the head."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        cos, sin = _rotations(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, T] to the normalised residual stream [B, T, H]."""
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        hidden = self.embed_tokens(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class Llama(nn.Module):
+    """A decoder with a language-model head.
+
+    Args:
+        config: its shape.
+        seed: the weights depend on this number and the shape alone, not on torch's global generator.
+
+    Example:
+        >>> config = LlamaConfig(
+        ...     vocab_size=64,
+        ...     hidden_size=32,
+        ...     intermediate_size=64,
+        ...     num_layers=1,
+        ...     num_heads=2,
+        ...     num_kv_heads=1,
+        ...     max_positions=16,
+        ... )
+        >>> Llama(config, seed=0)(torch.zeros(2, 16, dtype=torch.long)).shape
+        torch.Size([2, 16, 64])
+    """
+
+    def __init__(self, config: LlamaConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self._initialise(seed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, T] to logits [B, T, V].
+
+        Raises:
+            ConfigError: T is over ``config.max_positions``.
+        """
+        if tokens.shape[1] > self.config.max_positions:
+            raise ConfigError(
+                f"this model reads at most {self.config.max_positions} tokens at once, not {tokens.shape[1]}; "
+                "shorten the sequence or build the model with more max_positions"
+            )
+        logits: Tensor = self.lm_head(self.model(tokens))
+        return logits
+
+    @torch.no_grad()
+    def _initialise(self, seed: int) -> None:
+        """Normal(0, 0.02); projections that add to the residual stream are smaller by 1/sqrt(2 · layers).
+
+        Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", section 2.3.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                parameter.normal_(0.0, residual_std if adds_to_residual else INIT_STD, generator=generator)
+
+
+def _rotations(config: LlamaConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position · theta^(-2i / D), [max_positions, D] with the angles of i in 0 … D/2 - 1 twice."""
+    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    angles = torch.outer(torch.arange(config.max_positions).float(), 1.0 / config.rope_theta**exponents)
+    both_halves = torch.cat((angles, angles), dim=-1)
+    return both_halves.cos(), both_halves.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + D/2]) by their position's angles (Su et al., arXiv 2104.09864, equation 34)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,1 @@
+"""Training: real text to tokens, a decoder to train in any precision, and the run folder it leaves behind."""

@@ -1,0 +1,338 @@
+"""A run's configuration: three sections, frozen, written as TOML and read back to the same object.
+
+```toml
+[model]
+hidden_size = 128
+[data]
+source = "builtin"
+[training]
+recipe = "tensorwise"
+steps = 400
+```
+
+Every key has a default. A key that does not exist, a value of the wrong type or out of range is refused with its name
+and what is allowed; nothing is filled in or corrected silently. The folder ``run_dir/config.toml`` holds what a run
+was started with, and resuming compares hashes.
+"""
+
+import difflib
+import hashlib
+import json
+import math
+import tomllib
+import typing
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from octavo import recipes
+from octavo.errors import ConfigError
+from octavo.models import LlamaConfig
+from octavo.training.files import write_atomically
+from octavo.training.schedules import adjust_for_fp8
+from octavo.training.text import BUILTIN
+
+__all__ = [
+    "DataConfig",
+    "Device",
+    "ModelConfig",
+    "Precision",
+    "RunConfig",
+    "TrainingConfig",
+    "config_from_dict",
+    "load_config",
+    "save_config",
+]
+
+PLAIN_RECIPES = ("fp32", "bf16")
+Section = TypeVar("Section")
+
+
+class Precision(StrEnum):
+    """What surrounds the FP8 linears: attention, norms, embedding, head."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # torch.autocast
+
+
+class Device(StrEnum):
+    """Where a run computes."""
+
+    AUTO = "auto"  # CUDA if there is a device
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The decoder's shape, less what data and training decide: the vocabulary and the context."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        self.llama(vocab_size=1, max_positions=1)
+
+    def llama(self, *, vocab_size: int, max_positions: int) -> LlamaConfig:
+        """The full shape."""
+        return LlamaConfig(vocab_size=vocab_size, max_positions=max_positions, **asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What is read, and how finely it is tokenised.
+
+    Attributes:
+        source: "builtin", a file, a folder or a data set name (see ``octavo.training.text``).
+        vocab_size: tokens of the byte-pair encoding, 257 or more.
+    """
+
+    source: str = BUILTIN
+    vocab_size: int = 2048
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ConfigError("data.source is empty; name a file, a folder or a data set, or say 'builtin'")
+        _at_least("data.vocab_size", self.vocab_size, 257)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """How a model is trained.
+
+    Attributes:
+        recipe: "fp32" (everything FP32), "bf16" (torch.autocast) or one of octavo's FP8 recipes.
+        recipe_options: the recipe's own options, such as ``history_length`` for "delayed".
+        precision: what surrounds the linears of an FP8 recipe; "fp32" and "bf16" runs are what their recipe says.
+        skip: patterns of module paths an FP8 recipe leaves in high precision; the head stays there anyway.
+        device: "auto", "cpu" or "cuda".
+        threads: CPU threads; 0 leaves torch's choice.
+        steps: optimizer updates.
+        batch_size: sequences of a micro-batch.
+        context: tokens of a sequence.
+        grad_accumulation: micro-batches of an update.
+        lr: peak learning rate.
+        min_lr: learning rate of the last update.
+        warmup: updates until the peak.
+        adjust_for_fp8: apply ``schedules.adjust_for_fp8`` to an FP8 recipe.
+        weight_decay: of matrices; vectors are not decayed.
+        betas: AdamW's averaging factors.
+        eps: AdamW's denominator floor.
+        clip_norm: largest global gradient norm; 0 does not clip.
+        seed: of weights and batches.
+        eval_interval: updates between evaluations; 0 evaluates at the end only.
+        eval_tokens: tokens of an evaluation during training; 0 takes the whole split.
+        checkpoint_interval: updates between checkpoints; 0 saves at the end only.
+        keep_checkpoints: newest checkpoints kept; 0 keeps all.
+    """
+
+    recipe: str = "tensorwise"
+    recipe_options: dict[str, Any] = field(default_factory=dict)
+    precision: Precision = Precision.BF16
+    skip: tuple[str, ...] = ()
+    device: Device = Device.AUTO
+    threads: int = 0
+    steps: int = 400
+    batch_size: int = 8
+    context: int = 128
+    grad_accumulation: int = 1
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup: int = 40
+    adjust_for_fp8: bool = False
+    weight_decay: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    seed: int = 0
+    eval_interval: int = 50
+    eval_tokens: int = 16384
+    checkpoint_interval: int = 0
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        check_recipe(self.recipe, self.recipe_options)
+        for name in ("steps", "batch_size", "context", "grad_accumulation"):
+            _at_least(f"training.{name}", getattr(self, name), 1)
+        for name in ("threads", "warmup", "seed", "eval_interval", "eval_tokens"):
+            _at_least(f"training.{name}", getattr(self, name), 0)
+        for name in ("checkpoint_interval", "keep_checkpoints", "weight_decay", "clip_norm", "min_lr"):
+            _at_least(f"training.{name}", getattr(self, name), 0)
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"training.{name} must be a positive number, not {getattr(self, name)}")
+        if self.min_lr > self.lr:
+            raise ConfigError(f"training.min_lr must be at most lr ({self.lr}), not {self.min_lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"training.betas must be two numbers from 0 to under 1, not {list(self.betas)}")
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether linears are converted."""
+        return self.recipe not in PLAIN_RECIPES
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether the surroundings run under bf16 autocast."""
+        return self.recipe == "bf16" or (self.is_fp8 and self.precision is Precision.BF16)
+
+    @property
+    def peak_lr(self) -> float:
+        """The peak learning rate after the opted-in adjustment."""
+        return self._adjusted()[0]
+
+    @property
+    def warmup_steps(self) -> int:
+        """The warm-up after the opted-in adjustment."""
+        return self._adjusted()[1]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens an update learns from."""
+        return self.batch_size * self.context * self.grad_accumulation
+
+    def _adjusted(self) -> tuple[float, int]:
+        applies = self.adjust_for_fp8 and self.is_fp8
+        return adjust_for_fp8(self.lr, self.warmup) if applies else (self.lr, self.warmup)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that decides what a run computes.
+
+    Example:
+        >>> config = RunConfig(training=TrainingConfig(recipe="bf16", steps=10))
+        >>> config_from_dict(config.to_dict()) == config
+        True
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, as TOML and JSON have them."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+    def with_training(self, **changes: Any) -> "RunConfig":
+        """A copy with other training values."""
+        return replace(self, training=replace(self.training, **changes))
+
+    def config_hash(self) -> str:
+        """Hash of every key that changes what is computed; threads and how often is saved do not."""
+        plain = self.to_dict()
+        for key in ("threads", "checkpoint_interval", "keep_checkpoints"):
+            del plain["training"][key]
+        return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def check_recipe(name: str, options: dict[str, Any]) -> None:
+    """Refuse a recipe that neither the loop nor octavo knows.
+
+    Raises:
+        ConfigError: an unknown name or option.
+    """
+    allowed = [*PLAIN_RECIPES, *(other for other in recipes.names() if other not in PLAIN_RECIPES)]
+    if name not in allowed:
+        raise ConfigError(
+            f"training.recipe must be one of {', '.join(allowed)}, not {name!r}{_did_you_mean(name, allowed)}"
+        )
+    if name not in PLAIN_RECIPES:
+        recipes.get(name, **options)
+    elif options:
+        raise ConfigError(f"recipe {name!r} has no option {next(iter(options))!r}; it takes no options")
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: it is missing, is not TOML, or holds a key or value that is not allowed.
+    """
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {str(path)!r}: {error.strerror}; name an existing TOML file"
+        ) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not TOML: {error}; mend that place") from error
+    return config_from_dict(raw)
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write a TOML file that ``load_config`` reads back to the same configuration."""
+    import tomli_w
+
+    write_atomically(Path(path), tomli_w.dumps(config.to_dict()))
+
+
+def config_from_dict(raw: dict[str, Any]) -> RunConfig:
+    """A configuration from plain dicts.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range, by name.
+    """
+    return _section(RunConfig, raw, "")
+
+
+def _section(kind: type[Section], raw: Any, prefix: str) -> Section:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{prefix.rstrip('.')} must be a section of keys, not {raw!r}")
+    hints = typing.get_type_hints(kind)
+    allowed = [f.name for f in fields(kind)]  # type: ignore[arg-type] # kind is one of the dataclasses above
+    for key in raw:
+        if key not in allowed:
+            where = f"section [{prefix.rstrip('.')}]" if prefix else "configuration"
+            raise ConfigError(
+                f"the {where} has no key {key!r}{_did_you_mean(key, allowed)}; it takes {', '.join(allowed)}"
+            )
+    return kind(**{key: _value(hints[key], value, f"{prefix}{key}") for key, value in raw.items()})
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    """``value`` as ``hint`` wants it: enums from their strings, tuples from lists, floats from whole numbers."""
+    if is_dataclass(hint):
+        return _section(typing.cast("type[Any]", hint), value, f"{name}.")
+    origin = typing.get_origin(hint)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_value(typing.get_args(hint)[0], item, name) for item in value)
+    if origin is None and issubclass(hint, StrEnum):
+        if value in list(hint):
+            return hint(value)
+        raise ConfigError(
+            f"{name} must be one of {', '.join(hint)}, not {value!r}{_did_you_mean(str(value), list(hint))}"
+        )
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{name} must be {_TYPE_WORDS.get(origin or hint, hint)}, not {value!r}")
+
+
+_TYPE_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    tuple: "a list",
+    dict: "a table",
+}
+
+
+def _did_you_mean(given: str, allowed: list[str]) -> str:
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    if not least <= value < math.inf:
+        raise ConfigError(f"{name} must be at least {least}, not {value}")

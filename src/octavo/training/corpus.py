@@ -1,0 +1,184 @@
+"""The built-in corpus: text that people wrote, on every machine, offline.
+
+A study of precisions needs real text; random tokens have nothing to learn. Every Python brings some: the sources of its
+standard library, and the language reference that ``help("for")`` prints (``pydoc_data.topics``), both under the PSF
+licence. The corpus is what the running interpreter holds, so two machines with the same Python train on the same bytes;
+its content hash says whether they do.
+
+Left out: tests; tables written by a program (code pages, sysconfig's build data, the topics' own source); third-party
+packages; and the parts that distributions package apart from the library (idlelib, tkinter, turtle, lib2to3, distutils,
+ensurepip), which would make the corpus depend on what else is installed.
+
+A document's split follows from a hash of its path alone: stable when other files come or go, and whole files, so that
+no text is half trained on and half tested.
+"""
+
+import hashlib
+import importlib
+import platform
+import sysconfig
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from octavo.errors import DataError
+
+__all__ = ["CorpusSummary", "Document", "Split", "builtin_documents", "content_hash", "corpus_summary", "split_of"]
+
+LICENCE = "PSF-2.0 (Python Software Foundation License)"
+HELD_OUT_SHARE = 0.03  # of the paths, for validation and for test each
+TOPICS = "pydoc_data/topics"
+
+NOT_WRITTEN_FOR_THIS = {"__pycache__", "site-packages", "dist-packages", "lib-dynload", "test", "tests", "pydoc_data"}
+PACKAGED_APART = {"idlelib", "tkinter", "lib2to3", "distutils", "ensurepip", "turtle.py", "turtledemo"}
+BUILD_DATA = ("_sysconfigdata", "_sysconfig_vars", "_distutils_system_mod", "sitecustomize")
+GENERATED_MARKS = ("generated from", "auto-generated", "do not edit")
+CODE_PAGE_MARKS = ("decoding_table", "decoding_map")
+
+
+class Split(StrEnum):
+    """What a document is used for."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+    TEST = "test"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and where it came from.
+
+    Attributes:
+        path: relative to its source; also its identity.
+        text: the decoded text.
+        split: set where the source itself divides its documents, None otherwise.
+    """
+
+    path: str
+    text: str
+    split: Split | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusSummary:
+    """What the built-in corpus holds on this machine.
+
+    Attributes:
+        python: version of the interpreter it was taken from.
+        licence: what it may be used under.
+        content_hash: of all paths and texts.
+        documents: (split, kind) to a count.
+        bytes: (split, kind) to a sum of UTF-8 bytes.
+    """
+
+    python: str
+    licence: str
+    content_hash: str
+    documents: dict[tuple[str, str], int]
+    bytes: dict[tuple[str, str], int]
+
+
+def builtin_documents() -> list[Document]:
+    """The corpus, in the order of its paths.
+
+    Raises:
+        DataError: the interpreter has no readable library sources (a zipped or frozen Python).
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    documents = [*_sources(root), *_topics()]
+    if not documents:
+        raise DataError(
+            f"the Python library at {root} holds no .py sources; "
+            "train on your own text with --data, or use a Python that is not zipped"
+        )
+    return sorted(documents, key=lambda document: document.path)
+
+
+def split_of(path: str, held_out_share: float = HELD_OUT_SHARE) -> Split:
+    """The split of a path: its BLAKE2b hash as a fraction, the lowest shares held out.
+
+    Example:
+        >>> split_of("json/decoder.py")
+        <Split.TRAIN: 'train'>
+    """
+    fraction = path_fraction(path)
+    if fraction < held_out_share:
+        return Split.VALIDATION
+    return Split.TEST if fraction < 2 * held_out_share else Split.TRAIN
+
+
+def path_fraction(path: str) -> float:
+    """A number in [0, 1) that depends on the path alone and looks random."""
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=6).digest()) / 2**48
+
+
+def kind_of(path: str) -> str:
+    """What sort of text a document of the built-in corpus is."""
+    return "language reference" if path.startswith(f"{TOPICS}/") else "library source"
+
+
+def content_hash(documents: Iterable[Document]) -> str:
+    """BLAKE2b over paths, given splits and texts, in order; 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for document in documents:
+        for part in (document.path, document.split or "", document.text):
+            encoded = part.encode()
+            digest.update(len(encoded).to_bytes(8) + encoded)
+    return digest.hexdigest()
+
+
+def corpus_summary() -> CorpusSummary:
+    """Counts and sizes of the built-in corpus by split and kind."""
+    documents = builtin_documents()
+    counts: dict[tuple[str, str], int] = {}
+    sizes: dict[tuple[str, str], int] = {}
+    for document in documents:
+        key = (str(split_of(document.path)), kind_of(document.path))
+        counts[key] = counts.get(key, 0) + 1
+        sizes[key] = sizes.get(key, 0) + len(document.text.encode())
+    return CorpusSummary(
+        python=platform.python_version(),
+        licence=LICENCE,
+        content_hash=content_hash(documents),
+        documents=counts,
+        bytes=sizes,
+    )
+
+
+def _sources(root: Path) -> Iterator[Document]:
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if _is_left_out(relative):
+            continue
+        try:
+            with tokenize.open(path) as file:  # honours the file's own coding line
+                text = file.read()
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue  # not readable as Python source: not text
+        if text.strip() and not _is_generated(relative, text):
+            yield Document(relative.as_posix(), text)
+
+
+def _is_left_out(relative: Path) -> bool:
+    folders = set(relative.parts[:-1])
+    if folders & NOT_WRITTEN_FOR_THIS or relative.parts[0] in PACKAGED_APART:
+        return True
+    return relative.name.startswith(BUILD_DATA) or relative.parts[0].startswith("config-")
+
+
+def _is_generated(relative: Path, text: str) -> bool:
+    """Whether the first lines say that a program wrote the file, or it holds the table of a code page."""
+    head = text[:400].lower()
+    is_code_page = relative.parts[0] == "encodings" and any(mark in text for mark in CODE_PAGE_MARKS)
+    return is_code_page or any(mark in head for mark in GENERATED_MARKS)
+
+
+def _topics() -> Iterator[Document]:
+    try:
+        topics = importlib.import_module(TOPICS.replace("/", ".")).topics
+    except ModuleNotFoundError:
+        return  # some distributions leave it out; the summary shows that the kind is missing
+    for name, text in topics.items():
+        yield Document(f"{TOPICS}/{name}", text)

@@ -1,0 +1,234 @@
+"""Text to tokens on disk, and tokens to batches.
+
+``prepare`` writes a data folder:
+
+| file                                | content                                                               |
+|-------------------------------------|-----------------------------------------------------------------------|
+| tokenizer.json                      | trained on the training split                                         |
+| train.bin, validation.bin, test.bin | token ids, little-endian uint16 (uint32 for vocabularies over 65,536) |
+| manifest.json                       | where the text came from, its content hash, counts; written last      |
+
+The folder is used again when text and vocabulary size are those of the manifest, and rebuilt otherwise.
+
+``TokenData`` maps the token files into memory. A training batch is a pure function of (seed, step): its windows start
+at positions drawn by a counter-based key, not by an iterator, so a resumed run reads what the uninterrupted one would
+have read. Evaluation reads the split in order, in windows that do not overlap, so that every token is predicted once.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.errors import ConfigError, DataError
+from octavo.training.corpus import Document, Split, content_hash
+from octavo.training.files import replacing, write_atomically
+from octavo.training.text import BUILTIN, divide, load_documents
+from octavo.training.tokenizer import Tokenizer, end_of_text_id, load_tokenizer, train_tokenizer
+
+__all__ = ["Progress", "TokenData", "open_data", "prepare"]
+
+Progress = Callable[[str, int, int], None]  # phase, done, total
+
+FORMAT_VERSION = 1
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
+ENCODE_CHARACTERS = 1_000_000  # between two reports of progress
+
+
+def prepare(
+    source: str | Path, out_dir: str | Path, *, vocab_size: int, progress: Progress | None = None
+) -> "TokenData":
+    """Tokenise a source into a data folder, or open the folder if it already holds just that.
+
+    Args:
+        source: see :func:`octavo.training.text.load_documents`.
+        out_dir: the data folder; made if missing.
+        vocab_size: tokens wanted, 257 or more.
+        progress: called with (phase, done, total); phases are "read", "tokenizer" and "encode".
+
+    Raises:
+        DataError: the source holds no usable text.
+        ConfigError: vocab_size is too small.
+    """
+    report = progress or _silent
+    folder = Path(out_dir)
+    report("read", 0, 1)
+    documents = load_documents(source)
+    identity = {"format": FORMAT_VERSION, "content_hash": content_hash(documents), "vocab_size": vocab_size}
+    report("read", 1, 1)
+    if _holds(folder, identity):
+        return open_data(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    splits = divide(documents, by_file=str(source) == BUILTIN)
+    report("tokenizer", 0, 1)
+    tokenizer = train_tokenizer((document.text for document in splits[Split.TRAIN]), vocab_size=vocab_size)
+    write_atomically(folder / TOKENIZER, tokenizer.to_str())
+    report("tokenizer", 1, 1)
+    counts = _encode_splits(folder, tokenizer, splits, report)
+    actual = {"source": str(source), "tokens_in_vocabulary": tokenizer.get_vocab_size(), "splits": counts}
+    write_atomically(folder / MANIFEST, json.dumps({**identity, **actual}, indent=2) + "\n")
+    return open_data(folder)
+
+
+def open_data(folder: str | Path) -> "TokenData":
+    """Open a data folder that ``prepare`` wrote.
+
+    Raises:
+        DataError: it is missing, incomplete or damaged.
+    """
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        vocab_size, counts = int(manifest["tokens_in_vocabulary"]), manifest["splits"]
+        splits = {split: _map(folder / f"{split}.bin", int(counts[split]["tokens"]), vocab_size) for split in Split}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{str(folder)!r} is not a complete data folder ({error}); prepare the data again") from error
+    return TokenData(folder=folder, manifest=manifest, vocab_size=vocab_size, splits=splits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenData:
+    """The tokens of a source, by split.
+
+    Attributes:
+        folder: where they are.
+        manifest: what manifest.json says.
+        vocab_size: ids run from 0 to this, exclusive.
+        splits: token ids, memory-mapped.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    vocab_size: int
+    splits: dict[Split, NDArray[Any]]
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of the text the tokens came from."""
+        return str(self.manifest["content_hash"])
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens."""
+        return load_tokenizer(self.folder / TOKENIZER)
+
+    def batch(
+        self, step: int, *, batch_size: int, context: int, seed: int, split: Split = Split.TRAIN
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [batch_size, context] int64 of a step; the targets are the inputs one token on.
+
+        Raises:
+            DataError: the split is shorter than the context.
+        """
+        tokens = self._long_enough(split, context)
+        starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - context, size=batch_size)
+        return _shifted(np.stack([tokens[start : start + context + 1] for start in starts]))
+
+    def windows(
+        self, context: int, *, split: Split = Split.VALIDATION, max_tokens: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Non-overlapping windows: inputs and targets [count, context] int64; a rest shorter than a window is left out.
+
+        Args:
+            context: tokens a window predicts.
+            split: which tokens.
+            max_tokens: take at most so many, as windows spread evenly over the split; at least one window; None for
+                all.
+
+        Raises:
+            DataError: the split is shorter than the context.
+        """
+        tokens = self._long_enough(split, context)
+        count = (len(tokens) - 1) // context
+        wanted = count if max_tokens is None else min(count, max(1, max_tokens // context))
+        chosen = np.arange(wanted) * count // wanted
+        return _shifted(np.stack([tokens[i * context : (i + 1) * context + 1] for i in chosen]))
+
+    def _long_enough(self, split: Split, context: int) -> NDArray[Any]:
+        if context < 1:
+            raise ConfigError(f"context must be at least 1, not {context}")
+        tokens = self.splits[split]
+        if len(tokens) <= context:
+            raise DataError(
+                f"the {split} split of {self.manifest['source']!r} has {len(tokens)} tokens, too few for a context of "
+                f"{context}; give more text or a shorter context"
+            )
+        return tokens
+
+
+def _shifted(rows: NDArray[Any]) -> tuple[Tensor, Tensor]:
+    block = torch.from_numpy(rows.astype(np.int64))
+    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+def _silent(phase: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+def _holds(folder: Path, identity: dict[str, Any]) -> bool:
+    try:
+        manifest = open_data(folder).manifest
+    except DataError:
+        return False
+    return all(manifest.get(key) == value for key, value in identity.items())
+
+
+def _dtype_for(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def _map(path: Path, tokens: int, vocab_size: int) -> NDArray[Any]:
+    dtype = _dtype_for(vocab_size)
+    if path.stat().st_size != tokens * dtype.itemsize:
+        raise ValueError(
+            f"{path.name} has {path.stat().st_size} bytes, the manifest promises {tokens * dtype.itemsize}"
+        )
+    if not tokens:
+        return np.zeros(0, dtype)  # an empty file cannot be mapped
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _encode_splits(
+    folder: Path, tokenizer: Tokenizer, splits: dict[Split, list[Document]], report: Progress
+) -> dict[str, dict[str, int]]:
+    total = sum(len(document.text) for documents in splits.values() for document in documents)
+    done, counts = 0, {}
+    for split, documents in splits.items():
+        tokens = 0
+        with replacing(folder / f"{split}.bin") as temporary, temporary.open("wb") as file:
+            for texts in _groups(documents):
+                done += sum(map(len, texts))
+                ids = _encode(tokenizer, texts)
+                file.write(ids.tobytes())
+                tokens += len(ids)
+                report("encode", done, total)
+        size = sum(len(document.text.encode()) for document in documents)
+        counts[str(split)] = {"tokens": tokens, "documents": len(documents), "bytes": size}
+    return counts
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> NDArray[Any]:
+    """Ids of the texts, each followed by the end-of-text token."""
+    end = end_of_text_id(tokenizer)
+    rows = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    return np.concatenate(rows).astype(_dtype_for(tokenizer.get_vocab_size()))
+
+
+def _groups(documents: list[Document]) -> Iterator[list[str]]:
+    """Texts in runs of about a million characters."""
+    group: list[str] = []
+    held = 0
+    for document in documents:
+        group.append(document.text)
+        held += len(document.text)
+        if held >= ENCODE_CHARACTERS:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group

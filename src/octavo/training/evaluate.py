@@ -1,0 +1,101 @@
+"""Held-out loss: the mean negative log-likelihood of a split's tokens, in nats.
+
+The split is read in windows that do not overlap; a token is predicted once, with between 0 and context − 1 tokens
+before it in its window. The losses are summed in FP32 by window and in FP64 over windows. Windows' own means are
+kept, so that two models can be compared pair by pair on the same windows.
+
+``unigram_entropy`` is what a model reaches that knows how often each token occurs in just this split and nothing about
+order: the line a language model has to fall below.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.training.corpus import Split
+from octavo.training.data import TokenData
+
+__all__ = ["Evaluation", "evaluate", "token_loss", "unigram_entropy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A model's loss on held-out tokens.
+
+    Attributes:
+        nats: mean loss of a token.
+        tokens: how many were predicted.
+        window_nats: mean loss of each window.
+    """
+
+    nats: float
+    tokens: int
+    window_nats: tuple[float, ...]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats); infinite where that overflows."""
+        return math.exp(self.nats) if self.nats < 700 else math.inf
+
+
+def token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in FP32 of logits [B, T, V] and targets [B, T]; reduction "none" gives [B, T]."""
+    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+    return loss if reduction != "none" else loss.view_as(targets)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    data: TokenData,
+    *,
+    context: int,
+    split: Split = Split.VALIDATION,
+    max_tokens: int | None = None,
+    batch_size: int = 16,
+    surroundings: AbstractContextManager[object] | None = None,
+) -> Evaluation:
+    """Loss of ``model`` on a split.
+
+    Args:
+        model: tokens [B, T] to logits [B, T, V].
+        data: the token files.
+        context: tokens of a window.
+        split: which tokens.
+        max_tokens: see :meth:`TokenData.windows`.
+        batch_size: windows of a forward pass.
+        surroundings: a reusable context such as autocast; None for none.
+
+    Raises:
+        DataError: the split is shorter than the context.
+    """
+    inputs, targets = data.windows(context, split=split, max_tokens=max_tokens)
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    losses = []
+    try:
+        for start in range(0, len(inputs), batch_size):
+            rows = slice(start, start + batch_size)
+            with surroundings or nullcontext():
+                logits = model(inputs[rows].to(device))
+            losses.append(token_loss(logits, targets[rows].to(device), reduction="none").mean(1).cpu())
+    finally:
+        model.train(was_training)
+    by_window = torch.cat(losses).double()
+    return Evaluation(nats=by_window.mean().item(), tokens=targets.numel(), window_nats=tuple(by_window.tolist()))
+
+
+def unigram_entropy(data: TokenData, split: Split = Split.VALIDATION) -> float:
+    """−Σ p log p over the token frequencies of the split itself, in nats; 0 for an empty split.
+
+    Example: two tokens equally often give log 2 = 0.693 nats.
+    """
+    counts = np.bincount(data.splits[split])
+    frequencies = counts[counts > 0] / max(1, counts.sum())
+    return float(-(frequencies * np.log(frequencies)).sum())

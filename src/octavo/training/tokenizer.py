@@ -1,0 +1,79 @@
+"""The tokenizer: byte-level byte-pair encoding, trained on the text itself.
+
+Bytes are the alphabet, so every text can be encoded and decodes to itself; the most frequent neighbours merge until the
+vocabulary is full. Training counts pairs and breaks ties by token id: the same text gives the same tokenizer. The
+file is the ``tokenizers`` library's tokenizer.json, which Hugging Face's classes read as it is.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from octavo.errors import ConfigError, DataError
+
+__all__ = ["END_OF_TEXT", "Tokenizer", "end_of_text_id", "load_tokenizer", "train_tokenizer"]
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # every byte and the mark between documents
+SAMPLE_CHARACTERS = 8_000_000  # more text moves few merges of a small vocabulary, and counting it takes memory
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """Train on the first eight million characters of ``texts``.
+
+    Args:
+        texts: documents of the training split.
+        vocab_size: tokens, 257 or more; a short text may yield fewer.
+
+    Raises:
+        ConfigError: vocab_size is too small to hold every byte.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"vocab_size must be at least {SMALLEST_VOCABULARY}, one token a byte and {END_OF_TEXT}, not {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(texts), trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json.
+
+    Raises:
+        DataError: the file is missing, damaged, or has no end-of-text token.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {str(path)!r}: {error.strerror}; prepare the data again") from error
+    except Exception as error:  # the library raises bare Exception for a damaged file
+        raise DataError(f"{str(path)!r} is not a tokenizer.json: {error}; prepare the data again") from error
+    end_of_text_id(tokenizer)
+    return tokenizer
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """The id of the token between documents."""
+    token = tokenizer.token_to_id(END_OF_TEXT)
+    if token is None:
+        raise DataError(f"the tokenizer has no {END_OF_TEXT} token; train one with octavo, or add the token")
+    return int(token)
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    left = SAMPLE_CHARACTERS
+    for text in texts:
+        if left <= 0:
+            return
+        yield text[:left]
+        left -= len(text)
