@@ -16,6 +16,8 @@ from enum import StrEnum
 
 import torch
 
+from octavo.errors import ConfigError
+
 __all__ = [
     "BF16",
     "E4M3",
@@ -189,7 +191,7 @@ def format_of(dtype: torch.dtype) -> Format:
     """The format of a torch dtype.
 
     Raises:
-        ValueError: ``dtype`` is none of the rows above.
+        ConfigError: ``dtype`` is none of the rows above.
 
     Example:
         >>> format_of(torch.float8_e5m2).name
@@ -199,4 +201,4 @@ def format_of(dtype: torch.dtype) -> Format:
         if row.torch_dtype is dtype:
             return row
     known = ", ".join(str(row.torch_dtype) for row in FORMATS)
-    raise ValueError(f"{dtype} is not a number format octavo knows; use one of {known}")
+    raise ConfigError(f"{dtype} is not a number format octavo knows; use one of {known}")

@@ -23,7 +23,16 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.formats import FP8_FORMATS, Format
 
-__all__ = ["Nonfinite", "Overflow", "cast_nearest", "cast_stochastic", "check_float", "may_hold_nonfinite"]
+__all__ = [
+    "Nonfinite",
+    "Overflow",
+    "cast_nearest",
+    "cast_stochastic",
+    "check_float",
+    "check_fp8_format",
+    "may_hold_nonfinite",
+    "narrowed",
+]
 
 STOCHASTIC_BITS = 20  # the mantissa bits of an FP32 value that E4M3 drops; E5M2 drops one more
 
@@ -53,7 +62,7 @@ def cast_nearest(
     """Multiply by ``encode_scale`` in FP32 and round to the nearest code, ties to even.
 
     Args:
-        x: any shape; float16, bfloat16, float32, or float64 (rounded to float32 first).
+        x: any shape; float16, bfloat16, float32, or float64 (rounded to float32 first, ±Inf beyond its range).
         fmt: one of the four FP8 formats.
         encode_scale: float32, broadcastable to ``x``; None multiplies by nothing.
         overflow: see the module's text.
@@ -64,16 +73,18 @@ def cast_nearest(
         none).
 
     Raises:
-        ConfigError: ``x`` is not floating point, or ``fmt`` is not an FP8 format.
+        ConfigError: ``x`` is not floating point, ``fmt`` is not an FP8 format, or a policy is none of its enum's.
 
     Example:
         >>> from octavo.formats import E4M3
         >>> cast_nearest(torch.tensor([0.3, -1e9, 464.0]), E4M3).float().tolist()
         [0.3125, -448.0, 448.0]
     """
-    scaled = _scaled(x, fmt, encode_scale)
+    _check_policy(overflow, Overflow)
+    x = _checked(x, fmt, nonfinite)
+    scaled = _scaled(x, encode_scale)
     limited = scaled.clamp(-fmt.max, fmt.max)
-    if overflow is Overflow.NONFINITE:
+    if overflow == Overflow.NONFINITE:
         limited = torch.where(_rounds_beyond_max(scaled, fmt) & x.isfinite(), scaled * math.inf, limited)
         limited = limited if fmt.inf_codes else torch.where(limited.isinf(), math.nan, limited)
     return _restore_infinities(limited, x, fmt, nonfinite).to(fmt.torch_dtype)
@@ -106,7 +117,8 @@ def cast_stochastic(
         >>> round((codes.float() > 1).float().mean().item(), 2)
         0.25
     """
-    scaled = _scaled(x, fmt, encode_scale).clamp(-fmt.max, fmt.max)
+    x = _checked(x, fmt, nonfinite)
+    scaled = _scaled(x, encode_scale).clamp(-fmt.max, fmt.max)
     bits = torch.randint(1 << STOCHASTIC_BITS, scaled.shape, generator=generator, device=scaled.device)
     exact = scaled.double()
     exponent = torch.frexp(exact).exponent.clamp(min=2 - fmt.bias) - 1  # of subnormals: the one they share
@@ -144,10 +156,37 @@ def check_float(x: Tensor, what: str) -> None:
         )
 
 
-def _scaled(x: Tensor, fmt: Format, encode_scale: Tensor | None) -> Tensor:
-    check_float(x, "the tensor to quantize")
+def check_fp8_format(fmt: object) -> None:
+    """Raise ConfigError unless ``fmt`` is one of the four FP8 formats."""
     if fmt not in FP8_FORMATS:
-        raise ConfigError(f"cannot cast to {fmt}; use one of {', '.join(map(str, FP8_FORMATS))}")
+        given = str(fmt) if isinstance(fmt, Format) else repr(fmt)
+        allowed = ", ".join(f"octavo.formats.{row}" for row in FP8_FORMATS)
+        raise ConfigError(f"cannot cast to {given}; use one of {allowed}")
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """float64 as float32, in which what lies beyond float32's range is infinite; other dtypes as they are.
+
+    Example:
+        >>> narrowed(torch.tensor([1.0, 1e300], dtype=torch.float64))
+        tensor([1., inf])
+    """
+    return x.float() if x.dtype is torch.float64 else x
+
+
+def _checked(x: Tensor, fmt: Format, nonfinite: Nonfinite) -> Tensor:
+    check_float(x, "the tensor to quantize")
+    check_fp8_format(fmt)
+    _check_policy(nonfinite, Nonfinite)
+    return narrowed(x)
+
+
+def _check_policy(given: StrEnum, allowed: type[StrEnum]) -> None:
+    if given not in tuple(allowed):
+        raise ConfigError(f"{allowed.__name__.lower()} must be one of {', '.join(allowed)}, not {given!r}")
+
+
+def _scaled(x: Tensor, encode_scale: Tensor | None) -> Tensor:
     return x.float() if encode_scale is None else x.float() * encode_scale
 
 
@@ -160,7 +199,7 @@ def _rounds_beyond_max(scaled: Tensor, fmt: Format) -> Tensor:
 
 def _restore_infinities(limited: Tensor, x: Tensor, fmt: Format, nonfinite: Nonfinite) -> Tensor:
     """Put ±Inf (or NaN) back where the *input* was infinite; a finite input whose product overflowed is not."""
-    if nonfinite is Nonfinite.SATURATE or not may_hold_nonfinite(x):
+    if nonfinite == Nonfinite.SATURATE or not may_hold_nonfinite(x):
         return limited
     infinity = x.float() if fmt.inf_codes else torch.full_like(limited, math.nan)
     return torch.where(x.isinf(), infinity, limited)

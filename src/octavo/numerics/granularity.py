@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 
-__all__ = ["Granularity", "PerBlock", "PerRow", "PerTensor"]
+__all__ = ["Granularity", "PerBlock", "PerRow", "PerTensor", "granularity_or_default"]
 
 
 class Granularity(Protocol):
@@ -139,6 +139,25 @@ class PerBlock:
         """Every scale repeated over its block, cropped to ``shape``."""
         full = scale.repeat_interleave(self.rows, dim=-2).repeat_interleave(self.columns, dim=-1)
         return full[..., : shape[-2], : shape[-1]]
+
+
+def granularity_or_default(granularity: Granularity | None) -> Granularity:
+    """What a caller asked for; None is one scale for the tensor.
+
+    Raises:
+        ConfigError: ``granularity`` is something else, such as a name.
+
+    Example:
+        >>> granularity_or_default(None)
+        PerTensor()
+    """
+    if granularity is None:
+        return PerTensor()
+    if not isinstance(granularity, PerTensor | PerRow | PerBlock):
+        raise ConfigError(
+            f"granularity must be octavo.PerTensor(), PerRow() or PerBlock(rows, columns), not {granularity!r}"
+        )
+    return granularity
 
 
 def _check_dimensions(shape: torch.Size, least: int, name: str) -> None:

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
 from octavo.formats import Format, format_of
-from octavo.numerics.cast import Nonfinite, cast_nearest, check_float
-from octavo.numerics.granularity import Granularity, PerTensor
+from octavo.numerics.cast import Nonfinite, cast_nearest, check_float, check_fp8_format
+from octavo.numerics.granularity import Granularity, granularity_or_default
 from octavo.numerics.scaling import AMAX_FLOOR, encode_scale_from_amax, finite_amax
 
 __all__ = ["QuantizedTensor", "dequantize", "fake_quantize", "quantize"]
@@ -96,7 +96,8 @@ def quantize(
         encode_scale = maximum · 2^-margin / amax;  data = cast(fp32(x) · encode_scale);  scale = 1 / encode_scale
 
     Args:
-        x: float16, bfloat16, float32 or float64 (taken as float32); any shape the granularity allows.
+        x: float16, bfloat16, float32 or float64 (taken as float32); any shape the granularity allows. No gradient
+            passes through; :func:`fake_quantize` lets one.
         fmt: one of the FP8 formats.
         granularity: which elements share a scale; None is one scale for the tensor.
         amax: the largest magnitude to provide for, in the scale's shape; None measures ``x`` (dynamic scaling). Delayed
@@ -121,11 +122,14 @@ def quantize(
     Source: formula of numerics/scaling.py; rounding of numerics/cast.py.
     """
     check_float(x, "the tensor to quantize")
-    groups: Granularity = PerTensor() if granularity is None else granularity
+    check_fp8_format(fmt)
+    groups = granularity_or_default(granularity)
+    x = x.detach()
     if scale is not None and amax is not None:
         raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
     if scale is not None:
-        stored, encode_scale = scale, scale.float().reciprocal()
+        stored = scale.detach().float()
+        encode_scale = stored.reciprocal().clamp(max=torch.finfo(torch.float32).max)
     else:
         measured = finite_amax(x, groups) if amax is None else amax
         encode_scale = encode_scale_from_amax(

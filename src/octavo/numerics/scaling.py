@@ -7,6 +7,7 @@
 |-----------------------------|---------------------------------------------------------------------------------------|
 | 0                           | that of ``amax_floor``: codes are 0 and decode to exact 0, never NaN                  |
 | so small that it overflows  | the largest finite float32                                                            |
+| a margin that underflows it | the smallest normal float32, whose reciprocal is still finite                         |
 | Inf, NaN elements           | do not take part: the amax is that of the finite elements                             |
 
 With ``power_of_two`` the encode scale's mantissa bits are cleared: the exact floor to a power of two. (The usual
@@ -20,8 +21,8 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import Format
-from octavo.numerics.cast import check_float, may_hold_nonfinite
-from octavo.numerics.granularity import Granularity, PerTensor
+from octavo.numerics.cast import check_float, may_hold_nonfinite, narrowed
+from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
 
 __all__ = ["AMAX_FLOOR", "amax", "encode_scale_from_amax", "finite_amax", "power_of_two_floor", "scale_from_amax"]
 
@@ -32,7 +33,7 @@ def amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
     """Largest finite magnitude of every scaling group, float32.
 
     Args:
-        x: float16, bfloat16, float32 or float64.
+        x: float16, bfloat16, float32 or float64 (taken as float32: what lies beyond its range is infinite).
         granularity: the groups; None is one for the whole tensor.
 
     Returns:
@@ -46,12 +47,12 @@ def amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
         tensor(3.)
     """
     check_float(x, "the tensor to measure")
-    groups = PerTensor() if granularity is None else granularity
-    return finite_amax(x.detach(), groups)
+    return finite_amax(x.detach(), granularity_or_default(granularity))
 
 
 def finite_amax(x: Tensor, granularity: Granularity) -> Tensor:
     """:func:`amax` without argument checks."""
+    x = narrowed(x)
     if may_hold_nonfinite(x):
         return granularity.reduce_max(torch.where(x.isfinite(), x.abs(), 0)).float()
     if isinstance(granularity, PerTensor) and x.numel():
@@ -66,7 +67,7 @@ def encode_scale_from_amax(
     """The multiplier that brings ``amax`` to the format's maximum; float32, finite, positive.
 
     Args:
-        amax: non-negative float32 of any shape.
+        amax: non-negative and finite float32 of any shape, as :func:`amax` gives it; a NaN stays one.
         fmt: the format to fill.
         power_of_two: round the multiplier down to a power of two.
         amax_floor: smaller amaxes count as this.
@@ -85,8 +86,8 @@ def encode_scale_from_amax(
     if not amax_floor >= 0:
         raise ConfigError(f"amax_floor must be 0 or more, not {amax_floor}")
     target = fmt.max * 2.0**-margin
-    quotient = target / amax.double().clamp(min=amax_floor)
-    encode_scale = quotient.clamp(max=torch.finfo(torch.float32).max).float()
+    quotient = target / amax.double().clamp(min=max(amax_floor, torch.finfo(torch.float64).tiny))  # never 0 / 0
+    encode_scale = quotient.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max).float()
     return power_of_two_floor(encode_scale) if power_of_two else encode_scale
 
 
