@@ -24,7 +24,8 @@ def autocast(recipe: str | Recipe | None = None, *, enabled: bool = True) -> Ite
     """Run octavo layers with ``recipe`` instead of their own.
 
     Blocks nest, the innermost decides. The backward pass uses the recipe that its forward ran with. Layers that are
-    plain ``nn.Linear`` are not touched.
+    plain ``nn.Linear`` are not touched. Activation checkpointing runs the forward again during backward: call backward
+    inside the block too.
 
     Args:
         recipe: a preset's name or a recipe; None keeps each layer's own (useful to re-enable inside a disabled block).

@@ -18,6 +18,10 @@ from octavo.recipes import Recipe
 
 __all__ = ["ConversionReport", "convert", "restore"]
 
+_FAST_PATH = (
+    "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
+    "torch.backends.mha.set_fastpath_enabled(False) turns it off"
+)
 HEAD_NAMES = ("lm_head", "embed_out", "output_projection", "classifier", "score")
 
 
@@ -28,16 +32,19 @@ class ConversionReport:
     Attributes:
         recipe: the recipe's name.
         converted: paths of the layers that run it now.
-        skipped: path of every other linear or embedding layer, and why it stays.
+        skipped: path of every other linear or embedding layer, and why it stays as it is.
+        notes: path of modules that go round their converted layers, and when.
     """
 
     recipe: str
     converted: tuple[str, ...]
     skipped: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.converted)} layers run {self.recipe}, {len(self.skipped)} stay in high precision"]
-        return "\n".join(lines + [f"  {path}: {reason}" for path, reason in self.skipped.items()])
+        lines = [f"{len(self.converted)} layers run {self.recipe}, {len(self.skipped)} stay as they are"]
+        lines += [f"  {path or '(the model itself)'}: {reason}" for path, reason in self.skipped.items()]
+        return "\n".join(lines + [f"note: {path or '(the model itself)'} {note}" for path, note in self.notes.items()])
 
 
 def convert(
@@ -61,8 +68,8 @@ def convert(
         skip: shell patterns of module paths, such as "lm_head" or "layers.0.*".
         layer_filter: called with path and layer; False skips it.
         convert_head: convert the language-model head too: a layer named lm_head (or embed_out, output_projection,
-            classifier, score), or one that shares its weight or its shape with an embedding. It is among the layers
-            that suffer most.
+            classifier, score), or one that shares its weight with an embedding, or else the last one that has an
+            embedding's shape. It is among the layers that suffer most.
         min_weight_elements: skip layers with fewer; casting a small layer costs more than its GEMMs save.
         scale_updates: "automatic", or "manual" for loops that accumulate gradients and call ``octavo.update_scales``.
 
@@ -73,7 +80,7 @@ def convert(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
         >>> print(convert(model, "tensorwise", skip=["1"]))
-        1 layers run tensorwise, 1 stay in high precision
+        1 layers run tensorwise, 1 stay as they are
           1: skip pattern '1'
     """
     resolved = recipes.get(recipe)
@@ -83,20 +90,20 @@ def convert(
         raise ConfigError(f"scale_updates must be 'automatic' or 'manual', not {scale_updates!r}")
     candidates = dict(_candidates(model))
     _check_patterns(skip, candidates)
-    embeddings = [module for module in candidates.values() if isinstance(module, torch.nn.Embedding)]
+    heads = {} if convert_head else _heads(candidates)
     converted, skipped = [], {}
     for path, module in candidates.items():
-        reason = _reason_to_skip(path, module, skip, layer_filter, min_weight_elements)
-        if reason is None and not convert_head:
-            reason = _head_reason(path, module, embeddings)
+        reason = _reason_to_skip(path, module, skip, layer_filter, min_weight_elements) or heads.get(path)
         if reason is not None:
-            skipped[path] = reason
+            skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
             continue
         module.__class__ = Linear
         assert isinstance(module, Linear)
         module.set_recipe(resolved, manual_scale_updates=scale_updates == "manual")
         converted.append(path)
-    return ConversionReport(recipe=resolved.name, converted=tuple(converted), skipped=skipped)
+    return ConversionReport(
+        recipe=resolved.name, converted=tuple(converted), skipped=skipped, notes=dict(_notes(model))
+    )
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
@@ -154,12 +161,23 @@ def _reason_to_skip(
     return None
 
 
-def _head_reason(path: str, module: torch.nn.Module, embeddings: Sequence[torch.nn.Embedding]) -> str | None:
-    assert isinstance(module, torch.nn.Linear)
-    if path.rpartition(".")[2] in HEAD_NAMES:
-        return "head: by its name"
-    if any(module.weight is embedding.weight for embedding in embeddings):
-        return "head: shares its weight with an embedding"
-    if any(module.weight.shape == embedding.weight.shape for embedding in embeddings):
-        return "head: has the shape of an embedding"
-    return None
+def _heads(candidates: dict[str, torch.nn.Module]) -> dict[str, str]:
+    """Paths of language-model heads and what gives them away.
+
+    A shape is the weakest sign: a position table may be as large as a projection. It counts where nothing better is
+    found, and then for the last layer that has it.
+    """
+    linears = {path: module for path, module in candidates.items() if type(module) in (torch.nn.Linear, Linear)}
+    tables = [module.weight for module in candidates.values() if isinstance(module, torch.nn.Embedding)]
+    heads = {path: "head: by its name" for path in linears if path.rpartition(".")[2] in HEAD_NAMES}
+    for path, linear in linears.items():
+        if any(linear.weight is table for table in tables):
+            heads.setdefault(path, "head: shares its weight with an embedding")
+    alike = [path for path, linear in linears.items() if any(linear.weight.shape == table.shape for table in tables)]
+    return heads if heads or not alike else {alike[-1]: "head: has the shape of an embedding"}
+
+
+def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer) and type(module.linear1) is Linear:
+            yield path, _FAST_PATH

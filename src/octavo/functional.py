@@ -138,7 +138,8 @@ class _ScaledLinear(torch.autograd.Function):
 
 def _multiply(a: Operand, b: Operand, gemm: GemmSpec, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        return scaled_mm(a, b, out_dtype=out_dtype, bias=bias, fast_accumulation=gemm.fast_accumulation)
+        computed = torch.float32 if out_dtype is torch.float64 else out_dtype
+        return scaled_mm(a, b, out_dtype=computed, bias=bias, fast_accumulation=gemm.fast_accumulation).to(out_dtype)
     assert isinstance(a, Tensor), "a GemmSpec casts both operands or neither"
     assert isinstance(b, Tensor), "a GemmSpec casts both operands or neither"
     return high_precision_mm(a, b, bias).to(out_dtype)

@@ -68,18 +68,26 @@ class AmaxHistory(torch.nn.Module):
         self.register_buffer("steps", torch.zeros(roles, dtype=torch.int64, device=device), persistent=False)
 
     @torch.no_grad()
-    def begin_forward(self, x: Tensor, weight: Tensor, *, training: bool) -> Tensor:
-        """The amaxes [3] that this call's scales are made from; in training also records input and weight.
+    def begin_forward(self, x: Tensor, weight: Tensor, *, training: bool, recording: bool) -> Tensor:
+        """The amaxes [3] that this call's scales are made from.
 
-        Unless updates are manual, a training forward that follows a backward pass closes the step first.
+        Args:
+            x: what this call is given.
+            weight: the layer's; one that takes no gradient keeps its history, and so its codes, as they are.
+            training: unless updates are manual, close the step first if its backward pass has run, or if none will.
+            recording: record the amaxes of input and weight.
         """
-        if training and not self.manual:
-            self.close(where=self.pending[GRAD_OUTPUT] >= 0)
+        recomputing = _inside_backward()  # activation checkpointing repeats a forward of the running step
+        if training and not self.manual and not recomputing:
+            awaits_backward = x.requires_grad or weight.requires_grad
+            self.close(where=self.pending[GRAD_OUTPUT] >= 0 if awaits_backward else None)
         own = torch.stack([measure_amax(x), measure_amax(weight), self.amax.new_zeros(())])
-        if training:
-            recorded = torch.maximum(self.pending[:GRAD_OUTPUT], own[:GRAD_OUTPUT])
-            self.pending[:GRAD_OUTPUT].copy_(recorded)
-            self._warn_if_never_closed()
+        if recording:
+            self.record(INPUT, own[INPUT])
+            if weight.requires_grad:
+                self.record(WEIGHT, own[WEIGHT])
+            if not recomputing:
+                self._warn_if_never_closed()
         return torch.where(self.amax > 0, self.amax, own)
 
     @torch.no_grad()
@@ -125,6 +133,11 @@ class AmaxHistory(torch.nn.Module):
                 "scales stay those of the last closed step; call it after each optimizer step",
                 stacklevel=2,
             )
+
+
+def _inside_backward() -> bool:
+    """Whether autograd is running on this thread; a traced graph is never traced from inside it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
 def _statistic(window: Tensor, statistic: Statistic) -> Tensor:

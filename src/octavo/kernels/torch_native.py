@@ -102,7 +102,8 @@ def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
         tensor([[2.]], dtype=torch.bfloat16)
     """
     if needs_widening(a):
-        product = torch.mm(a.float(), b.float().t())
+        with torch.autocast("cpu", enabled=False):  # it would narrow the operands again
+            product = torch.mm(a.float(), b.float().t())
         return (product if bias is None else product + bias.float()).to(a.dtype)
     return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
 
@@ -170,7 +171,7 @@ def _bf16_operands_allowed() -> Iterator[None]:
 def _widened_mm(  # noqa: PLR0917 (an operator's schema)
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    with _bf16_operands_allowed():
+    with torch.autocast("cpu", enabled=False), _bf16_operands_allowed():  # autocast would round the sums
         sums = torch.mm(widen(a), widen(b).t())
     sums.mul_(a_scale).mul_(b_scale.t() if b_scale.ndim else b_scale)
     if bias is not None:

@@ -63,7 +63,7 @@ class Linear(torch.nn.Linear):
         known = getattr(self, "amax_history", None)
         if known is None or known.spec != recipe.history:
             self.amax_history = None
-            self._ensure_history(recipe)
+            self._history_for(recipe, create=True)
         else:
             known.manual = manual_scale_updates
 
@@ -74,26 +74,28 @@ class Linear(torch.nn.Linear):
             return F.linear(input, self.weight, self.bias)
         x = _autocast(input)
         check_float(x, "the input of octavo.nn.Linear")
-        if x.shape[-1] != self.in_features:
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
         if recipe.is_high_precision:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
-        history = self._ensure_history(recipe) if recipe.is_delayed else None
+        recording = self.training and torch.is_grad_enabled()
+        history = self._history_for(recipe, create=recording)
         if history is None:
             return fp8_linear(x, self.weight, self.bias, recipe)
-        training = self.training and torch.is_grad_enabled()
-        amaxes = history.begin_forward(x, self.weight, training=training)
-        return fp8_linear(
-            x, self.weight, self.bias, recipe, amaxes=amaxes, pending=history.pending if training else None
-        )
+        amaxes = history.begin_forward(x, self.weight, training=self.training, recording=recording)
+        pending = history.pending if recording else None
+        return fp8_linear(x, self.weight, self.bias, recipe, amaxes=amaxes, pending=pending)
 
     def extra_repr(self) -> str:
         """The shape and the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
-    def _ensure_history(self, recipe: Recipe) -> AmaxHistory | None:
-        """This layer's history for a delayed ``recipe``; made when first needed, never shared by two specifications."""
-        if recipe.history is None:
+    def _history_for(self, recipe: Recipe, *, create: bool) -> AmaxHistory | None:
+        """This layer's history for a delayed ``recipe``; never shared by two specifications.
+
+        Evaluation makes none: without one its scales are dynamic.
+        """
+        if recipe.history is None or (self.amax_history is None and not create):
             return None
         if self.amax_history is None:
             manual = self.manual_scale_updates
