@@ -24,7 +24,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from octavo import recipes
 from octavo.errors import ConfigError
@@ -213,6 +213,8 @@ class RunConfig:
         True
     """
 
+    FREE_TO_CHANGE: ClassVar = ("training.checkpoint_interval", "training.keep_checkpoints")
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -227,10 +229,11 @@ class RunConfig:
         return replace(self, training=replace(self.training, **changes))
 
     def config_hash(self) -> str:
-        """Hash of every key that changes what is computed; threads and how often is saved do not."""
+        """Hash of every key that can change a digit of what is computed; how often it is saved cannot."""
         plain = self.to_dict()
-        for key in ("threads", "checkpoint_interval", "keep_checkpoints"):
-            del plain["training"][key]
+        for name in self.FREE_TO_CHANGE:
+            section, _, key = name.partition(".")
+            del plain[section][key]
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

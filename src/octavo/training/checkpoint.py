@@ -1,0 +1,265 @@
+"""Checkpoints: everything a run needs to continue to the last digit, in a folder that is whole or not there.
+
+| file                    | content                                                                                  |
+|-------------------------|------------------------------------------------------------------------------------------|
+| model.safetensors       | parameters and buffers under their own names; a tied weight once                         |
+| optimizer.safetensors   | AdamW's moments as ``parameter/exp_avg`` and so on                                       |
+| scaling.safetensors     | ``octavo.scaling_state``: empty unless the recipe is delayed                             |
+| state.json              | step, generators, hashes of configuration and data, size and SHA-256 of the other files  |
+
+There is no data position: batches are a function of the step. The files are written into a hidden folder beside the
+others, synced, and the folder is renamed; a full disk or a kill leaves earlier checkpoints as they were. Nothing is
+pickled.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from octavo.errors import CheckpointError
+from octavo.state import load_scaling_state, scaling_state
+from octavo.training.files import sync_file, sync_folder
+
+__all__ = ["CheckpointState", "latest", "load_checkpoint", "load_model", "read_state", "save_checkpoint"]
+
+FORMAT_VERSION = 1
+FOLDER, STATE = "checkpoints", "state.json"
+MODEL, OPTIMIZER, SCALING = "model.safetensors", "optimizer.safetensors", "scaling.safetensors"
+STEP_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """What state.json says beside the files' hashes.
+
+    Attributes:
+        step: finished optimizer updates.
+        config_hash: of the run's configuration.
+        data_hash: of the text trained on.
+        model: the decoder's shape, for :class:`octavo.models.LlamaConfig`.
+    """
+
+    step: int
+    config_hash: str
+    data_hash: str
+    model: dict[str, Any]
+
+
+def save_checkpoint(
+    run_dir: Path, state: CheckpointState, *, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int = 0
+) -> Path:
+    """Write ``checkpoints/step-…`` and remove all but the ``keep_last`` newest (0 keeps all).
+
+    Raises:
+        CheckpointError: the files cannot be written; earlier checkpoints are untouched.
+    """
+    folder = run_dir / FOLDER
+    target = folder / f"step-{state.step:06d}"
+    temporary = folder / f".{target.name}.writing"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write(temporary, state, model, optimizer)
+        _put_in_place(temporary, target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot save {str(target)!r}: {error}; free some space or choose another disk and resume, "
+            "earlier checkpoints are intact"
+        ) from error
+    if keep_last:
+        for old in _complete(run_dir)[:-keep_last]:
+            shutil.rmtree(old)
+    return target
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The checkpoint of the highest step; folders that were not finished do not count."""
+    return max(_complete(run_dir), key=_step_of, default=None)
+
+
+def read_state(path: Path) -> CheckpointState:
+    """Read state.json.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of another format.
+    """
+    return _state_from(path, _read_json(path))
+
+
+def load_model(path: Path, model: nn.Module) -> None:
+    """Put parameters, buffers and scaling state into a model that is already converted.
+
+    Raises:
+        CheckpointError: a damaged file, or tensors of another model; nothing is loaded then.
+    """
+    raw = _read_json(path)
+    own = _unique_tensors(model)
+    tensors = _read_tensors(path, MODEL, raw)
+    _check_fit(path / MODEL, {name: tensor.shape for name, tensor in own.items()}, tensors)
+    scaling = _read_tensors(path, SCALING, raw)
+    load_scaling_state(model, scaling)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointState:
+    """Put everything back where ``save_checkpoint`` found it, torch's generators included.
+
+    Raises:
+        CheckpointError: a damaged or missing file, or tensors of another model.
+    """
+    raw = _read_json(path)
+    moments = _read_tensors(path, OPTIMIZER, raw)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _check_fit(path / OPTIMIZER, _moment_shapes(parameters), moments)
+    load_model(path, model)
+    for name, parameter in parameters.items():
+        own = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
+        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in own.items()}
+    _set_generators(path, raw)
+    return _state_from(path, raw)
+
+
+def _write(folder: Path, state: CheckpointState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    moments = {
+        f"{names[parameter]}/{key}": value for parameter, own in optimizer.state.items() for key, value in own.items()
+    }
+    for name, tensors in (
+        (MODEL, _unique_tensors(model)),
+        (OPTIMIZER, moments),
+        (SCALING, scaling_state(model)),
+    ):
+        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
+        sync_file(folder / name)
+    files = {name: _fingerprint(folder / name) for name in (MODEL, OPTIMIZER, SCALING)}
+    content = {"format": FORMAT_VERSION, **asdict(state), "files": files, "generators": _generators()}
+    (folder / STATE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    sync_file(folder / STATE)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    replaced = target.with_name(f".{target.name}.replaced")
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    temporary.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _complete(run_dir: Path) -> list[Path]:
+    """Finished checkpoints, oldest first. Only a rename makes the name, so a name with state.json is finished."""
+    folder = run_dir / FOLDER
+    found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and (path / STATE).is_file()]
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition("-")[2])
+
+
+def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; of several names of one tensor the first."""
+    seen: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if seen.setdefault(id(tensor), name) == name}
+
+
+def _moment_shapes(parameters: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    shapes = {}
+    for name, parameter in parameters.items():
+        shapes[f"{name}/step"] = torch.Size()
+        shapes[f"{name}/exp_avg"] = shapes[f"{name}/exp_avg_sq"] = parameter.shape
+    return shapes
+
+
+def _check_fit(path: Path, wanted: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
+    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    advice = "it belongs to another model; resume with the configuration it was saved under"
+    if missing or extra:
+        what = f"has no tensor {missing[0]!r}" if missing else f"has a tensor {extra[0]!r} that the model has not"
+        raise CheckpointError(f"{str(path)!r} {what}; {advice}")
+    for name, shape in wanted.items():
+        if found[name].shape != shape:
+            raise CheckpointError(
+                f"{str(path)!r} holds {name!r} as {list(found[name].shape)}, the model needs {list(shape)}; {advice}"
+            )
+
+
+def _read_tensors(path: Path, name: str, raw: dict[str, Any]) -> dict[str, Tensor]:
+    file = path / name
+    advice = f"delete {str(path)!r} to continue from an earlier checkpoint"
+    try:
+        found, expected = _fingerprint(file), raw["files"][name]
+        if found != expected:
+            what = f"has {found['bytes']} bytes, not {expected['bytes']}"
+            if found["bytes"] == expected["bytes"]:
+                what = "is not what was saved (its SHA-256 differs)"
+            raise CheckpointError(f"{str(file)!r} is damaged: it {what}; {advice}")
+        return load_file(file)
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{str(file)!r} cannot be read: {error}; {advice}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = path / STATE
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(file)!r} cannot be read: {error}; name another checkpoint or delete it") from error
+    version = raw.get("format") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{str(file)!r} has checkpoint format {version!r}; this octavo reads {FORMAT_VERSION}; "
+            "use the one that wrote it"
+        )
+    return dict(raw)
+
+
+def _state_from(path: Path, raw: dict[str, Any]) -> CheckpointState:
+    try:
+        return CheckpointState(**{key: raw[key] for key in ("step", "config_hash", "data_hash", "model")})
+    except KeyError as error:
+        raise CheckpointError(
+            f"{str(path / STATE)!r} lacks {error}; delete {str(path)!r} and use an earlier one"
+        ) from error
+
+
+def _fingerprint(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _generators() -> dict[str, str]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {device: base64.b64encode(state.numpy().tobytes()).decode() for device, state in states.items()}
+
+
+def _set_generators(path: Path, raw: dict[str, Any]) -> None:
+    try:
+        for device, encoded in raw["generators"].items():
+            state = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.uint8)
+            if device == "cpu":
+                torch.set_rng_state(state)
+            elif torch.cuda.is_available():
+                torch.cuda.set_rng_state(state)
+    except (KeyError, AttributeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the generators in {str(path / STATE)!r} cannot be read: {error}; delete that checkpoint"
+        ) from error

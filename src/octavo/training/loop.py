@@ -1,0 +1,320 @@
+"""The training loop: ``train(config, run_dir, data=…)``.
+
+One update: gradients of ``grad_accumulation`` micro-batches, each batch a function of (seed, step); clip; AdamW;
+close the delayed recipes' step. Loss and gradient norm are looked at before the weights change, so that a run stops
+with the weights of the last good step. Everything a step depends on is in the checkpoint or in the configuration,
+hence an interrupted and resumed run writes the same metrics.jsonl as an uninterrupted one, to the last digit, but for
+the times.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import NonFiniteLossError
+from octavo.models import Llama
+from octavo.state import update_scales
+from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
+from octavo.training.config import RunConfig, TrainingConfig
+from octavo.training.data import TokenData
+from octavo.training.evaluate import evaluate, token_loss
+from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
+from octavo.training.memory import peak_memory_bytes, reset_peak_memory
+from octavo.training.metrics import MetricsLog, read_metrics
+from octavo.training.nonfinite import first_nonfinite
+from octavo.training.precision import apply_recipe, resolve_device, surroundings
+from octavo.training.run_folder import claimed, resumable_state
+from octavo.training.schedules import learning_rate
+from octavo.training.signals import StopRequest, stopping_on_signals
+
+__all__ = ["TrainResult", "Trainer", "train"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        run_dir: its folder.
+        step: finished updates.
+        interrupted: whether it was stopped by a signal before its last update.
+        train_curve: (step, loss in nats), from metrics.jsonl, earlier parts of a resumed run included.
+        validation_curve: (step, nats).
+        tokens_per_second: tokens of an update over the median duration of one.
+        peak_memory_bytes: of this process while it trained; see :mod:`octavo.training.memory`.
+        checkpoint: the newest one.
+        converted: how many linears the recipe took.
+    """
+
+    run_dir: Path
+    step: int
+    interrupted: bool
+    train_curve: tuple[tuple[int, float], ...]
+    validation_curve: tuple[tuple[int, float], ...]
+    tokens_per_second: float
+    peak_memory_bytes: int
+    checkpoint: Path | None
+    converted: int
+
+
+def train(
+    config: RunConfig, run_dir: str | Path, *, data: TokenData, resume: bool = False, on_event: OnEvent | None = None
+) -> TrainResult:
+    """Train a decoder, or continue training it.
+
+    Args:
+        config: what to train and how.
+        run_dir: the run's folder; must be new unless ``resume``.
+        data: the token files to train on.
+        resume: continue from the newest checkpoint of the run in ``run_dir``.
+        on_event: called with each :data:`octavo.training.events.Event`.
+
+    Raises:
+        ConfigError: the folder holds a run, or with ``resume`` none or another one.
+        TrainingError: the folder cannot be written, or another process trains in it.
+        DataError: a split is shorter than the context.
+        CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.
+        NonFiniteLossError: the loss or a gradient became NaN or infinite.
+    """
+    folder = Path(run_dir)
+    training = config.training
+    check_data(data, training)
+    with claimed(folder, config, data, resume=resume), _threads(training.threads), stopping_on_signals() as stop:
+        trainer = Trainer(config, folder, data=data, on_event=on_event or _ignore)
+        return trainer.run(stop)
+
+
+def check_data(data: TokenData, training: TrainingConfig) -> None:
+    """Refuse data that is too short for the context, before anything is written."""
+    data.batch(0, batch_size=1, context=training.context, seed=training.seed)
+    data.windows(training.context, max_tokens=1)
+
+
+class Trainer:
+    """One run: model, optimizer, data and the folder they leave their traces in.
+
+    Args:
+        config: what to train and how.
+        run_dir: a folder that this process holds; the newest checkpoint in it, if any, is continued.
+        data: the token files.
+        on_event: called with each event.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, *, data: TokenData, on_event: OnEvent) -> None:
+        self.config, self.training, self.run_dir, self.data = config, config.training, run_dir, data
+        self.emit = on_event
+        self.device = resolve_device(self.training.device)
+        torch.manual_seed(self.training.seed)
+        shape = config.model.llama(vocab_size=data.vocab_size, max_positions=self.training.context)
+        self.model = Llama(shape, seed=self.training.seed).to(self.device)
+        report = apply_recipe(self.model, self.training)
+        self.converted = len(report.converted) if report else 0
+        self.surroundings = surroundings(self.training, self.device)
+        self.optimizer = build_optimizer(self.model, self.training)
+        self.step = 0
+        self.checkpoint = self._continue_from_checkpoint()
+        self.step_seconds: list[float] = []
+
+    def run(self, stop: StopRequest) -> TrainResult:
+        """Train to the last step, or to the end of the step in which ``stop`` is asked for."""
+        reset_peak_memory(self.device)
+        log = MetricsLog(self.run_dir, after_step=self.step if self.checkpoint else None)
+        if not log.has_tensorboard:
+            self.emit(Notice(text="TensorBoard events are not written; install octavo[report] for them"))
+        try:
+            if self.checkpoint is None:
+                self._evaluate(log)
+            self.model.train()
+            while self.step < self.training.steps and not stop:
+                self._train_step(log)
+                if self._is_due(self.training.eval_interval):
+                    self._evaluate(log)
+                if self._is_due(self.training.checkpoint_interval) or stop:
+                    self._save()
+        finally:
+            log.close()
+        return self._result()
+
+    def _train_step(self, log: MetricsLog) -> None:
+        started = time.perf_counter()
+        lr = self._learning_rate()
+        self.optimizer.zero_grad(set_to_none=True)
+        share = 1 / self.training.grad_accumulation
+        losses = []
+        for inputs, targets in self._batches():
+            with self.surroundings:
+                loss = token_loss(self.model(inputs), targets)
+            (loss * share).backward()
+            losses.append(loss.detach())
+        mean_loss = (torch.stack(losses).sum() * share).item()
+        grad_norm = self._clip()
+        if not math.isfinite(mean_loss) or not math.isfinite(grad_norm):
+            raise self._nonfinite(mean_loss, grad_norm)
+        self.optimizer.step()
+        update_scales(self.model)
+        self.step += 1
+        self._report_step(log, mean_loss, lr, grad_norm, time.perf_counter() - started)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The micro-batches of the update after ``self.step`` finished ones."""
+        training = self.training
+        for index in range(training.grad_accumulation):
+            inputs, targets = self.data.batch(
+                self.step * training.grad_accumulation + index,
+                batch_size=training.batch_size,
+                context=training.context,
+                seed=training.seed,
+            )
+            yield inputs.to(self.device), targets.to(self.device)
+
+    def _learning_rate(self) -> float:
+        training = self.training
+        lr = learning_rate(
+            self.step + 1,
+            peak=training.peak_lr,
+            floor=min(training.min_lr, training.peak_lr),
+            warmup=training.warmup_steps,
+            steps=training.steps,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _clip(self) -> float:
+        """Scale the gradients down to ``clip_norm``; returns their norm before."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if self.training.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.training.clip_norm, norm)
+        return norm.item()
+
+    def _report_step(self, log: MetricsLog, loss: float, lr: float, grad_norm: float, seconds: float) -> None:
+        tokens = self.training.tokens_per_step
+        self.step_seconds.append(seconds)
+        log.write(
+            "step",
+            self.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens=self.step * tokens,
+            seconds=round(seconds, 4),
+        )
+        self.emit(
+            StepDone(
+                step=self.step,
+                steps=self.training.steps,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                tokens_per_second=tokens / seconds,
+            )
+        )
+
+    def _is_due(self, interval: int) -> bool:
+        return self.step == self.training.steps or (interval > 0 and self.step % interval == 0)
+
+    def _evaluate(self, log: MetricsLog) -> None:
+        result = evaluate(
+            self.model,
+            self.data,
+            context=self.training.context,
+            max_tokens=self.training.eval_tokens or None,
+            surroundings=self.surroundings,
+        )
+        if not math.isfinite(result.nats):
+            raise NonFiniteLossError(
+                f"the validation loss after step {self.step} is {result.nats}; {self._last_good_checkpoint()}"
+            )
+        log.write("evaluation", self.step, nats=result.nats, perplexity=result.perplexity)
+        self.emit(Evaluated(step=self.step, steps=self.training.steps, nats=result.nats, perplexity=result.perplexity))
+
+    def _save(self) -> None:
+        state = CheckpointState(
+            step=self.step,
+            config_hash=self.config.config_hash(),
+            data_hash=self.data.content_hash,
+            model=asdict(self.model.config),
+        )
+        self.checkpoint = save_checkpoint(
+            self.run_dir,
+            state,
+            model=self.model,
+            optimizer=self.optimizer,
+            keep_last=self.training.keep_checkpoints,
+        )
+        self.emit(Saved(step=self.step, path=self.checkpoint))
+
+    def _continue_from_checkpoint(self) -> Path | None:
+        found = resumable_state(self.run_dir, self.config, self.data)
+        if found is None:
+            return None
+        path, _ = found
+        self.step = load_checkpoint(path, model=self.model, optimizer=self.optimizer).step
+        self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
+        return path
+
+    def _nonfinite(self, loss: float, grad_norm: float) -> NonFiniteLossError:
+        finding = first_nonfinite(
+            self.model,
+            self._batches(),
+            surroundings=self.surroundings,
+            loss_scale=1 / self.training.grad_accumulation,
+        )
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+        first = f"the first non-finite tensor is the {finding}" if finding else "a replay of its batches stayed finite"
+        return NonFiniteLossError(f"at step {self.step + 1} {what}; {first}; {self._last_good_checkpoint()}")
+
+    def _last_good_checkpoint(self) -> str:
+        path = latest(self.run_dir)
+        if path is None:
+            return "there is no checkpoint before it: lower the learning rate, or save earlier with checkpoint_interval"
+        return f"the last good checkpoint is {str(path)!r}"
+
+    def _result(self) -> TrainResult:
+        lines = read_metrics(self.run_dir)
+        typical = statistics.median(self.step_seconds) if self.step_seconds else math.nan
+        return TrainResult(
+            run_dir=self.run_dir,
+            step=self.step,
+            interrupted=self.step < self.training.steps,
+            train_curve=tuple((line["step"], line["loss"]) for line in lines if line["kind"] == "step"),
+            validation_curve=tuple((line["step"], line["nats"]) for line in lines if line["kind"] == "evaluation"),
+            tokens_per_second=self.training.tokens_per_step / typical,
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            checkpoint=self.checkpoint,
+            converted=self.converted,
+        )
+
+
+def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW in one pass over each tensor; matrices decay, vectors (norms, biases) do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = training.betas
+    return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Use ``count`` CPU threads inside the block; 0 changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _ignore(event: Event) -> None:
+    """Tell nobody."""

@@ -1,0 +1,88 @@
+"""A run's numbers on disk: metrics.jsonl, and TensorBoard events where the library is there.
+
+metrics.jsonl has one JSON object a line, written and flushed as it happens:
+
+    {"kind": "evaluation", "step": 0, "nats": 7.6, "perplexity": 2012.3}
+    {"kind": "step", "step": 1, "loss": 7.6, "lr": 0.0001, "grad_norm": 2.1, "tokens": 1024, "seconds": 0.41}
+
+``seconds`` is the one field that depends on the machine's mood; all others of an interrupted and resumed run equal
+those of an uninterrupted one. Lines after the checkpoint that a run resumes from are cut off first.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import TrainingError
+from octavo.training.files import write_atomically
+
+__all__ = ["METRICS", "MetricsLog", "read_metrics"]
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity")}
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl and to TensorBoard's events.
+
+    Args:
+        run_dir: the run's folder.
+        after_step: the step of the checkpoint that the run continues from, 0 for a new one; later lines are cut off,
+            and without a checkpoint (None) all.
+    """
+
+    def __init__(self, run_dir: Path, *, after_step: int | None) -> None:
+        path = run_dir / METRICS
+        kept = [] if after_step is None else [line for line in read_metrics(run_dir) if line["step"] <= after_step]
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _tensorboard(run_dir / TENSORBOARD, purge_step=(after_step or 0) + 1)
+
+    @property
+    def has_tensorboard(self) -> bool:
+        """Whether TensorBoard's events are written."""
+        return self._board is not None
+
+    def write(self, kind: str, step: int, **values: float) -> None:
+        """Append one line."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name in CURVES[kind]:
+                self._board.add_scalar(f"{kind}/{name}", values[name], step)
+
+    def close(self) -> None:
+        """Close both files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All whole lines of metrics.jsonl; none where there is no file. A torn last line, left by a kill, is passed over.
+
+    Raises:
+        TrainingError: another line is not what a run writes.
+    """
+    path = run_dir / METRICS
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    found = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            value = json.loads(line)
+            found.append({**value, "step": int(value["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
+    return found
+
+
+def _tensorboard(folder: Path, *, purge_step: int) -> Any:
+    """A SummaryWriter, or None where the library is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError:
+        return None
+    return SummaryWriter(str(folder), purge_step=purge_step)

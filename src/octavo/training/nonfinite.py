@@ -1,0 +1,113 @@
+"""Which tensor went non-finite first, found by running the bad step's batches again.
+
+A NaN loss says that something broke, not where. The loop checks loss and gradient norm *before* the optimizer touches
+the weights, so the step can be replayed with the weights it broke with: parameters are looked through first, then
+every module's output in the order of execution, then the loss, then the gradients in the order backward makes them.
+The first tensor with a NaN or an infinity is the finding; everything after it is consequence.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from octavo.training.evaluate import token_loss
+
+__all__ = ["Finding", "first_nonfinite"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The first non-finite tensor of a step.
+
+    Attributes:
+        tensor: what it is: "parameter …", "output of …", "loss", "gradient of the output of …", "gradient of
+            parameter …".
+        bad: how many of its elements are NaN or infinite.
+        elements: how many it has.
+    """
+
+    tensor: str
+    bad: int
+    elements: int
+
+    def __str__(self) -> str:
+        return f"{self.tensor} ({self.bad} of {self.elements} elements)"
+
+
+def first_nonfinite(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    surroundings: AbstractContextManager[object],
+    loss_scale: float = 1.0,
+) -> Finding | None:
+    """Replay a step's micro-batches; None if this time every tensor is finite.
+
+    Args:
+        model: with the weights of before the step. Its gradients are overwritten.
+        batches: inputs and targets, on the model's device.
+        surroundings: the context of the forward pass.
+        loss_scale: what the loop multiplies the loss with before backward.
+    """
+    record = _Record()
+    for name, parameter in model.named_parameters():
+        record.look(f"parameter {name}", parameter)
+    if record.finding:
+        return record.finding
+    model.zero_grad(set_to_none=True)
+    handles = _watch(model, record)
+    try:
+        for inputs, targets in batches:
+            with surroundings:
+                loss = token_loss(model(inputs), targets)
+            record.look("loss", loss)
+            if not record.finding:
+                (loss * loss_scale).backward()
+            if record.finding:
+                break
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    return record.finding
+
+
+class _Record:
+    """Keeps the first bad tensor it is shown."""
+
+    def __init__(self) -> None:
+        self.finding: Finding | None = None
+
+    def look(self, name: str, value: object) -> None:
+        if self.finding or not isinstance(value, Tensor) or not value.is_floating_point():
+            return
+        bad = int((~torch.isfinite(value.detach())).sum())
+        if bad:
+            self.finding = Finding(tensor=name, bad=bad, elements=value.numel())
+
+
+def _watch(model: nn.Module, record: _Record) -> list[RemovableHandle]:
+    """Hooks on every module's output, on that output's gradient, and on every parameter's gradient."""
+    names = {id(module): path or "the model" for path, module in model.named_modules()}
+    handles = [module.register_forward_hook(_output_hook(record, names[id(module)])) for module in model.modules()]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(_parameter_hook(record, name)))
+    return handles
+
+
+def _output_hook(record: _Record, name: str) -> Callable[[nn.Module, object, object], None]:
+    def look(_module: nn.Module, _inputs: object, output: object) -> None:
+        record.look(f"output of {name}", output)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: record.look(f"gradient of the output of {name}", gradient))
+
+    return look
+
+
+def _parameter_hook(record: _Record, name: str) -> Callable[[Tensor], None]:
+    return lambda parameter: record.look(f"gradient of parameter {name}", parameter.grad)

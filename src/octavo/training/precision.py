@@ -1,0 +1,59 @@
+"""What a run's recipe means for a model: which layers are converted, what surrounds them, and where it computes.
+
+| recipe          | linears                       | attention, norms, embedding, head | parameters and optimizer |
+|-----------------|-------------------------------|-----------------------------------|--------------------------|
+| fp32            | FP32                          | FP32                              | FP32                     |
+| bf16            | BF16 operands and results     | bf16 autocast                     | FP32                     |
+| an FP8 recipe   | as the recipe says            | bf16 autocast, or FP32            | FP32                     |
+
+Under autocast every linear becomes an ``octavo.nn.Linear`` first, with octavo's "bf16" recipe: the same numbers, but
+on a CPU without BF16 instructions the products are taken in FP32 from BF16 operands, several times faster than
+torch's own.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from octavo import recipes
+from octavo.convert import ConversionReport, convert
+from octavo.errors import ConfigError
+from octavo.training.config import Device, TrainingConfig
+
+__all__ = ["apply_recipe", "resolve_device", "surroundings"]
+
+
+def resolve_device(device: Device) -> torch.device:
+    """The torch device of a run.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device is Device.CUDA and not has_cuda:
+        raise ConfigError("training.device is 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
+    return torch.device("cuda" if has_cuda and device is not Device.CPU else "cpu")
+
+
+def apply_recipe(model: nn.Module, training: TrainingConfig) -> ConversionReport | None:
+    """Convert the linears as the recipe says, in place; None for plain FP32.
+
+    Delayed recipes close their steps by hand: the loop accumulates gradients and calls ``octavo.update_scales``.
+    """
+    if training.uses_autocast:
+        plain = convert(model, "bf16", convert_head=True)
+        if not training.is_fp8:
+            return plain
+    if not training.is_fp8:
+        return None
+    recipe = recipes.get(training.recipe, **training.recipe_options)
+    return convert(model, recipe, skip=training.skip, scale_updates="manual")
+
+
+def surroundings(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
+    """The context that forward and loss run in; may be entered again and again."""
+    if not training.uses_autocast:
+        return nullcontext()
+    # The cache of cast weights would keep every weight in BF16 beside its FP32 original until the block ends.
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)

@@ -1,0 +1,181 @@
+"""A run is a folder: who may write it, what it was started with, and how to read a trained model back.
+
+| name             | content                                                        |
+|------------------|----------------------------------------------------------------|
+| config.toml      | what the run was started with                                  |
+| tokenizer.json   | of the data it was trained on                                  |
+| metrics.jsonl    | every step and evaluation                                      |
+| tensorboard/     | the same for TensorBoard                                       |
+| checkpoints/     | see :mod:`octavo.training.checkpoint`                          |
+| .lock            | held by the process that trains; released when it ends, however |
+"""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import CheckpointError, ConfigError, TrainingError
+from octavo.models import Llama, LlamaConfig
+from octavo.training.checkpoint import CheckpointState, latest, load_model, read_state
+from octavo.training.config import Device, RunConfig, load_config, save_config
+from octavo.training.data import TokenData
+from octavo.training.files import write_atomically
+from octavo.training.metrics import METRICS
+from octavo.training.precision import apply_recipe, resolve_device, surroundings
+from octavo.training.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["TrainedRun", "claimed", "has_run", "load_run", "resumable_state"]
+
+CONFIG, TOKENIZER, LOCK = "config.toml", "tokenizer.json", ".lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRun:
+    """A model read back from a run's folder.
+
+    Attributes:
+        config: what the run was started with.
+        model: converted as it was trained, in evaluation mode.
+        tokenizer: of its data.
+        step: updates it has behind it.
+        surroundings: the context to run it in.
+    """
+
+    config: RunConfig
+    model: Llama
+    tokenizer: Tokenizer
+    step: int
+    surroundings: AbstractContextManager[object]
+
+
+def has_run(run_dir: str | Path) -> bool:
+    """Whether a run was started in the folder."""
+    return any((Path(run_dir) / name).exists() for name in (CONFIG, METRICS, "checkpoints"))
+
+
+def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun:
+    """The model of the newest checkpoint.
+
+    Args:
+        run_dir: the run's folder.
+        device: where to put it; None for where the run's configuration says.
+
+    Raises:
+        CheckpointError: there is no run, no checkpoint yet, or a damaged one.
+    """
+    folder = Path(run_dir)
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{str(folder)!r} holds no run (no {CONFIG}); name the folder that octavo train wrote")
+    config = load_config(folder / CONFIG)
+    path = latest(folder)
+    if path is None:
+        raise CheckpointError(f"the run in {str(folder)!r} has no finished checkpoint yet; let it train to one")
+    state = read_state(path)
+    target = resolve_device(device or config.training.device)
+    model = Llama(_llama_config(path, state)).to(target)
+    apply_recipe(model, config.training)
+    load_model(path, model)
+    model.eval()
+    return TrainedRun(
+        config=config,
+        model=model,
+        tokenizer=load_tokenizer(folder / TOKENIZER),
+        step=state.step,
+        surroundings=surroundings(config.training, target),
+    )
+
+
+@contextmanager
+def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) -> Iterator[None]:
+    """Hold the folder for this process; a new run's configuration and tokenizer are written first.
+
+    Raises:
+        TrainingError: the folder cannot be written, or another process trains in it.
+        ConfigError: it holds a run and ``resume`` is False, holds none and it is True, or holds a run that was started
+            otherwise.
+    """
+    with _locked(run_dir):
+        _check_start(run_dir, config, resume=resume)
+        if not resume:
+            save_config(config, run_dir / CONFIG)
+            write_atomically(run_dir / TOKENIZER, data.tokenizer().to_str())
+        yield
+
+
+def resumable_state(run_dir: Path, config: RunConfig, data: TokenData) -> tuple[Path, CheckpointState] | None:
+    """The newest checkpoint, if there is one and it continues this configuration on this data.
+
+    Raises:
+        CheckpointError: it was made under another configuration or on other text.
+    """
+    path = latest(run_dir)
+    if path is None:
+        return None
+    state = read_state(path)
+    if state.config_hash != config.config_hash():
+        raise CheckpointError(
+            f"{str(path)!r} was saved under another configuration; resume with the run's own {CONFIG}"
+        )
+    if state.data_hash != data.content_hash:
+        raise CheckpointError(
+            f"{str(path)!r} was trained on other text (content hash {state.data_hash}, now {data.content_hash}); "
+            "resume on the same data or start a new run"
+        )
+    return path, state
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK).open("w")
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write into the run folder {str(run_dir)!r}: {error.strerror}; choose a folder you may write"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise TrainingError(
+                f"another process is training in {str(run_dir)!r}; wait for it, stop it, or name another folder"
+            ) from error
+        yield
+
+
+def _check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
+    started = has_run(run_dir)
+    if started and not resume:
+        raise ConfigError(f"{str(run_dir)!r} already holds a run; continue it with --resume or name another folder")
+    if resume and not (run_dir / CONFIG).is_file():
+        raise ConfigError(f"there is no run to resume in {str(run_dir)!r}; leave out --resume or name another folder")
+    if resume:
+        before = load_config(run_dir / CONFIG)
+        if before.config_hash() != config.config_hash():
+            raise ConfigError(
+                f"the run in {str(run_dir)!r} was started with {_difference(before, config)}; "
+                "resume with its own values or start a new run in another folder"
+            )
+
+
+def _difference(before: RunConfig, now: RunConfig) -> str:
+    """The first key that differs, with both values."""
+    old, new = _flat(before.to_dict()), _flat(now.to_dict())
+    key = next(key for key in old if old[key] != new.get(key) and key not in RunConfig.FREE_TO_CHANGE)
+    return f"{key} = {old[key]!r}, not {new.get(key)!r}"
+
+
+def _flat(nested: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in nested.items() for key, value in keys.items()}
+
+
+def _llama_config(path: Path, state: CheckpointState) -> LlamaConfig:
+    try:
+        return LlamaConfig(**state.model)
+    except (TypeError, ConfigError) as error:
+        raise CheckpointError(
+            f"the model's shape in {str(path)!r} cannot be read: {error}; use another checkpoint"
+        ) from error
