@@ -28,6 +28,7 @@ __all__ = [
     "RunMeasures",
     "Study",
     "paired_gap",
+    "run_from_json",
     "steps_to",
     "value_at",
 ]
@@ -150,7 +151,7 @@ class Study:
             fields = json.loads(text)
             if fields.pop("format") != STUDY_FORMAT:
                 raise KeyError("format")
-            fields["runs"] = tuple(_run_from_json(run) for run in fields["runs"])
+            fields["runs"] = tuple(run_from_json(run) for run in fields["runs"])
             return cls(**fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
@@ -158,7 +159,8 @@ class Study:
             ) from error
 
 
-def _run_from_json(fields: dict[str, Any]) -> RunMeasures:
+def run_from_json(fields: dict[str, Any]) -> RunMeasures:
+    """The measures that ``dataclasses.asdict`` and JSON made plain."""
     for name in ("train_curve", "validation_curve"):
         fields[name] = tuple((int(step), float(nats)) for step, nats in fields[name])
     fields["window_nats"] = tuple(fields["window_nats"])

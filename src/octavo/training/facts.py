@@ -1,0 +1,69 @@
+"""What a reader needs to judge a study's figures: machine, versions, model, text."""
+
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from octavo.training.config import RunConfig
+from octavo.training.corpus import Split
+from octavo.training.data import TokenData
+from octavo.training.precision import resolve_device
+from octavo.training.text import BUILTIN
+
+__all__ = ["facts_of", "processor_name"]
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def facts_of(config: RunConfig, data: TokenData, *, parameters: int) -> dict[str, str]:
+    """Facts by name, in reading order."""
+    return _model_facts(config, data, parameters) | _data_facts(data) | _machine_facts(config)
+
+
+def processor_name() -> str:
+    """The CPU's own name where Linux tells it, the architecture elsewhere."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _model_facts(config: RunConfig, data: TokenData, parameters: int) -> dict[str, str]:
+    model, training = config.model, config.training
+    shape = f"{model.num_layers} layers of width {model.hidden_size}"
+    heads = f"{model.num_heads} query and {model.num_kv_heads} key-value heads"
+    return {
+        "model": f"a Llama-style decoder of {parameters / 1e6:.1f} M parameters ({shape}, {heads})",
+        "batches": f"{training.tokens_per_step:,} tokens a step, context {training.context}",
+        "optimizer": f"AdamW, learning rate {training.lr:g} to {training.min_lr:g}, warm-up {training.warmup} steps",
+        "seed": str(training.seed),
+        "vocabulary": f"{data.vocab_size:,} tokens, byte-level BPE",
+    }
+
+
+def _data_facts(data: TokenData) -> dict[str, str]:
+    source = str(data.manifest["source"])
+    name = f"the library of Python {platform.python_version()}, PSF licence" if source == BUILTIN else source
+    tokens = ", ".join(f"{len(data.splits[split]):,} {split}" for split in Split)
+    return {"text": name, "tokens": tokens, "content hash": data.content_hash}
+
+
+def _machine_facts(config: RunConfig) -> dict[str, str]:
+    on_cuda = resolve_device(config.training.device).type == "cuda"
+    threads = config.training.threads or torch.get_num_threads()
+    return {
+        "device": torch.cuda.get_device_name() if on_cuda else f"{processor_name()}, {threads} threads",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "octavo": _own_version(),
+        "measured": datetime.now(tz=UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _own_version() -> str:
+    try:
+        return version("octavo")
+    except PackageNotFoundError:
+        return "from a checkout"

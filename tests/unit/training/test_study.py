@@ -1,0 +1,144 @@
+"""A whole study on a tiny model: what it measures against the pieces, what it skips, what it resumes."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError, DataError
+from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from octavo.training.corpus import Split
+from octavo.training.data import prepare
+from octavo.training.run_folder import load_run
+from octavo.training.study import Phase, run_study
+
+RECIPES = ("fp32", "bf16", "tensorwise")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "own.txt"
+    text.write_text("".join(f"{n} times {n % 7} makes {n * (n % 7)}, of course.\n" for n in range(4000)))
+    return prepare(text, folder / "tokens", vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return RunConfig(
+        model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1),
+        data=DataConfig(vocab_size=300),
+        training=TrainingConfig(
+            steps=6, batch_size=4, context=32, warmup=2, eval_interval=2, eval_tokens=512, checkpoint_interval=2
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(data, config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study") / "runs"
+    return folder, run_study(config, folder, data=data)
+
+
+def test_runs_start_equal_and_see_the_same_windows(finished):
+    _, study = finished
+    assert [run.recipe for run in study.runs] == list(RECIPES)
+    first_losses = [run.train_curve[0][1] for run in study.runs]
+    assert max(first_losses) - min(first_losses) < 0.01
+    assert len({len(run.window_nats) for run in study.runs}) == 1
+
+
+def test_final_loss_is_that_of_the_last_checkpoint_on_the_test_text(finished, data, config):
+    folder, study = finished
+    for recipe in RECIPES:
+        run = load_run(folder / recipe)
+        inputs, targets = data.windows(32, split=Split.TEST)
+        with torch.no_grad(), run.surroundings:
+            logits = torch.cat([run.model(rows) for rows in inputs.split(16)])
+        nats = -logits.float().log_softmax(-1).gather(-1, targets[..., None]).double().mean().item()
+        assert study.run(recipe).nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_precisions_differ_but_little(finished):
+    _, study = finished
+    gap = study.gap("tensorwise", "fp32")
+    assert 0 < abs(gap.nats) < 0.05
+    assert 0 < study.run("bf16").gradient_error < study.run("tensorwise").gradient_error < 0.3
+    assert study.run("fp32").gradient_error == 0
+    assert study.relative_variance("tensorwise") == pytest.approx(1, abs=0.2)
+
+
+def test_unigram_line_is_the_validation_splits(finished, data):
+    _, study = finished
+    tokens = torch.from_numpy(data.splits[Split.VALIDATION].astype("int64"))
+    shares = torch.bincount(tokens).double() / len(tokens)
+    assert study.unigram_nats == pytest.approx(-torch.special.xlogy(shares, shares).sum().item(), rel=1e-9)
+
+
+def test_a_second_call_trains_nothing_and_says_the_same(finished, data, config):
+    folder, study = finished
+    phases: list[Phase] = []
+    assert run_study(config, folder, data=data, on_phase=phases.append) == study
+    assert phases == []
+
+
+def test_finished_runs_are_skipped_when_only_the_end_is_missing(finished, data, config):
+    folder, study = finished
+    (folder / "study.json").unlink()
+    phases: list[Phase] = []
+    again = run_study(config, folder, data=data, on_phase=phases.append)
+    assert not [phase for phase in phases if phase.name.startswith("train")]
+    assert again.runs == study.runs
+
+
+def test_another_configuration_in_the_folder_is_refused(finished, data, config):
+    folder, _ = finished
+    with pytest.raises(ConfigError, match=r"training\.steps = 6, not 8"):
+        run_study(config.with_training(steps=8), folder, data=data)
+    assert json.loads((folder / "study.json").read_text())["runs"][0]["steps"] == 6
+
+
+def test_an_interrupted_study_goes_on_where_it_stopped(finished, data, config, tmp_path):
+    """Ctrl-C in the second run: the first stays, the second resumes, and every loss is that of a run without pause."""
+
+    def interrupt(phase):
+        if phase.name == "train bf16" and phase.done == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_study(config, tmp_path, data=data, on_phase=interrupt)
+    steps = []
+    study = run_study(config, tmp_path, data=data, on_phase=lambda phase: steps.append((phase.name, phase.done)))
+    assert min(done for name, done in steps if name == "train bf16") == 4
+    assert not [name for name, _ in steps if name == "train fp32"]
+    uninterrupted = finished[1]
+    for recipe in RECIPES:
+        assert study.run(recipe).train_curve == uninterrupted.run(recipe).train_curve
+        assert study.run(recipe).window_nats == uninterrupted.run(recipe).window_nats
+
+
+@pytest.mark.parametrize("recipes", [(), ("fp32", "fp32")])
+def test_recipes_are_needed_once_each(data, config, tmp_path, recipes):
+    with pytest.raises(ConfigError, match="each once"):
+        run_study(config, tmp_path, data=data, recipes=recipes)
+
+
+def test_an_unknown_recipe_stops_before_anything_is_written(data, config, tmp_path):
+    with pytest.raises(ConfigError, match="fp7"):
+        run_study(config, tmp_path / "new", data=data, recipes=("fp32", "fp7"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_context_longer_than_the_test_text_stops_before_training(data, config, tmp_path):
+    with pytest.raises(DataError, match="context"):
+        run_study(config.with_training(context=1 << 15), tmp_path / "new", data=data)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_delayed_recipe_goes_through(data, config, tmp_path):
+    study = run_study(config.with_training(steps=2), tmp_path, data=data, recipes=("fp32", "delayed"))
+    assert math.isfinite(study.gap("delayed", "fp32").nats)
+    assert 0 < (study.run("delayed").gradient_error or 0) < 0.5
