@@ -2,9 +2,9 @@
 
     codes = RNE(fp32(x) · encode_scale)        compared with ±maximum after rounding
 
-The product is FP32 whatever the input dtype: a bfloat16 product changes 0.9 % of the codes. What happens beyond the
-maximum is decided here and never left to ``Tensor.to``: for E4M3 its answer is NaN in torch up to 2.11 and saturation,
-of infinities too, from 2.12 on. Two different questions have two different arguments:
+The product is FP32 whatever the input dtype: rounded to bfloat16 first, 1 E4M3 code in 32 would change. What happens
+beyond the maximum is decided here and never left to ``Tensor.to``: for E4M3 its answer is NaN in torch up to 2.11 and
+saturation, of infinities too, from 2.12 on. Two different questions have two different arguments:
 
 - ``overflow``: a *finite* value that rounds beyond the maximum. ``"saturate"`` gives ±maximum, ``"nonfinite"`` gives
   ±Inf (NaN in a format without infinities).
