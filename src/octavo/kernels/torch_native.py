@@ -14,6 +14,7 @@ for and put back.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from octavo.kernels.backend import MatmulProblem
 from octavo.numerics import PerRow, PerTensor, QuantizedTensor
 
 __all__ = ["CpuBackend", "CudaBackend", "high_precision_mm", "widen"]
+
+_precision_lock = Lock()
+_found_precisions: list[str] = []
 
 
 class CpuBackend:
@@ -158,14 +162,21 @@ def _pad_to_16(codes: Tensor, *, rows: bool) -> Tensor:
 
 @contextmanager
 def _bf16_operands_allowed() -> Iterator[None]:
-    """Let FP32 GEMMs round their operands to bfloat16 where oneDNN has instructions for it; exact for FP8 codes."""
+    """Let FP32 GEMMs round their operands to bfloat16 where oneDNN has instructions for it; exact for FP8 codes.
+
+    The setting is the process's: of several threads inside, the last to leave puts back what the first one found.
+    """
     settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
+    with _precision_lock:
+        _found_precisions.append(settings.fp32_precision)
+        settings.fp32_precision = "bf16"
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        with _precision_lock:
+            found = _found_precisions.pop()
+            if not _found_precisions:
+                settings.fp32_precision = found
 
 
 def _widened_mm(  # noqa: PLR0917 (an operator's schema)

@@ -1,0 +1,109 @@
+"""What a product of quantized operands must be, and how far FP32 sums may lead from it: the one place of tolerances.
+
+The oracle decodes both operands to float64, multiplies and adds there. Against it an implementation may err by
+
+- its sums: K products of u = 2^-24 relative each, of the magnitudes' sum (Higham, "Accuracy and Stability of Numerical
+  Algorithms", §3.1: any order of summation),
+- two scale multiplications and a bias addition, one u each of the result,
+- the one rounding to ``out_dtype``: half an ulp, or half the smallest subnormal.
+
+The recorder notes which operands reach a backend, so that codes and scales can be compared bit for bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.dispatch import BACKENDS
+from octavo.numerics import QuantizedTensor
+
+FP32_UNIT = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product that a backend was asked for."""
+
+    a: QuantizedTensor
+    b: QuantizedTensor
+    problem: MatmulProblem
+    backend: str
+
+
+@contextmanager
+def recorded_products() -> Iterator[list[Product]]:
+    """Every product that any backend executes inside the block."""
+    products: list[Product] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in BACKENDS:
+            patch.setattr(type(backend), "scaled_mm", _recording(type(backend).scaled_mm, products))
+        yield products
+
+
+def _recording(original: Any, products: list[Product]) -> Any:
+    def scaled_mm(
+        self: Any, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem
+    ) -> Any:
+        products.append(Product(a, b, problem, self.name))
+        return original(self, a, b, bias, problem)
+
+    return scaled_mm
+
+
+def decode(operand: QuantizedTensor | Tensor) -> Tensor:
+    """Exact float64 values of an operand; a plain tensor is one in high precision."""
+    if isinstance(operand, Tensor):
+        return operand.double()
+    rows, columns = operand.shape
+    scale = operand.scale.double()
+    if scale.ndim == 2 and scale.shape != (rows, 1):  # blocks, written out
+        high, wide = operand.granularity.rows, operand.granularity.columns  # type: ignore[attr-defined]
+        index = (torch.arange(rows)[:, None] // high, torch.arange(columns)[None, :] // wide)
+        scale = scale[index]
+    return operand.data.double() * scale
+
+
+def assert_product(
+    actual: Tensor, a: QuantizedTensor | Tensor, b: QuantizedTensor | Tensor, bias: Tensor | None = None
+) -> None:
+    """``actual`` is ``a @ b.T + bias`` with FP32 sums and one rounding to its dtype."""
+    left, right = decode(a), decode(b)
+    exact = left @ right.t() + (0 if bias is None else bias.double())
+    magnitudes = left.abs() @ right.abs().t()
+    terms = left.shape[1] + 3
+    sums = terms * FP32_UNIT * (magnitudes + exact.abs())
+    _assert_within(actual, exact, sums)
+
+
+def assert_row_sum(actual: Tensor, rows: Tensor) -> None:
+    """``actual`` is the sum over the first dimension with FP32 additions and one rounding."""
+    exact = rows.double().sum(dim=0)
+    _assert_within(actual, exact, rows.shape[0] * FP32_UNIT * rows.double().abs().sum(dim=0))
+
+
+def _assert_within(actual: Tensor, exact: Tensor, sums: Tensor) -> None:
+    assert actual.shape == exact.shape
+    info = torch.finfo(actual.dtype)
+    half_ulp = torch.clamp((exact.abs() + sums) * info.eps / 2, min=info.smallest_normal * info.eps / 2)
+    finite = exact.isfinite() & (exact.abs() + sums + half_ulp <= info.max)
+    error = (actual.double() - exact).abs()
+    worst = torch.where(finite, error - sums - half_ulp, 0.0)
+    assert not worst.isnan().any(), "an output is NaN where the exact product is finite"
+    assert (worst <= 0).all(), f"worst excess {worst.max():.3e} at {int(worst.argmax())}"
+    special = ~exact.isfinite()
+    torch.testing.assert_close(actual.double()[special], exact[special], rtol=0, atol=0, equal_nan=True)
+
+
+def assert_same_operand(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
+    """Codes, scales, format and granularity, bit for bit."""
+    assert actual.data.dtype is expected.data.dtype
+    assert actual.granularity == expected.granularity
+    assert actual.scale.dtype is torch.float32
+    assert torch.equal(actual.data.contiguous().view(torch.uint8), expected.data.contiguous().view(torch.uint8))
+    assert torch.equal(actual.scale.contiguous().view(torch.int32), expected.scale.contiguous().view(torch.int32))

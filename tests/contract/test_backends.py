@@ -1,0 +1,194 @@
+"""Every backend, one suite: what it supports it computes within the GEMM's bound; the rest it refuses, with a reason.
+
+Operands are raw codes, so that every one of a format's 256 occurs, with scales that no quantization would have chosen.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.errors import BackendError
+from octavo.formats import FP8_FORMATS, Format
+from octavo.kernels import scaled_mm
+from octavo.kernels.backend import Backend, MatmulProblem
+from octavo.kernels.dispatch import BACKENDS, explain
+from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor
+from tests.contract.gemm_oracle import assert_product
+
+GRANULARITIES: tuple[Granularity, ...] = (PerTensor(), PerRow(), PerBlock(1, 8), PerBlock(8, 8))
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((5, 7, 24), (16, 32, 16), (1, 1, 1), (3, 2, 1), (0, 4, 8), (4, 0, 8), (4, 3, 0), (33, 18, 130))
+
+
+def _codes(rows: int, columns: int, fmt: Format, *, finite: bool = True) -> Tensor:
+    codes = torch.randint(256, (rows, columns), dtype=torch.uint8)
+    if finite:
+        special = torch.tensor([*fmt.nan_codes, *fmt.inf_codes], dtype=torch.uint8)
+        codes = torch.where(torch.isin(codes, special), 0, codes)
+    return codes.view(fmt.torch_dtype)
+
+
+def _operand(codes: Tensor, granularity: Granularity) -> QuantizedTensor:
+    # a scale that brings products below float16's maximum, and is no power of two
+    scale = torch.rand(granularity.scale_shape(codes.shape)) / torch.finfo(codes.dtype).max
+    return QuantizedTensor(codes, scale, granularity, torch.float32)
+
+
+def _run(
+    backend: Backend, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor | None:
+    """The product, or None where the backend refuses it, as it then must by name too."""
+    problem = MatmulProblem(
+        m=a.shape[0],
+        n=b.shape[0],
+        k=a.shape[1],
+        device=a.data.device.type,
+        a_dtype=a.data.dtype,
+        b_dtype=b.data.dtype,
+        a_granularity=a.granularity,
+        b_granularity=b.granularity,
+        out_dtype=out_dtype,
+        bias=bias is not None,
+        fast_accumulation=False,
+    )
+    reason = backend.unsupported_reason(problem)
+    if reason is None:
+        return scaled_mm(a, b, out_dtype=out_dtype, bias=bias, backend=backend.name)
+    with pytest.raises(BackendError) as refusal:
+        scaled_mm(a, b, out_dtype=out_dtype, bias=bias, backend=backend.name)
+    assert backend.name in str(refusal.value)
+    assert reason in str(refusal.value)
+    return None
+
+
+def _check(backend: Backend, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype):
+    result = _run(backend, a, b, bias, out_dtype)
+    if result is None:
+        return
+    assert result.dtype is out_dtype
+    assert_product(result, a, b, bias)
+
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "formats", [*itertools.product(FP8_FORMATS, repeat=2)], ids=lambda pair: f"{pair[0]}x{pair[1]}"
+)
+def test_format_pairs(backend, formats):
+    for granularity, out_dtype in itertools.product(GRANULARITIES, OUT_DTYPES):
+        a, b = (_operand(_codes(rows, 24, fmt), granularity) for rows, fmt in zip((9, 13), formats, strict=True))
+        _check(backend, a, b, torch.randn(13), out_dtype)
+
+
+@each_backend
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+def test_shapes(backend, shape, biased):
+    M, N, K = shape
+    for granularity, out_dtype in itertools.product(GRANULARITIES[:2], OUT_DTYPES):
+        a = _operand(_codes(M, K, FP8_FORMATS[0]), granularity)
+        b = _operand(_codes(N, K, FP8_FORMATS[1]), granularity)
+        _check(backend, a, b, torch.randn(N) if biased else None, out_dtype)
+
+
+@each_backend
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_bias_is_added_before_the_only_rounding(backend, bias_dtype):
+    # In bfloat16 1024 + 3 + 3 is 1032 when rounded once, and 1024 when 1027 is rounded first.
+    ones = QuantizedTensor(torch.ones(1, 1).to(torch.float8_e4m3fn), torch.tensor(1027.0), PerTensor(), torch.float32)
+    unit = QuantizedTensor(ones.data, torch.tensor(1.0), PerTensor(), torch.float32)
+    result = _run(backend, ones, unit, torch.full((1,), 3.0, dtype=bias_dtype), torch.bfloat16)
+    assert result is None or result.item() == 1032.0
+
+
+@each_backend
+def test_sums_are_not_rounded_before_the_scale(backend):
+    # 1 + 1/256 is no bfloat16; times 256 it is 257, which rounds to 256 in bfloat16 but stays in float32.
+    a = QuantizedTensor(
+        torch.tensor([[1.0, 2.0**-8]]).to(torch.float8_e5m2), torch.tensor(256.0), PerTensor(), torch.float32
+    )
+    b = QuantizedTensor(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0), PerTensor(), torch.float32)
+    result = _run(backend, a, b, None, torch.float32)
+    assert result is None or result.item() == 257.0
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "formats", [*itertools.product(FP8_FORMATS[:2], repeat=2)], ids=lambda pair: f"{pair[0]}x{pair[1]}"
+)
+def test_every_code_nan_and_infinity_included(backend, formats):
+    columns = torch.arange(256, dtype=torch.uint8)
+    for granularity in GRANULARITIES[:2]:
+        a = _operand(columns[:, None].view(formats[0].torch_dtype), granularity)  # K = 1: each output is one product
+        b = _operand(columns[:, None].view(formats[1].torch_dtype), granularity)
+        _check(backend, a, b, None, torch.float32)
+
+
+@each_backend
+def test_a_nan_code_touches_its_own_row(backend):
+    codes = _codes(4, 8, FP8_FORMATS[0])
+    poisoned = codes.view(torch.uint8).clone()
+    poisoned[2, 3] = 0xFF
+    other = _operand(_codes(3, 8, FP8_FORMATS[0]), PerTensor())
+    clean = _operand(codes, PerTensor())
+    broken = QuantizedTensor(poisoned.view(codes.dtype), clean.scale, PerTensor(), torch.float32)
+    before, after = (_run(backend, operand, other, None, torch.float32) for operand in (clean, broken))
+    if before is None or after is None:
+        return
+    assert after[2].isnan().all()
+    rows = torch.tensor([0, 1, 3])
+    assert torch.equal(before[rows], after[rows])
+
+
+@each_backend
+def test_transposed_views_are_read_by_their_strides(backend):
+    for granularity in (PerTensor(), PerBlock(8, 8)):
+        a = _operand(_codes(24, 9, FP8_FORMATS[0]), granularity).t()  # [9, 24]
+        b = _operand(_codes(24, 13, FP8_FORMATS[1]), granularity).t()
+        assert not a.data.is_contiguous()
+        for out_dtype in OUT_DTYPES:
+            _check(backend, a, b, None, out_dtype)
+    strided = _codes(18, 48, FP8_FORMATS[0])[::2, ::2]
+    _check(backend, _operand(strided, PerRow()), _operand(_codes(5, 24, FP8_FORMATS[0]), PerRow()), None, torch.float32)
+
+
+@each_backend
+def test_operands_are_not_written_to(backend):
+    a, b = (_operand(_codes(rows, 24, FP8_FORMATS[0], finite=False), PerRow()) for rows in (9, 13))
+    bias = torch.randn(13)
+    tensors = (a.data.view(torch.uint8), a.scale, b.data.view(torch.uint8), b.scale, bias)
+    copies = [tensor.clone() for tensor in tensors]
+    _run(backend, a, b, bias, torch.float32)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
+
+
+@each_backend
+def test_autocast_changes_nothing(backend):
+    a, b = (_operand(_codes(rows, 64, FP8_FORMATS[0]), PerTensor()) for rows in (9, 13))
+    for out_dtype in OUT_DTYPES:
+        plain = _run(backend, a, b, None, out_dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = _run(backend, a, b, None, out_dtype)
+        assert plain is None or inside is None or torch.equal(plain, inside)
+
+
+def test_some_backend_supports_everything():
+    for granularity in GRANULARITIES:
+        problem = MatmulProblem(
+            m=3,
+            n=5,
+            k=7,
+            device="cpu",
+            a_dtype=torch.float8_e4m3fnuz,
+            b_dtype=torch.float8_e5m2fnuz,
+            a_granularity=granularity,
+            b_granularity=granularity,
+            out_dtype=torch.float16,
+            bias=True,
+            fast_accumulation=True,
+        )
+        assert explain(problem).backend in {backend.name for backend in BACKENDS}

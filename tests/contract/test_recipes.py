@@ -1,0 +1,190 @@
+"""Every recipe, over shapes and dtypes: operands bit for bit, output and all three gradients within the GEMM's bound.
+
+The expectation is computed here from the recipe table of the documentation, not from the recipe object: which format
+and granularity each operand of each GEMM has.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels import needs_widening
+from octavo.nn import Linear
+from octavo.numerics import PerRow, PerTensor, QuantizedTensor, quantize
+from octavo.state import update_scales
+from tests.contract.gemm_oracle import assert_product, assert_row_sum, assert_same_operand, recorded_products
+
+FP8_RECIPES = ("tensorwise", "rowwise", "delayed")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# name: (leading dimensions, K, N)
+SHAPES = {
+    "even": ((32,), 272, 256),
+    "ragged": ((33,), 300, 303),
+    "odd rows": ((31,), 256, 305),
+    "one column": ((5,), 1, 7),
+    "one row": ((1,), 33, 18),
+    "one output": ((6,), 20, 1),
+    "three dimensions": ((3, 7), 40, 24),
+    "empty": ((0,), 16, 8),
+    "empty batch": ((2, 0), 16, 8),
+    "no leading dimension": ((), 24, 12),
+}
+
+
+def _leaf(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).requires_grad_()
+
+
+def _layer(recipe: str, K: int, N: int, dtype: torch.dtype) -> Linear:
+    layer = Linear(K, N, recipe=recipe, manual_scale_updates=recipe == "delayed", dtype=dtype)
+    if recipe == "delayed":  # the scales of the tested step come from another one's amaxes
+        _step(layer, torch.randn(4, K, dtype=dtype) * 0.7, torch.full((4, N), 0.4, dtype=dtype))
+        update_scales(layer)
+        layer.zero_grad()
+    return layer
+
+
+def _step(layer: Linear, x: Tensor, grad_output: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    y.backward(grad_output)
+    return y
+
+
+def _expected(recipe: str, fmt: Format, x: Tensor, past_amax: Tensor | None) -> QuantizedTensor:
+    x = x.detach().float()
+    if recipe == "rowwise":
+        return quantize(x, fmt, granularity=PerRow(), power_of_two=True)
+    if recipe == "delayed" and past_amax is not None and past_amax > 0:
+        return quantize(x, fmt, granularity=PerTensor(), amax=past_amax)
+    return quantize(x, fmt, granularity=PerTensor())
+
+
+def _past(layer: Linear) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if layer.amax_history is None:
+        return None, None, None
+    known = layer.amax_history.amax.clone()
+    return known[0], known[1], known[2]
+
+
+def _check(recipe: str, layer: Linear, x: Tensor, grad_output: Tensor) -> None:
+    past_input, past_weight, past_grad = _past(layer)
+    with recorded_products() as products:
+        y = _step(layer, x, grad_output)
+    gradient = E4M3 if recipe == "rowwise" else E5M2
+    rows, grad_rows = x.detach().reshape(-1, x.shape[-1]), grad_output.reshape(-1, y.shape[-1])
+    weight = layer.weight.detach()
+    operands = (
+        (_expected(recipe, E4M3, rows, past_input), _expected(recipe, E4M3, weight, past_weight)),
+        (_expected(recipe, gradient, grad_rows, past_grad), _expected(recipe, E4M3, weight.t(), past_weight)),
+        (_expected(recipe, gradient, grad_rows.t(), past_grad), _expected(recipe, E4M3, rows.t(), past_input)),
+    )
+    assert len(products) == 3
+    for product, (a, b) in zip(products, operands, strict=True):
+        assert_same_operand(product.a, a)
+        assert_same_operand(product.b, b)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (x.dtype, x.dtype, layer.weight.dtype)
+    assert y.shape == (*x.shape[:-1], weight.shape[0])
+    assert_product(_float64_is_float32(y.reshape(-1, y.shape[-1])), *operands[0], bias=layer.bias.detach())
+    assert_product(_float64_is_float32(x.grad.reshape(rows.shape)), *operands[1])
+    assert_product(_float64_is_float32(layer.weight.grad), *operands[2])
+    assert_row_sum(_float64_is_float32(layer.bias.grad), grad_rows)
+
+
+def _float64_is_float32(computed: Tensor) -> Tensor:
+    """float64 layers compute in float32: the values must be float32's."""
+    if computed.dtype is not torch.float64:
+        return computed
+    assert torch.equal(computed.float().double(), computed)
+    return computed.float()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_operands_output_and_gradients(recipe, shape, dtype):
+    leading, K, N = SHAPES[shape]
+    layer = _layer(recipe, K, N, dtype)
+    grad_output = torch.randn(*leading, N, dtype=dtype) * 1e-2
+    _check(recipe, layer, _leaf(torch.randn(*leading, K), dtype), grad_output)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_strided_input_and_expanded_gradient(recipe):
+    layer = _layer(recipe, 40, 24, torch.float32)
+    strided = torch.randn(3, 40, 9).transpose(1, 2)  # [3, 9, 40], not contiguous
+    expanded = torch.tensor(0.25).expand(3, 9, 24)  # what y.sum() sends back: all strides 0
+    _check(recipe, layer, strided.detach().requires_grad_(), expanded)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_strided_weight(recipe):
+    layer = _layer(recipe, 40, 24, torch.float32)
+    layer.weight = torch.nn.Parameter(torch.randn(40, 48).t()[::2])
+    assert not layer.weight.is_contiguous()
+    _check(recipe, layer, torch.randn(5, 40, requires_grad=True), torch.randn(5, 24))
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_master_weights_are_quantized_from_their_own_values(recipe, dtype):
+    layer = _layer(recipe, 48, 32, torch.float32)
+    _check(recipe, layer, _leaf(torch.randn(16, 48), dtype), torch.randn(16, 32, dtype=dtype))
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype is torch.float32
+    assert not torch.equal(layer.weight.grad.to(dtype).float(), layer.weight.grad), "rounded on the way"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bf16_recipe_is_the_surrounding_precision(dtype):
+    layer = Linear(40, 24, recipe="bf16", dtype=dtype)
+    x = _leaf(torch.randn(8, 40), dtype)
+    grad_output = torch.randn(8, 24, dtype=dtype)
+    with recorded_products() as products:
+        y = _step(layer, x, grad_output)
+    assert not products, "a product ran in FP8"
+    plain = x.detach().clone().requires_grad_()
+    weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
+    if needs_widening(x):
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        assert_product(y, x.detach(), weight.detach(), bias.detach())
+        assert_product(x.grad, grad_output, weight.detach().t())
+        assert_product(layer.weight.grad, grad_output.t(), x.detach().t())
+        return
+    expected = F.linear(plain, weight, bias)
+    expected.backward(grad_output)
+    for actual, wanted in ((y, expected), (x.grad, plain.grad), (layer.weight.grad, weight.grad)):
+        assert actual is not None
+        assert wanted is not None
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_non_finite_element_shows_in_its_row_and_nowhere_else(recipe, value):
+    layer = _layer(recipe, 32, 16, torch.float32)
+    x = torch.randn(6, 32)
+    x[0, 0] = 4.0  # the amax is not at the broken element
+    clean = layer(x).detach()
+    x[2, 5] = value
+    broken = layer(x).detach()
+    others = torch.arange(6) != 2
+    assert not broken[2].isfinite().any()
+    assert torch.equal(broken[others], clean[others])
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_all_zero_tensors_give_zeros(recipe):
+    layer = Linear(16, 8, bias=False, recipe=recipe)
+    torch.nn.init.zeros_(layer.weight)
+    x = torch.zeros(4, 16, requires_grad=True)
+    y = _step(layer, x, torch.zeros(4, 8))
+    for tensor in (y, x.grad, layer.weight.grad):
+        assert tensor is not None
+        assert torch.equal(tensor, torch.zeros_like(tensor))

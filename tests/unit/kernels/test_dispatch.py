@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+import octavo
+from octavo.errors import BackendError, ConfigError
+from octavo.kernels import dispatch, explain, scaled_mm, selections
+from octavo.kernels.dispatch import BACKENDS
+from octavo.numerics import PerBlock, PerTensor, QuantizedTensor
+
+NAMES = [backend.name for backend in BACKENDS]
+
+
+@pytest.fixture
+def _fresh_record(monkeypatch):
+    monkeypatch.setattr(dispatch, "_record", {})
+
+
+def _quantized(rows: int, columns: int, **options) -> QuantizedTensor:
+    return octavo.quantize(torch.randn(rows, columns), octavo.E4M3, **options)
+
+
+@pytest.mark.usefixtures("_fresh_record")
+def test_auto_records_its_choice_with_reasons_once_a_problem():
+    a, b = _quantized(4, 8), _quantized(3, 8)
+    for _ in range(3):
+        scaled_mm(a, b)
+    scaled_mm(a, b, out_dtype=torch.bfloat16)
+    first, second = selections()
+    assert first.backend == "torch_cpu"
+    assert (first.problem.m, first.problem.n, first.problem.k) == (4, 3, 8)
+    assert second.problem.out_dtype is torch.bfloat16
+    assert dict(first.rejected) == {"torch_cuda": "it runs on CUDA, and the operands are on cpu"}
+    assert explain(first.problem) == first
+
+
+@pytest.mark.usefixtures("_fresh_record")
+def test_block_scales_go_to_the_reference_with_every_reason():
+    a = _quantized(4, 8, granularity=PerBlock(1, 4))
+    scaled_mm(a, a)
+    (selection,) = selections()
+    assert selection.backend == "reference"
+    assert [name for name, _ in selection.rejected] == NAMES[: NAMES.index("reference")]
+    assert dict(selection.rejected)["torch_cpu"] == "block scales need one sum for each block of K"
+
+
+@pytest.mark.usefixtures("_fresh_record")
+def test_the_record_is_bounded(monkeypatch):
+    monkeypatch.setattr(dispatch, "_RECORD_SIZE", 2)
+    for rows in (1, 2, 3, 4):
+        scaled_mm(_quantized(rows, 4), _quantized(2, 4))
+    assert [selection.problem.m for selection in selections()] == [1, 2]
+
+
+@pytest.mark.usefixtures("_fresh_record")
+def test_a_named_backend_runs_or_refuses():
+    a, blocks = _quantized(4, 8), _quantized(4, 8, granularity=PerBlock(1, 4))
+    torch.testing.assert_close(scaled_mm(a, a, backend="reference"), scaled_mm(a, a, backend="torch_cpu"))
+    with pytest.raises(BackendError, match=r"'torch_cpu' cannot run this product: block scales .* use backend='auto'"):
+        scaled_mm(blocks, blocks, backend="torch_cpu")
+    with pytest.raises(BackendError, match="'torch_cuda' cannot run this product: it runs on CUDA"):
+        scaled_mm(a, a, backend="torch_cuda")
+    with pytest.raises(BackendError, match=r"there is no backend 'cuda'; use 'auto' or one of .*torch_cpu"):
+        scaled_mm(a, a, backend="cuda")
+    assert not selections(), "only choices are recorded, not orders"
+
+
+def test_out_dtype_defaults_to_that_of_the_first_operand():
+    a = octavo.quantize(torch.randn(4, 8, dtype=torch.float16), octavo.E4M3)
+    assert scaled_mm(a, _quantized(3, 8)).dtype is torch.float16
+
+
+def test_bad_operands_are_refused_in_one_sentence():
+    a = _quantized(4, 8)
+    with pytest.raises(ConfigError, match=r"equal K: a is \(4, 8\), b is \(3, 9\); pass b as \[N, K\]"):
+        scaled_mm(a, _quantized(3, 9))
+    with pytest.raises(ConfigError, match=r"multiplies matrices, not shapes \(2, 3, 8\)"):
+        scaled_mm(octavo.quantize(torch.randn(2, 3, 8), octavo.E4M3), a)
+    with pytest.raises(ConfigError, match="out_dtype must be bfloat16, float16 or float32"):
+        scaled_mm(a, a, out_dtype=torch.int8)
+    with pytest.raises(ConfigError, match=r"bias must have shape \(4,\), not \(8,\)"):
+        scaled_mm(a, a, bias=torch.zeros(8))
+
+
+def test_backends_are_ordered_and_named_apart():
+    assert len(set(NAMES)) == len(NAMES)
+    assert NAMES[-1] == "reference"
+
+
+def test_quantize_is_numerics_own():
+    x = torch.randn(4, 4)
+    assert torch.equal(
+        octavo.quantize(x, octavo.E4M3).data.float(),
+        octavo.numerics.quantize(x, octavo.E4M3).data.float(),
+    )
+    assert octavo.quantize(x, octavo.E4M3).granularity == PerTensor()
