@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.kernels import needs_widening
 
 __all__ = ["Llama", "LlamaConfig"]
 
@@ -97,7 +98,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` [..., size]; the result has its dtype."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -117,9 +118,7 @@ class Attention(nn.Module):
         values = self._heads(self.v_proj(hidden), self.num_kv_heads)
         queries = _rotate(self._heads(self.q_proj(hidden), self.num_heads), cos, sin).to(values.dtype)
         keys = _rotate(self._heads(self.k_proj(hidden), self.num_kv_heads), cos, sin).to(values.dtype)
-        grouped = self.num_heads != self.num_kv_heads
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.o_proj(_attend(queries, keys, values).transpose(1, 2).flatten(2))
         return out
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
@@ -241,6 +240,16 @@ class Llama(nn.Module):
             if parameter.ndim == 2:
                 adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 parameter.normal_(0.0, residual_std if adds_to_residual else INIT_STD, generator=generator)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention; widened to FP32 and rounded once where this CPU has no instructions for the values' dtype."""
+    grouped = queries.shape[1] != keys.shape[1]
+    if not needs_widening(values):
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
+    with torch.autocast("cpu", enabled=False):  # it would narrow the operands again
+        widened = queries.float(), keys.float(), values.float()
+        return F.scaled_dot_product_attention(*widened, is_causal=True, enable_gqa=grouped).to(values.dtype)
 
 
 def _rotations(config: LlamaConfig) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,86 @@
+"""Sampling, with models whose logits are written down."""
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.models import generate
+from octavo.models.generation import sample
+
+
+class Table(torch.nn.Module):
+    """Logits depend on the last token alone: a row of a table."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.tensor(rows))
+        self.lengths = []
+
+    def forward(self, tokens):
+        self.lengths.append(tokens.shape[1])
+        return self.rows[tokens]
+
+
+# After 0 comes 1, after 1 comes 2, after 2 comes 0.
+CYCLE = [[0.0, 9.0, 1.0], [0.0, 1.0, 9.0], [9.0, 0.0, 1.0]]
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert generate(Table(CYCLE), [0], max_new_tokens=5, temperature=0, context=8) == [1, 2, 0, 1, 2]
+
+
+def test_sees_no_more_than_the_context():
+    model = Table(CYCLE)
+    generate(model, [0, 1, 2, 0], max_new_tokens=3, temperature=0, context=5)
+    assert model.lengths == [4, 5, 5]
+
+
+def test_ends_before_the_stop_token():
+    assert generate(Table(CYCLE), [0], max_new_tokens=9, temperature=0, context=8, stop_id=0) == [1, 2]
+
+
+def test_frequencies_follow_the_softmax():
+    logits = torch.tensor([0.0, 1.0, 2.0])
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.tensor([sample(logits, temperature=0.5, generator=generator) for _ in range(4000)])
+    expected = torch.softmax(logits / 0.5, 0)
+    torch.testing.assert_close(torch.bincount(draws, minlength=3) / 4000, expected, atol=0.02, rtol=0)
+
+
+def test_top_k_leaves_out_the_rest():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([5.0, 0.0, 4.9, 4.8])
+    draws = {sample(logits, temperature=5.0, top_k=2, generator=generator) for _ in range(200)}
+    assert draws == {0, 2}
+
+
+def test_same_generator_same_text():
+    def text(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return generate(Table(CYCLE), [0], max_new_tokens=30, temperature=8.0, generator=generator, context=4)
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_training_mode_comes_back():
+    model = Table(CYCLE).train()
+    generate(model, [0], max_new_tokens=1, context=4)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_ids": []}, "prompt is empty"),
+        ({"temperature": -0.1}, "temperature must be 0 or more, not -0.1"),
+        ({"temperature": float("nan")}, "temperature must be 0 or more"),
+        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"context": 0}, "context must be at least 1"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0"),
+    ],
+)
+def test_refuses(changes, words):
+    arguments = {"prompt_ids": [0], "max_new_tokens": 1, "temperature": 1.0, "context": 4, **changes}
+    with pytest.raises(ConfigError, match=words):
+        generate(Table(CYCLE), arguments.pop("prompt_ids"), **arguments)

@@ -1,0 +1,132 @@
+"""Configurations: TOML and back, and every kind of mistake by name."""
+
+import math
+import typing
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.training.config import (
+    DataConfig,
+    ModelConfig,
+    Precision,
+    RunConfig,
+    TrainingConfig,
+    config_from_dict,
+    load_config,
+    save_config,
+)
+
+UNUSUAL = RunConfig(
+    model=ModelConfig(hidden_size=64, num_heads=2, tie_embeddings=True, rms_norm_eps=1e-6),
+    data=DataConfig(source="a b/ü.txt", vocab_size=999),
+    training=TrainingConfig(
+        recipe="delayed", recipe_options={"history_length": 4, "statistic": "mean"}, precision=Precision.FP32,
+        skip=("*.q_proj", "*.k_proj"), betas=(0.8, 0.99), lr=1e-4, min_lr=0.0, eval_interval=0,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [RunConfig(), UNUSUAL])
+def test_toml_and_back(tmp_path, config):
+    save_config(config, tmp_path / "run.toml")
+    assert load_config(tmp_path / "run.toml") == config
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    assert load_config(tmp_path / "run.toml") == RunConfig()
+
+
+MISTAKES = {
+    "[model]\nhiden_size = 4": r"section \[model\] has no key 'hiden_size' \(did you mean 'hidden_size'\?\)",
+    "[modle]\n": r"configuration has no key 'modle' \(did you mean 'model'\?\); it takes model, data, training",
+    "model = 3": "model must be a section of keys, not 3",
+    "[training]\nsteps = 1.5": "training.steps must be a whole number, not 1.5",
+    "[training]\nsteps = true": "training.steps must be a whole number, not True",
+    "[training]\nlr = '1e-3'": "training.lr must be a number, not '1e-3'",
+    "[training]\nlr = nan": "training.lr must be a positive number, not nan",
+    "[training]\nmin_lr = inf": "training.min_lr must be at least 0, not inf",
+    "[training]\nmin_lr = 1": r"training.min_lr must be at most lr \(0.003\), not 1.0",
+    "[training]\nadjust_for_fp8 = 1": "training.adjust_for_fp8 must be true or false, not 1",
+    "[training]\nrecipe = 'tensor'": r"one of fp32, bf16, tensorwise, .*, not 'tensor' \(did you mean 'tensorwise'",
+    "[training]\nprecision = 'fp16'": "training.precision must be one of fp32, bf16, not 'fp16'",
+    "[training]\ndevice = 'gpu'": "training.device must be one of auto, cpu, cuda, not 'gpu'",
+    "[training]\nbetas = [0.9]": r"training.betas must be two numbers from 0 to under 1, not \[0.9\]",
+    "[training]\nbetas = [0.9, 1.0]": "training.betas must be two numbers",
+    "[training]\nbetas = 0.9": "training.betas must be a list, not 0.9",
+    "[training]\nskip = 'lm_head'": "training.skip must be a list, not 'lm_head'",
+    "[training]\nskip = [1]": "training.skip must be a string, not 1",
+    "[training]\nsteps = 0": "training.steps must be at least 1, not 0",
+    "[training]\nwarmup = -1": "training.warmup must be at least 0, not -1",
+    "[training]\nrecipe = 'delayed'\n[training.recipe_options]\nmargin = -1": "margin must be .* at least 0, not -1",
+    "[training]\nrecipe = 'fp32'\n[training.recipe_options]\nmargin = 1": "'fp32' has no option 'margin'",
+    "[data]\nvocab_size = 100": "data.vocab_size must be at least 257, not 100",
+    "[data]\nsource = ''": "data.source is empty",
+    "[model]\nnum_kv_heads = 3": "3 does not divide 4",
+    "steps = ": "is not TOML",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_mistakes_are_named(tmp_path, text):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError, match=MISTAKES[text]) as caught:
+        load_config(tmp_path / "run.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*No such file"):
+        load_config(tmp_path / "no.toml")
+
+
+def test_whole_numbers_serve_as_numbers():
+    assert config_from_dict({"training": {"clip_norm": 1}}).training.clip_norm == 1.0
+
+
+def test_nothing_is_changed_in_place():
+    with pytest.raises(FrozenInstanceError):
+        RunConfig().training.steps = 3  # type: ignore[misc]
+    before = RunConfig()
+    assert before.with_training(steps=3).training.steps == 3
+    assert before == RunConfig()
+
+
+def test_hash_changes_with_every_key_that_matters():
+    one = RunConfig().config_hash()
+    free = {"checkpoint_interval", "keep_checkpoints"}
+    special = {
+        "recipe": "bf16", "skip": ("x",), "device": "cpu", "precision": "fp32", "adjust_for_fp8": True,
+        "betas": (0.5, 0.6), "min_lr": 1e-5,
+    }  # fmt: skip
+    for field in fields(TrainingConfig):
+        if field.name == "recipe_options":
+            changed = RunConfig().with_training(recipe="delayed", recipe_options={"margin": 1})
+        else:
+            value = special.get(field.name, getattr(RunConfig().training, field.name) or 3)
+            value = value if field.name in special else value * 2
+            changed = RunConfig().with_training(**{field.name: typing.cast(typing.Any, value)})
+        assert (changed.config_hash() == one) == (field.name in free), field.name
+    assert replace(RunConfig(), data=DataConfig(source="x")).config_hash() != one
+    assert replace(RunConfig(), model=ModelConfig(num_layers=5)).config_hash() != one
+
+
+def test_what_a_recipe_means():
+    def training(recipe, **changes):
+        return TrainingConfig(recipe=recipe, lr=1.0, warmup=10, min_lr=0.0, **changes)
+
+    assert [training(r).uses_autocast for r in ("fp32", "bf16", "rowwise")] == [False, True, True]
+    assert not training("rowwise", precision=Precision.FP32).uses_autocast
+    assert (training("rowwise").peak_lr, training("rowwise").warmup_steps) == (1.0, 10)
+    adjusted = training("rowwise", adjust_for_fp8=True)
+    assert (adjusted.peak_lr, adjusted.warmup_steps) == (0.85, 15)
+    assert training("bf16", adjust_for_fp8=True).peak_lr == 1.0
+    assert training("bf16", batch_size=3, context=5, grad_accumulation=7).tokens_per_step == 105
+
+
+def test_model_section_takes_vocabulary_and_context():
+    llama = ModelConfig().llama(vocab_size=77, max_positions=9)
+    assert (llama.vocab_size, llama.max_positions, llama.hidden_size) == (77, 9, 128)
+    assert math.isclose(llama.rms_norm_eps, 1e-5)

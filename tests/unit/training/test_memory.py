@@ -1,0 +1,48 @@
+"""Peak memory sees what is allocated after a reset, and forgets what was before."""
+
+import mmap
+
+import pytest
+import torch
+
+from octavo.training import memory
+from octavo.training.memory import peak_memory_bytes, reset_peak_memory
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def touch(mebibytes):
+    """Use fresh pages straight from the kernel, and give them back."""
+    with mmap.mmap(-1, mebibytes * MIB) as block:
+        for offset in range(0, len(block), mmap.PAGESIZE):
+            block[offset] = 1
+
+
+def test_peak_rises_with_use_and_falls_with_a_reset():
+    if not reset_peak_memory(CPU):
+        pytest.skip("this kernel does not let a process reset its peak memory")
+    before = peak_memory_bytes(CPU)
+    touch(256)
+    used = peak_memory_bytes(CPU) - before
+    assert 240 * MIB < used < 300 * MIB
+    reset_peak_memory(CPU)
+    assert peak_memory_bytes(CPU) - before < 100 * MIB
+
+
+def test_without_proc_it_is_the_peak_of_the_process(tmp_path, monkeypatch):
+    real = peak_memory_bytes(CPU)
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "no" / "status")
+    assert reset_peak_memory(CPU) is False
+    assert peak_memory_bytes(CPU) > 0.5 * real
+
+
+@pytest.mark.gpu
+def test_cuda_counts_the_allocator():
+    device = torch.device("cuda")
+    reset_peak_memory(device)
+    before = peak_memory_bytes(device)
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    del block
+    assert 64 * MIB <= peak_memory_bytes(device) - before < 80 * MIB
