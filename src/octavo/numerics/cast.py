@@ -26,10 +26,12 @@ from octavo.formats import FP8_FORMATS, Format
 __all__ = [
     "Nonfinite",
     "Overflow",
+    "can_be_asked",
     "cast_nearest",
     "cast_stochastic",
     "check_float",
     "check_fp8_format",
+    "check_policy",
     "may_hold_nonfinite",
     "narrowed",
 ]
@@ -80,10 +82,10 @@ def cast_nearest(
         >>> cast_nearest(torch.tensor([0.3, -1e9, 464.0]), E4M3).float().tolist()
         [0.3125, -448.0, 448.0]
     """
-    _check_policy(overflow, Overflow)
+    check_policy(overflow, Overflow)
     x = _checked(x, fmt, nonfinite)
     scaled = _scaled(x, encode_scale)
-    limited = scaled.clamp(-fmt.max, fmt.max)
+    limited = _clamped(scaled, fmt, in_place=encode_scale is not None and overflow == Overflow.SATURATE)
     if overflow == Overflow.NONFINITE:
         limited = torch.where(_rounds_beyond_max(scaled, fmt) & x.isfinite(), scaled * math.inf, limited)
         limited = limited if fmt.inf_codes else torch.where(limited.isinf(), math.nan, limited)
@@ -132,19 +134,29 @@ def cast_stochastic(
 def may_hold_nonfinite(x: Tensor) -> bool:
     """False where one cheap pass proves that every element is finite.
 
-    Only an eager CPU tensor is asked. In a traced graph the answer would break the graph, and on an accelerator
-    waiting for it costs more than the element-wise mask that a "maybe" leads to.
+    Only an eager CPU tensor is asked (:func:`can_be_asked`). In a traced graph the answer would break the graph, and on
+    an accelerator waiting for it costs more than the element-wise mask that a "maybe" leads to.
 
     Example:
         >>> may_hold_nonfinite(torch.ones(3)), may_hold_nonfinite(torch.tensor([1.0, math.inf]))
         (False, True)
     """
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if not can_be_asked(x):
         return True
     if x.numel() == 0:
         return False
     low, high = x.aminmax()
     return not (math.isfinite(low) and math.isfinite(high))
+
+
+def can_be_asked(x: Tensor) -> bool:
+    """Whether Python may look at ``x``'s values at no cost: an eager CPU tensor.
+
+    Example:
+        >>> can_be_asked(torch.ones(3))
+        True
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_float(x: Tensor, what: str) -> None:
@@ -177,17 +189,23 @@ def narrowed(x: Tensor) -> Tensor:
 def _checked(x: Tensor, fmt: Format, nonfinite: Nonfinite) -> Tensor:
     check_float(x, "the tensor to quantize")
     check_fp8_format(fmt)
-    _check_policy(nonfinite, Nonfinite)
+    check_policy(nonfinite, Nonfinite)
     return narrowed(x)
 
 
-def _check_policy(given: StrEnum, allowed: type[StrEnum]) -> None:
+def check_policy(given: StrEnum, allowed: type[StrEnum]) -> None:
+    """Raise ConfigError unless ``given`` is one of the enum's values."""
     if given not in tuple(allowed):
         raise ConfigError(f"{allowed.__name__.lower()} must be one of {', '.join(allowed)}, not {given!r}")
 
 
 def _scaled(x: Tensor, encode_scale: Tensor | None) -> Tensor:
     return x.float() if encode_scale is None else x.float() * encode_scale
+
+
+def _clamped(scaled: Tensor, fmt: Format, *, in_place: bool) -> Tensor:
+    """``scaled`` within ±maximum; a fresh product is reused, since a a new buffer costs as much as the pass."""
+    return scaled.clamp_(-fmt.max, fmt.max) if in_place else scaled.clamp(-fmt.max, fmt.max)
 
 
 def _rounds_beyond_max(scaled: Tensor, fmt: Format) -> Tensor:

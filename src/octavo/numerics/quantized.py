@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
 from octavo.formats import Format, format_of
-from octavo.numerics.cast import Nonfinite, cast_nearest, check_float, check_fp8_format
+from octavo.numerics.cast import Nonfinite, cast_nearest, check_float, check_fp8_format, check_policy
 from octavo.numerics.granularity import Granularity, granularity_or_default
-from octavo.numerics.scaling import AMAX_FLOOR, encode_scale_from_amax, finite_amax
+from octavo.numerics.scaling import AMAX_FLOOR, encode_scale_from_amax, measure
 
 __all__ = ["QuantizedTensor", "dequantize", "fake_quantize", "quantize"]
 
@@ -124,6 +124,7 @@ def quantize(
     check_float(x, "the tensor to quantize")
     check_fp8_format(fmt)
     groups = granularity_or_default(granularity)
+    check_policy(nonfinite, Nonfinite)
     x = x.detach()
     if scale is not None and amax is not None:
         raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
@@ -131,7 +132,9 @@ def quantize(
         stored = scale.detach().float()
         encode_scale = stored.reciprocal().clamp(max=torch.finfo(torch.float32).max)
     else:
-        measured = finite_amax(x, groups) if amax is None else amax
+        measured, may_hold_nonfinite = measure(x, groups) if amax is None else (amax, True)
+        if not may_hold_nonfinite:
+            nonfinite = Nonfinite.SATURATE  # nothing to propagate: saves the cast another look
         encode_scale = encode_scale_from_amax(
             measured, fmt, power_of_two=power_of_two, amax_floor=amax_floor, margin=margin
         )

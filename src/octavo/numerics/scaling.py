@@ -11,9 +11,9 @@
 | Inf, NaN elements           | do not take part: the amax is that of the finite elements                             |
 
 With ``power_of_two`` the encode scale's mantissa bits are cleared: the exact floor to a power of two. (The usual
-``exp2(floor(log2(s)))`` rounds up just below powers of two.) The division is FP64 and rounded once; this is bit for
-bit what torchao's tensorwise recipe computes, and dividing by ``amax / maximum`` instead would differ in 0.05 % of the
-codes.
+``exp2(floor(log2(s)))`` rounds up just below powers of two.) The division is FP64 and rounded once; this is bit
+for bit what torchao's tensorwise recipe computes. Dividing by ``amax / maximum`` instead would change codes of one
+bfloat16 tensor in fifty, up to 2 % of them.
 """
 
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import Format
-from octavo.numerics.cast import check_float, may_hold_nonfinite, narrowed
+from octavo.numerics.cast import can_be_asked, check_float, narrowed
 from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
 
-__all__ = ["AMAX_FLOOR", "amax", "encode_scale_from_amax", "finite_amax", "power_of_two_floor", "scale_from_amax"]
+__all__ = ["AMAX_FLOOR", "amax", "encode_scale_from_amax", "measure", "power_of_two_floor", "scale_from_amax"]
 
 AMAX_FLOOR = 1e-12  # torchao's EPS; below it a tensor is treated as that small
 
@@ -47,14 +47,23 @@ def amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
         tensor(3.)
     """
     check_float(x, "the tensor to measure")
-    return finite_amax(x.detach(), granularity_or_default(granularity))
+    return measure(x.detach(), granularity_or_default(granularity))[0]
 
 
-def finite_amax(x: Tensor, granularity: Granularity) -> Tensor:
-    """:func:`amax` without argument checks."""
+def measure(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
+    """:func:`amax` without argument checks, and whether ``x`` may hold NaN or ±Inf; one pass where it does not.
+
+    A maximum lets NaN and Inf through, so a finite one proves the tensor finite, where its values can be asked for.
+    """
     x = narrowed(x)
-    if may_hold_nonfinite(x):
-        return granularity.reduce_max(torch.where(x.isfinite(), x.abs(), 0)).float()
+    if can_be_asked(x):
+        plain = _plain_amax(x, granularity)
+        if bool(plain.isfinite().all()):
+            return plain, False
+    return granularity.reduce_max(torch.where(x.isfinite(), x.abs(), 0)).float(), True
+
+
+def _plain_amax(x: Tensor, granularity: Granularity) -> Tensor:
     if isinstance(granularity, PerTensor) and x.numel():
         low, high = x.aminmax()  # half the time of abs().amax(): no intermediate
         return torch.maximum(high.float(), -low.float()).abs()
