@@ -1,0 +1,173 @@
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import octavo
+from octavo.formats import E4M3, E5M2
+from octavo.functional import cast_operand, fp8_linear
+from octavo.numerics import PerBlock, PerRow, QuantizedTensor, quantize
+from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
+from tests.contract.gemm_oracle import assert_product, assert_same_operand, recorded_products
+
+TENSORWISE = octavo.recipes.get("tensorwise")
+PLAIN = GemmSpec(a=None, b=None)
+GEMMS = ("output", "grad_input", "grad_weight")
+
+
+def _tensors(M: int = 6, K: int = 24, N: int = 16, *, dtype: torch.dtype = torch.float32):
+    x = torch.randn(M, K).to(dtype).requires_grad_()
+    weight = torch.randn(N, K).to(dtype).requires_grad_()
+    bias = torch.randn(N).to(dtype).requires_grad_()
+    return x, weight, bias, torch.randn(M, N).to(dtype)
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["one GEMM plain", "two GEMMs plain"])
+@pytest.mark.parametrize("base", ["tensorwise", "rowwise"])
+def test_each_product_follows_its_own_specification(base, count):
+    recipe = octavo.recipes.get(base)
+    for plain in itertools.combinations(GEMMS, count):
+        changes: dict[str, Any] = dict.fromkeys(plain, PLAIN)
+        mixed = replace(recipe, name="mixed", **changes)
+        x, weight, bias, grad = _tensors()
+        with recorded_products() as products:
+            y = fp8_linear(x, weight, bias, mixed)
+            y.backward(grad)
+        assert len(products) == 3 - count
+        hp = {
+            "output": (y, x, weight, bias),
+            "grad_input": (x.grad, grad, weight.t(), None),
+            "grad_weight": (weight.grad, grad.t(), x.t(), None),
+        }
+        for name in plain:
+            result, a, b, extra = hp[name]
+            assert result is not None
+            assert_product(result.detach(), a.detach(), b.detach(), None if extra is None else extra.detach())
+
+
+def test_one_cast_serves_two_products_only_where_the_specifications_agree():
+    """The same tensor as E4M3 forward and E5M2 in grad_weight: two casts, each with its own codes."""
+    e4m3, e5m2 = CastSpec(format=E4M3), CastSpec(format=E5M2)
+    recipe = Recipe(
+        name="two casts",
+        output=GemmSpec(a=e4m3, b=e4m3),
+        grad_input=GemmSpec(a=e5m2, b=e5m2),
+        grad_weight=GemmSpec(a=e4m3, b=e5m2),
+    )
+    x, weight, bias, grad = _tensors()
+    with recorded_products() as products:
+        fp8_linear(x, weight, bias, recipe).backward(grad)
+    expected = (
+        (quantize(x.detach(), E4M3), quantize(weight.detach(), E4M3)),
+        (quantize(grad, E5M2), quantize(weight.detach().t(), E5M2)),
+        (quantize(grad.t(), E4M3), quantize(x.detach().t(), E5M2)),
+    )
+    for product, (a, b) in zip(products, expected, strict=True):
+        assert_same_operand(product.a, a)
+        assert_same_operand(product.b, b)
+
+
+def test_square_blocks_are_cast_once_and_ragged_ones_per_orientation():
+    block, row_block = (
+        CastSpec(format=E4M3, granularity=PerBlock(8, 8)),
+        CastSpec(format=E4M3, granularity=PerBlock(1, 8)),
+    )
+    gemm = GemmSpec(a=row_block, b=block)
+    recipe = Recipe(name="blocks", output=gemm, grad_input=gemm, grad_weight=GemmSpec(a=row_block, b=row_block))
+    x, weight, _, grad = _tensors()
+    with recorded_products() as products:
+        y = fp8_linear(x, weight, None, recipe)
+        y.backward(grad)
+    assert_same_operand(products[1].b, quantize(weight.detach().t(), E4M3, granularity=PerBlock(8, 8)))
+    assert_same_operand(products[2].b, quantize(x.detach().t(), E4M3, granularity=PerBlock(1, 8)))
+    assert_product(y.detach(), products[0].a, products[0].b)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "products"), [((), 3), (("weight",), 2), (("x",), 2), (("x", "weight"), 1)], ids=str
+)
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
+def test_only_needed_gradients_are_multiplied(name, frozen, products):
+    x, weight, bias, grad = _tensors()
+    tensors = {"x": x, "weight": weight}
+    for key in frozen:
+        tensors[key].requires_grad_(False)
+    with recorded_products() as executed:
+        fp8_linear(x, weight, bias, octavo.recipes.get(name)).backward(grad)
+    assert len(executed) == products
+    assert [key for key, tensor in tensors.items() if tensor.grad is None] == list(frozen)
+    assert bias.grad is not None
+
+
+def test_cast_operand_takes_the_scale_that_its_specification_names():
+    x = torch.randn(4, 8)
+    dynamic, delayed = CastSpec(format=E4M3), CastSpec(format=E4M3, scaling=Scaling.DELAYED, margin=1)
+    past = torch.tensor(100.0)
+    assert cast_operand(x, None) is x
+    for spec, amax, expected in (
+        (dynamic, past, quantize(x, E4M3)),
+        (delayed, past, quantize(x, E4M3, amax=past, margin=1)),
+        (delayed, torch.tensor(0.0), quantize(x, E4M3, margin=1)),
+        (delayed, None, quantize(x, E4M3, margin=1)),
+    ):
+        operand = cast_operand(x, spec, amax)
+        assert isinstance(operand, QuantizedTensor)
+        assert_same_operand(operand, expected)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "saturate"])
+def test_cast_operand_passes_every_field_on(nonfinite):
+    x = torch.tensor([[1e-3, float("inf"), 3e-3]])
+    spec = CastSpec(format=E5M2, granularity=PerRow(), power_of_two=True, amax_floor=0.5, margin=2, nonfinite=nonfinite)
+    operand = cast_operand(x, spec)
+    assert isinstance(operand, QuantizedTensor)
+    options: dict[str, Any] = {
+        "granularity": PerRow(),
+        "power_of_two": True,
+        "amax_floor": 0.5,
+        "margin": 2,
+        "nonfinite": nonfinite,
+    }
+    assert_same_operand(operand, quantize(x, E5M2, **options))
+
+
+def test_pending_takes_the_gradients_amax():
+    x, weight, _, grad = _tensors()
+    pending = torch.tensor([-1.0, -1.0, 0.5])
+    fp8_linear(x, weight, None, octavo.recipes.get("delayed"), amaxes=torch.ones(3), pending=pending).backward(grad)
+    assert pending.tolist() == [-1.0, -1.0, grad.abs().max().item()]
+
+
+def test_bias_gradient_is_summed_in_float32():
+    x, weight, bias, _ = _tensors(M=4096, dtype=torch.bfloat16)
+    fp8_linear(x, weight, bias, TENSORWISE).backward(torch.ones(4096, 16, dtype=torch.bfloat16))
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [4096.0] * 16, "bfloat16 sums would stop at 256"
+
+
+def test_there_is_no_second_derivative_and_torch_says_so():
+    x, weight, bias, _ = _tensors()
+    (grad,) = torch.autograd.grad(fp8_linear(x, weight, bias, TENSORWISE).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_function_transforms_are_refused_by_torch():
+    x, weight, bias, _ = _tensors()
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda w: fp8_linear(x, w, bias, TENSORWISE).sum())(weight.detach())
+
+
+def test_gradients_point_the_way_of_the_exact_ones():
+    """Against finite arithmetic: a whole different route, float64 autograd on the unquantized tensors."""
+    x, weight, bias, grad = _tensors(M=64, K=48, N=32)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    torch.nn.functional.linear(*exact).backward(grad.double())
+    fp8_linear(x, weight, bias, TENSORWISE).backward(grad)
+    for tensor, reference, worst in ((x, exact[0], 0.08), (weight, exact[1], 0.08), (bias, exact[2], 1e-6)):
+        assert tensor.grad is not None
+        assert reference.grad is not None
+        error = (tensor.grad.double() - reference.grad).norm() / reference.grad.norm()
+        assert error < worst

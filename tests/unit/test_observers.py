@@ -1,0 +1,178 @@
+"""The amax history against a model of its semantics in plain Python: lists and floats, no tensors."""
+
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, WEIGHT, AmaxHistory
+from octavo.recipes import History, Statistic
+
+amaxes = st.one_of(st.just(0.0), st.floats(2.0**-126, 2.0**100, width=32))
+events = st.lists(st.one_of(st.just("close"), st.tuples(st.sampled_from(range(3)), amaxes)), max_size=40)
+specifications = st.builds(
+    History, length=st.integers(1, 5), statistic=st.sampled_from(Statistic), update_interval=st.integers(1, 4)
+)
+
+
+@dataclass
+class PlainRole:
+    """One role's history as the documentation describes it."""
+
+    spec: History
+    window: list[float] = field(default_factory=list)  # newest first
+    amax: float | None = None  # what scales are made from
+    pending: float | None = None
+    steps: int = 0
+
+    def record(self, amax: float) -> None:
+        self.pending = amax if self.pending is None else max(self.pending, amax)
+
+    def close(self) -> None:
+        if self.pending is None:
+            return
+        self.window = [self.pending, *self.window][: self.spec.length]
+        self.pending = None
+        self.steps += 1
+        if self.steps % self.spec.update_interval and self.amax is not None:
+            return
+        candidate = self._statistic()
+        if candidate > 0:
+            self.amax = candidate
+
+    def _statistic(self) -> float:
+        match self.spec.statistic:
+            case Statistic.MAX:
+                return max(self.window)
+            case Statistic.LATEST:
+                return self.window[0]
+            case Statistic.MEAN:  # the amax whose encode scale is the mean of the encode scales
+                positive = [amax for amax in self.window if amax > 0]
+                return len(positive) / sum(1 / amax for amax in positive) if positive else 0.0
+
+
+def _assert_equal(history: AmaxHistory, roles: list[PlainRole]) -> None:
+    for index, role in enumerate(roles):
+        padded = role.window + [EMPTY] * (role.spec.length - len(role.window))
+        assert history.window[index].tolist() == padded
+        assert history.pending[index].item() == (EMPTY if role.pending is None else role.pending)
+        assert history.steps[index].item() == role.steps
+        expected = role.amax or 0.0
+        exact = role.spec.statistic is not Statistic.MEAN  # a mean is rounded once to float32
+        assert history.amax[index].item() == (expected if exact else pytest.approx(expected, rel=2**-23, abs=0))
+
+
+@given(specifications, events)
+def test_it_follows_the_plain_model(spec, sequence):
+    history, roles = AmaxHistory(spec), [PlainRole(spec) for _ in ROLES]
+    for event in sequence:
+        if event == "close":
+            history.close()
+            for role in roles:
+                role.close()
+        else:
+            index, amax = event
+            history.record(index, torch.tensor(amax))
+            roles[index].record(amax)
+        _assert_equal(history, roles)
+
+
+@given(specifications, events)
+def test_a_step_that_is_not_to_be_closed_stays_open(spec, sequence):
+    history = AmaxHistory(spec)
+    for event in sequence:
+        if event != "close":
+            history.record(event[0], torch.tensor(event[1]))
+    before = {name: buffer.clone() for name, buffer in history.named_buffers()}
+    history.close(where=torch.tensor(False))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in history.named_buffers())
+
+
+def _closed(spec: History, *values: float, role: int = INPUT) -> AmaxHistory:
+    history = AmaxHistory(spec)
+    for value in values:
+        history.record(role, torch.tensor(value))
+        history.close()
+    return history
+
+
+@pytest.mark.parametrize(
+    ("statistic", "amax"), [("max", 8.0), ("latest", 2.0), ("mean", 3 / (1 / 8 + 1 / 4 + 1 / 2))], ids=str
+)
+def test_statistics_of_the_last_three_steps(statistic, amax):
+    history = _closed(History(length=3, statistic=Statistic(statistic)), 100.0, 8.0, 4.0, 2.0)
+    assert history.amax[INPUT].item() == pytest.approx(amax)
+
+
+def test_mean_is_that_of_the_encode_scales_and_so_overflows_while_amax_grows():
+    history = _closed(History(length=32, statistic=Statistic.MEAN), *(2.0**step for step in range(8)))
+    assert history.amax[INPUT].item() < 2.0**7 / 8, "the mean of scales is dominated by the smallest amaxes"
+
+
+@pytest.mark.parametrize("statistic", list(Statistic))
+def test_zero_amax_keeps_the_previous_scale(statistic):
+    history = _closed(History(length=2, statistic=statistic), 3.0, 0.0, 0.0, 0.0)
+    assert history.window[INPUT].tolist() == [0.0, 0.0], "it moves through the window"
+    assert history.amax[INPUT].item() == 3.0, "but never becomes a scale"
+
+
+def test_roles_that_did_not_run_are_masked_not_zero():
+    history = _closed(History(length=2), 5.0, role=WEIGHT)
+    for _ in range(3):
+        history.record(INPUT, torch.tensor(1.0))
+        history.close()
+    assert history.window[WEIGHT].tolist() == [5.0, EMPTY]
+    assert history.amax[WEIGHT].item() == 5.0
+    assert history.steps.tolist() == [3, 1, 0]
+    assert history.window[GRAD_OUTPUT].tolist() == [EMPTY, EMPTY]
+
+
+def test_update_interval_holds_the_scale_between_updates():
+    history = AmaxHistory(History(length=8, update_interval=3))
+    seen = []
+    for value in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0):
+        history.record(INPUT, torch.tensor(value))
+        history.close()
+        seen.append(history.amax[INPUT].item())
+    assert seen == [1.0, 1.0, 3.0, 3.0, 3.0, 6.0, 6.0], "the first step is used at once"
+
+
+def test_it_stays_float32_and_out_of_the_state_dict():
+    history = _closed(History(length=2), 3.0)
+    history.to(torch.bfloat16).half().double()
+    assert {buffer.dtype for buffer in (history.window, history.amax, history.pending)} == {torch.float32}
+    assert history.steps.dtype is torch.int64
+    assert history.amax[INPUT].item() == 3.0
+    assert not history.state_dict()
+    history.to("meta")
+    assert {buffer.device.type for buffer in history.buffers()} == {"meta"}
+
+
+def _forwards(history: AmaxHistory, count: int) -> None:
+    x, weight = torch.ones(1, 2), torch.ones(2, 2, requires_grad=True)
+    for _ in range(count):
+        history.begin_forward(x, weight, training=True, recording=True)
+
+
+def test_manual_updates_that_never_come_warn_once():
+    history = AmaxHistory(History(), manual=True)
+    _forwards(history, 99)
+    with pytest.warns(UserWarning, match=r"100 training forwards without octavo.update_scales\(model\)"):
+        _forwards(history, 1)
+    _forwards(history, 200)  # a second warning would be an error here
+
+
+def test_manual_updates_that_come_never_warn():
+    history = AmaxHistory(History(), manual=True)
+    for _ in range(4):
+        _forwards(history, 60)
+        history.close()
+
+
+def test_automatic_updates_never_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _forwards(AmaxHistory(History()), 150)

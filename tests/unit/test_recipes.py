@@ -1,0 +1,115 @@
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.formats import BF16, E4M3, E5M2
+from octavo.numerics import PerRow, PerTensor
+from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling, Statistic, get, names
+
+
+def test_the_presets():
+    assert names() == ("bf16", "tensorwise", "rowwise", "delayed")
+    for name in names():
+        assert get(name).name == name
+        assert get(name) == get(name), "a preset is a value"
+
+
+@pytest.mark.parametrize(
+    ("name", "gradient", "granularity", "scaling", "power_of_two"),
+    [
+        ("tensorwise", E5M2, PerTensor(), Scaling.DYNAMIC, False),
+        ("delayed", E5M2, PerTensor(), Scaling.DELAYED, False),
+        ("rowwise", E4M3, PerRow(), Scaling.DYNAMIC, True),
+    ],
+)
+def test_a_preset_is_its_row_of_the_table(name, gradient, granularity, scaling, power_of_two):
+    recipe = get(name)
+    forward = CastSpec(format=E4M3, granularity=granularity, scaling=scaling, power_of_two=power_of_two)
+    backward = replace(forward, format=gradient)
+    assert recipe.output == GemmSpec(a=forward, b=forward, fast_accumulation=True)
+    assert recipe.grad_input == GemmSpec(a=backward, b=forward, fast_accumulation=False)
+    assert recipe.grad_weight == GemmSpec(a=backward, b=forward, fast_accumulation=False)
+    assert recipe.is_delayed == (scaling is Scaling.DELAYED)
+    assert not recipe.is_high_precision
+
+
+def test_bf16_casts_nothing():
+    recipe = get("bf16")
+    assert recipe.is_high_precision
+    assert not recipe.casts
+    assert not recipe.is_delayed
+
+
+def test_delayed_takes_its_options():
+    recipe = get("delayed", history_length=32, statistic="mean", margin=2, update_interval=4)
+    assert recipe.history == History(length=32, statistic=Statistic.MEAN, update_interval=4)
+    assert {cast.margin for cast in recipe.casts} == {2}
+    assert get("delayed").history == History(length=16, statistic=Statistic.MAX, update_interval=1)
+
+
+def test_a_finished_recipe_passes_through():
+    recipe = get("rowwise")
+    assert get(recipe) is recipe
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        get("tensorwise").name = "other"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        get("delayed").output.a.margin = 3  # type: ignore[misc, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("tensorwize", {}, r"there is no recipe 'tensorwize'; use one of bf16, tensorwise, rowwise, delayed"),
+        ("", {}, r"there is no recipe ''"),
+        ("tensorwise", {"margin": 1}, r"recipe 'tensorwise' has no option 'margin'; it takes no options"),
+        ("delayed", {"window": 4}, r"no option 'window'; it takes history_length, statistic, margin, update_interval"),
+        ("delayed", {"history_length": 0}, r"length must be a whole number of at least 1, not 0"),
+        ("delayed", {"history_length": 2.5}, r"length must be a whole number of at least 1, not 2.5"),
+        ("delayed", {"history_length": True}, r"length must be a whole number of at least 1, not True"),
+        ("delayed", {"update_interval": 0}, r"update_interval must be a whole number of at least 1, not 0"),
+        ("delayed", {"margin": -1}, r"margin must be a whole number of at least 0, not -1"),
+        ("delayed", {"statistic": "median"}, r"statistic must be one of max, latest, mean, not 'median'"),
+    ],
+)
+def test_bad_choices_are_refused_in_one_sentence(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        get(name, **options)
+
+
+def test_options_do_not_go_with_a_finished_recipe():
+    with pytest.raises(ConfigError, match=r"options \(margin\) go with a preset's name"):
+        get(get("delayed"), margin=1)
+
+
+def test_specifications_that_contradict_themselves_are_refused():
+    dynamic, delayed = CastSpec(format=E4M3), CastSpec(format=E4M3, scaling=Scaling.DELAYED)
+    plain, fp8 = GemmSpec(a=None, b=None), GemmSpec(a=dynamic, b=dynamic)
+    with pytest.raises(ConfigError, match="both operands or neither"):
+        GemmSpec(a=dynamic, b=None)
+    with pytest.raises(ConfigError, match="format must be one of E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ, not BF16"):
+        CastSpec(format=BF16)
+    with pytest.raises(ConfigError, match=r"delayed scaling keeps one amax a tensor; PerRow\(\) needs dynamic scaling"):
+        CastSpec(format=E4M3, granularity=PerRow(), scaling=Scaling.DELAYED)
+    with pytest.raises(ConfigError, match="amax_floor must be 0 or more, not -1"):
+        CastSpec(format=E4M3, amax_floor=-1)
+    with pytest.raises(ConfigError, match="amax_floor must be 0 or more, not nan"):
+        CastSpec(format=E4M3, amax_floor=float("nan"))
+    for gemm, history in ((GemmSpec(a=delayed, b=delayed), None), (fp8, History())):
+        with pytest.raises(ConfigError, match="must have a history if, and only if, one of its casts is delayed"):
+            Recipe(name="mixed", output=gemm, grad_input=plain, grad_weight=plain, history=history)
+
+
+def test_different_recipes_differ_in_print():
+    """One that prints like another would be mistaken for it in a report or as a key."""
+    variants = [get("delayed"), get("delayed", margin=1), get("delayed", history_length=4), get("tensorwise")]
+    assert len({repr(recipe) for recipe in variants}) == len(variants)
+    assert len(set(variants)) == len(variants)
+
+
+def test_the_public_module_is_this_one():
+    assert octavo.recipes.get is get

@@ -1,0 +1,181 @@
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import CheckpointError
+from octavo.observers import EMPTY, ROLES
+
+
+def _model(*, manual: bool = False, **options) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    recipe = octavo.recipes.get("delayed", **options)
+    octavo.convert(model, recipe, scale_updates="manual" if manual else "automatic")
+    return model
+
+
+def _batches(count: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(5, 8, generator=generator) * 1.5**step for step in range(count)]
+
+
+def _train(model: nn.Module, batches: list[torch.Tensor], *, manual: bool = False) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for batch in batches:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if manual:
+            octavo.update_scales(model)
+        losses.append(loss.item())
+    return losses
+
+
+def test_keys_shapes_and_dtypes():
+    state = octavo.scaling_state(_model(history_length=5))
+    assert set(state) == {
+        f"{path}.{role}.{key}" for path in "02" for role in ROLES for key in ("amax_history", "amax", "steps")
+    }
+    assert state["0.input.amax_history"].shape == (5,)
+    assert state["0.input.amax_history"].dtype is state["0.input.amax"].dtype is torch.float32
+    assert state["0.input.steps"].dtype is torch.int64
+    assert state["0.input.amax"].shape == state["0.input.steps"].shape == ()
+
+
+def test_it_is_empty_unless_delayed_and_apart_from_the_state_dict():
+    model = _model()
+    keys = list(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).state_dict())
+    assert list(model.state_dict()) == keys
+    for recipe in ("tensorwise", "rowwise", "bf16"):
+        octavo.convert(model, recipe)
+        assert octavo.scaling_state(model) == {}
+        octavo.load_scaling_state(model, {})
+    root = octavo.nn.Linear(2, 2, recipe="delayed")
+    assert "weight.amax" in octavo.scaling_state(root)
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("options", [{}, {"statistic": "mean", "update_interval": 3, "history_length": 4}], ids=str)
+def test_resuming_goes_on_bit_for_bit(manual, options):
+    """Two models in lockstep: one that runs through, one rebuilt from the saved tensors half-way."""
+    first, second = _batches(7, seed=1), _batches(6, seed=2)
+    through = _model(manual=manual, **options)
+    _train(through, first, manual=manual)
+    weights = {key: value.clone() for key, value in through.state_dict().items()}
+    scaling = octavo.scaling_state(through)
+    resumed = _model(manual=manual, **options)
+    resumed.load_state_dict(weights)
+    octavo.load_scaling_state(resumed, scaling)
+    losses = _train(through, second, manual=manual)
+    assert _train(resumed, second, manual=manual) == losses
+    for one, other in zip(through.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+    after, same = octavo.scaling_state(through), octavo.scaling_state(resumed)
+    assert all(torch.equal(after[key], same[key]) for key in after)
+    fresh = _model(manual=manual, **options)
+    fresh.load_state_dict(weights)
+    assert _train(fresh, second, manual=manual) != losses, "the scaling state matters here"
+
+
+def test_saving_does_not_disturb_the_run():
+    batches = _batches(6, seed=4)
+    undisturbed, observed = _model(), _model()
+    losses = _train(undisturbed, batches)
+    seen = []
+    for batch in batches:
+        octavo.scaling_state(observed)
+        seen += _train(observed, [batch])
+        octavo.scaling_state(observed)
+    assert seen == losses
+
+
+def test_saved_tensors_are_copies():
+    model = _model()
+    _train(model, _batches(2, seed=0))
+    state = octavo.scaling_state(model)
+    before = {key: value.clone() for key, value in state.items()}
+    _train(model, _batches(3, seed=9))
+    assert all(torch.equal(state[key], before[key]) for key in state)
+
+
+def test_a_shorter_window_keeps_the_newest_and_a_longer_one_is_filled_with_none():
+    model = _model(history_length=4)
+    _train(model, _batches(4, seed=5))
+    state = octavo.scaling_state(model)
+    newest = state["0.input.amax_history"]
+    assert newest[0] == _batches(4, seed=5)[-1].abs().max()
+    shorter, longer = _model(history_length=2), _model(history_length=6)
+    for other in (shorter, longer):
+        octavo.load_scaling_state(other, state)
+        assert octavo.scaling_state(other)["0.input.amax"] == state["0.input.amax"]
+    assert torch.equal(octavo.scaling_state(shorter)["0.input.amax_history"], newest[:2])
+    padded = octavo.scaling_state(longer)["0.input.amax_history"]
+    assert torch.equal(padded[:4], newest)
+    assert padded[4:].tolist() == [EMPTY, EMPTY]
+
+
+def test_loading_forgets_the_running_step():
+    model = _model(manual=True)
+    state = octavo.scaling_state(model)
+    model(torch.full((1, 8), 1e4)).sum().backward()
+    octavo.load_scaling_state(model, state)
+    octavo.update_scales(model)
+    assert octavo.scaling_state(model)["0.input.steps"].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("2.weight.amax"), r"1 keys missing \['2.weight.amax'\], 0 unexpected"),
+        (lambda state: state.update({"9.input.amax": torch.tensor(1.0)}), r"0 keys missing .* 1 unexpected \['9.input"),
+        (
+            lambda state: state.update({"0.input.amax": torch.ones(3)}),
+            r"'0.input.amax' has shape \(3,\), expected \(\)",
+        ),
+        (lambda state: state.update({"0.input.amax_history": torch.tensor(1.0)}), r"amax_history' has shape \(\)"),
+        (dict.clear, r"18 keys missing"),
+    ],
+    ids=["missing", "unexpected", "wrong shape", "no window", "empty"],
+)
+def test_a_state_that_does_not_fit_is_refused_whole(change, message):
+    model, donor = _model(), _model()
+    _train(donor, _batches(3, seed=6))
+    state = octavo.scaling_state(donor)
+    change(state)
+    before = octavo.scaling_state(model)
+    with pytest.raises(CheckpointError, match=message):
+        octavo.load_scaling_state(model, state)
+    after = octavo.scaling_state(model)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_casting_and_moving_the_model_keeps_the_history():
+    model = _model()
+    _train(model, _batches(3, seed=7))
+    before = octavo.scaling_state(model)
+    model.to(torch.bfloat16).half().to(torch.float32)
+    after = octavo.scaling_state(model)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert {value.dtype for value in after.values()} == {torch.float32, torch.int64}
+
+
+def test_update_scales_leaves_models_without_state_alone():
+    octavo.update_scales(nn.Linear(2, 2))
+    octavo.update_scales(octavo.nn.Linear(2, 2, recipe="tensorwise"))
+
+
+def test_safetensors_take_the_state(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = _model()
+    _train(model, _batches(2, seed=8))
+    state = octavo.scaling_state(model)
+    save_file(state, tmp_path / "scaling.safetensors")
+    loaded = load_file(tmp_path / "scaling.safetensors")
+    other = _model()
+    octavo.load_scaling_state(other, loaded)
+    again = octavo.scaling_state(other)
+    assert all(torch.equal(again[key], state[key]) for key in state)
