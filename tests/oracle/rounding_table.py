@@ -1,7 +1,8 @@
 """Round-to-nearest-even of whole arrays by looking up a sorted table, and the inputs where a rounding can go wrong.
 
-The table holds the values of ml_dtypes, not octavo's, and the midpoints between them, all exact in float64. It is proven
-against the scalar reference in test_rounding_table.py; between two of the points compared there, rounding is constant.
+The table holds the values of ml_dtypes, not octavo's, and the midpoints between them, all exact in float64. It is
+proven against the scalar reference in test_rounding_table.py; between two of the points compared there, rounding is
+constant.
 """
 
 from dataclasses import dataclass

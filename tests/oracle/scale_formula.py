@@ -1,4 +1,4 @@
-"""The amax → scale formula in plain Python: fractions for the roundings to float32, floats (IEEE doubles) for the rest."""
+"""The amax → scale formula in plain Python: fractions for the roundings to float32, IEEE doubles for the rest."""
 
 import math
 import struct

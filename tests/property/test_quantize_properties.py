@@ -1,0 +1,117 @@
+"""Laws of quantize for any tensor: invariances, independence of groups, and stability at a fixed scale."""
+
+import math
+
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from octavo.formats import E4M3, E5M2, FP8_FORMATS
+from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, quantize
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GRANULARITIES = (PerTensor(), PerRow(), PerBlock(2, 2), PerBlock(1, 3))
+FORMAT = st.sampled_from(FP8_FORMATS)
+GRANULARITY = st.sampled_from(GRANULARITIES)
+
+
+@st.composite
+def matrices(draw, magnitude=30):
+    """Up to 5 x 6, every dtype, magnitudes over 2^±magnitude, zeros among them."""
+    rows, columns = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    mantissas = st.one_of(st.just(0.0), st.floats(-2, 2, width=32))
+    count = rows * columns
+    values = draw(st.lists(mantissas, min_size=count, max_size=count))
+    exponents = draw(st.lists(st.integers(-magnitude, magnitude), min_size=count, max_size=count))
+    x = torch.tensor([math.ldexp(m, e) for m, e in zip(values, exponents, strict=True)]).reshape(rows, columns)
+    x = x.to(draw(st.sampled_from(DTYPES)))
+    assume(x.isfinite().all())
+    return x
+
+
+def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
+
+
+@given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY, power_of_two=st.booleans())
+def test_requantizing_at_the_same_scale_returns_the_same_codes(x, fmt, granularity, power_of_two):
+    q = quantize(x, fmt, granularity=granularity, power_of_two=power_of_two)
+    decoded = q.dequantize()
+    assume(decoded.isfinite().all())  # float16: its largest values may round up beyond its range
+    assert same(quantize(decoded, fmt, granularity=granularity, scale=q.scale), q)
+
+
+@given(x=matrices(10), fmt=FORMAT, granularity=GRANULARITY, power_of_two=st.booleans(), shift=st.integers(-40, 40))
+def test_powers_of_two_change_the_scale_and_no_code(x, fmt, granularity, power_of_two, shift):
+    """Why loss scaling does nothing for dynamically scaled gradients."""
+    x = x.float()
+    q, shifted = (
+        quantize(v, fmt, granularity=granularity, power_of_two=power_of_two, amax_floor=0.0)
+        for v in (x, x * 2.0**shift)
+    )
+    assert torch.equal(shifted.data.view(torch.uint8), q.data.view(torch.uint8))
+    empty = q.granularity.reduce_max(x.abs()) == 0
+    assert torch.equal(shifted.scale[~empty], q.scale[~empty] * 2.0**shift)
+
+
+@given(x=matrices(), fmt=FORMAT, seed=st.integers(0, 1000))
+def test_order_of_elements_does_not_matter(x, fmt, seed):
+    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(seed))
+    q, permuted = quantize(x.flatten(), fmt), quantize(x.flatten()[order], fmt)
+    assert torch.equal(permuted.data.view(torch.uint8), q.data.view(torch.uint8)[order])
+    assert torch.equal(permuted.scale, q.scale)
+
+
+@given(x=matrices(), fmt=FORMAT, power_of_two=st.booleans())
+def test_per_row_is_per_tensor_of_each_row(x, fmt, power_of_two):
+    q = quantize(x, fmt, granularity=PerRow(), power_of_two=power_of_two)
+    for index, row in enumerate(x):
+        alone = quantize(row, fmt, power_of_two=power_of_two)
+        assert torch.equal(q.data[index].view(torch.uint8), alone.data.view(torch.uint8))
+        assert torch.equal(q.scale[index, 0], alone.scale)
+
+
+@given(x=matrices(), fmt=FORMAT)
+def test_one_block_is_per_tensor_and_one_row_blocks_are_per_row(x, fmt):
+    rows, columns = x.shape
+    whole, row_blocks = PerBlock(rows, columns), PerBlock(1, columns)
+    per_tensor = quantize(x, fmt)
+    block = quantize(x, fmt, granularity=whole)
+    assert torch.equal(block.data.view(torch.uint8), per_tensor.data.view(torch.uint8))
+    assert block.scale.item() == per_tensor.scale.item()
+    assert same(quantize(x, fmt, granularity=row_blocks), quantize(x, fmt, granularity=PerRow()))
+
+
+@given(x=matrices(), granularity=GRANULARITY, fmt=FORMAT)
+def test_a_change_in_one_row_pair_leaves_the_other_groups_alone(x, granularity, fmt):
+    assume(x.shape[0] > 2 and not isinstance(granularity, PerTensor))
+    changed = x.clone()
+    changed[:2] = 1.0
+    before, after = (quantize(v, fmt, granularity=granularity) for v in (x, changed))
+    assert torch.equal(before.data[2:].view(torch.uint8), after.data[2:].view(torch.uint8))
+
+
+@given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY)
+def test_sign_symmetry(x, fmt, granularity):
+    positive, negative = (quantize(v, fmt, granularity=granularity) for v in (x, -x))
+    assert torch.equal(positive.scale, negative.scale)
+    assert torch.equal(positive.data.float(), -negative.data.float())
+
+
+@given(x=matrices(12), fmt=st.sampled_from((E4M3, E5M2)), granularity=GRANULARITY, power_of_two=st.booleans())
+def test_error_is_bounded_by_the_format_and_the_scale(x, fmt, granularity, power_of_two):
+    """Half a step of the value, or half the smallest step times the scale; plus float32's own roundings."""
+    x = x.float()
+    q = quantize(x, fmt, granularity=granularity, power_of_two=power_of_two)
+    scale = granularity.expand(q.scale, x.shape).broadcast_to(x.shape).double()
+    smallest = fmt.magnitude(1) * scale
+    bound = torch.maximum(x.double().abs() * fmt.epsilon, smallest) / 2
+    assert ((q.dequantize().double() - x.double()).abs() <= bound * (1 + 2.0**-12)).all()
+
+
+@given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY, power_of_two=st.booleans())
+def test_nothing_saturates_under_its_own_scale(x, fmt, granularity, power_of_two):
+    q = quantize(x, fmt, granularity=granularity, power_of_two=power_of_two)
+    scaled = x.double() / granularity.expand(q.scale, x.shape).double()
+    assert (scaled.abs() <= fmt.max * (1 + 2.0**-22)).all()
+    assert q.data.float().isfinite().all()
