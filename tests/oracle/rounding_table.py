@@ -121,6 +121,6 @@ def float32_edges(fmt: Format) -> NDArray[np.float32]:
     points = np.concatenate([table.values, table.midpoints]).astype(np.float32)
     up, down = np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(-np.inf))
     up2, down2 = np.nextafter(up, np.float32(np.inf)), np.nextafter(down, np.float32(-np.inf))
-    tiny = np.float32([1e-45, 3e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, FLOAT32_MAX, np.inf, np.nan])
+    tiny = np.array([1e-45, 3e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, FLOAT32_MAX, np.inf, np.nan], np.float32)
     one_sign = np.concatenate([points, up, down, up2, down2, tiny])
     return np.concatenate([one_sign, -one_sign])

@@ -33,7 +33,7 @@ def indices(shape):
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 def test_reduce_max_equals_a_loop_over_elements(granularity, shape):
     magnitudes = torch.rand(shape)
-    expected = {}
+    expected: dict[tuple[int, ...], float] = {}
     for index in indices(shape):
         group = group_of(granularity, index)
         expected[group] = max(expected.get(group, 0.0), magnitudes[index].item())

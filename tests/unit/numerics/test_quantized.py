@@ -222,6 +222,7 @@ def test_fake_quantize_rounds_forward_and_passes_gradients(granularity, dtype):
     assert torch.equal(y, quantize(x, E4M3, granularity=granularity, power_of_two=True).dequantize())
     upstream = torch.randn(5, 7).to(dtype)
     y.backward(upstream)
+    assert x.grad is not None
     assert torch.equal(x.grad, upstream)
 
 

@@ -23,7 +23,7 @@ EDGES = [0.0, 1e-45, 1e-38, 1e-30, 1e-12, 9.9e-13, 1.1e-12, 1.0, 448.0, 57344.0,
 def amaxes(count=1500):
     """Float32 magnitudes with random bits, so that every binade has some, and the edges."""
     random = np.random.default_rng(0).integers(0, 0x7F80_0000, count, dtype=np.uint32).view(np.float32)
-    return torch.from_numpy(np.concatenate([np.float32(EDGES), random]))
+    return torch.from_numpy(np.concatenate([np.array(EDGES, np.float32), random]))
 
 
 def bits_of(x):
@@ -113,7 +113,7 @@ def test_torchao_computes_the_same_scales(fmt):
 
 
 def powers_of_two():
-    return torch.from_numpy(np.float32([math.ldexp(1.0, exponent) for exponent in range(-126, 128)]))
+    return torch.tensor([math.ldexp(1.0, exponent) for exponent in range(-126, 128)])
 
 
 def test_power_of_two_floor_at_and_beside_every_power():
