@@ -13,7 +13,11 @@ from typer.core import TyperGroup
 
 from octavo.cli.console import complain
 from octavo.cli.data import data
+from octavo.cli.evaluate import evaluate
 from octavo.cli.formats import formats
+from octavo.cli.generate import generate
+from octavo.cli.study import study
+from octavo.cli.train import train
 from octavo.errors import OctavoError
 
 __all__ = ["app", "main"]
@@ -78,8 +82,12 @@ def root(
     """Hold the options that stand before a command's name."""
 
 
-app.command(epilog="Example: octavo formats --errata")(formats)
+app.command(epilog="Example: octavo study --data my-texts/ --steps 1000 --out runs/mine")(study)
+app.command(epilog="Example: octavo train --recipe rowwise --data novel.txt --steps 500 --out runs/novel")(train)
+app.command(name="eval", epilog="Example: octavo eval runs/demo/tensorwise --data novel.txt")(evaluate)
+app.command(epilog="Example: octavo generate runs/demo/tensorwise --prompt 'def main('")(generate)
 app.command(epilog="Example: octavo data --data my-texts/")(data)
+app.command(epilog="Example: octavo formats --errata")(formats)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ because two of them would overwrite each other.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,7 +22,9 @@ from rich.progress import (
 
 from octavo.cli.console import stderr
 
-__all__ = ["Advance", "Display", "open_display"]
+__all__ = ["Advance", "Display", "open_display", "phases"]
+
+QUIET_SECONDS = 2.0  # what is done sooner needs no progress
 
 
 class Advance(Protocol):
@@ -99,7 +101,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """A line when a phase begins, at every tenth of it, and when it ends."""
+    """A line when a phase begins, at every tenth of a long one, and when it ends."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -116,7 +118,7 @@ class PlainDisplay:
         def advance(done: float, note: str = "") -> None:
             nonlocal shown
             tenth = int(10 * done / total) if total else 0
-            if tenth > shown and tenth < 10:
+            if shown < tenth < 10 and time.monotonic() - self.started >= QUIET_SECONDS:
                 shown = tenth
                 self.say(f"{label}: {10 * tenth}%{self._eta(done, total)}{', ' + note if note else ''}")
 
@@ -137,3 +139,17 @@ class PlainDisplay:
             return ""
         elapsed = time.monotonic() - self.started
         return f", about {elapsed * (total - done) / done:.0f} s left"
+
+
+def phases(display: Display) -> Callable[..., None]:
+    """A callback (name, done, total, note="") that opens a phase whenever the name changes."""
+    current = ""
+    advance: Advance | None = None
+
+    def show(name: str, done: float, total: float, note: str = "") -> None:
+        nonlocal current, advance
+        if name != current or advance is None:
+            current, advance = name, display.phase(name, total)
+        advance(done, note)
+
+    return show

@@ -33,12 +33,13 @@ from octavo.training.events import Event, StepDone
 from octavo.training.facts import facts_of
 from octavo.training.files import write_atomically
 from octavo.training.gradient_noise import GradientNoise, Probe, gradient_noise
-from octavo.training.loop import train
+from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
+from octavo.training.loop import check_data, train
 from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, has_run, load_run
 
-__all__ = ["DEFAULT_RECIPES", "OnPhase", "Phase", "run_study"]
+__all__ = ["DEFAULT_RECIPES", "STUDY", "OnPhase", "Phase", "check_study_data", "configs_of", "run_study"]
 
 DEFAULT_RECIPES = ("fp32", "bf16", "tensorwise")
 STUDY, MEASURES = "study.json", "measures.json"
@@ -86,14 +87,12 @@ def run_study(
         KeyboardInterrupt: a signal stopped a run; it has saved a checkpoint, and the same call continues.
     """
     folder = Path(out_dir)
-    _check_recipes(recipes)
+    configs = configs_of(config, recipes)
+    check_study_data(data, config)
     report = on_phase or _ignore
     finished = _finished_study(folder, config, recipes, data)
     if finished is not None:
         return finished
-    configs = {recipe: _config_of(config, recipe) for recipe in recipes}
-    for one in configs.values():
-        data.windows(one.training.context, split=Split.TEST, max_tokens=1)
     runs = [_measured(folder / recipe, configs[recipe], data, test_tokens, report) for recipe in recipes]
     noise = _gradient_noise(folder / recipes[0], configs, data, report)
     prompt = prompt or _beginning_of_test(data)
@@ -110,14 +109,27 @@ def run_study(
     return study
 
 
-def _check_recipes(recipes: Sequence[str]) -> None:
+def configs_of(config: RunConfig, recipes: Sequence[str]) -> dict[str, RunConfig]:
+    """The configuration of each run.
+
+    Raises:
+        ConfigError: no recipe, one twice, or an unknown one.
+    """
     if not recipes or len(set(recipes)) != len(recipes):
         raise ConfigError(f"a study needs recipes, each once; got {', '.join(recipes) or 'none'}")
+    training = config.training
+    options = {training.recipe: training.recipe_options}
+    return {recipe: config.with_training(recipe=recipe, recipe_options=options.get(recipe, {})) for recipe in recipes}
 
 
-def _config_of(config: RunConfig, recipe: str) -> RunConfig:
-    own = config.training.recipe == recipe
-    return config.with_training(recipe=recipe, recipe_options=config.training.recipe_options if own else {})
+def check_study_data(data: TokenData, config: RunConfig) -> None:
+    """Refuse data with a split shorter than the context, before anything is written.
+
+    Raises:
+        DataError: which split, and what is allowed.
+    """
+    check_data(data, config.training)
+    data.windows(config.training.context, split=Split.TEST, max_tokens=1)
 
 
 def _finished_study(folder: Path, config: RunConfig, recipes: Sequence[str], data: TokenData) -> Study | None:
@@ -145,8 +157,7 @@ def _measured(
     result = train(config, run_dir, data=data, resume=has_run(run_dir), on_event=_as_phase(f"train {recipe}", report))
     if result.interrupted:
         raise KeyboardInterrupt
-    report(Phase(name=f"evaluate {recipe}", done=0, total=1))
-    window_nats = _window_nats(load_run(run_dir), data, test_tokens)
+    window_nats = _window_nats(load_run(run_dir), data, test_tokens, report)
     measures = RunMeasures(
         recipe=recipe,
         steps=result.step,
@@ -180,11 +191,23 @@ def _as_phase(name: str, report: OnPhase) -> Callable[[Event], None]:
     return on_event
 
 
-def _window_nats(run: TrainedRun, data: TokenData, test_tokens: int | None) -> tuple[float, ...]:
-    context = run.config.training.context
-    found = evaluate(
-        run.model, data, context=context, split=Split.TEST, max_tokens=test_tokens, surroundings=run.surroundings
-    )
+def _window_nats(run: TrainedRun, data: TokenData, test_tokens: int | None, report: OnPhase) -> tuple[float, ...]:
+    training = run.config.training
+    total = batches_of(data, training.context, max_tokens=test_tokens)
+
+    def on_forward(done: int) -> None:
+        report(Phase(name=f"evaluate {training.recipe}", done=done, total=total))
+
+    with watching_forwards(run.model, on_forward):
+        found = evaluate(
+            run.model,
+            data,
+            context=training.context,
+            split=Split.TEST,
+            max_tokens=test_tokens,
+            batch_size=BATCH_WINDOWS,
+            surroundings=run.surroundings,
+        )
     return found.window_nats
 
 

@@ -83,7 +83,7 @@ def verdict(study: Study) -> str:
     side = "above" if gap.nats >= 0 else "below"
     bar = "within" if gap.nats <= GAP_BAR_NATS else "outside"
     return (
-        f"{title_of(fp8.recipe)} ends {abs(gap.nats):.4f} ± {gap.standard_error:.4f} nats {side} BF16 on held-out text "
+        f"{title_of(fp8.recipe)} ends {abs(gap.nats):.4f} ± {_error(gap)} nats {side} BF16 on held-out text "
         f"({gap.percent:+.2f} % perplexity): {bar} the bar of {GAP_BAR_NATS:.4f} nats."
     )
 
@@ -113,7 +113,7 @@ def _loss(study: Study) -> Row:
     return Row(
         name="Final loss, nats a token",
         cells=tuple(f"{run.nats:.4f}" for run in study.runs),
-        difference=NOTHING if gap is None else f"{gap.nats:+.4f} ± {gap.standard_error:.4f}",
+        difference=NOTHING if gap is None else f"{gap.nats:+.4f} ± {_error(gap)}",
         article="+0.0073 (from 9.58 / 9.51)",
     )
 
@@ -152,10 +152,10 @@ def _gradient_error(study: Study) -> Row:
 def _throughput(study: Study) -> Row:
     base = study.baseline.tokens_per_second
     return Row(
-        name="Tokens/s, this machine",
+        name="Tokens/s here",
         cells=tuple(f"{run.tokens_per_second:,.0f} ({run.tokens_per_second / base:.2f}×)" for run in study.runs),
         difference=_relative(study, [run.tokens_per_second for run in study.runs]),
-        article="1 / 1.15× / 1.42×, +23 % (GPU)",
+        article="1 / 1.15× / 1.42×, +23 %",
     )
 
 
@@ -174,6 +174,12 @@ def _relative(study: Study, values: Sequence[float | None]) -> str:
     by_recipe = dict(zip((run.recipe for run in study.runs), values, strict=True))
     fp8, bf16 = (by_recipe[run.recipe] for run in pair) if pair else (None, None)
     return NOTHING if fp8 is None or not bf16 else f"{100 * (fp8 / bf16 - 1):+.1f} %"
+
+
+def _error(gap: Gap) -> str:
+    """A standard error as the gap beside it, or to one digit where that would read 0."""
+    rounded = f"{gap.standard_error:.4f}"
+    return rounded if float(rounded) or not gap.standard_error else f"{gap.standard_error:.0e}"
 
 
 def _perplexity_of(nats: float) -> str:

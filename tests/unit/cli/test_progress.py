@@ -5,10 +5,12 @@ import io
 from rich.console import Console
 from rich.progress import Progress
 
-from octavo.cli.progress import LiveDisplay, PlainDisplay, open_display
+from octavo.cli import progress
+from octavo.cli.progress import LiveDisplay, PlainDisplay, open_display, phases
 
 
-def test_plain_progress_prints_a_line_a_tenth_and_not_more():
+def test_plain_progress_prints_a_line_a_tenth_and_not_more(monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     out = io.StringIO()
     display = PlainDisplay(Console(file=out))
     advance = display.phase("train fp32", 1000)
@@ -32,15 +34,32 @@ def test_a_phase_without_total_prints_begin_and_end_only():
 
 
 def test_the_next_phase_completes_the_live_bar_before_it():
-    progress = Progress(console=Console(file=io.StringIO()))
-    display = LiveDisplay(progress)
+    bars = Progress(console=Console(file=io.StringIO()))
+    display = LiveDisplay(bars)
     display.phase("one", 10)(4, "note")
     display.phase("two", None)
     display.close()
-    assert [task.finished for task in progress.tasks] == [True, True]
+    assert [task.finished for task in bars.tasks] == [True, True]
 
 
-def test_progress_goes_to_stderr_alone(capsys):
+def test_what_is_done_at_once_prints_begin_and_end_only():
+    out = io.StringIO()
+    display = PlainDisplay(Console(file=out))
+    display.phase("quick", 10)(9)
+    display.close()
+    assert len(out.getvalue().splitlines()) == 2
+
+
+def test_a_new_name_opens_a_new_phase(capsys):
+    with open_display() as display:
+        show = phases(display)
+        for name, done in (("one", 1), ("one", 2), ("two", 0)):
+            show(name, done, 2)
+    assert capsys.readouterr().err.count("...") == 2
+
+
+def test_progress_goes_to_stderr_alone(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     with open_display() as display:
         display.phase("work", 2)(1)
     captured = capsys.readouterr()

@@ -1,0 +1,154 @@
+"""What ``octavo study`` and ``octavo demo`` share: run the study in a folder, write its report, print its table."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.console import print_json, print_table, stderr, stdout
+from octavo.cli.progress import open_display, phases
+from octavo.errors import ConfigError
+from octavo.training import report, study_table
+from octavo.training.comparison import Study
+from octavo.training.config import RunConfig, load_config, save_config
+from octavo.training.data import prepare
+from octavo.training.files import write_atomically
+from octavo.training.precision import resolve_device
+from octavo.training.run_folder import CONFIG
+from octavo.training.study import STUDY, Phase, check_study_data, configs_of, run_study
+
+__all__ = ["compare", "print_study"]
+
+DATA, REPORT = "data", "report.html"
+
+
+def compare(
+    config: RunConfig,
+    out: Path,
+    *,
+    recipes: Sequence[str],
+    prompt: str | None = None,
+    test_tokens: int | None = None,
+    force: bool = False,
+) -> Study:
+    """Prepare the data, run or finish the study in ``out``, and write config.toml and report.html.
+
+    Raises:
+        ConfigError: an unknown recipe, or ``out`` holds a study of another configuration and ``force`` is not given.
+    """
+    configs_of(config, recipes)
+    if force:
+        start_over(out, recipes)
+    _check_same(config, out)
+    with open_display() as display:
+        show = phases(display)
+        data = prepare(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show)
+        check_study_data(data, config)
+        save_config(config, out / CONFIG)
+
+        def on_phase(phase: Phase) -> None:
+            show(phase.name, phase.done, phase.total, phase.note)
+
+        study = run_study(
+            config, out, data=data, recipes=recipes, prompt=prompt, test_tokens=test_tokens, on_phase=on_phase
+        )
+    _write_report(study, out, device_of(config))
+    return study
+
+
+def start_over(out: Path, recipes: Sequence[str]) -> None:
+    """Remove what a study wrote into ``out``, and nothing else."""
+    for name in (DATA, *recipes):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in (CONFIG, STUDY, REPORT):
+        (out / name).unlink(missing_ok=True)
+
+
+def print_study(study: Study, config: RunConfig, out: Path, *, as_json: bool) -> None:
+    """Print the table, what it means, where the files are, and what the FP8 model writes."""
+    if as_json:
+        print_json(_record(study, out))
+        return
+    rows = [[row.name, *row.cells, row.difference, row.article] for row in study_table.rows(study)]
+    print_table("", study_table.columns(study), rows)
+    for line in (study_table.verdict(study), study_table.target_note(study)):
+        _say(line)
+    _say(study_table.emulation_note(device_of(config)))
+    _say("")
+    _print_files(study, out)
+    _print_sample(study)
+
+
+def device_of(config: RunConfig) -> str:
+    """The kind of device a configuration runs on."""
+    return resolve_device(config.training.device).type
+
+
+def _check_same(config: RunConfig, out: Path) -> None:
+    path = out / CONFIG
+    if path.exists() and load_config(path).config_hash() != config.config_hash():
+        raise ConfigError(
+            f"{str(out)!r} holds a study of another configuration ({path}); name another folder with --out, "
+            "or start over with --force"
+        )
+
+
+def _write_report(study: Study, out: Path, device: str) -> None:
+    try:
+        page = report.render(study, device=device)
+    except ConfigError as error:
+        stderr().print(f"note: no report.html: {error}", soft_wrap=True, markup=False)
+        return
+    write_atomically(out / REPORT, page)
+
+
+def _say(line: str, *, wrap: bool = True) -> None:
+    stdout().print(line, markup=False, soft_wrap=not wrap)
+
+
+def _print_files(study: Study, out: Path) -> None:
+    runs = ", ".join(f"{run.recipe}/" for run in study.runs)
+    _say(f"Files: {out}/", wrap=False)
+    _say(f"  {REPORT}  the curves, the gap and this table")
+    _say(f"  {runs}  metrics.jsonl, TensorBoard events, checkpoints")
+    _say(f"  {CONFIG}, {STUDY}, {DATA}/  the configuration, every figure, the tokens")
+
+
+def _print_sample(study: Study) -> None:
+    recipe = study.fp8_runs[0].recipe if study.fp8_runs else study.runs[-1].recipe
+    _say("")
+    _say(f"The {study_table.title_of(recipe)} model continues {study.prompt!r}:")
+    for line in (study.prompt + study.samples[recipe]).splitlines():
+        _say(f"  | {line}")
+
+
+def _record(study: Study, out: Path) -> dict[str, Any]:
+    names = [run.recipe for run in study.runs]
+    gaps = [(run.recipe, base) for run in study.fp8_runs for base in ("bf16", "fp32") if base in names]
+    return {
+        "folder": str(out),
+        "verdict": study_table.verdict(study),
+        "target_nats": study.target_nats,
+        "unigram_nats": study.unigram_nats,
+        "runs": [
+            {
+                "recipe": run.recipe,
+                "nats": run.nats,
+                "perplexity": run.perplexity,
+                "steps": run.steps,
+                "steps_to_target": study.steps_to_target(run.recipe),
+                "relative_gradient_variance": study.relative_variance(run.recipe),
+                "gradient_error": run.gradient_error,
+                "tokens_per_second": run.tokens_per_second,
+                "peak_memory_bytes": run.peak_memory_bytes,
+            }
+            for run in study.runs
+        ],
+        "gaps": [
+            {"run": run, "base": base, "nats": gap.nats, "standard_error": gap.standard_error, "percent": gap.percent}
+            for run, base in gaps
+            for gap in (study.gap(run, base),)
+        ],
+        "facts": dict(study.facts),
+        "samples": dict(study.samples),
+    }

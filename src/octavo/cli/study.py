@@ -1,0 +1,57 @@
+"""``octavo study``: the same model in several precisions, on your own text and configuration."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli import options
+from octavo.cli.comparing import compare, print_study
+from octavo.training.study import DEFAULT_RECIPES
+
+__all__ = ["study"]
+
+
+def study(
+    *,
+    out: Annotated[Path, typer.Option("--out", help="The study's folder.")] = Path("runs/study"),
+    recipes: Annotated[str, typer.Option(help="Comma-separated, baseline first.")] = ",".join(DEFAULT_RECIPES),
+    prompt: Annotated[str | None, typer.Option(help="What the final models continue.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Start over in a folder that holds a study.")] = False,
+    config: options.ConfigFile = None,
+    source: options.Source = None,
+    vocab_size: options.VocabSize = None,
+    steps: options.Steps = None,
+    lr: options.LearningRate = None,
+    warmup: options.Warmup = None,
+    batch_size: options.BatchSize = None,
+    context: options.Context = None,
+    seed: options.Seed = None,
+    eval_interval: options.EvalInterval = None,
+    checkpoint_interval: options.CheckpointInterval = None,
+    threads: options.Threads = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train one model in several precisions, everything else equal, and measure what each costs.
+
+    A second call skips what is finished and resumes what was interrupted.
+    """
+    run_config = options.configured(
+        config,
+        source=source,
+        vocab_size=vocab_size,
+        steps=steps,
+        lr=lr,
+        warmup=warmup,
+        batch_size=batch_size,
+        context=context,
+        seed=seed,
+        eval_interval=eval_interval,
+        checkpoint_interval=checkpoint_interval,
+        threads=threads,
+        device=device,
+    )
+    chosen = tuple(name.strip() for name in recipes.split(",") if name.strip())
+    found = compare(run_config, out, recipes=chosen, prompt=prompt, force=force)
+    print_study(found, run_config, out, as_json=as_json)

@@ -1,0 +1,127 @@
+"""``octavo train``: one run with one recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli import options
+from octavo.cli.console import number, print_json, print_table, stderr
+from octavo.cli.progress import Display, open_display, phases
+from octavo.errors import ConfigError
+from octavo.training.config import RunConfig, load_config
+from octavo.training.data import prepare
+from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
+from octavo.training.loop import TrainResult
+from octavo.training.loop import train as run_training
+from octavo.training.run_folder import CONFIG, has_run
+
+__all__ = ["train"]
+
+DATA = "data"
+INTERRUPTED = 130
+MIB = 1 << 20
+
+
+def train(
+    *,
+    out: Annotated[Path, typer.Option("--out", help="The run's folder.")],
+    recipe: Annotated[
+        str | None, typer.Option(help="fp32, bf16, tensorwise, rowwise or delayed. [default: tensorwise]")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, bit-exactly.")] = False,
+    config: options.ConfigFile = None,
+    source: options.Source = None,
+    vocab_size: options.VocabSize = None,
+    steps: options.Steps = None,
+    lr: options.LearningRate = None,
+    warmup: options.Warmup = None,
+    batch_size: options.BatchSize = None,
+    context: options.Context = None,
+    seed: options.Seed = None,
+    eval_interval: options.EvalInterval = None,
+    checkpoint_interval: options.CheckpointInterval = None,
+    threads: options.Threads = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train a small language model with one recipe."""
+    run_config = options.configured(
+        out / CONFIG if resume and config is None and (out / CONFIG).exists() else config,
+        source=source,
+        vocab_size=vocab_size,
+        recipe=recipe,
+        steps=steps,
+        lr=lr,
+        warmup=warmup,
+        batch_size=batch_size,
+        context=context,
+        seed=seed,
+        eval_interval=eval_interval,
+        checkpoint_interval=checkpoint_interval,
+        threads=threads,
+        device=device,
+    )
+    _check_folder(out, run_config, resume=resume)
+    with open_display() as display:
+        data = prepare(
+            run_config.data.source, out / DATA, vocab_size=run_config.data.vocab_size, progress=phases(display)
+        )
+        on_event = _watch(display, run_config.training.recipe, run_config.training.steps)
+        result = run_training(run_config, out, data=data, resume=resume, on_event=on_event)
+    if result.interrupted:
+        stderr().print(
+            f"stopped after step {result.step}, checkpoint saved; continue with: octavo train --out {out} --resume",
+            soft_wrap=True,
+            markup=False,
+        )
+        raise typer.Exit(INTERRUPTED)
+    _show(result, as_json=as_json)
+
+
+def _check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
+    """Refuse before the token files are touched what the loop would refuse after."""
+    if has_run(out) and not resume:
+        raise ConfigError(f"{str(out)!r} already holds a run; continue it with --resume or name another folder")
+    if resume and not has_run(out):
+        raise ConfigError(f"there is no run to resume in {str(out)!r}; leave out --resume or name another folder")
+    if resume and load_config(out / CONFIG).data != config.data:
+        raise ConfigError(f"the run in {str(out)!r} was started on other data; leave out --data and --vocab-size")
+
+
+def _watch(display: Display, recipe: str, steps: int) -> OnEvent:
+    show = phases(display)
+    show(f"train {recipe}", 0, steps)
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, StepDone):
+            note = f"loss {event.loss:.3f}, {event.tokens_per_second:,.0f} tokens/s"
+            show(f"train {recipe}", event.step, event.steps, note)
+        elif isinstance(event, Evaluated):
+            display.say(f"step {event.step}: validation {event.nats:.4f} nats, perplexity {event.perplexity:.2f}")
+        elif isinstance(event, Notice):
+            display.say(event.text)
+
+    return on_event
+
+
+def _show(result: TrainResult, *, as_json: bool) -> None:
+    record = {
+        "run": str(result.run_dir),
+        "steps": result.step,
+        "train_nats": result.train_curve[-1][1] if result.train_curve else None,
+        "validation_nats": result.validation_curve[-1][1] if result.validation_curve else None,
+        "tokens_per_second": result.tokens_per_second,
+        "peak_memory_mib": result.peak_memory_bytes / MIB,
+        "converted_layers": result.converted,
+        "checkpoint": str(result.checkpoint),
+    }
+    if as_json:
+        print_json(record)
+        return
+    rows = [(name.replace("_", " "), _cell(value)) for name, value in record.items()]
+    print_table("Run", ["", ""], rows)
+
+
+def _cell(value: object) -> str:
+    return number(value, 5) if isinstance(value, int | float) else str(value)

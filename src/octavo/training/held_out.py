@@ -1,0 +1,93 @@
+"""Text to evaluate a trained run on: encoded with the run's own tokenizer, in memory.
+
+A run's loss on text it has not seen is the test split of what it was trained on, or all of any other text. Losses of
+runs with different tokenizers cannot be compared a token; nothing here pretends that they can.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.training.corpus import Document, Split, content_hash
+from octavo.training.data import TokenData
+from octavo.training.run_folder import TrainedRun
+from octavo.training.text import BUILTIN, divide, load_documents
+from octavo.training.tokenizer import end_of_text_id
+
+__all__ = ["ALL", "BATCH_WINDOWS", "batches_of", "held_out", "watching_forwards"]
+
+ALL = "all"
+BATCH_WINDOWS = 16
+
+
+def held_out(
+    run: TrainedRun,
+    run_dir: Path,
+    *,
+    source: str | None = None,
+    split: str | None = None,
+    on_document: Callable[[int, int], None] = lambda _done, _total: None,
+) -> TokenData:
+    """The tokens to evaluate on, as the test split of a ``TokenData``.
+
+    Args:
+        run: whose tokenizer to use.
+        run_dir: its folder.
+        source: see ``octavo.training.text``; None is what the run was trained on.
+        split: "train", "validation", "test" or "all"; None is "test" for the run's own source, "all" for another.
+        on_document: called with (done, total) documents.
+
+    Raises:
+        ConfigError: an unknown split.
+        DataError: the source holds no text.
+    """
+    own = run.config.data.source
+    source = source or own
+    split = split or (str(Split.TEST) if source == own else ALL)
+    if split not in (*Split, ALL):
+        raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {split!r}")
+    documents = load_documents(source)
+    chosen = documents if split == ALL else divide(documents, by_file=source == BUILTIN)[Split(split)]
+    tokens = _encode(run, chosen, on_document)
+    manifest = {"source": source, "content_hash": content_hash(documents), "split": split}
+    size = run.tokenizer.get_vocab_size()
+    return TokenData(folder=run_dir, manifest=manifest, vocab_size=size, splits={Split.TEST: tokens})
+
+
+def batches_of(data: TokenData, context: int, *, max_tokens: int | None = None) -> int:
+    """How many forward passes of ``BATCH_WINDOWS`` an evaluation of the test split takes."""
+    inputs, _ = data.windows(context, split=Split.TEST, max_tokens=max_tokens)
+    return math.ceil(len(inputs) / BATCH_WINDOWS)
+
+
+@contextmanager
+def watching_forwards(model: nn.Module, on_forward: Callable[[int], None]) -> Iterator[None]:
+    """Call ``on_forward`` with the number of forward passes so far, after each one inside the block."""
+    count = 0
+
+    def hook(*_: object) -> None:
+        nonlocal count
+        count += 1
+        on_forward(count)
+
+    handle = model.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _encode(run: TrainedRun, documents: list[Document], on_document: Callable[[int, int], None]) -> NDArray[Any]:
+    end = end_of_text_id(run.tokenizer)
+    ids: list[int] = []
+    for done, document in enumerate(documents, start=1):
+        ids += [*run.tokenizer.encode(document.text, add_special_tokens=False).ids, end]
+        on_document(done, len(documents))
+    return np.array(ids, dtype=np.uint32)

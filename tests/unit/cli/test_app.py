@@ -1,0 +1,86 @@
+"""The boundary around every command, its help, and the way in as a process."""
+
+import errno
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from octavo.cli.app import app
+from octavo.errors import ConfigError
+
+COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(octavo, command):
+    result = octavo(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: octavo {command}" in " ".join(result.stdout.split())
+
+
+def test_no_command_prints_help(octavo):
+    result = octavo()
+    assert all(command in result.output for command in COMMANDS)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Make ``octavo formats`` raise."""
+
+    def install(error):
+        def fail():
+            raise error
+
+        monkeypatch.setattr("octavo.cli.formats.errata", fail)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConfigError("steps must be 1, not 0"), "steps must be 1, not 0"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/x"),
+            "runs/x: no space left on device; free some space",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/x"), "permission denied; choose a path"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "a.txt: no such file"),
+    ],
+)
+def test_a_refusal_is_one_sentence_and_exit_code_2(octavo, failing, error, words):
+    failing(error)
+    result = octavo("formats", "--errata")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "formats", "--errata"], ["formats", "--errata", "--debug"]])
+def test_debug_lets_the_error_through(octavo, failing, arguments):
+    failing(ConfigError("steps must be 1, not 0"))
+    assert isinstance(octavo(*arguments).exception, ConfigError)
+
+
+def test_ctrl_c_ends_with_130(octavo, failing):
+    failing(KeyboardInterrupt())
+    result = octavo("formats", "--errata")
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+
+
+def test_a_defect_of_our_own_keeps_its_traceback(octavo, failing):
+    failing(ZeroDivisionError("ours"))
+    assert isinstance(octavo("formats", "--errata").exception, ZeroDivisionError)
+
+
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "octavo", "train", "--out", "nowhere", "--recipe", "fp9"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: training.recipe must be one of")
+    assert len(result.stderr.strip().splitlines()) == 1

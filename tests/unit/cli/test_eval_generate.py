@@ -1,0 +1,85 @@
+"""``octavo eval`` and ``octavo generate`` on a finished run."""
+
+import json
+
+import pytest
+import torch
+
+from octavo.training.corpus import Split
+from octavo.training.data import open_data
+from octavo.training.run_folder import load_run
+
+
+def test_eval_is_the_loss_on_the_runs_own_test_split(octavo, finished_run):
+    record = json.loads(octavo("eval", finished_run, "--json").stdout)
+    run = load_run(finished_run)
+    inputs, targets = open_data(finished_run / "data").windows(32, split=Split.TEST)
+    with torch.no_grad(), run.surroundings:
+        logits = torch.cat([run.model(rows) for rows in inputs.split(16)])
+    nats = -logits.float().log_softmax(-1).gather(-1, targets[..., None]).double().mean().item()
+    assert record["nats"] == pytest.approx(nats, rel=1e-5)
+    assert record["tokens"] == targets.numel()
+    assert record["split"] == "test"
+
+
+def test_eval_takes_all_of_other_text(octavo, finished_run, tmp_path):
+    (tmp_path / "other.txt").write_text("nothing like sums at all\n" * 200)
+    record = json.loads(octavo("eval", finished_run, "--data", tmp_path / "other.txt", "--json").stdout)
+    own = json.loads(octavo("eval", finished_run, "--json").stdout)
+    assert record["split"] == "all"
+    assert record["nats"] > own["nats"]
+
+
+def test_eval_prints_a_table(octavo, finished_run):
+    assert "perplexity" in octavo("eval", finished_run).stdout
+
+
+def test_generate_continues_the_prompt_and_repeats_itself(octavo, finished_run):
+    arguments = ["generate", finished_run, "--prompt", "12 times", "--max-new-tokens", 20, "--seed", 3]
+    first, second = octavo(*arguments), octavo(*arguments)
+    assert first.exit_code == 0, first.output
+    assert first.stdout.startswith("12 times")
+    assert first.stdout == second.stdout
+    assert octavo(*arguments[:-1], 4).stdout != first.stdout
+
+
+def test_writing_in_pieces_is_writing_at_once(octavo, finished_run):
+    """At temperature 0 nothing is random: 20 tokens in pieces are the argmax continuation."""
+    text = octavo("generate", finished_run, "--prompt", "12 times", "--max-new-tokens", 20, "--temperature", 0).stdout
+    run = load_run(finished_run)
+    ids = run.tokenizer.encode("12 times", add_special_tokens=False).ids
+    start = len(ids)
+    with torch.no_grad(), run.surroundings:
+        for _ in range(20):
+            ids.append(int(run.model(torch.tensor([ids[-32:]]))[0, -1].argmax()))
+    assert text == "12 times" + run.tokenizer.decode(ids[start:]).rstrip("\ufffd") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-k", "0"], "top_k"),
+        (["--max-new-tokens", "-3"], "max_new_tokens"),
+        (["--prompt", ""], "prompt is empty"),
+    ],
+)
+def test_bad_sampling_values_are_named(octavo, finished_run, options, words):
+    result = octavo("generate", finished_run, "--prompt", "x", *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "--prompt", "x"]])
+def test_a_folder_without_a_run_is_named(octavo, tmp_path, command):
+    result = octavo(command[0], tmp_path / "nowhere", *command[1:])
+    assert result.exit_code == 2
+    assert "nowhere" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_unknown_split_is_refused(octavo, finished_run):
+    result = octavo("eval", finished_run, "--split", "dev")
+    assert result.exit_code == 2
+    assert "train, validation, test, all" in result.stderr

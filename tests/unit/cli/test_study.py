@@ -1,0 +1,72 @@
+"""``octavo study``: the table, the JSON, the files, and the second call."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("study") / "runs"
+
+
+@pytest.fixture(scope="module")
+def printed(folder, setting):
+    from tests.unit.cli.conftest import run_octavo
+
+    result = run_octavo("study", *setting, "--out", folder)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_table_has_every_measure(printed):
+    for row in ("Final perplexity", "Steps to perplexity", "Gradient variance", "Tokens/s", "Peak memory"):
+        assert row in printed.stdout
+    assert "emulated" in printed.stdout
+    assert "0.0050 nats" in " ".join(printed.stdout.split())
+
+
+def test_the_files_named_are_there(printed, folder):
+    assert {"config.toml", "study.json", "report.html", "data", "fp32", "bf16", "tensorwise"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_second_call_trains_nothing_and_prints_the_same(octavo, printed, folder, setting):
+    again = octavo("study", *setting, "--out", folder)
+    assert again.stdout == printed.stdout
+    assert "train" not in again.stderr
+
+
+def test_json_is_all_of_stdout(octavo, printed, folder, setting):
+    record = json.loads(octavo("study", *setting, "--out", folder, "--json").stdout)
+    assert [run["recipe"] for run in record["runs"]] == ["fp32", "bf16", "tensorwise"]
+    by_recipe = {run["recipe"]: run["nats"] for run in record["runs"]}
+    gap = next(gap for gap in record["gaps"] if gap["base"] == "bf16")
+    assert gap["nats"] == pytest.approx(by_recipe["tensorwise"] - by_recipe["bf16"], abs=1e-12)
+
+
+def test_another_configuration_needs_force(octavo, printed, folder, setting):
+    arguments = ["study", *setting, "--out", folder, "--seed", "9"]
+    result = octavo(*arguments)
+    assert result.exit_code == 2
+    assert "--force" in result.stderr
+    (folder / "notes.txt").write_text("mine")
+    forced = octavo(*arguments, "--recipes", "fp32", "--force")
+    assert forced.exit_code == 0, forced.output
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_study_is_not_a_run(octavo, printed, folder):
+    for command in (["eval", folder], ["generate", folder, "--prompt", "x"]):
+        result = octavo(*command)
+        assert result.exit_code == 2
+        assert "name one of" in result.stderr
+
+
+def test_unknown_recipes_write_nothing(octavo, setting, tmp_path):
+    result = octavo("study", *setting, "--out", tmp_path / "new", "--recipes", "fp32,fp9")
+    assert result.exit_code == 2
+    assert "fp9" in result.stderr
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,83 @@
+"""``octavo train``: what it leaves behind, and that resuming reaches the same numbers."""
+
+import json
+import os
+import signal
+
+import pytest
+
+import octavo.cli.train as command
+from octavo.training.config import load_config
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def test_a_run_leaves_its_folder(finished_run):
+    names = {path.name for path in finished_run.iterdir()}
+    assert {"config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json", "data"} <= names
+    assert load_config(finished_run / "config.toml").training.recipe == "tensorwise"
+    assert [line["step"] for line in losses(finished_run) if line["kind"] == "step"] == [1, 2, 3, 4]
+
+
+def test_options_override_the_file(octavo, setting, tmp_path):
+    options = ["--steps", 2, "--lr", 0.001, "--seed", 5, "--recipe", "bf16", "--batch-size", 2]
+    result = octavo("train", *setting, "--out", tmp_path / "run", *options, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["steps"] == 2
+    training = load_config(tmp_path / "run" / "config.toml").training
+    assert (training.lr, training.seed, training.recipe, training.batch_size) == (0.001, 5, "bf16", 2)
+
+
+def test_an_interrupted_run_resumes_to_the_same_digits(octavo, setting, tmp_path, finished_run, monkeypatch):
+    watch = command._watch
+
+    def interrupting(display, recipe, steps):
+        inner = watch(display, recipe, steps)
+
+        def on_event(event):
+            inner(event)
+            if getattr(event, "loss", None) is not None and event.step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return on_event
+
+    monkeypatch.setattr(command, "_watch", interrupting)
+    first = octavo("train", *setting, "--out", tmp_path / "run")
+    assert first.exit_code == 130
+    assert "--resume" in first.stderr
+    monkeypatch.setattr(command, "_watch", watch)
+    second = octavo("train", "--out", tmp_path / "run", "--resume")
+    assert second.exit_code == 0, second.output
+    assert losses(tmp_path / "run") == losses(finished_run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--resume"], "no run to resume"),
+        (["--recipe", "fp9"], "not 'fp9'"),
+        (["--steps", "0"], "training.steps must be at least 1"),
+        (["--lr", "-1"], "training.lr"),
+        (["--device", "tpu"], "auto, cpu, cuda"),
+        (["--vocab-size", "10"], "257"),
+        (["--steps", "many"], "--steps"),
+    ],
+)
+def test_a_bad_value_is_named_and_nothing_is_written(octavo, setting, tmp_path, arguments, words):
+    result = octavo("train", *setting, "--out", tmp_path / "new", *arguments)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_second_run_in_the_same_folder_is_refused(octavo, setting, finished_run):
+    before = losses(finished_run)
+    result = octavo("train", *setting, "--out", finished_run)
+    assert result.exit_code == 2
+    assert "--resume" in result.stderr
+    assert losses(finished_run) == before
