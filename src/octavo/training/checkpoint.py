@@ -122,6 +122,7 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Opti
         CheckpointError: a damaged or missing file, or tensors of another model.
     """
     raw = _read_json(path)
+    state = _state_from(path, raw)
     moments = _read_tensors(path, OPTIMIZER, raw)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     _check_fit(path / OPTIMIZER, _moment_shapes(parameters), moments)
@@ -130,7 +131,7 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Opti
         own = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
         optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in own.items()}
     _set_generators(path, raw)
-    return _state_from(path, raw)
+    return state
 
 
 def _write(folder: Path, state: CheckpointState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -159,6 +159,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe, self.recipe_options)
+        _member("training.precision", self.precision, Precision)
+        _member("training.device", self.device, Device)
         for name in ("steps", "batch_size", "context", "grad_accumulation"):
             _at_least(f"training.{name}", getattr(self, name), 1)
         for name in ("threads", "warmup", "seed", "eval_interval", "eval_tokens"):
@@ -181,7 +183,7 @@ class TrainingConfig:
     @property
     def uses_autocast(self) -> bool:
         """Whether the surroundings run under bf16 autocast."""
-        return self.recipe == "bf16" or (self.is_fp8 and self.precision is Precision.BF16)
+        return self.recipe == "bf16" or (self.is_fp8 and self.precision == Precision.BF16)
 
     @property
     def peak_lr(self) -> float:
@@ -309,11 +311,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_value(typing.get_args(hint)[0], item, name) for item in value)
     if origin is None and issubclass(hint, StrEnum):
-        if value in list(hint):
-            return hint(value)
-        raise ConfigError(
-            f"{name} must be one of {', '.join(hint)}, not {value!r}{_did_you_mean(str(value), list(hint))}"
-        )
+        _member(name, value, hint)
+        return hint(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
@@ -334,6 +333,13 @@ _TYPE_WORDS: dict[Any, str] = {
 def _did_you_mean(given: str, allowed: list[str]) -> str:
     close = difflib.get_close_matches(given, allowed, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _member(name: str, value: object, kind: type[StrEnum]) -> None:
+    if value not in list(kind):
+        raise ConfigError(
+            f"{name} must be one of {', '.join(kind)}, not {value!r}{_did_you_mean(str(value), list(kind))}"
+        )
 
 
 def _at_least(name: str, value: float, least: int) -> None:

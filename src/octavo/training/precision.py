@@ -31,9 +31,9 @@ def resolve_device(device: Device) -> torch.device:
         ConfigError: CUDA is asked for and there is none.
     """
     has_cuda = torch.cuda.is_available()
-    if device is Device.CUDA and not has_cuda:
+    if device == Device.CUDA and not has_cuda:
         raise ConfigError("training.device is 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
-    return torch.device("cuda" if has_cuda and device is not Device.CPU else "cpu")
+    return torch.device("cuda" if has_cuda and device != Device.CPU else "cpu")
 
 
 def apply_recipe(model: nn.Module, training: TrainingConfig) -> ConversionReport | None:

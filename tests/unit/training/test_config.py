@@ -105,9 +105,8 @@ def test_hash_changes_with_every_key_that_matters():
         if field.name == "recipe_options":
             changed = RunConfig().with_training(recipe="delayed", recipe_options={"margin": 1})
         else:
-            value = special.get(field.name, getattr(RunConfig().training, field.name) or 3)
-            value = value if field.name in special else value * 2
-            changed = RunConfig().with_training(**{field.name: typing.cast(typing.Any, value)})
+            value: typing.Any = special.get(field.name, (getattr(RunConfig().training, field.name) or 3) * 2)
+            changed = RunConfig().with_training(**{field.name: value})
         assert (changed.config_hash() == one) == (field.name in free), field.name
     assert replace(RunConfig(), data=DataConfig(source="x")).config_hash() != one
     assert replace(RunConfig(), model=ModelConfig(num_layers=5)).config_hash() != one

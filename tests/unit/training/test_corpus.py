@@ -2,6 +2,7 @@
 
 import hashlib
 import pydoc_data.topics
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_hash_sees_paths_texts_and_their_borders():
 
 
 def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(corpus, "_topics", lambda: iter(()))
     with pytest.raises(DataError, match=r"holds no \.py sources"):
         builtin_documents()

@@ -87,7 +87,7 @@ def test_a_data_set_without_the_library(monkeypatch):
 
 def fake_hub(monkeypatch, load):
     module = types.ModuleType("datasets")
-    module.load_dataset = load
+    vars(module)["load_dataset"] = load
     monkeypatch.setitem(sys.modules, "datasets", module)
 
 

@@ -3,12 +3,12 @@
 import dataclasses
 from pathlib import Path
 
-from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from octavo.training.config import DataConfig, Device, ModelConfig, RunConfig, TrainingConfig
 from octavo.training.data import TokenData, prepare
 
 MODEL = ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
 TRAINING = TrainingConfig(
-    recipe="fp32", device="cpu", threads=1, steps=6, batch_size=2, context=16, warmup=2, eval_interval=2,
+    recipe="fp32", device=Device.CPU, threads=1, steps=6, batch_size=2, context=16, warmup=2, eval_interval=2,
     eval_tokens=64,
 )  # fmt: skip
 

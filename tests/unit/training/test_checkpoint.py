@@ -1,0 +1,215 @@
+"""Checkpoints: what comes back, what survives a failure, what is refused."""
+
+import json
+import resource
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import octavo
+from octavo.errors import CheckpointError
+from octavo.models import Llama
+from octavo.training.checkpoint import (
+    CheckpointState,
+    _fingerprint,
+    latest,
+    load_checkpoint,
+    load_model,
+    read_state,
+    save_checkpoint,
+)
+from octavo.training.config import ModelConfig, TrainingConfig
+from octavo.training.evaluate import token_loss
+from octavo.training.loop import build_optimizer
+from octavo.training.precision import apply_recipe
+from tests.unit.training.tiny_runs import MODEL
+
+SHAPE = MODEL.llama(vocab_size=50, max_positions=8)
+
+
+def build(recipe="fp32", *, seed=0, shape=SHAPE):
+    training = TrainingConfig(recipe=recipe)
+    model = Llama(shape, seed=seed)
+    apply_recipe(model, training)
+    return model, build_optimizer(model, training)
+
+
+def train_a_little(model, optimizer, steps=2):
+    for _ in range(steps):
+        tokens = torch.randint(0, 50, (2, 8))
+        optimizer.zero_grad()
+        token_loss(model(tokens), tokens).backward()
+        optimizer.step()
+        octavo.update_scales(model)
+
+
+def state(step=1):
+    return CheckpointState(step=step, config_hash="c", data_hash="d", model={"vocab_size": 50})
+
+
+def everything(model, optimizer):
+    tensors = {**model.state_dict(), **octavo.scaling_state(model)}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "tensorwise", "delayed"])
+def test_everything_comes_back(tmp_path, recipe):
+    model, optimizer = build(recipe)
+    train_a_little(model, optimizer)
+    path = save_checkpoint(tmp_path, state(7), model=model, optimizer=optimizer)
+    expected, next_random = everything(model, optimizer), torch.rand(3)
+    other, other_optimizer = build(recipe, seed=9)
+    loaded = load_checkpoint(path, model=other, optimizer=other_optimizer)
+    found = everything(other, other_optimizer)
+    assert loaded == state(7) == read_state(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(torch.rand(3), next_random)
+    assert ("model.layers.0.mlp.up_proj.input.amax" in found) == (recipe == "delayed")
+
+
+def test_files_are_plain_safetensors(tmp_path):
+    model, optimizer = build()
+    train_a_little(model, optimizer)
+    path = save_checkpoint(tmp_path, state(), model=model, optimizer=optimizer)
+    assert path == tmp_path / "checkpoints" / "step-000001"
+    assert {file.name for file in path.iterdir()} == {
+        "model.safetensors", "optimizer.safetensors", "scaling.safetensors", "state.json",
+    }  # fmt: skip
+    assert load_file(path / "model.safetensors").keys() == model.state_dict().keys()
+    assert "lm_head.weight/exp_avg" in load_file(path / "optimizer.safetensors")
+
+
+def test_a_tied_weight_is_saved_once(tmp_path):
+    shape = ModelConfig(hidden_size=16, num_heads=2, tie_embeddings=True).llama(vocab_size=50, max_positions=8)
+    model, optimizer = build(shape=shape)
+    train_a_little(model, optimizer)
+    path = save_checkpoint(tmp_path, state(), model=model, optimizer=optimizer)
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
+    other, other_optimizer = build(seed=5, shape=shape)
+    load_checkpoint(path, model=other, optimizer=other_optimizer)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert torch.equal(other.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model, its optimizer, and a checkpoint of it."""
+    model, optimizer = build()
+    train_a_little(model, optimizer)
+    return model, optimizer, save_checkpoint(tmp_path, state(1), model=model, optimizer=optimizer)
+
+
+def test_newest_finished_one_counts(tmp_path, saved):
+    model, optimizer, _ = saved
+    second = save_checkpoint(tmp_path, state(20), model=model, optimizer=optimizer)
+    (tmp_path / "checkpoints" / "step-000900").mkdir()
+    (tmp_path / "checkpoints" / ".step-000800.writing").mkdir()
+    (tmp_path / "checkpoints" / "step-latest").mkdir()
+    assert latest(tmp_path) == second
+    assert latest(tmp_path / "nowhere") is None
+
+
+def test_only_the_newest_are_kept(tmp_path, saved):
+    model, optimizer, _ = saved
+    for step in (2, 3, 4):
+        save_checkpoint(tmp_path, state(step), model=model, optimizer=optimizer, keep_last=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_a_step_may_be_saved_again(tmp_path, saved):
+    model, optimizer, path = saved
+    train_a_little(model, optimizer)
+    assert save_checkpoint(tmp_path, state(1), model=model, optimizer=optimizer) == path
+    assert torch.equal(load_file(path / "model.safetensors")["lm_head.weight"], model.lm_head.weight)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_full_disk_leaves_the_earlier_one_and_nothing_else(tmp_path, saved):
+    """A limit on file size makes every write beyond it fail as a full disk does."""
+    model, optimizer, path = saved
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot save .*step-000002.*earlier checkpoints are intact"):
+            save_checkpoint(tmp_path, state(2), model=model, optimizer=optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [each.name for each in path.parent.iterdir()] == ["step-000001"]
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert latest(tmp_path) == path
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "scaling.safetensors"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(saved, name, damage):
+    _, _, path = saved
+    file = path / name
+    content = file.read_bytes()
+    if damage == "truncated":
+        file.write_bytes(content[:-5])
+    elif damage == "flipped":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        file.unlink()
+    model, optimizer = build(seed=9)
+    before = everything(model, optimizer)
+    words = {"truncated": "is damaged: it has", "flipped": "SHA-256 differs", "missing": "cannot be read"}[damage]
+    with pytest.raises(CheckpointError, match=rf"{name}.*{words}.*delete .*step-000001"):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+    after = everything(model, optimizer)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "checkpoint format None"),
+        ('{"format": 99}', "checkpoint format 99; this octavo reads 1"),
+        ('{"format": 1, "step": 3}', "lacks 'config_hash'"),
+    ],
+)
+def test_a_damaged_state_is_named(saved, content, words):
+    _, _, path = saved
+    (path / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=words):
+        read_state(path)
+
+
+def test_another_models_shapes_are_refused(saved):
+    _, _, path = saved
+    wider, _ = build(shape=ModelConfig(hidden_size=32, num_heads=2, num_layers=1).llama(vocab_size=50, max_positions=8))
+    with pytest.raises(CheckpointError, match=r"belongs to another model"):
+        load_model(path, wider)
+    deeper, _ = build(
+        shape=ModelConfig(
+            hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, num_layers=2
+        ).llama(vocab_size=50, max_positions=8)
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"has no tensor 'model.layers.1"):
+        load_model(path, deeper)
+
+
+def test_a_forged_file_that_is_missing_a_tensor(saved):
+    _, _, path = saved
+    tensors = load_file(path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, path / "model.safetensors")
+    raw = json.loads((path / "state.json").read_text())
+    raw["files"]["model.safetensors"] = _fingerprint(path / "model.safetensors")
+    (path / "state.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"has no tensor 'lm_head.weight'"):
+        load_model(path, build()[0])
+
+
+def test_another_recipes_scaling_state_is_refused(saved):
+    _, _, path = saved
+    with pytest.raises(CheckpointError, match="scaling state does not fit"):
+        load_model(path, build("delayed")[0])

@@ -1,0 +1,250 @@
+"""The loop against the same training written out plainly, and its refusals."""
+
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteLossError, TrainingError
+from octavo.models import Llama
+from octavo.training import loop
+from octavo.training.config import load_config
+from octavo.training.evaluate import evaluate
+from octavo.training.events import Evaluated, Event, Notice, Saved, StepDone
+from octavo.training.loop import build_optimizer, train
+from octavo.training.metrics import read_metrics
+from octavo.training.run_folder import claimed, has_run, load_run
+from octavo.training.schedules import learning_rate
+from tests.unit.training.tiny_runs import MODEL, comparable, tiny_config, tiny_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+def gradient_of(parameter):
+    return parameter.grad.double()
+
+
+def plain_training(data, training):
+    """AdamW, clipping and the schedule by their formulas, in FP64 where PyTorch's own code is not used."""
+    model = Llama(MODEL.llama(vocab_size=data.vocab_size, max_positions=training.context), seed=training.seed)
+    means = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    squares = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    losses, norms = [], []
+    beta1, beta2 = training.betas
+    for step in range(1, training.steps + 1):
+        model.zero_grad()
+        total = 0.0
+        for micro in range(training.grad_accumulation):
+            index = (step - 1) * training.grad_accumulation + micro
+            x, y = data.batch(index, batch_size=training.batch_size, context=training.context, seed=training.seed)
+            loss = -torch.log_softmax(model(x), -1).gather(-1, y[..., None]).mean()
+            (loss / training.grad_accumulation).backward()
+            total += loss.item() / training.grad_accumulation
+        norm = math.sqrt(sum(gradient_of(p).square().sum().item() for p in model.parameters()))
+        factor = min(1.0, training.clip_norm / (norm + 1e-6))
+        lr = learning_rate(step, peak=training.lr, floor=training.min_lr, warmup=training.warmup, steps=training.steps)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                gradient = gradient_of(p) * factor
+                means[name] = beta1 * means[name] + (1 - beta1) * gradient
+                squares[name] = beta2 * squares[name] + (1 - beta2) * gradient**2
+                decay = training.weight_decay if p.ndim == 2 else 0.0
+                update = means[name] / (1 - beta1**step) / ((squares[name] / (1 - beta2**step)).sqrt() + training.eps)
+                p.copy_(p.double() * (1 - lr * decay) - lr * update)
+        losses.append(total)
+        norms.append(norm)
+    return model, losses, norms
+
+
+def test_equals_training_written_out(tmp_path, data):
+    config = tiny_config(grad_accumulation=2, clip_norm=0.5, steps=8, eval_interval=0, weight_decay=0.3)
+    result = train(config, tmp_path / "run", data=data)
+    model, losses, norms = plain_training(data, config.training)
+    steps = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "step"]
+    assert [loss for _, loss in result.train_curve] == pytest.approx(losses, rel=1e-5)
+    assert [line["grad_norm"] for line in steps] == pytest.approx(norms, rel=1e-4)
+    assert any(norm > 0.5 for norm in norms)
+    assert losses[-1] < losses[0] - 0.01
+    ours = load_run(tmp_path / "run").model.state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=2e-6)
+    assert result.validation_curve[-1][1] == pytest.approx(
+        evaluate(model, data, context=16, max_tokens=64).nats, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "delayed"])
+def test_every_recipe_learns_and_stays_near_fp32(tmp_path, data, recipe):
+    curves = {}
+    for name in ("fp32", recipe):
+        result = train(tiny_config(recipe=name, lr=1e-2, steps=12), tmp_path / name, data=data)
+        curves[name] = [loss for _, loss in result.train_curve]
+    assert curves[recipe] != curves["fp32"]
+    assert curves[recipe] == pytest.approx(curves["fp32"], abs=0.02)
+    assert curves[recipe][-1] < curves[recipe][0] - 0.05
+
+
+def test_events_and_result_say_what_happened(tmp_path, data):
+    events: list[Event] = []
+    result = train(tiny_config(checkpoint_interval=3), tmp_path / "run", data=data, on_event=events.append)
+    kinds = [(type(event), event.step) for event in events if not isinstance(event, Notice)]
+    assert kinds == [
+        (Evaluated, 0), (StepDone, 1), (StepDone, 2), (Evaluated, 2), (StepDone, 3), (Saved, 3), (StepDone, 4),
+        (Evaluated, 4), (StepDone, 5), (StepDone, 6), (Evaluated, 6), (Saved, 6),
+    ]  # fmt: skip
+    assert (result.step, result.interrupted, result.converted) == (6, False, 0)
+    assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-000006"
+    assert [step for step, _ in result.validation_curve] == [0, 2, 4, 6]
+    assert result.validation_curve[0][1] == pytest.approx(math.log(data.vocab_size), abs=0.05)
+    assert result.tokens_per_second > 0
+    assert result.peak_memory_bytes > 2**20
+    assert load_config(tmp_path / "run" / "config.toml") == tiny_config(checkpoint_interval=3)
+
+
+def test_tied_weights_train(tmp_path, data):
+    config = tiny_config(recipe="tensorwise")
+    config = type(config)(
+        model=type(MODEL)(hidden_size=16, num_layers=1, num_heads=2, tie_embeddings=True),
+        data=config.data,
+        training=config.training,
+    )
+    train(config, tmp_path / "run", data=data)
+    model = load_run(tmp_path / "run").model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_only_matrices_decay():
+    model = Llama(MODEL.llama(vocab_size=50, max_positions=8))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    matrices, vectors = build_optimizer(model, tiny_config(weight_decay=0.2).training).param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
+    assert all("norm" in names[parameter] for parameter in vectors["params"])
+    assert len(matrices["params"]) + len(vectors["params"]) == len(names)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_nonfinite_step_stops_before_the_weights_change(tmp_path, data, monkeypatch, where):
+    """The fault appears in the fifth step; the checkpoint of the fourth is the last good one."""
+    real_init = loop.Trainer.__init__
+
+    def with_fault(self, *args, **options):
+        real_init(self, *args, **options)
+
+        def spoil(module, inputs, output):
+            if self.step != 4 or not module.training:
+                return output
+            if where == "forward":
+                return output * float("nan")
+            output.register_hook(lambda gradient: gradient * float("inf"))
+            return output
+
+        self.model.model.layers[0].mlp.up_proj.register_forward_hook(spoil)
+        trainers.append(self)
+
+    trainers: list[loop.Trainer] = []
+    monkeypatch.setattr(loop.Trainer, "__init__", with_fault)
+    words = {
+        "forward": r"at step 5 the loss is nan; the first .* is the output of model.layers.0.mlp.up_proj",
+        "backward": r"at step 5 the gradient norm is (nan|inf); the first .* is the gradient of",
+    }[where]
+    with pytest.raises(NonFiniteLossError, match=words + r".*last good checkpoint is .*step-000004"):
+        train(tiny_config(checkpoint_interval=2), tmp_path / "run", data=data)
+    good = load_run(tmp_path / "run").model.state_dict()
+    assert all(torch.equal(good[name], tensor) for name, tensor in trainers[0].model.state_dict().items())
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+
+
+def test_a_run_folder_is_not_overwritten(tmp_path, data):
+    train(tiny_config(steps=1), tmp_path / "run", data=data)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
+        train(tiny_config(steps=1), tmp_path / "run", data=data)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_nothing_to_resume(tmp_path, data):
+    with pytest.raises(ConfigError, match="there is no run to resume"):
+        train(tiny_config(), tmp_path / "run", data=data, resume=True)
+    assert not has_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"lr": 0.5}, "training.lr = 0.003, not 0.5"), ({"seed": 1}, "training.seed = 0, not 1")],
+)
+def test_resuming_otherwise_is_refused_by_key(tmp_path, data, change, words):
+    train(tiny_config(steps=2), tmp_path / "run", data=data)
+    with pytest.raises(ConfigError, match=words):
+        train(tiny_config(steps=2, **change), tmp_path / "run", data=data, resume=True)
+
+
+def test_resuming_with_another_model_is_refused(tmp_path, data):
+    config = tiny_config(steps=2)
+    train(config, tmp_path / "run", data=data)
+    wider = type(config)(model=type(MODEL)(hidden_size=32, num_heads=2), data=config.data, training=config.training)
+    with pytest.raises(ConfigError, match=r"model.hidden_size = 16, not 32"):
+        train(wider, tmp_path / "run", data=data, resume=True)
+
+
+def test_resuming_on_other_text_is_refused(tmp_path, data):
+    train(tiny_config(steps=2), tmp_path / "run", data=data)
+    other = tiny_data(tmp_path, text="entirely other text, \n" * 800)
+    with pytest.raises(CheckpointError, match="trained on other text"):
+        train(tiny_config(steps=2), tmp_path / "run", data=other, resume=True)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path, data):
+    with (
+        claimed(tmp_path / "run", tiny_config(), data, resume=False),
+        pytest.raises(TrainingError, match="another process is training"),
+    ):
+        train(tiny_config(), tmp_path / "run", data=data, resume=True)
+    train(tiny_config(), tmp_path / "run", data=data, resume=True)
+
+
+def test_an_unwritable_folder_is_refused_before_training(tmp_path, data):
+    (tmp_path / "file").write_text("not a folder")
+    events: list[Event] = []
+    with pytest.raises(TrainingError, match=r"cannot write into the run folder .*file/run"):
+        train(tiny_config(), tmp_path / "file" / "run", data=data, on_event=events.append)
+    assert events == []
+
+
+def test_text_shorter_than_the_context_is_refused_before_anything_is_written(tmp_path, data):
+    with pytest.raises(DataError, match="too few for a context of 5000"):
+        train(tiny_config(context=5000), tmp_path / "run", data=data)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_saves_and_stops(tmp_path, data):
+    def on_event(event):
+        if isinstance(event, StepDone) and event.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = train(tiny_config(), tmp_path / "run", data=data, on_event=on_event)
+    assert (result.step, result.interrupted) == (3, True)
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == "step-000003"
+
+
+def test_a_finished_run_resumes_to_itself(tmp_path, data):
+    first = train(tiny_config(), tmp_path / "run", data=data)
+    before = comparable(read_metrics(tmp_path / "run"))
+    again = train(tiny_config(), tmp_path / "run", data=data, resume=True)
+    assert again.train_curve == first.train_curve
+    assert again.step == 6
+    assert comparable(read_metrics(tmp_path / "run")) == before
+
+
+def test_reading_a_run_that_is_not_there(tmp_path, data):
+    with pytest.raises(CheckpointError, match="holds no run"):
+        load_run(tmp_path)
+    with claimed(tmp_path / "run", tiny_config(), data, resume=False):
+        pass
+    with pytest.raises(CheckpointError, match="no finished checkpoint yet"):
+        load_run(tmp_path / "run")

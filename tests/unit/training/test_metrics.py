@@ -1,0 +1,90 @@
+"""metrics.jsonl: whole lines, cut at the right place, readable after a kill."""
+
+import builtins
+import json
+
+import pytest
+
+from octavo.errors import TrainingError
+from octavo.training.metrics import METRICS, MetricsLog, read_metrics
+
+
+def write_steps(folder, steps, *, after_step=None):
+    log = MetricsLog(folder, after_step=after_step)
+    for step in steps:
+        log.write("step", step, loss=1 / 3 / step, lr=0.1, grad_norm=2.0)
+        log.write("evaluation", step, nats=2 / 3 / step, perplexity=1.5)
+    log.close()
+
+
+def test_values_come_back_to_the_last_digit(tmp_path):
+    write_steps(tmp_path, [1, 7])
+    lines = read_metrics(tmp_path)
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("step", 1), ("evaluation", 1), ("step", 7), ("evaluation", 7),
+    ]  # fmt: skip
+    assert lines[2]["loss"] == 1 / 3 / 7
+
+
+def test_every_line_is_on_disk_before_the_next(tmp_path):
+    log = MetricsLog(tmp_path, after_step=None)
+    log.write("step", 1, loss=1.0, lr=0.1, grad_norm=2.0)
+    assert json.loads((tmp_path / METRICS).read_text())["loss"] == 1.0
+    log.close()
+
+
+@pytest.mark.parametrize(("after_step", "kept"), [(2, [1, 1, 2, 2]), (0, []), (None, [])])
+def test_continuing_cuts_off_what_came_after_the_checkpoint(tmp_path, after_step, kept):
+    write_steps(tmp_path, [1, 2, 3])
+    MetricsLog(tmp_path, after_step=after_step).close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == kept
+
+
+def test_a_torn_last_line_is_passed_over(tmp_path):
+    write_steps(tmp_path, [1])
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"kind": "step", "st')
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 1]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"loss": 1}'])
+def test_another_bad_line_is_refused(tmp_path, line):
+    write_steps(tmp_path, [1])
+    with (tmp_path / METRICS).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(TrainingError, match="line 3"):
+        read_metrics(tmp_path)
+
+
+def test_no_file_is_no_lines(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_tensorboard_holds_the_same_curve(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; there are no events to read")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_steps(tmp_path, [1, 2])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("step/loss")] == [
+        (1, pytest.approx(1 / 3)),
+        (2, pytest.approx(1 / 6)),
+    ]
+    assert [e.step for e in events.Scalars("evaluation/nats")] == [1, 2]
+
+
+def test_without_tensorboard_it_says_so(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args):
+        if name == "torch.utils.tensorboard":
+            raise ModuleNotFoundError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    log = MetricsLog(tmp_path, after_step=None)
+    assert not log.has_tensorboard
+    log.write("step", 1, loss=1.0, lr=0.1, grad_norm=2.0)
+    log.close()
+    assert len(read_metrics(tmp_path)) == 1

@@ -1,0 +1,42 @@
+"""Signals ask once, end the second time, and leave the handlers as they were."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from octavo.training.signals import stopping_on_signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_asks_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with stopping_on_signals() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop
+        assert stop.signal_name == signal.Signals(number).name
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_ends_at_once():
+    with stopping_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_in_another_thread_nothing_is_caught():
+    seen = []
+
+    def work():
+        with stopping_on_signals() as stop:
+            seen.append((bool(stop), signal.getsignal(signal.SIGINT)))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
