@@ -1,0 +1,163 @@
+"""Models that people bring: torch's own transformer, Hugging Face's Llama, ours; and what FP8 must keep of them."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo.models import Llama, LlamaConfig
+from octavo.numerics import sqnr_db
+from tests.contract.gemm_oracle import recorded_products
+
+RECIPES = octavo.recipes.names()
+FP8_RECIPES = ("tensorwise", "rowwise", "delayed")
+
+# dB of output, grad_input and grad_weight that a Linear(1024, 512) on 512 rows of normal data must keep.
+SQNR_BARS = {"tensorwise": (28.5, 24.5, 24.4), "delayed": (28.5, 24.5, 24.4), "rowwise": (28.8, 28.8, 28.3)}
+ACTIVATION_BYTES_BAR = 0.55  # of what bfloat16 autocast keeps for backward
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_signal_to_noise(recipe):
+    layer = nn.Linear(1024, 512)
+    x, grad = torch.randn(512, 1024, requires_grad=True), torch.randn(512, 512)
+    exact = torch.autograd.grad(y := layer(x), (x, layer.weight), grad)
+    octavo.convert(layer, recipe)
+    actual = torch.autograd.grad(y_fp8 := layer(x), (x, layer.weight), grad)
+    measured = [sqnr_db(a.detach(), b.detach()) for a, b in zip((y, *exact), (y_fp8, *actual), strict=True)]
+    print(f"{recipe}: {', '.join(f'{value:.2f}' for value in measured)} dB")
+    assert all(value >= bar for value, bar in zip(measured, SQNR_BARS[recipe], strict=True)), measured
+
+
+def _kept_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes of the distinct tensors that backward keeps, parameters not counted."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_what_backward_keeps_is_one_byte_an_element(recipe):
+    model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 128, bias=False))
+    x = torch.randn(4096, 128)
+    with torch.autocast("cpu", torch.bfloat16):
+        bf16 = _kept_bytes(model, x)
+        octavo.convert(model, recipe)
+        fp8 = _kept_bytes(model, x)
+    print(f"{recipe}: {fp8 / bf16:.3f} of bfloat16's {bf16} bytes")
+    assert bf16 >= 2 * 4096 * (128 + 256)
+    assert fp8 <= ACTIVATION_BYTES_BAR * bf16
+
+
+def _encoder() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchs_transformer_encoder_trains(recipe):
+    model = _encoder()
+    report = octavo.convert(model, recipe)
+    assert report.converted == tuple(f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2))
+    assert set(report.skipped) == {"layers.0.self_attn.out_proj", "layers.1.self_attn.out_proj"}
+    x, target = torch.randn(4, 6, 32), torch.randn(4, 6, 32)
+    assert _trains(model, lambda: (model(x) - target).square().mean())
+
+
+def test_torchs_fast_path_is_named_in_the_report_and_can_be_turned_off():
+    model, x = _encoder(), torch.randn(4, 6, 32)
+    report = octavo.convert(model)
+    assert list(report.notes) == ["layers.0", "layers.1"]
+    assert "note: layers.0 evaluates without gradients on torch's fast path" in str(report)
+    model.eval()
+    with torch.no_grad(), recorded_products() as products:
+        model(x)
+        assert not products, "the fast path has gone: take the note away"
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            model(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert len(products) == 4
+
+
+def _trains(model: nn.Module, loss_of) -> bool:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert all(torch.tensor(losses).isfinite())
+    return losses[-1] < 0.9 * losses[0]
+
+
+def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_our_llama_trains_under_autocast(recipe, tied):
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=16,
+        tie_embeddings=tied,
+    )
+    model = Llama(config)
+    report = octavo.convert(model, recipe)
+    assert len(report.converted) == 14
+    assert set(report.skipped) == {"model.embed_tokens", "lm_head"}
+    tokens = torch.randint(64, (2, 16))
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+        return _next_token_loss(logits, tokens)
+
+    assert _trains(model, loss)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_hugging_faces_llama_trains(recipe):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed: no Llama to convert")
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        report = octavo.convert(model, recipe)
+        assert len(report.converted) == 14
+        assert report.skipped["lm_head"] == "head: by its name"
+        tokens = torch.randint(64, (2, 16))
+        with recorded_products() as products:
+            model(tokens)
+        assert len(products) == 14
+        assert _trains(model, lambda: model(tokens, labels=tokens).loss)
+        octavo.restore(model)
+        assert list(model.state_dict()) == list(before)

@@ -1,0 +1,153 @@
+"""Every recipe under what training loops do: compile, checkpoint, accumulate, train in threads."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.nn import Linear
+
+RECIPES = octavo.recipes.names()
+
+
+class Parallel(nn.Module):
+    """One layer a recipe, side by side, so that one compilation covers them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({recipe: Linear(32, 16, recipe=recipe) for recipe in RECIPES})
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {recipe: layer(x) for recipe, layer in self.layers.items()}
+
+
+def _steps(model: nn.Module, count: int) -> list[dict[str, Tensor]]:
+    """Outputs and gradients of some training steps, by recipe."""
+    generator = torch.Generator().manual_seed(5)
+    recorded = []
+    for step in range(count):
+        x = (torch.randn(8, 32, generator=generator) * 2**step).requires_grad_()
+        outputs = model(x)
+        grads = {recipe: torch.randn(8, 16, generator=generator) * 3**step for recipe in outputs}
+        torch.autograd.backward(list(outputs.values()), list(grads.values()))
+        found = {f"{recipe} output": y.detach() for recipe, y in outputs.items()}
+        found |= {f"{name} grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        assert x.grad is not None
+        recorded.append(found | {"x grad": x.grad})
+        model.zero_grad()
+    return recorded
+
+
+def test_compiled_without_graph_breaks_it_computes_the_same():
+    """Bit-equal codes and scales; the GEMMs' epilogue may be fused, so outputs agree to float32 rounding."""
+    eager = Parallel()
+    compiled = Parallel()
+    compiled.load_state_dict(eager.state_dict())
+    expected = _steps(eager, 3)
+    actual = _steps(torch.compile(compiled, fullgraph=True), 3)  # type: ignore[arg-type]
+    for step, wanted in zip(actual, expected, strict=True):
+        found = {key.replace("_orig_mod.", ""): value for key, value in step.items()}
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5 * value.abs().max().item(), msg=key)
+    state, same = octavo.scaling_state(eager), octavo.scaling_state(compiled)
+    assert state
+    assert all(torch.equal(state[key], same[key]) for key in state), "the histories differ"
+
+
+def _chain(recipe: str) -> nn.Sequential:
+    torch.manual_seed(7)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+    octavo.convert(model, recipe)
+    return model
+
+
+def _checkpointed(model: nn.Sequential, x: Tensor, use_reentrant: bool | None) -> Tensor:
+    for block in model:
+        x = block(x) if use_reentrant is None else checkpoint(block, x, use_reentrant=use_reentrant)
+    return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activation_checkpointing_changes_no_bit(recipe, use_reentrant):
+    plain, saved = _chain(recipe), _chain(recipe)
+    for step in range(3):
+        batch = torch.randn(4, 16) * 2**step
+        for model, mode in ((plain, None), (saved, use_reentrant)):
+            _checkpointed(model, batch.clone().requires_grad_(), mode).square().sum().backward()
+    for one, other in zip(plain.parameters(), saved.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    state, same = octavo.scaling_state(plain), octavo.scaling_state(saved)
+    assert all(torch.equal(state[key], same[key]) for key in state)
+
+
+def test_checkpointing_inside_octavo_autocast_needs_backward_inside_too():
+    layer, x = Linear(16, 8, recipe="tensorwise"), torch.randn(4, 16, requires_grad=True)
+    with octavo.autocast("rowwise"):
+        layer(x).sum().backward()
+    expected = layer.weight.grad
+    assert expected is not None
+    layer.zero_grad()
+    with octavo.autocast("rowwise"):
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, expected)
+    with octavo.autocast("rowwise"):
+        y = checkpoint(layer, x, use_reentrant=False)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_accumulate(recipe):
+    """The sum of micro-batches' gradients is what the parameter holds after them."""
+    model = Linear(16, 8, recipe=recipe, manual_scale_updates=recipe == "delayed")
+    batches = [torch.randn(4, 16) for _ in range(3)]
+    alone = []
+    for batch in batches:
+        model.zero_grad()
+        model(batch).square().sum().backward()
+        assert model.weight.grad is not None
+        alone.append(model.weight.grad.clone())
+    model.zero_grad()
+    for batch in batches:
+        model(batch).square().sum().backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, alone[0] + alone[1] + alone[2])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_threads_train_as_if_alone(recipe):
+    def train(seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        model = Linear(32, 32, recipe="tensorwise")
+        nn.init.normal_(model.weight, generator=generator)
+        nn.init.zeros_(model.bias)
+        with octavo.autocast(recipe):
+            for _ in range(5):
+                model(torch.randn(8, 32, generator=generator)).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    results: dict[int, list[Tensor]] = {}
+    threads = [threading.Thread(target=lambda s=seed: results.update({s: train(s)})) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(results[seed], train(seed), strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_functional_call_takes_other_weights(recipe):
+    layer, x = Linear(16, 8, recipe=recipe).eval(), torch.randn(4, 16)
+    other = {"weight": torch.randn(8, 16), "bias": torch.zeros(8)}
+    result = torch.func.functional_call(layer, other, (x,))
+    layer.load_state_dict(other)
+    assert torch.equal(result, layer(x))

@@ -1,0 +1,299 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.convert import HEAD_NAMES
+from octavo.errors import ConfigError
+from tests.contract.gemm_oracle import recorded_products
+
+
+class TinyLanguageModel(nn.Module):
+    """Embedding, two projections, a head; the head may share the embedding's weight."""
+
+    def __init__(self, *, tied: bool = False, head: str = "lm_head") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16, bias=False)
+        self.head = head
+        setattr(self, head, nn.Linear(16, 40, bias=False))
+        if tied:
+            self.get_submodule(head).weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.get_submodule(self.head)(self.down(self.up(self.embed(tokens)).relu()))
+        return logits
+
+
+def _mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 4))
+
+
+def _bytes(model: nn.Module) -> dict[str, bytes]:
+    return {key: value.numpy().tobytes() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("recipe", octavo.recipes.names())
+def test_state_dict_keys_and_bytes_are_unchanged_and_restore_is_exact(recipe):
+    model = _mlp()
+    before, order, x = _bytes(model), list(model.state_dict()), torch.randn(3, 8)
+    parameters, exact = list(model.parameters()), model(x)
+    report = octavo.convert(model, recipe)
+    assert report.recipe == recipe
+    assert report.converted == ("0", "2", "4")
+    assert {type(model[index]) for index in (0, 2, 4)} == {octavo.nn.Linear}
+    assert list(model.state_dict()) == order
+    assert _bytes(model) == before
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    nn.Sequential(*_mlp()).load_state_dict(model.state_dict())
+    model.load_state_dict(_mlp().state_dict())
+    model.load_state_dict(_tensors(before, model))
+    model(x).sum().backward()
+    assert octavo.restore(model) == ("0", "2", "4")
+    assert {type(model[index]) for index in (0, 2, 4)} == {nn.Linear}
+    assert _bytes(model) == before
+    assert torch.equal(model(x), exact)
+    assert set(vars(model[0])) == set(vars(nn.Linear(1, 1))), "nothing of octavo is left behind"
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in _mlp().named_modules()]
+
+
+def _tensors(raw: dict[str, bytes], model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.frombuffer(bytearray(raw[key]), dtype=value.dtype).reshape(value.shape)
+        for key, value in model.state_dict().items()
+    }
+
+
+def test_layers_keep_their_identity_hooks_and_optimizer():
+    model, calls = _mlp(), []
+    layer = model.get_submodule("0")
+    assert isinstance(layer, nn.Linear)
+    optimizer = torch.optim.AdamW(model.parameters())
+    layer.register_forward_hook(lambda *_: calls.append("forward"))
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    octavo.convert(model)
+    assert model[0] is layer
+    before = layer.weight.detach().clone()
+    model(torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+    optimizer.step()
+    assert calls == ["forward", "backward"]
+    assert not torch.equal(layer.weight, before)
+    octavo.restore(model)
+    model(torch.randn(4, 8))
+    assert calls[2:] == ["forward"]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_deepcopy_and_pickle_give_models_of_their_own(recipe):
+    model, x = _mlp(), torch.randn(4, 8)
+    octavo.convert(model, recipe)
+    model(x).sum().backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin[0]) is octavo.nn.Linear
+        assert twin[0].recipe == model[0].recipe
+        state, same = octavo.scaling_state(model), octavo.scaling_state(twin)
+        assert state.keys() == same.keys()
+        assert all(torch.equal(state[key], same[key]) for key in state)
+        assert torch.equal(twin(x), model(x))
+        before = octavo.scaling_state(model)
+        twin(x * 9).sum().backward()
+        octavo.update_scales(twin)
+        after = octavo.scaling_state(model)
+        assert all(torch.equal(before[key], after[key]) for key in before), "they share state"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", octavo.recipes.names())
+def test_a_converted_model_can_be_cast(recipe, dtype):
+    model = _mlp()
+    octavo.convert(model, recipe)
+    model.to(dtype)
+    y = model(torch.randn(4, 8, dtype=dtype))
+    y.float().sum().backward()
+    assert y.dtype is dtype
+    assert {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None} == {dtype}
+
+
+def test_converting_again_takes_the_new_recipe():
+    model = _mlp()
+    octavo.convert(model, "delayed")
+    assert octavo.scaling_state(model)
+    octavo.convert(model, "rowwise")
+    assert not octavo.scaling_state(model)
+    with recorded_products() as products:
+        model(torch.randn(4, 8))
+    assert {product.a.scale.shape for product in products} == {(4, 1)}
+
+
+def test_the_same_delayed_recipe_again_keeps_the_history():
+    model = _mlp()
+    octavo.convert(model, "delayed")
+    model(torch.randn(4, 8)).sum().backward()
+    state = octavo.scaling_state(model)
+    octavo.convert(model, "delayed", scale_updates="manual")
+    kept = octavo.scaling_state(model)
+    assert all(torch.equal(state[key], kept[key]) for key in state)
+    octavo.convert(model, octavo.recipes.get("delayed", history_length=3))
+    assert octavo.scaling_state(model)["0.input.steps"].item() == 0
+
+
+def test_two_recipes_in_one_model_and_a_report_that_says_so():
+    model = _mlp()
+    octavo.convert(model, "rowwise", layer_filter=lambda path, _: path == "0")
+    report = octavo.convert(model, "tensorwise", skip=["0"])
+    assert report.converted == ("2", "4")
+    assert report.skipped == {"0": "skip pattern '0'; keeps its recipe rowwise"}
+    with recorded_products() as products:
+        model(torch.randn(4, 8))
+    assert [product.a.scale.ndim for product in products] == [2, 0, 0]
+
+
+def test_every_layer_that_stays_has_its_reason():
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(10, 8),
+            "named": nn.Linear(8, 8),
+            "filtered": nn.Linear(8, 8),
+            "small": nn.Linear(2, 3),
+            "lm_head": nn.Linear(8, 10),
+            "parametrized": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+            "lazy": nn.LazyLinear(8),
+            "attention": nn.MultiheadAttention(8, 2),
+            "taken": nn.Linear(8, 8),
+        }
+    )
+    report = octavo.convert(
+        model, skip=["nam*"], layer_filter=lambda path, layer: path != "filtered", min_weight_elements=7
+    )
+    assert report.converted == ("taken",)
+    assert report.skipped == {
+        "embed": "embedding: a look-up, not a product",
+        "named": "skip pattern 'nam*'",
+        "filtered": "filter",
+        "small": "shape: 6 weights, fewer than 7",
+        "lm_head": "head: by its name",
+        "parametrized": "subclass ParametrizedLinear of nn.Linear may compute something else",
+        "lazy": "subclass LazyLinear of nn.Linear may compute something else",
+        "attention.out_proj": "subclass NonDynamicallyQuantizableLinear of nn.Linear may compute something else",
+    }
+    lines = str(report).splitlines()
+    assert lines[0] == "1 layers run tensorwise, 8 stay as they are"
+    assert lines[1:] == [f"  {path}: {reason}" for path, reason in report.skipped.items()]
+
+
+@pytest.mark.parametrize("name", HEAD_NAMES)
+def test_a_head_is_known_by_its_name(name):
+    report = octavo.convert(TinyLanguageModel(head=name))
+    assert report.skipped[name] == "head: by its name"
+    assert report.converted == ("up", "down")
+
+
+def test_a_head_is_known_by_its_weight():
+    model = TinyLanguageModel(tied=True, head="out")
+    report = octavo.convert(model)
+    assert report.skipped["out"] == "head: shares its weight with an embedding"
+    assert model.get_submodule("out").weight is model.embed.weight
+
+
+def test_a_head_is_known_by_its_shape_where_nothing_better_is():
+    assert octavo.convert(TinyLanguageModel(head="out")).skipped["out"] == "head: has the shape of an embedding"
+
+
+def test_a_position_table_as_large_as_a_projection_is_no_head():
+    model = nn.ModuleDict({"positions": nn.Embedding(16, 16), "tokens": nn.Embedding(40, 16)})
+    model.update({f"projection_{index}": nn.Linear(16, 16) for index in range(4)})
+    model["lm_head"] = nn.Linear(16, 40)
+    report = octavo.convert(model)
+    assert len(report.converted) == 4
+    assert list(report.skipped) == ["positions", "tokens", "lm_head"]
+
+
+def test_convert_head_takes_it_along_tied_or_not():
+    for tied in (False, True):
+        model = TinyLanguageModel(tied=tied)
+        report = octavo.convert(model, convert_head=True)
+        assert report.converted == ("up", "down", "lm_head")
+        model(torch.arange(6)).square().sum().backward()
+        assert model.embed.weight.grad is not None
+        if tied:
+            assert model.get_submodule("lm_head").weight is model.embed.weight
+            assert bool((model.embed.weight.grad[10:] != 0).any()), "the head's gradient reaches every row"
+
+
+def test_tied_weights_stay_tied_through_training():
+    model = TinyLanguageModel(tied=True)
+    octavo.convert(model, "delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.arange(6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.get_submodule("lm_head").weight is model.embed.weight
+    assert "lm_head.weight" in model.state_dict()
+
+
+def test_a_module_used_twice_is_converted_once_and_sums_its_gradients():
+    shared = nn.Linear(8, 8, bias=False)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    report = octavo.convert(model)
+    assert report.converted == ("0",)
+    x = torch.randn(4, 8)
+    with recorded_products() as products:
+        y = model(x)
+        y.sum().backward()
+    assert len(products) == 5, "two outputs, two grad_weights, one grad_input: x takes no gradient"
+    assert shared.weight.grad is not None
+    octavo.restore(model)
+    assert type(shared) is nn.Linear
+
+
+def test_the_model_itself_may_be_the_layer():
+    layer = nn.Linear(8, 4)
+    report = octavo.convert(layer)
+    assert report.converted == ("",)
+    assert type(layer) is octavo.nn.Linear
+    assert octavo.restore(layer) == ("",)
+    small = octavo.convert(nn.Linear(2, 2), min_weight_elements=5)
+    assert "(the model itself): shape: 4 weights, fewer than 5" in str(small)
+
+
+def test_models_on_the_meta_device_convert():
+    with torch.device("meta"):
+        model = _mlp()
+    octavo.convert(model, "delayed")
+    assert {tensor.device.type for tensor in octavo.scaling_state(model).values()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "fp8"}, r"there is no recipe 'fp8'; use one of"),
+        ({"skip": "0"}, r"skip takes a list of patterns; write skip=\['0'\]"),
+        ({"skip": ["0", "head"]}, r"skip pattern 'head' matches no linear layer; the first paths are 0, 2, 4"),
+        ({"scale_updates": "sometimes"}, r"scale_updates must be 'automatic' or 'manual', not 'sometimes'"),
+    ],
+)
+def test_bad_arguments_change_nothing(options, message):
+    model = _mlp()
+    with pytest.raises(ConfigError, match=message):
+        octavo.convert(model, **options)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_model_without_linear_layers_is_no_error():
+    report = octavo.convert(nn.Sequential(nn.Conv1d(2, 2, 1), nn.ReLU()))
+    assert (report.converted, report.skipped) == ((), {})
+    assert octavo.restore(nn.ReLU()) == ()
+
+
+def test_restore_leaves_subclasses_alone():
+    class Special(octavo.nn.Linear):
+        pass
+
+    layer = Special(4, 4)
+    assert octavo.restore(nn.Sequential(layer)) == ()
+    assert octavo.convert(nn.Sequential(layer)).skipped["0"].startswith("subclass Special of nn.Linear")
