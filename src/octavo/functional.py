@@ -2,9 +2,8 @@
 
 Forward casts input and weight and multiplies them. What backward needs is decided there too: not the high-precision
 tensors but codes and scales, one byte an element. Where a recipe casts a tensor the same way for both of its GEMMs,
-and its scaling
-groups do not depend on the orientation, one cast serves both: three quantizations a step for a tensorwise recipe, not
-six.
+and its scaling groups do not depend on the orientation, one cast serves both: three quantizations a step for a
+tensorwise recipe, not six.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,8 @@ must not be mixed up:
   scales are made from. A role that was not executed keeps its window as it is: a mask, not a zero.
 
 Until a role has an amax from a finished step, its own tensor's is used: there is no guessed first scale. An amax of
-zero, or
-of a tensor without a finite element, moves through the window but never becomes a scale: the previous one stays.
+zero, or of a tensor without a finite element, moves through the window but never becomes a scale: the previous one
+stays.
 """
 
 import warnings

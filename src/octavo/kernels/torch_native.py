@@ -1,10 +1,10 @@
 """FP8 products with nothing but torch: widened codes on a CPU, ``torch._scaled_mm`` on CUDA.
 
 On a CPU every E4M3 and E5M2 code is exactly a bfloat16 value, and so is every product of two an FP32 value. The codes
-are
-widened to FP32 and multiplied by an ordinary GEMM whose operands may be rounded to bfloat16: that changes no code, the
-sums stay FP32, and CPUs with bfloat16 instructions run it about twice as fast. The scales (and the bias) are applied to
-the FP32 sums, which are rounded once. Torch's own bfloat16 GEMM would round before the scale: a different number.
+are widened to FP32 and multiplied by an ordinary GEMM whose operands may be rounded to bfloat16: that changes no
+code, the sums stay FP32, and CPUs with bfloat16 instructions run it about twice as fast. The scales (and the bias)
+are applied to the FP32 sums, which are rounded once. Torch's own bfloat16 GEMM would round before the scale: a
+different number.
 
 Torch widens E4M3 at about 0.5 Gelem/s. A code shifted into place is a float16 with its exponent 8 too small, which
 takes four vectorised passes and is some seven times faster; NaN codes, the only ones that this misreads, are looked
