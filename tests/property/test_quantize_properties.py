@@ -16,17 +16,16 @@ GRANULARITY = st.sampled_from(GRANULARITIES)
 
 
 @st.composite
-def matrices(draw, magnitude=30):
+def matrices(draw, magnitude=30, min_rows=1):
     """Up to 5 x 6, every dtype, magnitudes over 2^±magnitude, zeros among them."""
-    rows, columns = draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    mantissas = st.one_of(st.just(0.0), st.floats(-2, 2, width=32))
+    rows, columns = draw(st.integers(min_rows, 5)), draw(st.integers(1, 6))
+    mantissas = st.integers(-(2**24), 2**24).map(lambda integer: integer / 2**23)
     count = rows * columns
     values = draw(st.lists(mantissas, min_size=count, max_size=count))
     exponents = draw(st.lists(st.integers(-magnitude, magnitude), min_size=count, max_size=count))
     x = torch.tensor([math.ldexp(m, e) for m, e in zip(values, exponents, strict=True)]).reshape(rows, columns)
-    x = x.to(draw(st.sampled_from(DTYPES)))
-    assume(x.isfinite().all())
-    return x
+    dtype = draw(st.sampled_from(DTYPES))
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
 
 def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
@@ -82,9 +81,8 @@ def test_one_block_is_per_tensor_and_one_row_blocks_are_per_row(x, fmt):
     assert same(quantize(x, fmt, granularity=row_blocks), quantize(x, fmt, granularity=PerRow()))
 
 
-@given(x=matrices(), granularity=GRANULARITY, fmt=FORMAT)
+@given(x=matrices(min_rows=3), granularity=st.sampled_from(GRANULARITIES[1:]), fmt=FORMAT)
 def test_a_change_in_one_row_pair_leaves_the_other_groups_alone(x, granularity, fmt):
-    assume(x.shape[0] > 2 and not isinstance(granularity, PerTensor))
     changed = x.clone()
     changed[:2] = 1.0
     before, after = (quantize(v, fmt, granularity=granularity) for v in (x, changed))

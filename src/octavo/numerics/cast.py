@@ -204,7 +204,7 @@ def _scaled(x: Tensor, encode_scale: Tensor | None) -> Tensor:
 
 
 def _clamped(scaled: Tensor, fmt: Format, *, in_place: bool) -> Tensor:
-    """``scaled`` within ±maximum; a fresh product is reused, since a a new buffer costs as much as the pass."""
+    """``scaled`` within ±maximum; a fresh product is reused, since a new buffer costs as much as the pass."""
     return scaled.clamp_(-fmt.max, fmt.max) if in_place else scaled.clamp(-fmt.max, fmt.max)
 
 
