@@ -28,7 +28,7 @@ def test_cast_nearest_equals_the_table():
         return [
             cast_nearest(x, fmt, scale, **policy)
             for x, scale, policy in zip(inputs, encode_scales, policies, strict=True)
-            for fmt in FP8_FORMATS, Format
+            for fmt in FP8_FORMATS
         ]
 
     compiled = iter(torch.compile(cast_all, fullgraph=True)(inputs, encode_scales))
@@ -42,7 +42,11 @@ def test_quantize_equals_eager():
     """Ragged blocks, a zero row, an infinity and a NaN; bfloat16, so that the amax crosses dtypes."""
     x = torch.randn(5, 7).bfloat16()
     x[1], x[2, 3], x[4, 0] = 0, float("inf"), float("nan")
-    cases: list[tuple[Format, Granularity, bool]] = [(E4M3, PerTensor(), False), (E5M2, PerRow(), True), (E4M3, PerBlock(2, 3), True)]
+    cases: list[tuple[Format, Granularity, bool]] = [
+        (E4M3, PerTensor(), False),
+        (E5M2, PerRow(), True),
+        (E4M3, PerBlock(2, 3), True),
+    ]
 
     def quantize_all(x):
         quantized = [quantize(x, fmt, granularity=groups, power_of_two=power) for fmt, groups, power in cases]
