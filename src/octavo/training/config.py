@@ -41,6 +41,7 @@ __all__ = [
     "RunConfig",
     "TrainingConfig",
     "config_from_dict",
+    "demo_config",
     "load_config",
     "save_config",
 ]
@@ -237,6 +238,18 @@ class RunConfig:
             section, _, key = name.partition(".")
             del plain[section][key]
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def demo_config(*, quick: bool = False) -> RunConfig:
+    """The setting of ``octavo demo``: 1.3 million parameters on the built-in corpus, sized for three runs on two cores.
+
+    Args:
+        quick: a few steps only, to see that everything works; the loss stays near the unigram entropy.
+    """
+    training = TrainingConfig(steps=500, batch_size=8, context=128, lr=6e-3, min_lr=2e-4, warmup=50)
+    if quick:
+        training = replace(training, steps=60, batch_size=4, warmup=10, eval_interval=10, eval_tokens=8192)
+    return RunConfig(training=training)
 
 
 def check_recipe(name: str, options: dict[str, Any]) -> None:

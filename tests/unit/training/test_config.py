@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.models import Llama
 from octavo.training.config import (
     DataConfig,
     ModelConfig,
@@ -14,6 +15,7 @@ from octavo.training.config import (
     RunConfig,
     TrainingConfig,
     config_from_dict,
+    demo_config,
     load_config,
     save_config,
 )
@@ -129,3 +131,15 @@ def test_model_section_takes_vocabulary_and_context():
     llama = ModelConfig().llama(vocab_size=77, max_positions=9)
     assert (llama.vocab_size, llama.max_positions, llama.hidden_size) == (77, 9, 128)
     assert math.isclose(llama.rms_norm_eps, 1e-5)
+
+
+def test_demo_presets():
+    full, quick = demo_config(), demo_config(quick=True)
+    assert full.model == quick.model
+    assert full.data == quick.data == DataConfig(source="builtin", vocab_size=2048)
+    shape = full.model.llama(vocab_size=2048, max_positions=full.training.context)
+    parameters = sum(p.numel() for p in Llama(shape).parameters())
+    assert 1_000_000 < parameters < 4_000_000
+    assert (
+        quick.training.steps * quick.training.tokens_per_step < full.training.steps * full.training.tokens_per_step / 8
+    )
