@@ -1,0 +1,1 @@
+"""What octavo measures: each module is one benchmark, results/ what it found."""

@@ -1,0 +1,94 @@
+"""What FP8 training costs: the demo's setting with several seeds, FP8 beside BF16.
+
+    python -m benchmarks.accuracy [--seeds 3] [--recipes bf16,tensorwise] [--out runs/accuracy]
+
+Each seed is a study of its own: the recipes share its initial weights and batches. The gap of a seed is paired over the
+held-out windows; beside it stands the spread of the BF16 runs over the seeds, the noise any single run has. Finished
+runs are kept in ``--out``: an interrupted benchmark continues.
+"""
+
+import argparse
+import math
+import statistics
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.measure import hardware, write_result
+from octavo.training.comparison import GAP_BAR_NATS, Study
+from octavo.training.config import demo_config
+from octavo.training.data import prepare
+from octavo.training.study import Phase, run_study
+
+BASE = "bf16"
+
+
+def main() -> None:
+    """Train, compare, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--recipes", default="bf16,tensorwise", help="bf16 first")
+    parser.add_argument("--out", type=Path, default=Path("runs/accuracy"))
+    parser.add_argument("--quick", action="store_true", help="the quick demo's model; prints, writes no result")
+    arguments = parser.parse_args()
+    console, machine = Console(), hardware()
+    config = demo_config(quick=arguments.quick)
+    data = prepare(config.data.source, arguments.out / "data", vocab_size=config.data.vocab_size)
+    recipes = arguments.recipes.split(",")
+    studies = []
+    for seed in range(arguments.seeds):
+        folder = arguments.out / f"seed-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        seeded = config.with_training(seed=seed)
+        studies.append(run_study(seeded, folder, data=data, recipes=recipes, on_phase=_Printer(console, seed)))
+    lines = _table(studies, recipes)
+    console.print("\n".join(lines), markup=False)
+    if not arguments.quick:
+        command = f"python -m benchmarks.accuracy --seeds {arguments.seeds} --recipes {arguments.recipes}"
+        path = write_result("accuracy", lines, title="FP8 against BF16", command=command, machine=machine)
+        console.print(f"written to {path}", markup=False)
+
+
+class _Printer:
+    """One line a phase."""
+
+    def __init__(self, console: Console, seed: int) -> None:
+        self.console, self.seed, self.name = console, seed, ""
+
+    def __call__(self, phase: Phase) -> None:
+        if phase.name != self.name:
+            self.name = phase.name
+            self.console.print(f"seed {self.seed}: {phase.name}", markup=False)
+
+
+def _table(studies: list[Study], recipes: list[str]) -> list[str]:
+    lines = ["| seed | " + " | ".join(f"{recipe} nats" for recipe in recipes), ""]
+    lines[0] += " | " + " | ".join(f"{recipe} − {BASE} (± standard error)" for recipe in recipes[1:]) + " |"
+    lines[1] = "|---" * (2 * len(recipes)) + "|"
+    for seed, study in enumerate(studies):
+        gaps = [study.gap(recipe, BASE) for recipe in recipes[1:]]
+        cells = [f"{study.run(recipe).nats:.4f}" for recipe in recipes]
+        cells += [f"{gap.nats:+.4f} ± {gap.standard_error:.4f}" for gap in gaps]
+        lines.append(f"| {seed} | " + " | ".join(cells) + " |")
+    base = [study.run(BASE).nats for study in studies]
+    spread = max(base) - min(base)
+    lines += ["", f"BF16 over the seeds: from {min(base):.4f} to {max(base):.4f}, spread {spread:.4f} nats."]
+    for recipe in recipes[1:]:
+        gaps_nats = [study.gap(recipe, BASE).nats for study in studies]
+        mean = statistics.mean(gaps_nats)
+        error = statistics.stdev(gaps_nats) / math.sqrt(len(gaps_nats)) if len(gaps_nats) > 1 else math.nan
+        met = "met" if mean <= GAP_BAR_NATS else "missed"
+        inside = "yes" if abs(mean) <= spread else "no"
+        lines.append(
+            f"{recipe}: mean gap {mean:+.4f} ± {error:.4f} nats (standard error over seeds), "
+            f"{100 * math.expm1(mean):+.2f} % of perplexity; bar {GAP_BAR_NATS:.4f}: {met}; "
+            f"inside the BF16 spread: {inside}."
+        )
+    facts = studies[0].facts
+    lines += ["", *(f"- {name}: {fact}" for name, fact in facts.items() if name != "seed")]
+    lines += [f"- {studies[0].run(BASE).steps} steps; unigram entropy {studies[0].unigram_nats:.4f} nats"]
+    return lines
+
+
+if __name__ == "__main__":
+    main()
