@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from octavo.cli.console import complain
 from octavo.cli.data import data
+from octavo.cli.demo import demo
 from octavo.cli.evaluate import evaluate
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
@@ -82,6 +83,7 @@ def root(
     """Hold the options that stand before a command's name."""
 
 
+app.command(epilog="Example: octavo demo --quick")(demo)
 app.command(epilog="Example: octavo study --data my-texts/ --steps 1000 --out runs/mine")(study)
 app.command(epilog="Example: octavo train --recipe rowwise --data novel.txt --steps 500 --out runs/novel")(train)
 app.command(name="eval", epilog="Example: octavo eval runs/demo/tensorwise --data novel.txt")(evaluate)

@@ -19,6 +19,7 @@ from octavo.training.study import STUDY, Phase, check_study_data, configs_of, ru
 
 __all__ = ["compare", "print_study"]
 
+SAMPLE_LINES = 12
 DATA, REPORT = "data", "report.html"
 
 
@@ -71,10 +72,14 @@ def print_study(study: Study, config: RunConfig, out: Path, *, as_json: bool) ->
         return
     rows = [[row.name, *row.cells, row.difference, row.article] for row in study_table.rows(study)]
     print_table("", study_table.columns(study), rows)
-    for line in (study_table.verdict(study), study_table.target_note(study)):
-        _say(line)
-    _say(study_table.emulation_note(device_of(config)))
-    _say("")
+    notes = (
+        study_table.yardstick(study),
+        study_table.target_note(study),
+        study_table.emulation_note(device_of(config)),
+    )
+    for note in (study_table.verdict(study), *filter(None, notes)):
+        _say(note)
+        _say("")
     _print_files(study, out)
     _print_sample(study)
 
@@ -118,7 +123,7 @@ def _print_sample(study: Study) -> None:
     recipe = study.fp8_runs[0].recipe if study.fp8_runs else study.runs[-1].recipe
     _say("")
     _say(f"The {study_table.title_of(recipe)} model continues {study.prompt!r}:")
-    for line in (study.prompt + study.samples[recipe]).splitlines():
+    for line in (study.prompt + study.samples[recipe]).splitlines()[:SAMPLE_LINES]:
         _say(f"  | {line}")
 
 

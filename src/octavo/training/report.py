@@ -47,6 +47,7 @@ def render(study: Study, *, device: str = "cpu") -> str:
         gap_figure=_html(_gap_figure(study)) if len(study.runs) > 1 else "<p>One run has no gap.</p>",
         gap_bar=f"{GAP_BAR_NATS:.4f}",
         table=_table(study),
+        yardstick=escape(study_table.yardstick(study) or ""),
         target_note=escape(study_table.target_note(study)),
         emulation_note=escape(study_table.emulation_note(device)),
         facts=_facts(study.facts),

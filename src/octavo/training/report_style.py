@@ -86,8 +86,7 @@ text. Thin: training batches, smoothed. Green: within $gap_bar nats.</p>
 <p class="legend">$gap_legend</p>
 <div class="plot">$gap_figure</div>
 <h2>Measures</h2>
-<p class="caption">$target_note The differences are taken window by window on the held-out text; ± is their standard
-error.</p>
+<p class="caption">$yardstick $target_note</p>
 $table
 <p class="note">$emulation_note</p>
 <h2>Setting</h2>

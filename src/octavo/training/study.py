@@ -44,7 +44,7 @@ __all__ = ["DEFAULT_RECIPES", "STUDY", "OnPhase", "Phase", "check_study_data", "
 DEFAULT_RECIPES = ("fp32", "bf16", "tensorwise")
 STUDY, MEASURES = "study.json", "measures.json"
 NOISE_BATCHES = 16
-SAMPLE_TOKENS = 120
+SAMPLE_TOKENS = 96
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.7, 40
 
 
