@@ -246,7 +246,7 @@ def demo_config(*, quick: bool = False) -> RunConfig:
     Args:
         quick: a few steps only, to see that everything works; the loss stays near the unigram entropy.
     """
-    training = TrainingConfig(steps=500, batch_size=8, context=128, lr=6e-3, min_lr=2e-4, warmup=50)
+    training = TrainingConfig(steps=500, batch_size=8, context=128, lr=3e-3, min_lr=1e-4, warmup=50)
     if quick:
         training = replace(training, steps=60, batch_size=4, warmup=10, eval_interval=10, eval_tokens=8192)
     return RunConfig(training=training)
