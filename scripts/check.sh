@@ -31,7 +31,7 @@ quietly lint .venv/bin/ruff check .
 quietly types .venv/bin/mypy
 
 start=$(date +%s%N)
-if .venv/bin/pytest -n 2 "$@"; then
+if .venv/bin/pytest -n 2 --dist worksteal "$@"; then
     report tests ok "$start"
 else
     report tests FAILED "$start"
