@@ -6,6 +6,7 @@ lets the traceback through. Anything else is a defect of octavo's own and keeps 
 """
 
 import errno
+import os
 from typing import Annotated, Any
 
 import typer
@@ -31,7 +32,7 @@ DEBUG = "--debug"
 def sentence_of(error: OSError) -> str:
     """What the operating system refused, as one sentence."""
     reason = (error.strerror or str(error)).lower()
-    place = f" {error.filename}" if error.filename else " a file"
+    place = f" {os.fsdecode(error.filename)}" if error.filename else " a file"
     advice = {
         errno.ENOSPC: "free some space or choose another disk; earlier checkpoints are intact",
         errno.EACCES: "choose a path you may read and write",

@@ -47,7 +47,8 @@ def failing(monkeypatch):
             "runs/x: no space left on device; free some space",
         ),
         (PermissionError(errno.EACCES, "Permission denied", "runs/x"), "permission denied; choose a path"),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "a.txt: no such file"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "use a.txt: no such file"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", b"a.txt"), "use a.txt: no such file"),
     ],
 )
 def test_a_refusal_is_one_sentence_and_exit_code_2(octavo, failing, error, words):
