@@ -9,7 +9,7 @@ import octavo
 from octavo.formats import E4M3, E5M2
 from octavo.functional import cast_operand, fp8_linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor, quantize
-from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
+from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling
 from tests.contract.gemm_oracle import assert_product, assert_same_operand, recorded_products
 
 TENSORWISE = octavo.recipes.get("tensorwise")
@@ -67,6 +67,25 @@ def test_one_cast_serves_two_products_only_where_the_specifications_agree():
     for product, (a, b) in zip(products, expected, strict=True):
         assert_same_operand(product.a, a)
         assert_same_operand(product.b, b)
+
+
+def test_a_second_cast_of_a_delayed_tensor_takes_the_past_too():
+    forward, backward = (CastSpec(format=fmt, scaling=Scaling.DELAYED) for fmt in (E4M3, E5M2))
+    recipe = Recipe(
+        name="two delayed casts",
+        output=GemmSpec(a=forward, b=forward),
+        grad_input=GemmSpec(a=backward, b=backward),
+        grad_weight=GemmSpec(a=forward, b=backward),
+        history=History(),
+    )
+    x, weight, _, grad = _tensors()
+    amaxes = torch.tensor([10.0, 20.0, 30.0])
+    with recorded_products() as products:
+        fp8_linear(x, weight, None, recipe, amaxes=amaxes).backward(grad)
+    of_input, of_weight, of_grad = amaxes
+    assert_same_operand(products[1].b, quantize(weight.detach().t(), E5M2, amax=of_weight))
+    assert_same_operand(products[2].a, quantize(grad.t(), E4M3, amax=of_grad))
+    assert_same_operand(products[2].b, quantize(x.detach().t(), E5M2, amax=of_input))
 
 
 def test_square_blocks_are_cast_once_and_ragged_ones_per_orientation():
