@@ -66,6 +66,16 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> N
 
     Raises:
         CheckpointError: missing or unexpected keys, or a tensor of the wrong shape; nothing is loaded then.
+
+    Example:
+        >>> import octavo
+        >>> layer = octavo.nn.Linear(4, 4, recipe="delayed")
+        >>> layer(torch.ones(1, 4)).sum().backward()
+        >>> state = scaling_state(layer)
+        >>> other = octavo.nn.Linear(4, 4, recipe="delayed")
+        >>> load_scaling_state(other, state)
+        >>> torch.equal(scaling_state(other)["input.amax"], state["input.amax"])
+        True
     """
     slots = _slots(model)
     missing, unexpected = sorted(slots.keys() - state.keys()), sorted(state.keys() - slots.keys())

@@ -30,6 +30,15 @@ class QuantizedTensor:
         scale: float32, shape ``granularity.scale_shape(data.shape)``; hp ≈ data · scale.
         granularity: which elements share a scale.
         hp_dtype: dtype that :meth:`dequantize` returns: that of the quantized tensor.
+
+    Raises:
+        ConfigError: the scale's shape is not the granularity's.
+
+    Example:
+        >>> from octavo.numerics import PerTensor
+        >>> codes = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
+        >>> QuantizedTensor(codes, torch.tensor(0.5), PerTensor(), torch.float32).dequantize()
+        tensor([ 0.5000, -1.0000])
     """
 
     data: Tensor
