@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteLossError, TrainingError
 from octavo.models import Llama
@@ -87,6 +88,15 @@ def test_every_recipe_learns_and_stays_near_fp32(tmp_path, data, recipe):
     assert curves[recipe] != curves["fp32"]
     assert curves[recipe] == pytest.approx(curves["fp32"], abs=0.02)
     assert curves[recipe][-1] < curves[recipe][0] - 0.05
+
+
+def test_a_delayed_step_is_closed_once_an_update(tmp_path, data):
+    """Not once a micro-batch, and not never: three operands in each of seven layers, one closed step an update."""
+    result = train(tiny_config(recipe="delayed", grad_accumulation=2), tmp_path / "run", data=data)
+    assert result.checkpoint is not None
+    state = load_file(result.checkpoint / "scaling.safetensors")
+    steps = [tensor.item() for name, tensor in state.items() if name.endswith(".steps")]
+    assert steps == [6] * 7 * 3
 
 
 def test_events_and_result_say_what_happened(tmp_path, data):
