@@ -126,7 +126,7 @@ def cast_stochastic(
     exponent = torch.frexp(exact).exponent.clamp(min=2 - fmt.bias) - 1  # of subnormals: the one they share
     quantum = torch.ldexp(torch.ones_like(exact), exponent - fmt.mantissa_bits)
     rounded = (exact.abs() / quantum + bits.double() / (1 << STOCHASTIC_BITS)).floor() * quantum
-    limited = rounded.clamp(max=fmt.max).copysign(exact).float()
+    limited = rounded.copysign(exact).float()  # within ±maximum, which is exact and so does not move
     limited = torch.where(scaled.isnan(), scaled, limited)
     return _restore_infinities(limited, x, fmt, nonfinite).to(fmt.torch_dtype)
 

@@ -33,6 +33,19 @@ def test_exact_values_never_move(fmt):
 
 
 @every_format
+def test_the_largest_random_number_moves_all_but_exact_values(fmt, monkeypatch):
+    """With it, the smallest fraction that 20 bits resolve goes up, half of that does not, and an exact value stays."""
+    monkeypatch.setattr(torch, "randint", lambda high, shape, **_: torch.full(shape, high - 1))
+    values = torch.tensor([fmt.magnitude(code) for code in range(fmt.max_code + 1)])
+    smallest = values.diff() * 2.0**-STOCHASTIC_BITS
+    low, high = values[:-1], values[1:]
+    for sign in (1, -1):
+        assert torch.equal(cast_stochastic(sign * values, fmt).float(), sign * values)
+        assert torch.equal(cast_stochastic(sign * (low + smallest), fmt).float(), sign * high)
+        assert torch.equal(cast_stochastic(sign * (low + smallest / 2), fmt).float(), sign * low)
+
+
+@every_format
 def test_goes_to_a_neighbour_and_keeps_the_sign(fmt):
     edges = float32_edges(fmt)
     x = edges[np.isfinite(edges) & (np.abs(edges) < fmt.max)]

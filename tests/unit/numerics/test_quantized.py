@@ -134,6 +134,17 @@ def test_bad_elements_touch_only_themselves(granularity, fmt, dtype, nonfinite):
     torch.testing.assert_close(q.data.float()[places], wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@every_granularity
+@pytest.mark.parametrize("given", ["amax", "scale"])
+def test_bad_elements_show_under_a_given_scale_too(granularity, given):
+    x = torch.randn(5, 7)
+    x[1, 2], x[3, 4], x[4, 5] = math.inf, -math.inf, math.nan
+    shape = granularity.scale_shape(x.shape)
+    q = quantize(x, E5M2, granularity=granularity, **{given: torch.ones(shape)})
+    assert [q.data.float()[place].item() for place in ((1, 2), (3, 4))] == [math.inf, -math.inf]
+    assert torch.equal(q.data.float().isfinite(), x.isfinite())
+
+
 def test_only_bad_elements():
     q = quantize(torch.tensor([math.nan, math.inf]), E5M2)
     assert q.scale.isfinite()
