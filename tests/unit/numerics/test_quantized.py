@@ -139,8 +139,9 @@ def test_bad_elements_touch_only_themselves(granularity, fmt, dtype, nonfinite):
 def test_bad_elements_show_under_a_given_scale_too(granularity, given):
     x = torch.randn(5, 7)
     x[1, 2], x[3, 4], x[4, 5] = math.inf, -math.inf, math.nan
-    shape = granularity.scale_shape(x.shape)
-    q = quantize(x, E5M2, granularity=granularity, **{given: torch.ones(shape)})
+    ones = torch.ones(granularity.scale_shape(x.shape))
+    amax, scale = (ones, None) if given == "amax" else (None, ones)
+    q = quantize(x, E5M2, granularity=granularity, amax=amax, scale=scale)
     assert [q.data.float()[place].item() for place in ((1, 2), (3, 4))] == [math.inf, -math.inf]
     assert torch.equal(q.data.float().isfinite(), x.isfinite())
 
