@@ -220,11 +220,14 @@ def test_frozen_weights_leave_their_history_and_codes_alone():
     history = layer.amax_history
     assert history is not None
     update_scales(layer)
+    torch.nn.init.constant_(layer.weight, WEIGHT_AMAX / 4)  # a new amax would show
     kept = history.window[WEIGHT].clone()
     x = torch.full((1, 2), 4.0, requires_grad=True)
     for _ in range(4):
         layer(x).sum().backward()
     assert torch.equal(history.window[WEIGHT], kept)
+    assert history.steps.tolist()[WEIGHT] == 2
+    assert history.amax[WEIGHT].item() == WEIGHT_AMAX
     assert history.amax[INPUT].item() == 4.0, "the input's goes on"
 
 

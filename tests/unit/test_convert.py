@@ -141,6 +141,20 @@ def test_the_same_delayed_recipe_again_keeps_the_history():
     assert octavo.scaling_state(model)["0.input.steps"].item() == 0
 
 
+@pytest.mark.parametrize(("scale_updates", "steps"), [("automatic", [1, 2, 3]), ("manual", [0, 0, 0])])
+def test_manual_updates_leave_closing_to_the_loop(scale_updates, steps):
+    model = _mlp()
+    octavo.convert(model, "delayed", scale_updates=scale_updates)
+    seen = []
+    for _ in steps:
+        model(torch.randn(4, 8)).sum().backward()
+        seen.append(octavo.scaling_state(model)["0.input.steps"].item())
+    assert seen == steps
+    if scale_updates == "manual":
+        octavo.update_scales(model)
+        assert octavo.scaling_state(model)["0.input.steps"].item() == 1
+
+
 def test_two_recipes_in_one_model_and_a_report_that_says_so():
     model = _mlp()
     octavo.convert(model, "rowwise", layer_filter=lambda path, _: path == "0")
