@@ -1,10 +1,12 @@
 """``octavo eval`` and ``octavo generate`` on a finished run."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
+from octavo.models import generate
 from octavo.training.corpus import Split
 from octavo.training.data import open_data
 from octavo.training.run_folder import load_run
@@ -53,6 +55,18 @@ def test_writing_in_pieces_is_writing_at_once(octavo, finished_run):
         for _ in range(20):
             ids.append(int(run.model(torch.tensor([ids[-32:]]))[0, -1].argmax()))
     assert text == "12 times" + run.tokenizer.decode(ids[start:]).rstrip("\ufffd") + "\n"
+
+
+def test_characters_of_several_bytes_are_written_whole(octavo, finished_run):
+    """A hot sampler of bytes cuts characters anywhere; the pieces join to the decoding of all tokens."""
+    arguments = ["--prompt", "12 times", "--max-new-tokens", 60, "--temperature", 5, "--top-k", 300, "--seed", 1]
+    run = load_run(finished_run)
+    ids = run.tokenizer.encode("12 times", add_special_tokens=False).ids
+    generator = torch.Generator().manual_seed(1)
+    options: dict[str, Any] = {"temperature": 5.0, "top_k": 300, "generator": generator, "context": 32}
+    with run.surroundings:
+        text = run.tokenizer.decode(generate(run.model, ids, max_new_tokens=60, **options))
+    assert octavo("generate", finished_run, *arguments).stdout == "12 times" + text.rstrip("\ufffd") + "\n"
 
 
 @pytest.mark.parametrize(

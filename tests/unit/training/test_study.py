@@ -71,6 +71,19 @@ def test_precisions_differ_but_little(finished):
     assert study.relative_variance("tensorwise") == pytest.approx(1, abs=0.2)
 
 
+def test_gradient_variance_is_that_of_the_batches_to_come_at_the_final_weights(finished, data, config):
+    folder, study = finished
+    run, training = load_run(folder / "fp32"), config.training
+    gradients = []
+    for step in range(training.steps, training.steps + 16):
+        inputs, targets = data.batch(step, batch_size=4, context=32, seed=training.seed)
+        loss = torch.nn.functional.cross_entropy(run.model(inputs).flatten(0, 1), targets.flatten())
+        parts = torch.autograd.grad(loss, list(run.model.parameters()))
+        gradients.append(torch.cat([part.flatten() for part in parts]).double())
+    spread = torch.stack(gradients).var(dim=0, correction=1).sum().item()
+    assert study.run("fp32").gradient_variance == pytest.approx(spread, rel=1e-6)
+
+
 def test_unigram_line_is_the_validation_splits(finished, data):
     _, study = finished
     tokens = torch.from_numpy(data.splits[Split.VALIDATION].astype("int64"))
