@@ -16,6 +16,8 @@ for bit what torchao's tensorwise recipe computes. Dividing by ``amax / maximum`
 bfloat16 tensor in fifty, up to 2 % of them.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,7 @@ def measure(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
     x = narrowed(x)
     if can_be_asked(x):
         plain = _plain_amax(x, granularity)
-        if bool(plain.isfinite().all()):
+        if math.isfinite(plain.sum().item()):
             return plain, False
     return granularity.reduce_max(torch.where(x.isfinite(), x.abs(), 0)).float(), True
 
