@@ -119,7 +119,7 @@ class _ScaledLinear(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         (weight_t, input_t), grad_amax = _kept(ctx)
-        if ctx.pending is not None:
+        if ctx.pending is not None and grad_output.numel():
             running = ctx.pending[GRAD_OUTPUT]
             running.copy_(torch.maximum(running, measure_amax(grad_output)))
         grad_input = grad_weight = grad_bias = None

@@ -82,7 +82,7 @@ class AmaxHistory(torch.nn.Module):
             awaits_backward = x.requires_grad or weight.requires_grad
             self.close(where=self.pending[GRAD_OUTPUT] >= 0 if awaits_backward else None)
         own = torch.stack([measure_amax(x), measure_amax(weight), self.amax.new_zeros(())])
-        if recording:
+        if recording and x.numel():  # an empty batch says nothing about its tensors
             self.record(INPUT, own[INPUT])
             if weight.requires_grad:
                 self.record(WEIGHT, own[WEIGHT])

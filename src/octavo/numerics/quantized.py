@@ -158,7 +158,7 @@ def quantize(
 
 
 def dequantize(q: QuantizedTensor) -> Tensor:
-    """``fp32(data) · scale``, rounded once to ``q.hp_dtype``; NaN and ±Inf codes decode to themselves.
+    """``fp32(data) · scale`` in FP32, then cast to ``q.hp_dtype``; NaN and ±Inf codes decode to themselves.
 
     Example:
         >>> from octavo.formats import E5M2
