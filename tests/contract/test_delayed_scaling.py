@@ -192,16 +192,6 @@ def test_zero_tensors_keep_the_previous_scale():
     assert (input_scale, grad_scale) == (_scale(3.0, E4M3), _scale(5.0, E5M2))
 
 
-def test_an_empty_batch_pushes_nothing_out_of_the_window():
-    layer = _layer(history_length=2)
-    _train(layer, 3.0, 5.0)
-    for _ in range(3):
-        layer(torch.zeros(0, 2, requires_grad=True)).backward(torch.zeros(0, 2))
-    state = octavo.scaling_state(layer)
-    assert state["input.amax_history"].tolist() == [3.0, -1.0]
-    assert state["grad_output.amax_history"].tolist() == [5.0, -1.0]
-
-
 def test_a_steady_amax_gives_the_codes_of_tensorwise():
     torch.manual_seed(1)
     weight = torch.randn(24, 32)
