@@ -243,10 +243,13 @@ class RunConfig:
 def demo_config(*, quick: bool = False) -> RunConfig:
     """The setting of ``octavo demo``: 1.3 million parameters on the built-in corpus, sized for three runs on two cores.
 
+    The learning rate is half of what the model stands. At 3e-3 after 50 steps of warm-up a run passes an instability
+    that magnifies any difference, BF16's from FP32 as much as FP8's: their losses then lie 0.04 nats apart by chance.
+
     Args:
         quick: a few steps only, to see that everything works; the loss stays near the unigram entropy.
     """
-    training = TrainingConfig(steps=500, batch_size=8, context=128, lr=3e-3, min_lr=1e-4, warmup=50)
+    training = TrainingConfig(steps=450, batch_size=8, context=128, lr=1.5e-3, min_lr=1e-4, warmup=100)
     if quick:
         training = replace(training, steps=60, batch_size=4, warmup=10, eval_interval=10, eval_tokens=8192)
     return RunConfig(training=training)
