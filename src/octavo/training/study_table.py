@@ -68,7 +68,7 @@ def emulation_note(device: str) -> str:
     if device == "cuda":
         return "Tokens/s are this GPU's."
     return (
-        "On a CPU FP8 is emulated: the codes and scales are what a Hopper GPU would compute, the time is not. "
+        "On a CPU FP8 is emulated: casts and products run as ordinary instructions, at their speed. "
         "The tokens/s here say nothing about Hopper's, where the article reports FP8 at 1.23 times BF16."
     )
 
