@@ -61,6 +61,10 @@ def test_it_says_that_fp8_is_emulated_here_and_shows_text(first):
     assert "  | " in first.stdout
 
 
+def test_the_quick_demo_says_that_it_proves_nothing(first):
+    assert "8 steps of one seed show that everything works and prove nothing" in " ".join(first.stdout.split())
+
+
 def test_the_folder_holds_what_the_last_lines_say(demo, first):
     folder, _ = demo
     assert load_config(folder / "config.toml") == TINY
@@ -102,3 +106,9 @@ def test_the_real_settings_train_fp8_on_the_built_in_corpus(quick):
     assert config.data.source == "builtin"
     assert config.training.recipe == "tensorwise"
     assert not config.training.adjust_for_fp8
+
+
+def test_the_quick_demo_with_its_short_warmup_has_the_lower_learning_rate():
+    quick, full = demo_config(quick=True).training, demo_config().training
+    assert quick.warmup < full.warmup
+    assert quick.lr <= 1e-3 < full.lr

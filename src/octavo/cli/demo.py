@@ -7,6 +7,7 @@ import typer
 
 from octavo.cli import options
 from octavo.cli.comparing import compare, print_study
+from octavo.cli.console import stdout
 from octavo.training.config import demo_config
 from octavo.training.study import DEFAULT_RECIPES
 
@@ -19,7 +20,9 @@ QUICK_TEST_TOKENS = 8192
 
 def demo(
     *,
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller model and fewer steps: under a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The same model, fewer steps of smaller batches: under a minute.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help=f"The demo's folder. [default: {FULL}, {QUICK} with --quick]")
     ] = None,
@@ -35,3 +38,14 @@ def demo(
     test_tokens = QUICK_TEST_TOKENS if quick else None
     found = compare(config, folder, recipes=DEFAULT_RECIPES, prompt=PROMPT, test_tokens=test_tokens, force=force)
     print_study(found, config, folder, as_json=as_json)
+    if quick and not as_json:
+        stdout().print("")
+        stdout().print(quick_note(config.training.steps), markup=False)
+
+
+def quick_note(steps: int) -> str:
+    """What the figures of a quick demo are worth."""
+    return (
+        f"This was the quick demo: {steps} steps of one seed show that everything works and prove nothing about FP8. "
+        "Differences this early are chance; for figures, run octavo demo."
+    )

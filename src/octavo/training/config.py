@@ -251,7 +251,7 @@ def demo_config(*, quick: bool = False) -> RunConfig:
     """
     training = TrainingConfig(steps=450, batch_size=8, context=128, lr=1.5e-3, min_lr=1e-4, warmup=100)
     if quick:
-        training = replace(training, steps=60, batch_size=4, warmup=10, eval_interval=10, eval_tokens=8192)
+        training = replace(training, steps=60, batch_size=4, lr=1e-3, warmup=10, eval_interval=10, eval_tokens=8192)
     return RunConfig(training=training)
 
 

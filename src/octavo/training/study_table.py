@@ -80,11 +80,13 @@ def verdict(study: Study) -> str:
         return f"{len(study.runs)} run(s) on the same text and batches; no FP8 run to hold against BF16."
     fp8, bf16 = pair
     gap = study.gap(fp8.recipe, bf16.recipe)
-    side = "above" if gap.nats >= 0 else "below"
-    bar = "within" if gap.nats <= GAP_BAR_NATS else "outside"
+    if gap.nats < 0:
+        side, outcome = "below", ", so it stays under"
+    else:
+        side, outcome = "above", ": within" if gap.nats <= GAP_BAR_NATS else ": outside"
     return (
         f"{title_of(fp8.recipe)} ends {abs(gap.nats):.4f} ± {_error(gap)} nats {side} BF16 on held-out text "
-        f"({gap.percent:+.2f} % perplexity): {bar} the bar of {GAP_BAR_NATS:.4f} nats."
+        f"({gap.percent:+.2f} % perplexity){outcome} the bar of {GAP_BAR_NATS:.4f} nats."
     )
 
 
