@@ -16,6 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.cli.app import app
+from octavo.errors import DataError
+from octavo.training.data import open_data
 
 TINY = """
 [model]
@@ -225,7 +227,8 @@ def test_a_disk_that_takes_no_tokens_leaves_no_half_data(place, tmp_path):
     out = tmp_path / "run"
     arguments = ["--config", place / "run.toml", "--data", place / "own.txt", "--out", out]
     refusal(octavo_process("train", *arguments, limit_file_bytes=2_000))
-    assert not list(out.glob("data/manifest.json"))
+    with pytest.raises(DataError, match="not a complete data folder"):
+        open_data(out / "data")
     assert [path for path in out.glob("data/*") if path.suffix == ".tmp"] == []
     assert octavo("train", *arguments).returncode == 0
 

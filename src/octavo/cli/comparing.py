@@ -1,6 +1,5 @@
 """What ``octavo study`` and ``octavo demo`` share: run the study in a folder, write its report, print its table."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from octavo.training.config import RunConfig, load_config, save_config
 from octavo.training.data import prepare
 from octavo.training.files import write_atomically
 from octavo.training.precision import resolve_device
-from octavo.training.run_folder import CONFIG
-from octavo.training.study import STUDY, Phase, check_study_data, configs_of, run_study
+from octavo.training.run_folder import CONFIG, has_run, is_own_config, remove_run
+from octavo.training.study import MEASURES, STUDY, Phase, check_study_data, configs_of, run_study
 
 __all__ = ["compare", "print_study"]
 
@@ -35,16 +34,20 @@ def compare(
     """Prepare the data, run or finish the study in ``out``, and write config.toml and report.html.
 
     Raises:
-        ConfigError: an unknown recipe, or ``out`` holds a study of another configuration and ``force`` is not given.
+        ConfigError: an unknown recipe; or ``out`` holds a study of another configuration and ``force`` is not given, or
+            files that no study wrote.
     """
     configs_of(config, recipes)
     if force:
-        start_over(out, recipes)
-    _check_same(config, out)
+        _check_own(out, recipes)
+    else:
+        _check_same(config, out)
     with open_display() as display:
         show = phases(display)
         data = prepare(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show)
         check_study_data(data, config)
+        if force:
+            start_over(out, recipes)
         save_config(config, out / CONFIG)
 
         def on_phase(phase: Phase) -> None:
@@ -58,10 +61,10 @@ def compare(
 
 
 def start_over(out: Path, recipes: Sequence[str]) -> None:
-    """Remove what a study wrote into ``out``, and nothing else."""
-    for name in (DATA, *recipes):
-        shutil.rmtree(out / name, ignore_errors=True)
-    for name in (CONFIG, STUDY, REPORT):
+    """Remove the runs of a study and its files, by name, once ``_check_own`` has passed; the tokens may still fit."""
+    for recipe in filter(lambda recipe: has_run(out / recipe), recipes):
+        remove_run(out / recipe, also=(MEASURES,))
+    for name in (STUDY, REPORT, CONFIG):
         (out / name).unlink(missing_ok=True)
 
 
@@ -89,8 +92,20 @@ def device_of(config: RunConfig) -> str:
     return resolve_device(config.training.device).type
 
 
+def _check_own(out: Path, recipes: Sequence[str]) -> None:
+    """Refuse to start over where a file of a study's name was not written by one."""
+    holders = [out / recipe for recipe in recipes if has_run(out / recipe)]
+    if any((out / name).exists() for name in (CONFIG, STUDY, REPORT)):
+        holders.append(out)
+    for folder in holders:
+        if not is_own_config(folder / CONFIG):
+            raise ConfigError(f"{str(folder)!r} holds files that octavo did not write; name another folder with --out")
+
+
 def _check_same(config: RunConfig, out: Path) -> None:
     path = out / CONFIG
+    if not path.exists() and (out / REPORT).exists():
+        raise ConfigError(f"{str(out / REPORT)!r} is not a study's; name another folder with --out")
     if path.exists() and load_config(path).config_hash() != config.config_hash():
         raise ConfigError(
             f"{str(out)!r} holds a study of another configuration ({path}); name another folder with --out, "

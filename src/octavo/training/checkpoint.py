@@ -29,9 +29,17 @@ from torch import Tensor, nn
 
 from octavo.errors import CheckpointError
 from octavo.state import load_scaling_state, scaling_state
-from octavo.training.files import sync_file, sync_folder
+from octavo.training.files import remove_if_empty, sync_file, sync_folder
 
-__all__ = ["CheckpointState", "latest", "load_checkpoint", "load_model", "read_state", "save_checkpoint"]
+__all__ = [
+    "CheckpointState",
+    "latest",
+    "load_checkpoint",
+    "load_model",
+    "read_state",
+    "remove_checkpoints",
+    "save_checkpoint",
+]
 
 FORMAT_VERSION = 1
 FOLDER, STATE = "checkpoints", "state.json"
@@ -87,6 +95,16 @@ def save_checkpoint(
 def latest(run_dir: Path) -> Path | None:
     """The checkpoint of the highest step; folders that were not finished do not count."""
     return max(_complete(run_dir), key=_step_of, default=None)
+
+
+def remove_checkpoints(run_dir: Path) -> None:
+    """Remove every checkpoint, unfinished ones included, by the names of their files."""
+    for path in (run_dir / FOLDER).glob("*"):
+        if STEP_NAME.fullmatch(path.name.removeprefix(".").partition(".")[0]):
+            for name in (STATE, MODEL, OPTIMIZER, SCALING):
+                (path / name).unlink(missing_ok=True)
+            remove_if_empty(path)
+    remove_if_empty(run_dir / FOLDER)
 
 
 def read_state(path: Path) -> CheckpointState:

@@ -6,9 +6,10 @@
 |-------------------------------------|-----------------------------------------------------------------------|
 | tokenizer.json                      | trained on the training split                                         |
 | train.bin, validation.bin, test.bin | token ids, little-endian uint16 (uint32 for vocabularies over 65,536) |
-| manifest.json                       | where the text came from, its content hash, counts; written last      |
+| manifest.json                       | where the text came from, its content hash; the counts, written last  |
 
-The folder is used again when text and vocabulary size are those of the manifest, and rebuilt otherwise.
+The folder is used again when text and vocabulary size are those of the manifest, and rebuilt otherwise. A folder that
+holds files and no manifest of this kind is somebody else's and refused.
 
 ``TokenData`` maps the token files into memory. A training batch is a pure function of (seed, step): its windows start
 at positions drawn by a counter-based key, not by an iterator, so a resumed run reads what the uninterrupted one would
@@ -54,10 +55,11 @@ def prepare(
 
     Raises:
         DataError: the source holds no usable text.
-        ConfigError: vocab_size is too small.
+        ConfigError: vocab_size is too small, or the folder holds files that ``prepare`` did not write.
     """
     report = progress or _silent
     folder = Path(out_dir)
+    _check_own(folder)
     report("read", 0, 1)
     documents = load_documents(source)
     identity = {"format": FORMAT_VERSION, "content_hash": content_hash(documents), "vocab_size": vocab_size}
@@ -65,7 +67,7 @@ def prepare(
     if _holds(folder, identity):
         return open_data(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
+    write_atomically(folder / MANIFEST, json.dumps(identity) + "\n")  # without counts the folder is not complete
     splits = divide(documents, by_file=str(source) == BUILTIN)
     report("tokenizer", 0, 1)
     tokenizer = train_tokenizer((document.text for document in splits[Split.TRAIN]), vocab_size=vocab_size)
@@ -169,6 +171,20 @@ def _shifted(rows: NDArray[Any]) -> tuple[Tensor, Tensor]:
 
 def _silent(phase: str, done: int, total: int) -> None:
     """Report nothing."""
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a folder with files in it that ``prepare`` did not begin."""
+    if not folder.is_dir() or all(path.name.startswith(".") for path in folder.iterdir()):
+        return
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        manifest = None
+    if not isinstance(manifest, dict) or not manifest.keys() >= {"format", "content_hash", "vocab_size"}:
+        raise ConfigError(
+            f"the tokens would go to {str(folder)!r}, which holds other files; move them, or name another folder"
+        )
 
 
 def _holds(folder: Path, identity: dict[str, Any]) -> bool:

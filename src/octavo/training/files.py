@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing", "sync_file", "sync_folder", "write_atomically"]
+__all__ = ["remove_if_empty", "replacing", "sync_file", "sync_folder", "write_atomically"]
 
 
 @contextmanager
@@ -35,6 +35,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write the whole of a small file."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder that is there and holds nothing."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def sync_file(path: Path) -> None:

@@ -11,6 +11,7 @@
 """
 
 import fcntl
+import tomllib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from typing import Any
 
 from octavo.errors import CheckpointError, ConfigError, TrainingError
 from octavo.models import Llama, LlamaConfig
-from octavo.training.checkpoint import CheckpointState, latest, load_model, read_state
+from octavo.training.checkpoint import CheckpointState, latest, load_model, read_state, remove_checkpoints
 from octavo.training.config import Device, RunConfig, load_config, save_config
 from octavo.training.data import TokenData
-from octavo.training.files import write_atomically
+from octavo.training.files import remove_if_empty, write_atomically
 from octavo.training.metrics import METRICS
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["TrainedRun", "claimed", "has_run", "load_run", "resumable_state"]
+__all__ = ["TrainedRun", "claimed", "has_run", "is_own_config", "load_run", "remove_run", "resumable_state"]
 
 CONFIG, TOKENIZER, LOCK = "config.toml", "tokenizer.json", ".lock"
 
@@ -53,7 +54,35 @@ class TrainedRun:
 
 def has_run(run_dir: str | Path) -> bool:
     """Whether a run was started in the folder."""
-    return any((Path(run_dir) / name).exists() for name in (CONFIG, METRICS, "checkpoints"))
+    return any((Path(run_dir) / name).exists() for name in (CONFIG, TOKENIZER, METRICS, "checkpoints"))
+
+
+def is_own_config(path: Path) -> bool:
+    """Whether ``save_config`` wrote the file: it leaves no key out, which nobody does by hand."""
+    try:
+        return bool(tomllib.loads(path.read_text(encoding="utf-8")) == load_config(path).to_dict())
+    except (OSError, ValueError):
+        return False
+
+
+def remove_run(run_dir: Path, *, also: tuple[str, ...] = ()) -> None:
+    """Remove what a run wrote into its folder, by name; other files stay, and with them the folder.
+
+    Args:
+        run_dir: a folder whose config.toml :func:`is_own_config` recognises.
+        also: names of files that were added to the run.
+
+    Raises:
+        TrainingError: another process trains in it.
+    """
+    with _locked(run_dir):
+        remove_checkpoints(run_dir)
+        for path in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
+            path.unlink()
+        for name in (METRICS, TOKENIZER, *also, CONFIG, LOCK):
+            (run_dir / name).unlink(missing_ok=True)
+    remove_if_empty(run_dir / "tensorboard")
+    remove_if_empty(run_dir)
 
 
 def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun:

@@ -39,7 +39,7 @@ from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, has_run, load_run
 
-__all__ = ["DEFAULT_RECIPES", "STUDY", "OnPhase", "Phase", "check_study_data", "configs_of", "run_study"]
+__all__ = ["DEFAULT_RECIPES", "MEASURES", "STUDY", "OnPhase", "Phase", "check_study_data", "configs_of", "run_study"]
 
 DEFAULT_RECIPES = ("fp32", "bf16", "tensorwise")
 STUDY, MEASURES = "study.json", "measures.json"

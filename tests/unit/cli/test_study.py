@@ -70,3 +70,39 @@ def test_unknown_recipes_write_nothing(octavo, setting, tmp_path):
     assert result.exit_code == 2
     assert "fp9" in result.stderr
     assert not (tmp_path / "new").exists()
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_force_refuses_a_source_that_is_not_there_before_it_removes_anything(octavo, printed, folder, setting):
+    before = contents(folder)
+    result = octavo("study", *setting, "--out", folder, "--force", "--data", "nosuch.txt")
+    assert result.exit_code == 2
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["data/train.bin", "data/manifest.json", "fp32/config.toml", "fp32/tokenizer.json", "report.html"]
+)
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_files_that_are_not_a_studys_stay(octavo, setting, tmp_path, name, force):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine = 1")
+    result = octavo("study", *setting, "--out", tmp_path, "--recipes", "fp32", *force)
+    assert result.exit_code == 2, result.output
+    assert (tmp_path / name).read_text() == "mine = 1"
+
+
+def test_force_keeps_the_users_files_inside_a_studys_folders(octavo, setting, tmp_path):
+    arguments = ["study", *setting, "--out", tmp_path, "--recipes", "fp32"]
+    assert octavo(*arguments).exit_code == 0
+    mine = [tmp_path / "data" / "notes.txt", tmp_path / "fp32" / "notes.txt", tmp_path / "fp32/checkpoints/notes.txt"]
+    for path in mine:
+        path.write_text("mine")
+    (tmp_path / "bf16").mkdir()
+    (tmp_path / "bf16" / "paper.txt").write_text("mine")
+    forced = octavo(*arguments, "--force", "--seed", "9")
+    assert forced.exit_code in (0, 2), forced.output
+    assert all(path.read_text() == "mine" for path in (*mine, tmp_path / "bf16" / "paper.txt"))

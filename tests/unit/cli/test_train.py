@@ -81,3 +81,14 @@ def test_a_second_run_in_the_same_folder_is_refused(octavo, setting, finished_ru
     assert result.exit_code == 2
     assert "--resume" in result.stderr
     assert losses(finished_run) == before
+
+
+def test_a_data_folder_of_the_users_own_is_left_alone(octavo, setting, tmp_path):
+    mine = {name: tmp_path / "data" / name for name in ("manifest.json", "tokenizer.json", "train.bin")}
+    (tmp_path / "data").mkdir()
+    for name, path in mine.items():
+        path.write_text(f'{{"mine": "{name}"}}')
+    result = octavo("train", *setting, "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "holds other files" in result.stderr
+    assert {name: path.read_text() for name, path in mine.items()} == {n: f'{{"mine": "{n}"}}' for n in mine}

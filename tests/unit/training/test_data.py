@@ -108,7 +108,7 @@ def test_rebuilt_when_something_changed(tmp_path, change):
     elif change == "vocab_size":
         vocab_size = 280
     elif change == "manifest":
-        (folder / "manifest.json").write_text("{")
+        (folder / "manifest.json").write_text('{"format": 1, "content_hash": "", "vocab_size": 300}')
     else:
         with (folder / "train.bin").open("r+b") as file:
             file.truncate(10)
@@ -133,11 +133,13 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path):
         open_data(data.folder)
 
 
-def test_a_failed_preparation_leaves_no_manifest(tmp_path):
+def test_a_failed_preparation_leaves_no_complete_folder(tmp_path):
     (tmp_path / "text.txt").write_text(some_text())
     with pytest.raises(ConfigError):
         prepare(tmp_path / "text.txt", tmp_path / "data", vocab_size=10)
-    assert not (tmp_path / "data" / "manifest.json").exists()
+    with pytest.raises(DataError, match="not a complete data folder"):
+        open_data(tmp_path / "data")
+    assert prepare(tmp_path / "text.txt", tmp_path / "data", vocab_size=300).vocab_size == 300
 
 
 def test_progress_reaches_its_total(tmp_path):
