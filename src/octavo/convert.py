@@ -91,19 +91,18 @@ def convert(
     candidates = dict(_candidates(model))
     _check_patterns(skip, candidates)
     heads = {} if convert_head else _heads(candidates)
-    converted, skipped = [], {}
-    for path, module in candidates.items():
+    chosen, skipped = {}, {}
+    for path, module in candidates.items():  # all decided before the first change: a filter may raise
         reason = _reason_to_skip(path, module, skip, layer_filter, min_weight_elements) or heads.get(path)
-        if reason is not None:
+        if reason is None:
+            chosen[path] = module
+        else:
             skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
-            continue
+    for module in chosen.values():
         module.__class__ = Linear
         assert isinstance(module, Linear)
         module.set_recipe(resolved, manual_scale_updates=scale_updates == "manual")
-        converted.append(path)
-    return ConversionReport(
-        recipe=resolved.name, converted=tuple(converted), skipped=skipped, notes=dict(_notes(model))
-    )
+    return ConversionReport(recipe=resolved.name, converted=tuple(chosen), skipped=skipped, notes=dict(_notes(model)))
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def cast_operand(x: Tensor, spec: CastSpec | None, amax: Tensor | None = None) -
     """
     if spec is None:
         return x
-    if spec.scaling is Scaling.DYNAMIC:
+    if spec.scaling == Scaling.DYNAMIC:
         amax = None
     elif amax is not None:
         amax = torch.where(amax > 0, amax, measure_amax(x))

@@ -18,14 +18,17 @@ The presets (sources: the published recipes named in each docstring):
 | `delayed`    | E4M3  | E4M3   | E5M2        | per tensor, from finished steps                  |
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.formats import E4M3, E5M2, FP8_FORMATS, Format
+from octavo.formats import E4M3, E5M2, Format
 from octavo.numerics import Granularity, Nonfinite, PerRow, PerTensor
+from octavo.numerics.cast import check_fp8_format
+from octavo.numerics.granularity import granularity_or_default
 from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = ["CastSpec", "GemmSpec", "History", "Recipe", "Scaling", "Statistic", "get", "names"]
@@ -72,12 +75,15 @@ class CastSpec:
     nonfinite: Nonfinite = Nonfinite.PROPAGATE
 
     def __post_init__(self) -> None:
-        if self.format not in FP8_FORMATS:
-            raise ConfigError(f"a cast's format must be one of {', '.join(map(str, FP8_FORMATS))}, not {self.format}")
-        if self.scaling is Scaling.DELAYED and not isinstance(self.granularity, PerTensor):
+        check_fp8_format(self.format)
+        granularity_or_default(self.granularity)
+        _check_member("a cast's scaling", self.scaling, tuple(Scaling))
+        _check_member("a cast's nonfinite", self.nonfinite, tuple(Nonfinite))
+        _check_member("a cast's power_of_two", self.power_of_two, (False, True))
+        if self.scaling == Scaling.DELAYED and not isinstance(self.granularity, PerTensor):
             raise ConfigError(f"delayed scaling keeps one amax a tensor; {self.granularity} needs dynamic scaling")
-        if not self.amax_floor >= 0:
-            raise ConfigError(f"amax_floor must be 0 or more, not {self.amax_floor}")
+        if not 0 <= self.amax_floor < math.inf:
+            raise ConfigError(f"amax_floor must be 0 or more and finite, not {self.amax_floor}")
         _check_whole("a cast's margin", self.margin, least=0)
 
 
@@ -132,7 +138,7 @@ class Recipe:
     history: History | None = None
 
     def __post_init__(self) -> None:
-        delayed = any(cast.scaling is Scaling.DELAYED for cast in self.casts)
+        delayed = any(cast.scaling == Scaling.DELAYED for cast in self.casts)
         if delayed != self.is_delayed:
             raise ConfigError(f"recipe {self.name!r} must have a history if, and only if, one of its casts is delayed")
 
@@ -229,6 +235,11 @@ def _one_cast_per_tensor(name: str, forward: CastSpec, backward: CastSpec, histo
         grad_weight=GemmSpec(a=backward, b=forward),
         history=history,
     )
+
+
+def _check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{what} must be one of {', '.join(map(str, allowed))}, not {value!r}")
 
 
 def _check_whole(what: str, value: object, *, least: int) -> None:

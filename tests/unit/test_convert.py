@@ -311,3 +311,22 @@ def test_restore_leaves_subclasses_alone():
     layer = Special(4, 4)
     assert octavo.restore(nn.Sequential(layer)) == ()
     assert octavo.convert(nn.Sequential(layer)).skipped["0"].startswith("subclass Special of nn.Linear")
+
+
+def test_a_filter_that_raises_changes_nothing():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+    def broken(path, _layer):
+        if path == "1":
+            raise RuntimeError("broken filter")
+        return True
+
+    with pytest.raises(RuntimeError, match="broken filter"):
+        octavo.convert(model, layer_filter=broken)
+    assert [type(layer) for layer in model] == [torch.nn.Linear, torch.nn.Linear]
+
+
+def test_a_model_without_memory_behind_it_still_runs():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, device="meta"))
+    octavo.convert(model)
+    assert model(torch.empty(2, 8, device="meta")).shape == (2, 8)

@@ -190,3 +190,10 @@ def test_gradients_point_the_way_of_the_exact_ones():
         assert reference.grad is not None
         error = (tensor.grad.double() - reference.grad).norm() / reference.grad.norm()
         assert error < worst
+
+
+def test_fast_accumulation_reaches_the_output_product_only():
+    x, weight, bias, grad_output = _tensors()
+    with recorded_products() as products:
+        fp8_linear(x, weight, bias, TENSORWISE).backward(grad_output)
+    assert [product.problem.fast_accumulation for product in products] == [True, False, False]

@@ -91,7 +91,7 @@ def test_specifications_that_contradict_themselves_are_refused():
     plain, fp8 = GemmSpec(a=None, b=None), GemmSpec(a=dynamic, b=dynamic)
     with pytest.raises(ConfigError, match="both operands or neither"):
         GemmSpec(a=dynamic, b=None)
-    with pytest.raises(ConfigError, match="format must be one of E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ, not BF16"):
+    with pytest.raises(ConfigError, match=r"cannot cast to BF16; use one of octavo\.formats\.E4M3"):
         CastSpec(format=BF16)
     with pytest.raises(ConfigError, match=r"delayed scaling keeps one amax a tensor; PerRow\(\) needs dynamic scaling"):
         CastSpec(format=E4M3, granularity=PerRow(), scaling=Scaling.DELAYED)
@@ -113,3 +113,27 @@ def test_different_recipes_differ_in_print():
 
 def test_the_public_module_is_this_one():
     assert octavo.recipes.get is get
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scaling": "yearly"}, "scaling must be one of dynamic, delayed, not 'yearly'"),
+        ({"nonfinite": "bogus"}, "nonfinite must be one of propagate, saturate"),
+        ({"granularity": "rowwise"}, "granularity must be"),
+        ({"power_of_two": "no"}, "power_of_two must be one of False, True"),
+        ({"amax_floor": float("inf")}, "amax_floor must be 0 or more and finite"),
+        ({"format": "E4M3"}, "cannot cast to 'E4M3'"),
+    ],
+)
+def test_a_cast_refuses_words_that_it_would_not_follow(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        CastSpec(**{"format": E4M3, **changes})
+
+
+def test_a_word_that_is_allowed_means_its_enum():
+    assert CastSpec(format=E4M3, scaling="dynamic") == CastSpec(format=E4M3)  # type: ignore[arg-type]
+    delayed = CastSpec(format=E4M3, scaling="delayed")  # type: ignore[arg-type]
+    both = GemmSpec(a=delayed, b=delayed)
+    with pytest.raises(ConfigError, match="if, and only if, one of its casts is delayed"):
+        Recipe(name="no history", output=both, grad_input=both, grad_weight=both)

@@ -1,8 +1,7 @@
 """Who runs what: quantize and scaled_mm as users call them, and the choice of a backend with its reasons.
 
 Backends are asked in order; the first without an objection runs. The choice is recorded with what the others objected,
-and
-:func:`explain` gives it for any problem without running it.
+and :func:`explain` gives it for any problem without running it.
 """
 
 from dataclasses import dataclass
@@ -119,6 +118,11 @@ def _named(name: str, problem: MatmulProblem) -> Backend:
 def _describe(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accumulation: bool
 ) -> MatmulProblem:
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, QuantizedTensor):
+            raise ConfigError(
+                f"{name} must be a QuantizedTensor, not {type(operand).__name__}; octavo.quantize makes one"
+            )
     if a.data.ndim != 2 or b.data.ndim != 2:
         raise ConfigError(
             f"scaled_mm multiplies matrices, not shapes {tuple(a.shape)} and {tuple(b.shape)}; flatten them"

@@ -52,7 +52,9 @@ class CpuBackend:
 class CudaBackend:
     """cuBLAS through ``torch._scaled_mm``; operands are padded with zero codes to the multiples of 16 that it wants.
 
-    Padding happens after the scales are known, so it takes no part in them, and is cut off again.
+    Padding happens after the scales are known, so it takes no part in them, and is cut off again. A bias is added
+    here, in FP32, since cuBLAS takes none with an FP32 result. With per-row scales cuBLAS writes bfloat16 and nothing
+    else: an FP32 result, such as a master weight's gradient, is then rounded to bfloat16 on the way, as in torchao.
     """
 
     name = "torch_cuda"
@@ -67,16 +69,16 @@ class CudaBackend:
         left, right = _pad_to_16(a.data, rows=False), _pad_to_16(b.data, rows=True)
         extra = right.shape[0] - problem.n
         b_scale = torch.nn.functional.pad(b.scale, (0, 0, 0, extra), value=1.0).t() if per_row else b.scale
+        computed = torch.bfloat16 if per_row else torch.float32 if bias is not None else problem.out_dtype
         product = torch._scaled_mm(
             left,
             right.t(),
             scale_a=a.scale,
             scale_b=b_scale,
-            bias=None if bias is None else torch.nn.functional.pad(bias.to(problem.out_dtype), (0, extra)),
-            out_dtype=problem.out_dtype,
+            out_dtype=computed,
             use_fast_accum=problem.fast_accumulation,
-        )
-        return product[:, : problem.n]
+        )[:, : problem.n]
+        return (product if bias is None else product.float() + bias.float()).to(problem.out_dtype)
 
 
 def widen(codes: Tensor) -> Tensor:
@@ -159,8 +161,6 @@ def _cuda_objections(problem: MatmulProblem) -> Iterator[str]:
         yield "cuBLAS does not multiply E5M2 by E5M2"
     if {problem.a_dtype, problem.b_dtype} - {torch.float8_e4m3fn, torch.float8_e5m2}:
         yield "FNUZ formats have no tensor core here"
-    if isinstance(problem.a_granularity, PerRow) and problem.out_dtype is not torch.bfloat16:
-        yield f"cuBLAS writes bfloat16 for per-row scales, not {problem.out_dtype}"
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
 

@@ -111,6 +111,7 @@ class Linear(torch.nn.Linear):
 def _autocast(x: Tensor) -> Tensor:
     """``x`` in the dtype that ``torch.autocast`` would give a linear layer's input."""
     device = x.device.type
-    if x.is_floating_point() and torch.is_autocast_enabled(device):
+    available = torch.amp.is_autocast_available(device)  # not for meta tensors
+    if available and x.is_floating_point() and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
     return x

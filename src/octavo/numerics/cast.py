@@ -161,6 +161,8 @@ def can_be_asked(x: Tensor) -> bool:
 
 def check_float(x: Tensor, what: str) -> None:
     """Raise ConfigError unless ``x`` is a floating-point tensor of at least 16 bits."""
+    if not isinstance(x, Tensor):
+        raise ConfigError(f"{what} must be a torch.Tensor, not {type(x).__name__}; convert it with torch.as_tensor")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ConfigError(
             f"{what} must be a float16, bfloat16, float32 or float64 tensor, not {x.dtype}; "

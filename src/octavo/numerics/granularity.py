@@ -112,7 +112,7 @@ class PerBlock:
     columns: int
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.columns < 1:
+        if min(self.rows, self.columns) < 1 or self.rows % 1 or self.columns % 1:
             raise ConfigError(f"a block needs at least 1 row and 1 column, not {self.rows}x{self.columns}")
 
     @property

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
-from octavo.formats import Format, format_of
+from octavo.formats import FP8_FORMATS, Format, format_of
 from octavo.numerics.cast import Nonfinite, cast_nearest, check_float, check_fp8_format, check_policy
 from octavo.numerics.granularity import Granularity, granularity_or_default
 from octavo.numerics.scaling import AMAX_FLOOR, encode_scale_from_amax, measure
 
 __all__ = ["QuantizedTensor", "dequantize", "fake_quantize", "quantize"]
+
+_FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,10 @@ class QuantizedTensor:
     hp_dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        if self.data.dtype not in _FP8_DTYPES:
+            raise ConfigError(f"codes have an FP8 dtype, not {self.data.dtype}; octavo.quantize makes them")
+        if self.scale.dtype is not torch.float32:
+            raise ConfigError(f"a scale is float32, not {self.scale.dtype}")
         expected = self.granularity.scale_shape(self.data.shape)
         if self.scale.shape != expected:
             raise ConfigError(
@@ -135,6 +141,9 @@ def quantize(
     groups = granularity_or_default(granularity)
     check_policy(nonfinite, Nonfinite)
     x = x.detach()
+    for name, given in (("amax", amax), ("scale", scale)):
+        if given is not None and not isinstance(given, Tensor):
+            raise ConfigError(f"{name} must be a tensor in the scale's shape, not {given!r}; wrap it in torch.tensor()")
     if scale is not None and amax is not None:
         raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
     if scale is not None:

@@ -92,7 +92,7 @@ def encode_scale_from_amax(
         >>> encode_scale_from_amax(torch.tensor([448.0, 0.5, 0.0]), E4M3, amax_floor=0.0)
         tensor([1.0000e+00, 8.9600e+02, 3.4028e+38])
     """
-    if margin < 0:
+    if margin < 0 or margin % 1:
         raise ConfigError(f"margin must be 0 or more binades, not {margin}")
     if not amax_floor >= 0:
         raise ConfigError(f"amax_floor must be 0 or more, not {amax_floor}")

@@ -5,9 +5,10 @@ import torch
 
 import octavo
 from octavo.formats import FP8_FORMATS
-from octavo.kernels import high_precision_mm, needs_widening
+from octavo.kernels import dispatch, high_precision_mm, needs_widening, torch_native
+from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.torch_native import CudaBackend, _pad_to_16, widen
-from octavo.numerics import PerRow
+from octavo.numerics import PerRow, PerTensor
 from octavo.numerics.reference import decode
 from tests.contract.gemm_oracle import assert_product
 
@@ -47,7 +48,9 @@ def test_widen_keeps_shape_and_reads_strides(fmt):
     assert torch.equal(codes, before), "the codes were written to"
 
 
-def test_the_gemm_precision_setting_is_put_back():
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_the_gemm_precision_setting_is_put_back(has_bf16, monkeypatch):
+    monkeypatch.setattr(torch_native, "_cpu_multiplies_bf16", lambda: has_bf16)
     q = octavo.quantize(torch.randn(4, 8), octavo.E4M3)
     before = _settings()
     octavo.scaled_mm(q, q)
@@ -57,7 +60,24 @@ def test_the_gemm_precision_setting_is_put_back():
     assert _settings() == before
 
 
-def test_the_gemm_precision_setting_survives_threads():
+def test_the_gemm_may_round_operands_where_that_is_exact(monkeypatch):
+    monkeypatch.setattr(torch_native, "_cpu_multiplies_bf16", lambda: True)
+    seen: list[str] = []
+    real = torch.mm
+
+    def recording(a, b):
+        seen.append(_settings())
+        return real(a, b)
+
+    monkeypatch.setattr(torch, "mm", recording)
+    q = octavo.quantize(torch.randn(4, 8), octavo.E4M3)
+    octavo.scaled_mm(q, q)
+    assert seen == ["bf16"]
+    assert _settings() != "bf16"
+
+
+def test_the_gemm_precision_setting_survives_threads(monkeypatch):
+    monkeypatch.setattr(torch_native, "_cpu_multiplies_bf16", lambda: True)
     q = octavo.quantize(torch.randn(64, 512), octavo.E4M3)
     before = _settings()
     threads = [threading.Thread(target=lambda: [octavo.scaled_mm(q, q) for _ in range(40)]) for _ in range(4)]
@@ -110,7 +130,6 @@ def test_cuda_backend_objects_in_words(changes, reason, monkeypatch):
     from dataclasses import replace
 
     from octavo.kernels.backend import MatmulProblem
-    from octavo.numerics import PerTensor
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     problem = MatmulProblem(
@@ -128,5 +147,36 @@ def test_cuda_backend_objects_in_words(changes, reason, monkeypatch):
     )
     assert CudaBackend().unsupported_reason(problem) is None
     rows = replace(problem, a_granularity=PerRow(), b_granularity=PerRow())
-    assert "bfloat16 for per-row scales" in str(CudaBackend().unsupported_reason(rows))
+    assert CudaBackend().unsupported_reason(rows) is None
     assert CudaBackend().unsupported_reason(replace(problem, **changes)) == reason
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_cuda_backend_asks_cublas_for_what_it_takes(granularity, with_bias, fast, monkeypatch):
+    """A stand-in for ``torch._scaled_mm`` holds the wrapper to cuBLAS's rules and computes the product in float64."""
+
+    def stand_in(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+        per_row = scale_a.ndim == 2
+        assert (scale_a.shape, scale_b.shape) == (((a.shape[0], 1), (1, b.shape[1])) if per_row else ((), ()))
+        assert out_dtype is torch.bfloat16 or not per_row
+        assert use_fast_accum is fast
+        return (a.double() @ b.double() * scale_a * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", stand_in)
+    x, weight = torch.randn(5, 18), torch.randn(7, 18)
+    a, b = (octavo.quantize(t, octavo.E4M3, granularity=granularity) for t in (x, weight))
+    bias = torch.randn(7) if with_bias else None
+    for out_dtype in (torch.bfloat16, torch.float32):
+        problem = dispatch._describe(a, b, out_dtype, bias, fast)
+        y = CudaBackend().scaled_mm(a, b, bias, problem)
+        exact = ReferenceBackend().scaled_mm(a, b, bias, dispatch._describe(a, b, torch.float32, bias, fast))
+        assert y.dtype is out_dtype
+        rounds_to_bf16 = out_dtype is torch.bfloat16 or isinstance(granularity, PerRow)
+        torch.testing.assert_close(
+            y.float(), exact, rtol=2**-8 if rounds_to_bf16 else 2**-22, atol=2**-5 * rounds_to_bf16
+        )

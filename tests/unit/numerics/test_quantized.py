@@ -301,3 +301,28 @@ def test_a_quantized_tensor_checks_its_scale():
     codes = torch.ones(4, 6).to(torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match=r"PerRow\(\) scale of codes \(4, 6\) has shape \(4, 1\), not \(\)"):
         QuantizedTensor(codes, torch.tensor(1.0), PerRow(), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"scale": 1.0}, "scale must be a tensor"),
+        ({"amax": 3.0}, "amax must be a tensor"),
+        ({"margin": 1.5}, "margin must be 0 or more"),
+        ({"x": [1.0]}, "must be a torch.Tensor, not list"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_of_the_wrong_kind_get_a_sentence(arguments, words):
+    x = arguments.pop("x", torch.ones(3))
+    with pytest.raises(ConfigError, match=words):
+        quantize(x, E4M3, **arguments)
+
+
+def test_codes_and_scale_have_their_dtypes():
+    with pytest.raises(ConfigError, match=r"codes have an FP8 dtype, not torch\.float32"):
+        QuantizedTensor(torch.ones(2), torch.tensor(1.0), PerTensor(), torch.float32)
+    with pytest.raises(ConfigError, match=r"a scale is float32, not torch\.bfloat16"):
+        QuantizedTensor(
+            torch.ones(2).to(E4M3.torch_dtype), torch.tensor(1.0, dtype=torch.bfloat16), PerTensor(), torch.float32
+        )
