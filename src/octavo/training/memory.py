@@ -4,6 +4,9 @@ On CUDA, the allocator's own peak. On a Linux CPU, the process's peak resident s
 the kernel resets to the present size when 5 is written to /proc/self/clear_refs. It counts the interpreter, torch's
 libraries and the mapped pages of the token files too; memory freed earlier but kept by the C allocator as well. Where
 the reset is not allowed, the figure is the peak since the process began; where there is no /proc, ``getrusage``'s.
+
+So a CPU's figure depends on what the process did before: of two equal runs the later one starts from what the earlier
+left behind. It says what a machine needs, not what a precision costs, and is not to be compared between runs.
 """
 
 import resource

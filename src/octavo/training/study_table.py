@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.training.comparison import GAP_BAR_NATS, Gap, RunMeasures, Study
+from octavo.training.comparison import GAP_BAR_NATS, TARGET_FRACTION, Gap, RunMeasures, Study
 
 __all__ = ["Row", "columns", "emulation_note", "rows", "target_note", "title_of", "verdict", "yardstick"]
 
@@ -56,7 +56,7 @@ def rows(study: Study) -> list[Row]:
 
 def target_note(study: Study) -> str:
     """What the target of the steps row is."""
-    steps = round(0.9 * study.baseline.steps)
+    steps = round(TARGET_FRACTION * study.baseline.steps)
     return (
         f"Target perplexity {_perplexity_of(study.target_nats)}: what {title_of(study.baseline.recipe)} reads on the "
         f"validation text after {steps:,} of its {study.baseline.steps:,} steps."
@@ -64,12 +64,13 @@ def target_note(study: Study) -> str:
 
 
 def emulation_note(device: str) -> str:
-    """What the throughput row means on this device."""
+    """What the throughput and memory rows mean on this device."""
     if device == "cuda":
         return "Tokens/s are this GPU's."
     return (
         "On a CPU FP8 is emulated: casts and products run as ordinary instructions, at their speed. "
-        "The tokens/s here say nothing about Hopper's, where the article reports FP8 at 1.23 times BF16."
+        "The tokens/s here say nothing about Hopper's, where the article reports FP8 at 1.23 times BF16. "
+        "Peak memory is the whole process's: a later run starts from what the earlier ones left in it."
     )
 
 
@@ -177,7 +178,7 @@ def _memory(study: Study) -> Row:
     return Row(
         name="Peak memory, MiB",
         cells=tuple(NOTHING if value is None else f"{value / MIB:,.0f}" for value in values),
-        difference=_relative(study, values),
+        difference=NOTHING,  # on a CPU a run starts from what the runs before it left: that difference is their order
         article=NOTHING,
     )
 

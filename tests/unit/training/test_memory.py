@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from octavo.training import memory
+from octavo.training.loop import train
 from octavo.training.memory import peak_memory_bytes, reset_peak_memory
+from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -36,6 +38,15 @@ def test_without_proc_it_is_the_peak_of_the_process(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "STATUS", tmp_path / "no" / "status")
     assert reset_peak_memory(CPU) is False
     assert peak_memory_bytes(CPU) > 0.5 * real
+
+
+def test_a_run_does_not_count_what_was_freed_before_it(tmp_path):
+    if not reset_peak_memory(CPU):
+        pytest.skip("this kernel does not let a process reset its peak memory")
+    data = tiny_data(tmp_path)
+    touch(512)
+    high = peak_memory_bytes(CPU)
+    assert train(tiny_config(steps=1), tmp_path / "run", data=data).peak_memory_bytes < high - 256 * MIB
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.training import study_table
+from octavo.training import comparison, study_table
 from tests.unit.training.synthetic_study import run, study
 
 
@@ -23,11 +23,23 @@ def test_every_row_has_a_cell_a_run():
         ("Final loss", "+0.0020 ± 0.0000"),
         ("Gradient variance", "+4.9 %"),
         ("Tokens/s", "-50.0 %"),
-        ("Peak memory", "+0.0 %"),
     ],
 )
 def test_differences_are_fp8_against_bf16(row, difference):
     assert cells(row).difference == difference
+
+
+def test_peak_memory_has_no_difference_because_it_depends_on_the_order_of_the_runs():
+    later = run("tensorwise", 0.0, peak_memory_bytes=800 << 20)
+    row = cells("Peak memory", study(run("fp32", 0.0), run("bf16", 0.0), later))
+    assert row.cells == ("700", "700", "800")
+    assert row.difference == "–"
+
+
+def test_the_target_note_names_the_step_that_the_target_is_read_at(monkeypatch):
+    for module in (comparison, study_table):
+        monkeypatch.setattr(module, "TARGET_FRACTION", 0.5)
+    assert "after 200 of its 400 steps" in study_table.target_note(study())
 
 
 def test_a_run_that_misses_the_target_says_so():
@@ -60,3 +72,7 @@ def test_a_study_without_fp8_has_no_verdict_on_it():
 def test_a_cpu_says_that_fp8_is_emulated():
     assert "emulated" in study_table.emulation_note("cpu")
     assert "emulated" not in study_table.emulation_note("cuda")
+
+
+def test_a_cpu_says_why_peak_memory_has_no_difference():
+    assert "a later run starts from what the earlier ones left" in study_table.emulation_note("cpu")
