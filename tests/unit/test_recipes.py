@@ -95,9 +95,9 @@ def test_specifications_that_contradict_themselves_are_refused():
         CastSpec(format=BF16)
     with pytest.raises(ConfigError, match=r"delayed scaling keeps one amax a tensor; PerRow\(\) needs dynamic scaling"):
         CastSpec(format=E4M3, granularity=PerRow(), scaling=Scaling.DELAYED)
-    with pytest.raises(ConfigError, match="amax_floor must be 0 or more, not -1"):
+    with pytest.raises(ConfigError, match="amax_floor must be 0 or more and finite, not -1"):
         CastSpec(format=E4M3, amax_floor=-1)
-    with pytest.raises(ConfigError, match="amax_floor must be 0 or more, not nan"):
+    with pytest.raises(ConfigError, match="amax_floor must be 0 or more and finite, not nan"):
         CastSpec(format=E4M3, amax_floor=float("nan"))
     for gemm, history in ((GemmSpec(a=delayed, b=delayed), None), (fp8, History())):
         with pytest.raises(ConfigError, match="must have a history if, and only if, one of its casts is delayed"):
