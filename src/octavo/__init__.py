@@ -1,4 +1,4 @@
-"""octavo: FP8 training for PyTorch, with the same numbers on every device."""
+"""octavo: FP8 training for PyTorch, on any CPU and on Hopper GPUs."""
 
 from octavo import nn, recipes
 from octavo.context import autocast
