@@ -72,6 +72,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it would swallow the [default: ...] of an option's help
     help="Train PyTorch models in FP8 and measure what it costs, on a Hopper GPU or on a CPU.",
     epilog="Start with: octavo demo",
 )

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["complain", "number", "print_json", "print_table", "stderr", "stdout"]
 
@@ -44,19 +45,18 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first ``left`` columns are aligned left and the others right."""
+    """Print a table whose first ``left`` columns are aligned left and the others right; brackets are no markup."""
     table = Table(
-        title=title,
+        title=Text(title, style="bold"),
         title_justify="left",
-        title_style="bold",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < left else "right", overflow="fold")
+        table.add_column(Text(name), justify="left" if index < left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     stdout().print(table)
 
 

@@ -1,6 +1,7 @@
 """The boundary around every command, its help, and the way in as a process."""
 
 import errno
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,19 @@ def test_help_has_an_example(octavo, command):
     result = octavo(command, "--help")
     assert result.exit_code == 0
     assert f"Example: octavo {command}" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("demo", "runs/demo, runs/demo-quick with --quick"),
+        ("train", "tensorwise"),
+        ("eval", "test of the run's own data, all of other data"),
+    ],
+)
+def test_help_shows_the_defaults_it_describes(octavo, command, default):
+    words = " ".join(re.sub("[│|]", " ", octavo(command, "--help").stdout).split())
+    assert f"[default: {default}]" in words
 
 
 def test_no_command_prints_help(octavo):

@@ -42,6 +42,15 @@ def test_the_next_phase_completes_the_live_bar_before_it():
     assert [task.finished for task in bars.tasks] == [True, True]
 
 
+def test_brackets_in_a_live_bar_are_no_markup(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "stderr", lambda: Console(file=out, force_terminal=True, width=160))
+    with open_display() as display:
+        display.phase("read a[red]b", 10)(4, "in c[bold]d")
+    assert "read a[red]b" in out.getvalue()
+    assert "in c[bold]d" in out.getvalue()
+
+
 def test_what_is_done_at_once_prints_begin_and_end_only():
     out = io.StringIO()
     display = PlainDisplay(Console(file=out))
