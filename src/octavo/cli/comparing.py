@@ -12,6 +12,7 @@ from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
 from octavo.training.data import prepare
 from octavo.training.files import write_atomically
+from octavo.training.loop import build_model
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, has_run, is_own_config, remove_run
 from octavo.training.study import MEASURES, STUDY, Phase, check_study_data, configs_of, run_study
@@ -37,7 +38,7 @@ def compare(
         ConfigError: an unknown recipe; or ``out`` holds a study of another configuration and ``force`` is not given, or
             files that no study wrote.
     """
-    configs_of(config, recipes)
+    configs = configs_of(config, recipes)
     if force:
         _check_own(out, recipes)
     else:
@@ -46,6 +47,8 @@ def compare(
         show = phases(display)
         data = prepare(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show)
         check_study_data(data, config)
+        for each in configs.values():
+            build_model(each, data.vocab_size)  # a device or a layer that is not there is refused before the first run
         if force:
             start_over(out, recipes)
         save_config(config, out / CONFIG)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import NonFiniteLossError
+from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
 from octavo.state import update_scales
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
@@ -34,7 +34,7 @@ from octavo.training.run_folder import claimed, resumable_state
 from octavo.training.schedules import learning_rate
 from octavo.training.signals import StopRequest, stopping_on_signals
 
-__all__ = ["TrainResult", "Trainer", "train"]
+__all__ = ["TrainResult", "Trainer", "build_model", "train"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def train(
         on_event: called with each :data:`octavo.training.events.Event`.
 
     Raises:
-        ConfigError: the folder holds a run, or with ``resume`` none or another one.
+        ConfigError: the folder holds a run, or with ``resume`` none or another one; or the device is not there.
         TrainingError: the folder cannot be written, or another process trains in it.
         DataError: a split is shorter than the context.
         CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.
@@ -86,8 +86,9 @@ def train(
     folder = Path(run_dir)
     training = config.training
     check_data(data, training)
+    model, converted = build_model(config, data.vocab_size)  # what is refused here leaves no run behind
     with claimed(folder, config, data, resume=resume), _threads(training.threads), stopping_on_signals() as stop:
-        trainer = Trainer(config, folder, data=data, on_event=on_event or _ignore)
+        trainer = Trainer(config, folder, model, data=data, on_event=on_event or _ignore, converted=converted)
         return trainer.run(stop)
 
 
@@ -97,25 +98,45 @@ def check_data(data: TokenData, training: TrainingConfig) -> None:
     data.windows(training.context, max_tokens=1)
 
 
+def build_model(config: RunConfig, vocab_size: int) -> tuple[Llama, int]:
+    """The model at its first weights, on its device and converted, and how many linears the recipe took.
+
+    Raises:
+        ConfigError: the device is not there, the model does not fit in memory, or the recipe cannot be applied.
+    """
+    training = config.training
+    device = resolve_device(training.device)
+    torch.manual_seed(training.seed)
+    shape = config.model.llama(vocab_size=vocab_size, max_positions=training.context)
+    try:
+        model = Llama(shape, seed=training.seed).to(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"a model of hidden_size {shape.hidden_size} and {shape.num_layers} layers does not fit in the memory of "
+            f"{device.type!r} ({str(error).splitlines()[0]}); make it smaller"
+        ) from error
+    report = apply_recipe(model, training)
+    return model, len(report.converted) if report else 0
+
+
 class Trainer:
     """One run: model, optimizer, data and the folder they leave their traces in.
 
     Args:
         config: what to train and how.
         run_dir: a folder that this process holds; the newest checkpoint in it, if any, is continued.
+        model: as ``build_model`` made it.
         data: the token files.
         on_event: called with each event.
+        converted: how many linears the recipe took.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, *, data: TokenData, on_event: OnEvent) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: Path, model: Llama, *, data: TokenData, on_event: OnEvent, converted: int
+    ) -> None:
         self.config, self.training, self.run_dir, self.data = config, config.training, run_dir, data
-        self.emit = on_event
+        self.model, self.emit, self.converted = model, on_event, converted
         self.device = resolve_device(self.training.device)
-        torch.manual_seed(self.training.seed)
-        shape = config.model.llama(vocab_size=data.vocab_size, max_positions=self.training.context)
-        self.model = Llama(shape, seed=self.training.seed).to(self.device)
-        report = apply_recipe(self.model, self.training)
-        self.converted = len(report.converted) if report else 0
         self.surroundings = surroundings(self.training, self.device)
         self.optimizer = build_optimizer(self.model, self.training)
         self.step = 0

@@ -106,3 +106,13 @@ def test_force_keeps_the_users_files_inside_a_studys_folders(octavo, setting, tm
     forced = octavo(*arguments, "--force", "--seed", "9")
     assert forced.exit_code in (0, 2), forced.output
     assert all(path.read_text() == "mine" for path in (*mine, tmp_path / "bf16" / "paper.txt"))
+
+
+def test_a_layer_that_is_not_there_is_refused_before_the_first_run(octavo, tiny, text, tmp_path):
+    config = tmp_path / "skip.toml"
+    config.write_text(tiny.read_text() + 'skip = ["zz"]\n')
+    arguments = ["study", "--data", text, "--out", tmp_path / "new"]
+    result = octavo(*arguments, "--config", config)
+    assert result.exit_code == 2
+    assert "zz" in result.stderr
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"data"}

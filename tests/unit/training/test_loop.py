@@ -1,5 +1,6 @@
 """The loop against the same training written out plainly, and its refusals."""
 
+import dataclasses
 import math
 import os
 import signal
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteLossError, TrainingError
 from octavo.models import Llama
 from octavo.training import loop
-from octavo.training.config import load_config
+from octavo.training.config import Device, load_config
 from octavo.training.evaluate import evaluate
 from octavo.training.events import Evaluated, Event, Notice, Saved, StepDone
 from octavo.training.loop import build_optimizer, train
@@ -258,3 +259,21 @@ def test_reading_a_run_that_is_not_there(tmp_path, data):
         pass
     with pytest.raises(CheckpointError, match="no finished checkpoint yet"):
         load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"recipe": "tensorwise", "skip": ("zz",)}, "zz"), ({"device": Device.CUDA}, "no CUDA device")],
+)
+def test_a_refused_start_does_not_block_the_corrected_one(data, tmp_path, monkeypatch, change, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=words):
+        train(tiny_config(**change), tmp_path / "run", data=data)
+    assert not (tmp_path / "run").exists()
+    assert train(tiny_config(steps=1), tmp_path / "run", data=data).step == 1
+
+
+def test_a_model_that_does_not_fit_in_memory_is_named(data, tmp_path):
+    config = dataclasses.replace(tiny_config(), model=dataclasses.replace(MODEL, hidden_size=1_000_000_000))
+    with pytest.raises(ConfigError, match=r"hidden_size 1000000000 .* does not fit in the memory"):
+        train(config, tmp_path / "run", data=data)
