@@ -15,7 +15,7 @@ from octavo.training.files import write_atomically
 from octavo.training.loop import build_model
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, has_run, is_own_config, remove_run
-from octavo.training.study import MEASURES, STUDY, Phase, check_study_data, configs_of, run_study
+from octavo.training.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
 
 __all__ = ["compare", "print_study"]
 
@@ -39,6 +39,7 @@ def compare(
             files that no study wrote.
     """
     configs = configs_of(config, recipes)
+    check_prompt(prompt or "")
     if force:
         _check_own(out, recipes)
     else:

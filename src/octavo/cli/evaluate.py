@@ -9,6 +9,7 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table
 from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import check_is_run
+from octavo.errors import ConfigError
 from octavo.training.corpus import Split
 from octavo.training.evaluate import evaluate as measure
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, held_out, watching_forwards
@@ -29,6 +30,8 @@ def evaluate(
 ) -> None:
     """Print a run's loss and perplexity on text; without --data on the test split of its own."""
     check_is_run(run_dir)
+    if source == "":
+        raise ConfigError("--data is empty; give a file, a folder or a data set, or leave it out")
     run = load_run(run_dir)
     context = run.config.training.context
     with open_display() as display:

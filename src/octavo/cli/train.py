@@ -1,5 +1,6 @@
 """``octavo train``: one run with one recipe."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -124,4 +125,6 @@ def _show(result: TrainResult, *, as_json: bool) -> None:
 
 
 def _cell(value: object) -> str:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return number(None)  # a run that had nothing left to do has no speed
     return number(value, 5) if isinstance(value, int | float) else str(value)

@@ -65,7 +65,8 @@ def sample(
     if top_k is not None and top_k < logits.numel():
         lowest_kept = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
-    probabilities = torch.softmax(logits / temperature, dim=-1)
+    below_most = (logits - logits.max()).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
+    probabilities = torch.softmax(below_most / temperature, dim=-1).to(logits.dtype)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 

@@ -251,6 +251,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _state_from(path: Path, raw: dict[str, Any]) -> CheckpointState:
     try:
+        for key, kind in (("step", int), ("config_hash", str), ("data_hash", str), ("model", dict)):
+            if not isinstance(raw[key], kind):
+                raise CheckpointError(
+                    f"{str(path / STATE)!r} holds {key} = {raw[key]!r}; delete {str(path)!r} and use an earlier one"
+                )
         return CheckpointState(**{key: raw[key] for key in ("step", "config_hash", "data_hash", "model")})
     except KeyError as error:
         raise CheckpointError(

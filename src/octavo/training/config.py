@@ -47,6 +47,8 @@ __all__ = [
 ]
 
 PLAIN_RECIPES = ("fp32", "bf16")
+MOST_THREADS = 1024  # thousands more end the process inside OpenMP
+MOST_SEED = 2**63 - 1  # the largest integer of TOML and of torch's generators alike
 Section = TypeVar("Section")
 
 
@@ -168,6 +170,9 @@ class TrainingConfig:
             _at_least(f"training.{name}", getattr(self, name), 0)
         for name in ("checkpoint_interval", "keep_checkpoints", "weight_decay", "clip_norm", "min_lr"):
             _at_least(f"training.{name}", getattr(self, name), 0)
+        for name, most in (("threads", MOST_THREADS), ("seed", MOST_SEED)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"training.{name} must be at most {most}, not {getattr(self, name)}")
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"training.{name} must be a positive number, not {getattr(self, name)}")
@@ -348,7 +353,7 @@ _TYPE_WORDS: dict[Any, str] = {
 
 def _did_you_mean(given: str, allowed: list[str]) -> str:
     close = difflib.get_close_matches(given, allowed, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return f" (did you mean {str(close[0])!r}?)" if close else ""
 
 
 def _member(name: str, value: object, kind: type[StrEnum]) -> None:

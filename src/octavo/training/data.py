@@ -157,8 +157,10 @@ class TokenData:
             raise ConfigError(f"context must be at least 1, not {context}")
         tokens = self.splits[split]
         if len(tokens) <= context:
+            chosen = self.manifest.get("split", split)
+            part = chosen if chosen == "all" else f"the {chosen} split"
             raise DataError(
-                f"the {split} split of {self.manifest['source']!r} has {len(tokens)} tokens, too few for a context of "
+                f"{part} of {self.manifest['source']!r} has {len(tokens)} tokens, too few for a context of "
                 f"{context}; give more text or a shorter context"
             )
         return tokens

@@ -38,8 +38,19 @@ from octavo.training.loop import check_data, train
 from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, has_run, load_run
+from octavo.training.text import is_unicode
 
-__all__ = ["DEFAULT_RECIPES", "MEASURES", "STUDY", "OnPhase", "Phase", "check_study_data", "configs_of", "run_study"]
+__all__ = [
+    "DEFAULT_RECIPES",
+    "MEASURES",
+    "STUDY",
+    "OnPhase",
+    "Phase",
+    "check_prompt",
+    "check_study_data",
+    "configs_of",
+    "run_study",
+]
 
 DEFAULT_RECIPES = ("fp32", "bf16", "tensorwise")
 STUDY, MEASURES = "study.json", "measures.json"
@@ -90,12 +101,14 @@ def run_study(
     configs = configs_of(config, recipes)
     check_study_data(data, config)
     report = on_phase or _ignore
+    prompt = prompt or _beginning_of_test(data)
+    check_prompt(prompt)
     finished = _finished_study(folder, config, recipes, data)
-    if finished is not None:
+    windows = len(data.windows(config.training.context, split=Split.TEST, max_tokens=test_tokens)[0])
+    if finished is not None and finished.prompt == prompt and len(finished.runs[0].window_nats) == windows:
         return finished
     runs = [_measured(folder / recipe, configs[recipe], data, test_tokens, report) for recipe in recipes]
     noise = _gradient_noise(folder / recipes[0], configs, data, report)
-    prompt = prompt or _beginning_of_test(data)
     baseline = load_run(folder / recipes[0])
     study = Study(
         runs=tuple(_with_noise(run, noise[run.recipe]) for run in runs),
@@ -130,6 +143,12 @@ def check_study_data(data: TokenData, config: RunConfig) -> None:
     """
     check_data(data, config.training)
     data.windows(config.training.context, split=Split.TEST, max_tokens=1)
+
+
+def check_prompt(prompt: str) -> None:
+    """Refuse a prompt that no tokenizer takes, before anything is trained."""
+    if not is_unicode(prompt):
+        raise ConfigError(f"the prompt {prompt!r} is not UTF-8; write it in UTF-8")
 
 
 def _finished_study(folder: Path, config: RunConfig, recipes: Sequence[str], data: TokenData) -> Study | None:

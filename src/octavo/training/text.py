@@ -23,7 +23,7 @@ from pathlib import Path
 from octavo.errors import DataError
 from octavo.training.corpus import Document, Split, builtin_documents, path_fraction, split_of
 
-__all__ = ["BUILTIN", "divide", "load_documents"]
+__all__ = ["BUILTIN", "divide", "is_unicode", "load_documents"]
 
 BUILTIN = "builtin"
 TEXT_COLUMN = "text"
@@ -50,6 +50,8 @@ def load_documents(source: str | Path) -> list[Document]:
     """
     if str(source) == BUILTIN:
         return builtin_documents()
+    if not str(source):
+        raise DataError("the source is empty; give a file, a folder or a data set, or 'builtin'")
     path = Path(source).expanduser()
     if path.is_dir():
         documents = [document for file in _files_below(path) for document in _read(file, file.relative_to(path))]
@@ -62,6 +64,15 @@ def load_documents(source: str | Path) -> list[Document]:
     if not any(document.text.strip() for document in documents):
         raise DataError(f"{str(source)!r} holds no text; give a file, a folder or a data set with some")
     return documents
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write the text: no half of a surrogate pair stands alone in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def divide(documents: list[Document], *, by_file: bool) -> dict[Split, list[Document]]:
@@ -95,10 +106,10 @@ def _divide_pieces(documents: list[Document]) -> dict[Split, list[Document]]:
 
 
 def _pieces(document: Document, size: int) -> Iterator[Document]:
-    """The document cut at line ends into pieces of about ``size`` characters."""
+    """The document cut into pieces of about ``size`` characters, at line ends and inside longer lines."""
     lines: list[str] = []
     held = count = 0
-    for line in document.text.splitlines(keepends=True):
+    for line in _short_lines(document.text, size):
         lines.append(line)
         held += len(line)
         if held >= size:
@@ -106,6 +117,11 @@ def _pieces(document: Document, size: int) -> Iterator[Document]:
             lines, held, count = [], 0, count + 1
     if lines:
         yield Document(f"{document.path}#{count}", "".join(lines))
+
+
+def _short_lines(text: str, size: int) -> Iterator[str]:
+    for line in text.splitlines(keepends=True):
+        yield from (line[start : start + size] for start in range(0, len(line), size))
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -143,22 +159,25 @@ def _read_text(path: Path) -> str:
     if b"\0" in raw:
         raise DataError(f"{str(path)!r} is not text: there is a NUL byte at offset {raw.index(0)}; {advice}")
     try:
-        return raw.decode("utf-8").replace("\r\n", "\n")
+        return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{str(path)!r} is not text: invalid UTF-8 at offset {error.start}; {advice}") from error
 
 
 def _read_jsonl(path: Path, name: Path, text: str) -> Iterator[Document]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"line {number} of {str(path)!r} is not JSON: {error.msg}; mend or remove it") from error
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", str(error))
+            raise DataError(f"line {number} of {str(path)!r} is not JSON: {reason}; mend or remove it") from error
         value = row.get(TEXT_COLUMN) if isinstance(row, dict) else None
         if not isinstance(value, str):
             raise DataError(f"line {number} of {str(path)!r} has no string {TEXT_COLUMN!r}; every line needs one")
+        if not is_unicode(value):
+            raise DataError(f"line {number} of {str(path)!r} holds half of a surrogate pair; mend or remove it")
         yield Document(f"{name.as_posix()}:{number}", value)
 
 

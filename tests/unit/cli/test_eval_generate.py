@@ -76,6 +76,8 @@ def test_characters_of_several_bytes_are_written_whole(octavo, finished_run):
         (["--top-k", "0"], "top_k"),
         (["--max-new-tokens", "-3"], "max_new_tokens"),
         (["--prompt", ""], "prompt is empty"),
+        (["--prompt", "\udcff"], "not UTF-8"),
+        (["--seed", "99999999999999999999999"], "seed must be"),
     ],
 )
 def test_bad_sampling_values_are_named(octavo, finished_run, options, words):
@@ -97,3 +99,15 @@ def test_an_unknown_split_is_refused(octavo, finished_run):
     result = octavo("eval", finished_run, "--split", "dev")
     assert result.exit_code == 2
     assert "train, validation, test, all" in result.stderr
+
+
+def test_short_text_is_not_called_a_split(octavo, finished_run, tmp_path):
+    (tmp_path / "short.txt").write_text("few\n")
+    result = octavo("eval", finished_run, "--data", tmp_path / "short.txt", "--split", "all")
+    assert result.exit_code == 2
+    assert "all of " in result.stderr
+    assert "test split" not in result.stderr
+
+
+def test_eval_of_an_empty_source_is_refused(octavo, finished_run):
+    assert octavo("eval", finished_run, "--data", "").exit_code == 2

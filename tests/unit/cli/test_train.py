@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -92,3 +93,10 @@ def test_a_data_folder_of_the_users_own_is_left_alone(octavo, setting, tmp_path)
     assert result.exit_code == 2
     assert "holds other files" in result.stderr
     assert {name: path.read_text() for name, path in mine.items()} == {n: f'{{"mine": "{n}"}}' for n in mine}
+
+
+def test_a_finished_run_that_is_resumed_has_no_speed(octavo, finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    result = octavo("train", "--out", tmp_path / "run", "--resume")
+    assert result.exit_code == 0, result.output
+    assert "nan" not in result.stdout.split()

@@ -84,3 +84,8 @@ def test_refuses(changes, words):
     arguments = {"prompt_ids": [0], "max_new_tokens": 1, "temperature": 1.0, "context": 4, **changes}
     with pytest.raises(ConfigError, match=words):
         generate(Table(CYCLE), arguments.pop("prompt_ids"), **arguments)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300])
+def test_a_tiny_temperature_takes_the_likeliest(temperature):
+    assert sample(torch.tensor([0.0, 9.0, 1.0]), temperature=temperature, top_k=2) == 1

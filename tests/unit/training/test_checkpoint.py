@@ -213,3 +213,12 @@ def test_another_recipes_scaling_state_is_refused(saved):
     _, _, path = saved
     with pytest.raises(CheckpointError, match="scaling state does not fit"):
         load_model(path, build("delayed")[0])
+
+
+def test_a_state_of_another_type_is_refused(tmp_path):
+    model, optimizer = build()
+    path = save_checkpoint(tmp_path, state(), model=model, optimizer=optimizer)
+    content = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**content, "step": "six"}))
+    with pytest.raises(CheckpointError, match="step = 'six'"):
+        read_state(path)

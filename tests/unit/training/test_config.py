@@ -143,3 +143,14 @@ def test_demo_presets():
     assert (
         quick.training.steps * quick.training.tokens_per_step < full.training.steps * full.training.tokens_per_step / 8
     )
+
+
+@pytest.mark.parametrize(("name", "value"), [("threads", 100_000), ("seed", 10**23)])
+def test_numbers_that_the_machine_cannot_hold_are_refused(name, value):
+    with pytest.raises(ConfigError, match=f"training.{name} must be at most"):
+        TrainingConfig(**{name: value})
+
+
+def test_a_near_miss_of_an_enum_is_named_as_it_is_written():
+    with pytest.raises(ConfigError, match=r"\(did you mean 'cpu'\?\)"):
+        config_from_dict({"training": {"device": "cpus"}})

@@ -1,5 +1,8 @@
 """Atomic writes: the new content or the old, never half."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from octavo.training.files import replacing, write_atomically
@@ -27,3 +30,15 @@ def test_a_failure_keeps_the_old_and_leaves_nothing(tmp_path):
         interrupted()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_is_synced_before_its_rename_and_the_folder_after(tmp_path, monkeypatch):
+    path, synced = tmp_path / "f.txt", []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append((str(Path(f"/proc/self/fd/{fd}").readlink()), path.exists()))
+    )
+    write_atomically(path, "new")
+    (file, there_before), folder = synced
+    assert file.endswith(".tmp")
+    assert not there_before
+    assert folder == (str(tmp_path), True)

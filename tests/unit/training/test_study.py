@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -155,3 +156,11 @@ def test_a_delayed_recipe_goes_through(data, config, tmp_path):
     study = run_study(config.with_training(steps=2), tmp_path, data=data, recipes=("fp32", "delayed"))
     assert math.isfinite(study.gap("delayed", "fp32").nats)
     assert 0 < (study.run("delayed").gradient_error or 0) < 0.5
+
+
+@pytest.mark.parametrize("change", [{"prompt": "7 times"}, {"test_tokens": 64}])
+def test_a_finished_study_answers_what_is_asked_now(finished, data, config, tmp_path, change):
+    shutil.copytree(finished[0], tmp_path / "copy")
+    again = run_study(config, tmp_path / "copy", data=data, **change)
+    assert again.prompt == change.get("prompt", finished[1].prompt)
+    assert len(again.run("fp32").window_nats) == change.get("test_tokens", 10**9) // 32 or "prompt" in change

@@ -47,6 +47,9 @@ BAD = {
     "other.jsonl": (b'{"content": "a"}\n', "line 1 of .* has no string 'text'"),
     "number.jsonl": (b'{"text": 3}\n', "no string 'text'"),
     "list.jsonl": (b"[1]\n", "no string 'text'"),
+    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', "line 1 of .* surrogate"),
+    "deep.jsonl": (b"[" * 200_000 + b"\n", "line 1 of .* is not JSON"),
+    "long.jsonl": (b'{"text": ' + b"9" * 6000 + b"}\n", "line 1 of .* is not JSON"),
     "fake.parquet": (b"PAR1 but not really", "not a parquet file"),
 }
 
@@ -141,3 +144,29 @@ def test_dividing_does_not_depend_on_order():
     documents = [Document(f"{i}.txt", json.dumps(list(range(i)))) for i in range(1, 60)]
     forward, backward = (divide(list(order), by_file=False) for order in (documents, documents[::-1]))
     assert {d.path for d in forward[Split.TEST]} == {d.path for d in backward[Split.TEST]}
+
+
+def test_every_character_but_a_line_end_may_stand_in_a_row(tmp_path):
+    text = "a\u2028b\u2029c\x85d\x0be"
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    # \x0b must be escaped in JSON; the others need not be.
+    assert [document.text for document in load_documents(tmp_path / "x.jsonl")] == [text]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n', encoding="utf-8-sig")
+    assert load_documents(tmp_path / "x.jsonl") == [Document("x.jsonl:1", "a")]
+
+
+def test_a_text_of_one_line_is_held_out_in_part():
+    text = " ".join(str(number) for number in range(20_000))
+    splits = divide([Document("text8", text)], by_file=False)
+    pieces = {d.path: d.text for held in splits.values() for d in held}
+    assert "".join(pieces[path] for path in sorted(pieces, key=lambda path: int(path.partition("#")[2]))) == text
+    for split in (Split.VALIDATION, Split.TEST):
+        assert 0.1 <= sum(len(d.text) for d in splits[split]) / len(text) < 0.12
+
+
+def test_an_empty_source_is_not_the_current_folder():
+    with pytest.raises(DataError, match="source is empty"):
+        load_documents("")
