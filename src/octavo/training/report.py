@@ -108,7 +108,7 @@ def _loss_figure(study: Study) -> Any:
         _line(figure, smoothed(run.train_curve, _span(study)), f"{name} training", colour, width=1.5 + 1.5 * above)
         _points(figure, run.validation_curve, f"{name} validation", colour, width=2 + 2 * above)
     _level(figure, study.unigram_nats, "unigram entropy: what token counts alone reach")
-    _level(figure, study.target_nats, "target")
+    _level(figure, study.target_nats, "target", position="bottom left")  # the curves come down from above to the right
     return figure
 
 
@@ -184,12 +184,12 @@ def _points(figure: Any, curve: Curve, name: str, colour: str, *, width: float =
     figure.add_scatter(x=steps, y=values, name=name, mode="lines+markers", **style)
 
 
-def _level(figure: Any, value: float, label: str) -> None:
+def _level(figure: Any, value: float, label: str, *, position: str = "top right") -> None:
     figure.add_hline(
         y=value,
         line={"color": MUTED, "dash": "dot", "width": 1.2},
         annotation={"text": label, "font": {"size": 11.5, "color": MUTED}},
-        annotation_position="top right",
+        annotation_position=position,
     )
 
 
