@@ -124,9 +124,7 @@ def test_data_that_cannot_be_used(place, tmp_path, name):
     result = octavo("train", "--config", place / "run.toml", "--data", tmp_path / name, "--out", tmp_path / "new")
     sentence = refusal(result)
     assert words in sentence
-    assert not list((tmp_path / "new").glob("**/checkpoints"))
-    assert not (tmp_path / "new" / "metrics.jsonl").exists()
-    assert not list(tmp_path.glob("new/**/*.tmp"))
+    assert not (tmp_path / "new").exists()
 
 
 CONFIGS = {
@@ -212,6 +210,16 @@ def test_resuming_on_other_text_is_refused(run, tmp_path):
     assert files_of(run) == before
 
 
+def test_resuming_on_other_text_under_the_same_name_is_refused(place, tmp_path):
+    shutil.copy(place / "own.txt", tmp_path / "own.txt")
+    arguments = ["--config", place / "run.toml", "--data", tmp_path / "own.txt", "--out", tmp_path / "run"]
+    assert octavo("train", *arguments).returncode == 0
+    (tmp_path / "own.txt").write_text(SUMS.upper())
+    before = files_of(tmp_path / "run")
+    assert "was trained on other text" in refusal(octavo("train", "--out", tmp_path / "run", "--resume"))
+    assert files_of(tmp_path / "run") == before
+
+
 def test_a_disk_that_takes_no_more_leaves_no_half_checkpoint(place, tmp_path):
     """A limit on file sizes stands for the full disk: the optimizer's file does not fit, the model's does."""
     out = tmp_path / "run"
@@ -229,7 +237,7 @@ def test_a_disk_that_takes_no_tokens_leaves_no_half_data(place, tmp_path):
     refusal(octavo_process("train", *arguments, limit_file_bytes=2_000))
     with pytest.raises(DataError, match="not a complete data folder"):
         open_data(out / "data")
-    assert [path for path in out.glob("data/*") if path.suffix == ".tmp"] == []
+    assert not out.exists()
     assert octavo("train", *arguments).returncode == 0
 
 

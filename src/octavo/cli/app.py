@@ -7,6 +7,7 @@ lets the traceback through. Anything else is a defect of octavo's own and keeps 
 
 import errno
 import os
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from octavo.cli.generate import generate
 from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.errors import OctavoError
+from octavo.training.text import is_unicode
 
 __all__ = ["app", "main"]
 
@@ -47,7 +49,11 @@ class ErrorBoundary(TyperGroup):
     """The command group that turns refusals into one sentence and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept ``--debug`` anywhere on the line."""
+        """Accept ``--debug`` anywhere on the line, and Unicode only: tables, JSON and files cannot hold other words."""
+        for arg in args:
+            if not is_unicode(arg):
+                complain(f"{arg!r} is not UTF-8; write it in UTF-8, or rename the file")
+                raise typer.Exit(BAD_INPUT)
         ctx.obj = DEBUG in args
         return super().parse_args(ctx, [arg for arg in args if arg != DEBUG])
 
@@ -85,13 +91,38 @@ def root(
     """Hold the options that stand before a command's name."""
 
 
-app.command(epilog="Example: octavo demo --quick")(demo)
-app.command(epilog="Example: octavo study --data my-texts/ --steps 1000 --out runs/mine")(study)
-app.command(epilog="Example: octavo train --recipe rowwise --data novel.txt --steps 500 --out runs/novel")(train)
-app.command(name="eval", epilog="Example: octavo eval runs/demo/tensorwise --data novel.txt")(evaluate)
-app.command(epilog="Example: octavo generate runs/demo/tensorwise --prompt 'def main('")(generate)
-app.command(epilog="Example: octavo data --data my-texts/")(data)
-app.command(epilog="Example: octavo formats --errata")(formats)
+def add(command: Callable[..., None], name: str, *, short: str, example: str) -> None:
+    """Register a command; ``short`` is its line in the list of commands, whole on a terminal of 80 columns."""
+    app.command(name=name, short_help=short, epilog=f"Example: octavo {name} {example}")(command)
+
+
+add(demo, "demo", short="See FP32, BF16 and FP8 train on real text, side by side.", example="--quick")
+add(
+    study,
+    "study",
+    short="Compare precisions on your own text and model shape.",
+    example="--data my-texts/ --steps 1000 --out runs/mine",
+)
+add(
+    train,
+    "train",
+    short="Train a small language model with one recipe.",
+    example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel",
+)
+add(
+    evaluate,
+    "eval",
+    short="Measure a run's loss and perplexity on text.",
+    example="runs/demo/tensorwise --data novel.txt",
+)
+add(
+    generate,
+    "generate",
+    short="Continue a prompt with a trained model.",
+    example="runs/demo/tensorwise --prompt 'def main('",
+)
+add(data, "data", short="Show a source's documents and bytes, by split and kind.", example="--data my-texts/")
+add(formats, "formats", short="Print range, precision and counts of the number formats.", example="--errata")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What ``octavo study`` and ``octavo demo`` share: run the study in a folder, write its report, print its table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ from octavo.errors import ConfigError
 from octavo.training import report, study_table
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
-from octavo.training.data import prepare
+from octavo.training.data import open_data, preparing
 from octavo.training.files import write_atomically
 from octavo.training.loop import build_model
 from octavo.training.precision import resolve_device
-from octavo.training.run_folder import CONFIG, has_run, is_own_config, remove_run
+from octavo.training.run_folder import CONFIG, check_start, has_run, is_own_config, remove_runs, resumable_state
 from octavo.training.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
 
 __all__ = ["compare", "print_study"]
@@ -34,9 +34,12 @@ def compare(
 ) -> Study:
     """Prepare the data, run or finish the study in ``out``, and write config.toml and report.html.
 
+    What can be refused is refused before anything that is there already changes.
+
     Raises:
         ConfigError: an unknown recipe; or ``out`` holds a study of another configuration and ``force`` is not given, or
             files that no study wrote.
+        DataError: a split of the text is too short.
     """
     configs = configs_of(config, recipes)
     check_prompt(prompt or "")
@@ -44,14 +47,18 @@ def compare(
         _check_own(out, recipes)
     else:
         _check_same(config, out)
+        _check_runs(out, configs)
     with open_display() as display:
         show = phases(display)
-        data = prepare(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show)
-        check_study_data(data, config)
-        for each in configs.values():
-            build_model(each, data.vocab_size)  # a device or a layer that is not there is refused before the first run
-        if force:
-            start_over(out, recipes)
+        with preparing(config.data.source, out / DATA, vocab_size=config.data.vocab_size, progress=show) as tokens:
+            check_study_data(tokens, config)
+            for recipe, each in configs.items():
+                build_model(each, tokens.vocab_size)  # refuses a device or a layer that is not there
+                if not force:
+                    resumable_state(out / recipe, each, tokens)
+            if force:
+                start_over(out, recipes)
+        data = open_data(out / DATA)
         save_config(config, out / CONFIG)
 
         def on_phase(phase: Phase) -> None:
@@ -66,8 +73,7 @@ def compare(
 
 def start_over(out: Path, recipes: Sequence[str]) -> None:
     """Remove the runs of a study and its files, by name, once ``_check_own`` has passed; the tokens may still fit."""
-    for recipe in filter(lambda recipe: has_run(out / recipe), recipes):
-        remove_run(out / recipe, also=(MEASURES,))
+    remove_runs([out / recipe for recipe in recipes if has_run(out / recipe)], also=(MEASURES,))
     for name in (STUDY, REPORT, CONFIG):
         (out / name).unlink(missing_ok=True)
 
@@ -77,12 +83,13 @@ def print_study(study: Study, config: RunConfig, out: Path, *, as_json: bool) ->
     if as_json:
         print_json(_record(study, out))
         return
-    rows = [[row.name, *row.cells, row.difference, row.article] for row in study_table.rows(study)]
+    device = device_of(config)
+    rows = [[row.name, *row.cells, row.difference, row.article] for row in study_table.rows(study, device)]
     print_table("", study_table.columns(study), rows)
     notes = (
         study_table.yardstick(study),
         study_table.target_note(study),
-        study_table.emulation_note(device_of(config)),
+        study_table.emulation_note(device),
     )
     for note in (study_table.verdict(study), *filter(None, notes)):
         _say(note)
@@ -115,6 +122,19 @@ def _check_same(config: RunConfig, out: Path) -> None:
             f"{str(out)!r} holds a study of another configuration ({path}); name another folder with --out, "
             "or start over with --force"
         )
+
+
+def _check_runs(out: Path, configs: Mapping[str, RunConfig]) -> None:
+    """Refuse runs that cannot be taken up."""
+    for recipe, config in configs.items():
+        folder = out / recipe
+        if has_run(folder) and not (folder / CONFIG).is_file():
+            raise ConfigError(
+                f"{str(folder)!r} holds files of a run and no {CONFIG}, so it cannot be continued; move it away, or "
+                "name another folder with --out"
+            )
+        if has_run(folder):
+            check_start(folder, config, resume=True)
 
 
 def _write_report(study: Study, out: Path, device: str) -> None:

@@ -13,7 +13,6 @@ from octavo.errors import ConfigError
 from octavo.models.generation import generate as continue_tokens
 from octavo.training.config import MOST_SEED
 from octavo.training.run_folder import TrainedRun, load_run
-from octavo.training.text import is_unicode
 
 __all__ = ["generate"]
 
@@ -32,7 +31,8 @@ def generate(
 ) -> None:
     """Continue a prompt with a trained model."""
     check_is_run(run_dir)
-    _check(prompt, seed)
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
     run = load_run(run_dir)
     text = _stream(run, prompt, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     first = next(text, "")  # bad values are refused before anything is printed
@@ -40,13 +40,6 @@ def generate(
     for piece in text:
         _write(piece)
     _write("\n")
-
-
-def _check(prompt: str, seed: int) -> None:
-    if not 0 <= seed <= MOST_SEED:
-        raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
-    if not is_unicode(prompt):
-        raise ConfigError(f"the prompt {prompt!r} is not UTF-8; write it in UTF-8")
 
 
 def _stream(

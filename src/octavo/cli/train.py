@@ -9,13 +9,11 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
-from octavo.errors import ConfigError
-from octavo.training.config import RunConfig, load_config
-from octavo.training.data import prepare
+from octavo.training.data import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
-from octavo.training.loop import TrainResult
+from octavo.training.loop import TrainResult, check_data
 from octavo.training.loop import train as run_training
-from octavo.training.run_folder import CONFIG, has_run
+from octavo.training.run_folder import CONFIG, check_start, resumable_state
 
 __all__ = ["train"]
 
@@ -63,11 +61,14 @@ def train(
         threads=threads,
         device=device,
     )
-    _check_folder(out, run_config, resume=resume)
+    check_start(out, run_config, resume=resume)
     with open_display() as display:
-        data = prepare(
-            run_config.data.source, out / DATA, vocab_size=run_config.data.vocab_size, progress=phases(display)
-        )
+        source, vocab_size = run_config.data.source, run_config.data.vocab_size
+        with preparing(source, out / DATA, vocab_size=vocab_size, progress=phases(display)) as tokens:
+            check_data(tokens, run_config.training)
+            if resume:
+                resumable_state(out, run_config, tokens)
+        data = open_data(out / DATA)
         on_event = _watch(display, run_config.training.recipe, run_config.training.steps)
         result = run_training(run_config, out, data=data, resume=resume, on_event=on_event)
     if result.interrupted:
@@ -78,16 +79,6 @@ def train(
         )
         raise typer.Exit(INTERRUPTED)
     _show(result, as_json=as_json)
-
-
-def _check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
-    """Refuse before the token files are touched what the loop would refuse after."""
-    if has_run(out) and not resume:
-        raise ConfigError(f"{str(out)!r} already holds a run; continue it with --resume or name another folder")
-    if resume and not has_run(out):
-        raise ConfigError(f"there is no run to resume in {str(out)!r}; leave out --resume or name another folder")
-    if resume and load_config(out / CONFIG).data != config.data:
-        raise ConfigError(f"the run in {str(out)!r} was started on other data; leave out --data and --vocab-size")
 
 
 def _watch(display: Display, recipe: str, steps: int) -> OnEvent:

@@ -33,6 +33,7 @@ from octavo.training.files import remove_if_empty, sync_file, sync_folder
 
 __all__ = [
     "CheckpointState",
+    "foreign_file",
     "latest",
     "load_checkpoint",
     "load_model",
@@ -44,6 +45,7 @@ __all__ = [
 FORMAT_VERSION = 1
 FOLDER, STATE = "checkpoints", "state.json"
 MODEL, OPTIMIZER, SCALING = "model.safetensors", "optimizer.safetensors", "scaling.safetensors"
+OWN_FILES = (MODEL, OPTIMIZER, SCALING, STATE)
 STEP_NAME = re.compile(r"step-(\d+)")
 
 
@@ -97,11 +99,16 @@ def latest(run_dir: Path) -> Path | None:
     return max(_complete(run_dir), key=_step_of, default=None)
 
 
+def foreign_file(run_dir: Path) -> Path | None:
+    """A file or folder below ``checkpoints/`` that ``save_checkpoint`` did not make, if there is one."""
+    return next((path for path in (run_dir / FOLDER).rglob("*") if not _is_own(path)), None)
+
+
 def remove_checkpoints(run_dir: Path) -> None:
     """Remove every checkpoint, unfinished ones included, by the names of their files."""
     for path in (run_dir / FOLDER).glob("*"):
         if STEP_NAME.fullmatch(path.name.removeprefix(".").partition(".")[0]):
-            for name in (STATE, MODEL, OPTIMIZER, SCALING):
+            for name in OWN_FILES:
                 (path / name).unlink(missing_ok=True)
             remove_if_empty(path)
     remove_if_empty(run_dir / FOLDER)
@@ -185,6 +192,13 @@ def _complete(run_dir: Path) -> list[Path]:
     folder = run_dir / FOLDER
     found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and (path / STATE).is_file()]
     return sorted(found, key=_step_of)
+
+
+def _is_own(path: Path) -> bool:
+    """Whether the path is the folder of a checkpoint, finished or not, or one of the files in it."""
+    folder = path if path.is_dir() else path.parent
+    is_step = STEP_NAME.fullmatch(folder.name.removeprefix(".").partition(".")[0]) and folder.parent.name == FOLDER
+    return bool(is_step) and (path == folder or path.name in OWN_FILES)
 
 
 def _step_of(path: Path) -> int:

@@ -8,8 +8,9 @@
 | train.bin, validation.bin, test.bin | token ids, little-endian uint16 (uint32 for vocabularies over 65,536) |
 | manifest.json                       | where the text came from, its content hash; the counts, written last  |
 
-The folder is used again when text and vocabulary size are those of the manifest, and rebuilt otherwise. A folder that
-holds files and no manifest of this kind is somebody else's and refused.
+The folder is used again when text and vocabulary size are those of the manifest, and rebuilt otherwise, in a hidden
+folder beside it whose files take their places at the end. A folder that holds files and no manifest of this kind is
+somebody else's and refused.
 
 ``TokenData`` maps the token files into memory. A training batch is a pure function of (seed, step): its windows start
 at positions drawn by a counter-based key, not by an iterator, so a resumed run reads what the uninterrupted one would
@@ -17,7 +18,10 @@ have read. Evaluation reads the split in order, in windows that do not overlap, 
 """
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +33,11 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
 from octavo.training.corpus import Document, Split, content_hash
-from octavo.training.files import replacing, write_atomically
+from octavo.training.files import remove_if_empty, replacing, sync_folder, write_atomically
 from octavo.training.text import BUILTIN, divide, load_documents
 from octavo.training.tokenizer import Tokenizer, end_of_text_id, load_tokenizer, train_tokenizer
 
-__all__ = ["Progress", "TokenData", "open_data", "prepare"]
+__all__ = ["Progress", "TokenData", "open_data", "prepare", "preparing"]
 
 Progress = Callable[[str, int, int], None]  # phase, done, total
 
@@ -57,6 +61,19 @@ def prepare(
         DataError: the source holds no usable text.
         ConfigError: vocab_size is too small, or the folder holds files that ``prepare`` did not write.
     """
+    with preparing(source, out_dir, vocab_size=vocab_size, progress=progress):
+        pass
+    return open_data(out_dir)
+
+
+@contextmanager
+def preparing(
+    source: str | Path, out_dir: str | Path, *, vocab_size: int, progress: Progress | None = None
+) -> "Iterator[TokenData]":
+    """``prepare`` with a last look: what is in the folder stays until the block ends, and for good if it raises.
+
+    The tokens are to be looked at inside the block only; :func:`open_data` opens them in their place.
+    """
     report = progress or _silent
     folder = Path(out_dir)
     _check_own(folder)
@@ -65,18 +82,12 @@ def prepare(
     identity = {"format": FORMAT_VERSION, "content_hash": content_hash(documents), "vocab_size": vocab_size}
     report("read", 1, 1)
     if _holds(folder, identity):
-        return open_data(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / MANIFEST, json.dumps(identity) + "\n")  # without counts the folder is not complete
+        yield open_data(folder)
+        return
     splits = divide(documents, by_file=str(source) == BUILTIN)
-    report("tokenizer", 0, 1)
-    tokenizer = train_tokenizer((document.text for document in splits[Split.TRAIN]), vocab_size=vocab_size)
-    write_atomically(folder / TOKENIZER, tokenizer.to_str())
-    report("tokenizer", 1, 1)
-    counts = _encode_splits(folder, tokenizer, splits, report)
-    actual = {"source": str(source), "tokens_in_vocabulary": tokenizer.get_vocab_size(), "splits": counts}
-    write_atomically(folder / MANIFEST, json.dumps({**identity, **actual}, indent=2) + "\n")
-    return open_data(folder)
+    with _replacing_files_of(folder, identity) as temporary:
+        _write(temporary, {**identity, "source": str(source)}, splits, report)
+        yield open_data(temporary)
 
 
 def open_data(folder: str | Path) -> "TokenData":
@@ -187,6 +198,37 @@ def _check_own(folder: Path) -> None:
         raise ConfigError(
             f"the tokens would go to {str(folder)!r}, which holds other files; move them, or name another folder"
         )
+
+
+@contextmanager
+def _replacing_files_of(folder: Path, identity: dict[str, Any]) -> Iterator[Path]:
+    """A folder to write to; its files take their places in ``folder``, where others stay, when the block ends."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        write_atomically(folder / MANIFEST, json.dumps(identity) + "\n")  # without counts the folder is not complete
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
+            path.replace(folder / path.name)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for path in made:
+            remove_if_empty(path)
+
+
+def _write(folder: Path, identity: dict[str, Any], splits: dict[Split, list[Document]], report: Progress) -> None:
+    report("tokenizer", 0, 1)
+    tokenizer = train_tokenizer(
+        (document.text for document in splits[Split.TRAIN]), vocab_size=int(identity["vocab_size"])
+    )
+    write_atomically(folder / TOKENIZER, tokenizer.to_str())
+    report("tokenizer", 1, 1)
+    counts = _encode_splits(folder, tokenizer, splits, report)
+    actual = {"tokens_in_vocabulary": tokenizer.get_vocab_size(), "splits": counts}
+    write_atomically(folder / MANIFEST, json.dumps({**identity, **actual}, indent=2) + "\n")
 
 
 def _holds(folder: Path, identity: dict[str, Any]) -> bool:

@@ -31,7 +31,7 @@ def render(study: Study, *, device: str = "cpu") -> str:
 
     Args:
         study: what to show.
-        device: "cpu" or "cuda", for the sentence about tokens/s.
+        device: "cpu" or "cuda": where the runs were, which decides what tokens/s and peak memory mean.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -46,7 +46,7 @@ def render(study: Study, *, device: str = "cpu") -> str:
         gap_legend=_legend((_gap_name(run, base), colour) for run, base, colour in _pairs(study)),
         gap_figure=_html(_gap_figure(study)) if len(study.runs) > 1 else "<p>One run has no gap.</p>",
         gap_bar=f"{GAP_BAR_NATS:.4f}",
-        table=_table(study),
+        table=_table(study, device),
         yardstick=escape(study_table.yardstick(study) or ""),
         target_note=escape(study_table.target_note(study)),
         emulation_note=escape(study_table.emulation_note(device)),
@@ -227,10 +227,10 @@ def _cards(study: Study) -> str:
     )
 
 
-def _table(study: Study) -> str:
+def _table(study: Study, device: str) -> str:
     head = study_table.columns(study)
     lines = ["<table><thead><tr>", *(f"<th>{escape(name)}</th>" for name in head), "</tr></thead><tbody>"]
-    for row in study_table.rows(study):
+    for row in study_table.rows(study, device):
         cells = [*row.cells, row.difference, row.article]
         lines += ["<tr>", f'<th scope="row">{escape(row.name)}</th>', *_labelled(head[1:], cells), "</tr>"]
     return "".join([*lines, "</tbody></table>"])

@@ -12,15 +12,22 @@
 
 import fcntl
 import tomllib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError, ConfigError, TrainingError
 from octavo.models import Llama, LlamaConfig
-from octavo.training.checkpoint import CheckpointState, latest, load_model, read_state, remove_checkpoints
+from octavo.training.checkpoint import (
+    CheckpointState,
+    foreign_file,
+    latest,
+    load_model,
+    read_state,
+    remove_checkpoints,
+)
 from octavo.training.config import Device, RunConfig, load_config, save_config
 from octavo.training.data import TokenData
 from octavo.training.files import remove_if_empty, write_atomically
@@ -28,7 +35,16 @@ from octavo.training.metrics import METRICS
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["TrainedRun", "claimed", "has_run", "is_own_config", "load_run", "remove_run", "resumable_state"]
+__all__ = [
+    "TrainedRun",
+    "check_start",
+    "claimed",
+    "has_run",
+    "is_own_config",
+    "load_run",
+    "remove_runs",
+    "resumable_state",
+]
 
 CONFIG, TOKENIZER, LOCK = "config.toml", "tokenizer.json", ".lock"
 
@@ -65,22 +81,32 @@ def is_own_config(path: Path) -> bool:
         return False
 
 
-def remove_run(run_dir: Path, *, also: tuple[str, ...] = ()) -> None:
-    """Remove what a run wrote into its folder, by name; other files stay, and with them the folder.
+def remove_runs(run_dirs: Sequence[Path], *, also: tuple[str, ...] = ()) -> None:
+    """Remove what runs wrote into their folders, by name, from all or from none; other files stay where they are.
 
     Args:
-        run_dir: a folder whose config.toml :func:`is_own_config` recognises.
-        also: names of files that were added to the run.
+        run_dirs: folders whose config.toml :func:`is_own_config` recognises.
+        also: names of files that were added to the runs.
 
     Raises:
-        TrainingError: another process trains in it.
+        TrainingError: another process trains in one of them.
+        ConfigError: somebody else's file is among the checkpoints of one.
     """
-    with _locked(run_dir):
-        remove_checkpoints(run_dir)
-        for path in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
-            path.unlink()
-        for name in (METRICS, TOKENIZER, *also, CONFIG, LOCK):
-            (run_dir / name).unlink(missing_ok=True)
+    with ExitStack() as locks:
+        for run_dir in run_dirs:
+            locks.enter_context(_locked(run_dir))
+            if (other := foreign_file(run_dir)) is not None:
+                raise ConfigError(f"{str(other)!r} is not a checkpoint's; move it, or name another folder")
+        for run_dir in run_dirs:
+            _remove_run(run_dir, also)
+
+
+def _remove_run(run_dir: Path, also: tuple[str, ...]) -> None:
+    remove_checkpoints(run_dir)
+    for path in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
+        path.unlink()
+    for name in (METRICS, TOKENIZER, *also, CONFIG, LOCK):
+        (run_dir / name).unlink(missing_ok=True)
     remove_if_empty(run_dir / "tensorboard")
     remove_if_empty(run_dir)
 
@@ -127,11 +153,30 @@ def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) 
             otherwise.
     """
     with _locked(run_dir):
-        _check_start(run_dir, config, resume=resume)
+        check_start(run_dir, config, resume=resume)
         if not resume:
             save_config(config, run_dir / CONFIG)
             write_atomically(run_dir / TOKENIZER, data.tokenizer().to_str())
         yield
+
+
+def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
+    """Refuse to start where a run is, or to resume where none of this configuration is.
+
+    Raises:
+        ConfigError: which of them.
+    """
+    if has_run(run_dir) and not resume:
+        raise ConfigError(f"{str(run_dir)!r} already holds a run; continue it with --resume or name another folder")
+    if resume and not (run_dir / CONFIG).is_file():
+        raise ConfigError(f"there is no run to resume in {str(run_dir)!r}; leave out --resume or name another folder")
+    if resume:
+        before = load_config(run_dir / CONFIG)
+        if before.config_hash() != config.config_hash():
+            raise ConfigError(
+                f"the run in {str(run_dir)!r} was started with {_difference(before, config)}; "
+                "resume with its own values or start a new run in another folder"
+            )
 
 
 def resumable_state(run_dir: Path, config: RunConfig, data: TokenData) -> tuple[Path, CheckpointState] | None:
@@ -173,21 +218,6 @@ def _locked(run_dir: Path) -> Iterator[None]:
                 f"another process is training in {str(run_dir)!r}; wait for it, stop it, or name another folder"
             ) from error
         yield
-
-
-def _check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
-    started = has_run(run_dir)
-    if started and not resume:
-        raise ConfigError(f"{str(run_dir)!r} already holds a run; continue it with --resume or name another folder")
-    if resume and not (run_dir / CONFIG).is_file():
-        raise ConfigError(f"there is no run to resume in {str(run_dir)!r}; leave out --resume or name another folder")
-    if resume:
-        before = load_config(run_dir / CONFIG)
-        if before.config_hash() != config.config_hash():
-            raise ConfigError(
-                f"the run in {str(run_dir)!r} was started with {_difference(before, config)}; "
-                "resume with its own values or start a new run in another folder"
-            )
 
 
 def _difference(before: RunConfig, now: RunConfig) -> str:

@@ -41,8 +41,8 @@ def title_of(recipe: str) -> str:
     return {"fp32": "FP32", "bf16": "BF16"}.get(recipe, f"FP8 {recipe}")
 
 
-def rows(study: Study) -> list[Row]:
-    """The measures, one a row."""
+def rows(study: Study, device: str) -> list[Row]:
+    """The measures, one a row; ``device`` is "cpu" or "cuda", where the runs were."""
     return [
         _perplexity(study),
         _loss(study),
@@ -50,7 +50,7 @@ def rows(study: Study) -> list[Row]:
         _variance(study),
         _gradient_error(study),
         _throughput(study),
-        _memory(study),
+        _memory(study, device),
     ]
 
 
@@ -66,7 +66,7 @@ def target_note(study: Study) -> str:
 def emulation_note(device: str) -> str:
     """What the throughput and memory rows mean on this device."""
     if device == "cuda":
-        return "Tokens/s are this GPU's."
+        return "Tokens/s are this GPU's; peak memory is the largest that a run allocated on it."
     return (
         "On a CPU FP8 is emulated: casts and products run as ordinary instructions, at their speed. "
         "The tokens/s here say nothing about Hopper's, where the article reports FP8 at 1.23 times BF16. "
@@ -173,12 +173,13 @@ def _throughput(study: Study) -> Row:
     )
 
 
-def _memory(study: Study) -> Row:
+def _memory(study: Study, device: str) -> Row:
     values = [run.peak_memory_bytes for run in study.runs]
     return Row(
         name="Peak memory, MiB",
         cells=tuple(NOTHING if value is None else f"{value / MIB:,.0f}" for value in values),
-        difference=NOTHING,  # on a CPU a run starts from what the runs before it left: that difference is their order
+        # On a CPU a run starts from what the runs before it left: that difference is their order.
+        difference=_relative(study, values) if device == "cuda" else NOTHING,
         article=NOTHING,
     )
 

@@ -138,6 +138,8 @@ def _looks_like_path(source: str) -> bool:
 
 
 def _read(path: Path, name: Path) -> Iterator[Document]:
+    if not is_unicode(str(path)):
+        raise DataError(f"the file name {str(path)!r} is not UTF-8; rename the file or its folder, or leave it out")
     if path.suffix.lower() == ".parquet":
         yield from _read_parquet(path, name)
         return

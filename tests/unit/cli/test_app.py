@@ -21,6 +21,24 @@ def test_help_has_an_example(octavo, command):
     assert f"Example: octavo {command}" in " ".join(result.stdout.split())
 
 
+def test_the_list_of_commands_is_whole_on_a_terminal_of_80_columns(octavo, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = octavo("--help").stdout.splitlines()
+    listed = [line.split() for line in lines[lines.index("Commands:") + 1 :] if line.startswith("  ")]
+    assert sorted(words[0] for words in listed[: len(COMMANDS)]) == COMMANDS
+    assert all(words[-1].endswith(".") and "..." not in words[-1] for words in listed[: len(COMMANDS)])
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize("arguments", [["data", "--json", "--data"], ["train", "--out"], ["eval"]])
+def test_a_word_that_is_not_utf_8_is_refused_in_one_sentence(octavo, arguments):
+    result = octavo(*arguments, "caf\udce9.txt")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(r"error: 'caf\udce9.txt' is not UTF-8")
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("command", "default"),
     [

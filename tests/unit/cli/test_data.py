@@ -1,6 +1,7 @@
 """``octavo data``: its sums against the files themselves, and sources that hold no text."""
 
 import json
+import os
 
 import pytest
 
@@ -25,6 +26,21 @@ def test_table_has_a_row_a_split_and_a_sum(octavo, tmp_path):
     (tmp_path / "own.md").write_text("word " * 5000)
     printed = octavo("data", "--data", tmp_path).stdout
     assert all(word in printed for word in ("train", "validation", "test", "all", "25,000"))
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.txt", b"caf\xe9.jsonl", b"caf\xe9.parquet", b"caf\xe9/own.txt"])
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_file_whose_name_is_not_utf_8_is_refused_in_one_sentence(octavo, tmp_path, name, more):
+    path = tmp_path / os.fsdecode(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("text enough to read")
+    result = octavo("data", "--data", tmp_path, *more)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: the file name")
+    assert r"caf\udce9" in result.stderr
+    assert "rename" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """``octavo study``: the table, the JSON, the files, and the second call."""
 
+import fcntl
 import json
+import shutil
 
 import pytest
+
+from octavo.training.config import load_config
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +80,87 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_force_refuses_a_source_that_is_not_there_before_it_removes_anything(octavo, printed, folder, setting):
-    before = contents(folder)
-    result = octavo("study", *setting, "--out", folder, "--force", "--data", "nosuch.txt")
-    assert result.exit_code == 2
-    assert contents(folder) == before
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, setting):
+    from tests.unit.cli.conftest import run_octavo
+
+    folder = tmp_path_factory.mktemp("finished") / "runs"
+    result = run_octavo("study", *setting, "--out", folder, "--recipes", "fp32,tensorwise")
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A finished study that a test may damage."""
+    return shutil.copytree(finished, tmp_path / "runs")
+
+
+@pytest.fixture
+def refused(octavo, setting, tmp_path):
+    """Call the study in a folder; it must refuse in one sentence with these words and change nothing there."""
+
+    def refused(folder, *more, words):
+        before = contents(folder)
+        arguments = ["study", *setting, "--out", folder, "--recipes", "fp32,tensorwise", *more]
+        result = octavo(*arguments)
+        assert result.exit_code == 2, result.output
+        assert words in result.stderr
+        assert len([line for line in result.stderr.splitlines() if line.startswith("error: ")]) == 1
+        assert contents(folder) == before
+        return result.stderr
+
+    return refused
+
+
+SHORT = "three short words\n"
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "no file or folder"), ("", "is empty"), (SHORT, "too few")])
+def test_force_refuses_a_source_before_it_removes_anything(refused, copy, tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "bad.txt").write_text(content)
+    refused(copy, "--force", "--data", tmp_path / "bad.txt", words=words)
+
+
+def test_force_refuses_a_model_before_it_removes_anything(refused, copy, tiny, tmp_path):
+    (tmp_path / "skip.toml").write_text(tiny.read_text() + 'skip = ["zz"]\n')
+    refused(copy, "--force", "--config", tmp_path / "skip.toml", "--vocab-size", "290", words="zz")
+
+
+def test_force_refuses_a_run_in_training_before_it_removes_anything(refused, copy):
+    with (copy / "tensorwise" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(copy, "--force", "--vocab-size", "290", words="another process")
+
+
+@pytest.mark.parametrize("name", ["checkpoints/notes.txt", "checkpoints/step-000004/notes.txt", "checkpoints/mine/a"])
+def test_force_refuses_a_users_file_among_checkpoints_before_it_removes_anything(refused, copy, name):
+    (copy / "tensorwise" / name).parent.mkdir(exist_ok=True)
+    (copy / "tensorwise" / name).write_text("mine")
+    refused(copy, "--force", "--vocab-size", "290", words="is not a checkpoint's; move it")
+
+
+def test_other_text_under_the_same_name_is_refused_before_the_tokens_change(octavo, refused, text, tiny, tmp_path):
+    shutil.copy(text, tmp_path / "own.txt")
+    setting = ["--config", tiny, "--data", tmp_path / "own.txt"]
+    assert octavo("study", *setting, "--out", tmp_path / "runs", "--recipes", "fp32,tensorwise").exit_code == 0
+    (tmp_path / "own.txt").write_text(text.read_text().upper())
+    refused(tmp_path / "runs", "--data", tmp_path / "own.txt", words="was trained on other text")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.toml", "tokenizer.json", "measures.json", "checkpoints/step-000004/state.json"]
+)
+def test_a_damaged_run_is_named_with_what_the_command_has(refused, copy, name):
+    (copy / "study.json").unlink()
+    (copy / "tensorwise" / name).write_text("torn")
+    assert "--resume" not in refused(copy, words=name)
+
+
+def test_a_run_without_its_configuration_is_named_with_what_the_command_has(refused, copy):
+    (copy / "tensorwise" / "config.toml").unlink()
+    assert "--resume" not in refused(copy, words="name another folder with --out")
 
 
 @pytest.mark.parametrize(
@@ -98,13 +178,15 @@ def test_files_that_are_not_a_studys_stay(octavo, setting, tmp_path, name, force
 def test_force_keeps_the_users_files_inside_a_studys_folders(octavo, setting, tmp_path):
     arguments = ["study", *setting, "--out", tmp_path, "--recipes", "fp32"]
     assert octavo(*arguments).exit_code == 0
-    mine = [tmp_path / "data" / "notes.txt", tmp_path / "fp32" / "notes.txt", tmp_path / "fp32/checkpoints/notes.txt"]
+    mine = [tmp_path / name / "notes.txt" for name in (".", "data", "fp32", "fp32/tensorboard")]
     for path in mine:
+        path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
     (tmp_path / "bf16").mkdir()
     (tmp_path / "bf16" / "paper.txt").write_text("mine")
     forced = octavo(*arguments, "--force", "--seed", "9")
-    assert forced.exit_code in (0, 2), forced.output
+    assert forced.exit_code == 0, forced.output
+    assert load_config(tmp_path / "fp32" / "config.toml").training.seed == 9
     assert all(path.read_text() == "mine" for path in (*mine, tmp_path / "bf16" / "paper.txt"))
 
 
@@ -115,4 +197,4 @@ def test_a_layer_that_is_not_there_is_refused_before_the_first_run(octavo, tiny,
     result = octavo(*arguments, "--config", config)
     assert result.exit_code == 2
     assert "zz" in result.stderr
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"data"}
+    assert not (tmp_path / "new").exists()

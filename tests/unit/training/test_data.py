@@ -8,7 +8,7 @@ import torch
 
 from octavo.errors import ConfigError, DataError
 from octavo.training.corpus import Document, Split
-from octavo.training.data import open_data, prepare
+from octavo.training.data import open_data, prepare, preparing
 from octavo.training.text import divide
 from octavo.training.tokenizer import END_OF_TEXT
 from tests.unit.training.tiny_runs import some_text, tiny_data
@@ -140,6 +140,33 @@ def test_a_failed_preparation_leaves_no_complete_folder(tmp_path):
     with pytest.raises(DataError, match="not a complete data folder"):
         open_data(tmp_path / "data")
     assert prepare(tmp_path / "text.txt", tmp_path / "data", vocab_size=300).vocab_size == 300
+
+
+def test_a_last_look_that_refuses_changes_nothing(tmp_path):
+    tiny_data(tmp_path)
+    (tmp_path / "data" / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for folder in (tmp_path / "data", tmp_path / "new" / "data"):
+        with (
+            pytest.raises(DataError, match="too few for a context of 100000"),
+            preparing(tmp_path / "text.txt", folder, vocab_size=280) as tokens,
+        ):
+            tokens.windows(100_000)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_passes_the_last_look_takes_its_place_among_other_files(tmp_path):
+    tiny_data(tmp_path)
+    (tmp_path / "data" / "notes.txt").write_text("mine")
+    with preparing(tmp_path / "text.txt", tmp_path / "data", vocab_size=280) as tokens:
+        assert open_data(tmp_path / "data").vocab_size == 300
+        seen = tokens.splits[Split.TEST].tolist()
+    after = open_data(tmp_path / "data")
+    assert after.splits[Split.TEST].tolist() == seen
+    assert after.vocab_size == 280
+    assert (tmp_path / "data" / "notes.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "text.txt"}
 
 
 def test_progress_reaches_its_total(tmp_path):

@@ -38,9 +38,16 @@ def without_scripts(page):
 def test_page_shows_verdict_table_facts_and_text(page):
     text = without_scripts(page)
     assert study_table.verdict(study()) in text
-    assert all(row.name in text for row in study_table.rows(study()))
+    assert all(row.name in text for row in study_table.rows(study(), "cpu"))
     assert "emulated" in text
     assert "2.1 M parameters" in text
+
+
+@pytest.mark.parametrize(("device", "difference"), [("cpu", "–"), ("cuda", "+14.3 %")])
+def test_page_compares_peak_memory_on_a_gpu(device, difference):
+    runs = (run("fp32", 0.0), run("bf16", 0.0), run("tensorwise", 0.0, peak_memory_bytes=800 << 20))
+    text = without_scripts(report.render(study(*runs), device=device))
+    assert f'<td data-label="FP8 tensorwise">800</td><td data-label="FP8 vs BF16">{difference}</td>' in text
 
 
 def test_text_from_outside_is_escaped(page):

@@ -6,13 +6,13 @@ from octavo.training import comparison, study_table
 from tests.unit.training.synthetic_study import run, study
 
 
-def cells(name, of=None):
-    rows = {row.name.split(",")[0]: row for row in study_table.rows(of or study())}
+def cells(name, of=None, device="cpu"):
+    rows = {row.name.split(",")[0]: row for row in study_table.rows(of or study(), device)}
     return next(row for key, row in rows.items() if key.startswith(name))
 
 
 def test_every_row_has_a_cell_a_run():
-    assert all(len(row.cells) == 3 for row in study_table.rows(study()))
+    assert all(len(row.cells) == 3 for row in study_table.rows(study(), "cpu"))
     assert len(study_table.columns(study())) == 1 + 3 + 2
 
 
@@ -29,11 +29,12 @@ def test_differences_are_fp8_against_bf16(row, difference):
     assert cells(row).difference == difference
 
 
-def test_peak_memory_has_no_difference_because_it_depends_on_the_order_of_the_runs():
+@pytest.mark.parametrize(("device", "difference"), [("cpu", "–"), ("cuda", "+14.3 %")])
+def test_peak_memory_has_a_difference_where_it_does_not_depend_on_the_order_of_the_runs(device, difference):
     later = run("tensorwise", 0.0, peak_memory_bytes=800 << 20)
-    row = cells("Peak memory", study(run("fp32", 0.0), run("bf16", 0.0), later))
+    row = cells("Peak memory", study(run("fp32", 0.0), run("bf16", 0.0), later), device)
     assert row.cells == ("700", "700", "800")
-    assert row.difference == "–"
+    assert row.difference == difference
 
 
 def test_the_target_note_names_the_step_that_the_target_is_read_at(monkeypatch):
@@ -66,7 +67,7 @@ def test_verdict_states_size_side_and_bar(offset, words):
 def test_a_study_without_fp8_has_no_verdict_on_it():
     alone = study(run("fp32", 0.0))
     assert "no FP8 run" in study_table.verdict(alone)
-    assert all(row.difference == "–" for row in study_table.rows(alone))
+    assert all(row.difference == "–" for row in study_table.rows(alone, "cuda"))
 
 
 def test_a_cpu_says_that_fp8_is_emulated():
