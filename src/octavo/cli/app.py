@@ -91,38 +91,38 @@ def root(
     """Hold the options that stand before a command's name."""
 
 
-def add(command: Callable[..., None], name: str, *, short: str, example: str) -> None:
+def add_command(command: Callable[..., None], name: str, *, short: str, example: str) -> None:
     """Register a command; ``short`` is its line in the list of commands, whole on a terminal of 80 columns."""
     app.command(name=name, short_help=short, epilog=f"Example: octavo {name} {example}")(command)
 
 
-add(demo, "demo", short="See FP32, BF16 and FP8 train on real text, side by side.", example="--quick")
-add(
+add_command(demo, "demo", short="See FP32, BF16 and FP8 train on real text, side by side.", example="--quick")
+add_command(
     study,
     "study",
     short="Compare precisions on your own text and model shape.",
     example="--data my-texts/ --steps 1000 --out runs/mine",
 )
-add(
+add_command(
     train,
     "train",
     short="Train a small language model with one recipe.",
     example="--recipe rowwise --data novel.txt --steps 500 --out runs/novel",
 )
-add(
+add_command(
     evaluate,
     "eval",
     short="Measure a run's loss and perplexity on text.",
     example="runs/demo/tensorwise --data novel.txt",
 )
-add(
+add_command(
     generate,
     "generate",
     short="Continue a prompt with a trained model.",
     example="runs/demo/tensorwise --prompt 'def main('",
 )
-add(data, "data", short="Show a source's documents and bytes, by split and kind.", example="--data my-texts/")
-add(formats, "formats", short="Print range, precision and counts of the number formats.", example="--errata")
+add_command(data, "data", short="Show a source's documents and bytes, by split and kind.", example="--data my-texts/")
+add_command(formats, "formats", short="Print range, precision and counts of the number formats.", example="--errata")
 
 
 def main() -> None:
