@@ -6,7 +6,7 @@ from octavo.convert import convert, restore
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import quantize, scaled_mm
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, fake_quantize
-from octavo.state import load_scaling_state, scaling_state, update_scales
+from octavo.state import load_scaling_state, nonfinite_counts, scaling_state, update_scales
 
 __all__ = [
     "E4M3",
@@ -21,6 +21,7 @@ __all__ = [
     "fake_quantize",
     "load_scaling_state",
     "nn",
+    "nonfinite_counts",
     "quantize",
     "recipes",
     "restore",

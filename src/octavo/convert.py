@@ -14,6 +14,7 @@ import torch
 from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.nn import Linear
+from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
 
 __all__ = ["ConversionReport", "convert", "restore"]
@@ -98,10 +99,11 @@ def convert(
             chosen[path] = module
         else:
             skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
-    for module in chosen.values():
+    updates = ScaleUpdates(manual=scale_updates == "manual")
+    for path, module in chosen.items():
         module.__class__ = Linear
         assert isinstance(module, Linear)
-        module.set_recipe(resolved, manual_scale_updates=scale_updates == "manual")
+        module.set_recipe(resolved, updates, path=path)
     return ConversionReport(recipe=resolved.name, converted=tuple(chosen), skipped=skipped, notes=dict(_notes(model)))
 
 
@@ -120,7 +122,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     restored = []
     for path, module in model.named_modules():
         if type(module) is Linear:
-            del module.amax_history, module.recipe, module.manual_scale_updates
+            del module.amax_history, module.nonfinite_counts, module.recipe, module.path, module.scale_updates
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]
             restored.append(path)
     return tuple(restored)

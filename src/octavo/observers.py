@@ -1,4 +1,4 @@
-"""What a layer remembers of the tensors that pass through it: the amaxes of finished steps, for delayed scaling.
+"""What a layer remembers of the tensors that pass through it: non-finite elements, and amaxes for delayed scaling.
 
 Delayed scaling reads only the past, so that measuring a tensor and casting it need not wait for each other. Two times
 must not be mixed up:
@@ -14,23 +14,101 @@ stays.
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from octavo.numerics import amax as measure_amax
+from octavo.numerics import Measurement
 from octavo.recipes import History, Statistic
 
-__all__ = ["GRAD_OUTPUT", "INPUT", "ROLES", "WEIGHT", "AmaxHistory"]
+__all__ = [
+    "GRAD_OUTPUT",
+    "INPUT",
+    "ROLES",
+    "WEIGHT",
+    "AmaxHistory",
+    "RoleTap",
+    "ScaleUpdates",
+    "StatefulModule",
+    "inside_backward",
+]
 
 ROLES = ("input", "weight", "grad_output")
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 EMPTY = -1.0  # no amax: amaxes are never negative
-_WARN_AFTER = 100
+_REMIND_AFTER = 100
 
 
-class AmaxHistory(torch.nn.Module):
+@dataclass(slots=True)
+class ScaleUpdates:
+    """Who closes the steps of a model's delayed layers, which share one of these.
+
+    Attributes:
+        manual: the training loop, by ``octavo.update_scales``; otherwise a training forward closes the step before.
+        reminded: whether the user has been told of a manual model that nobody closes.
+    """
+
+    manual: bool = False
+    reminded: bool = False
+
+
+@dataclass(slots=True)
+class RoleTap:
+    """One role of one call: what its scale is made from, and where what is measured goes.
+
+    The first measurement is recorded, in place; a second cast of the same tensor counts nothing twice.
+
+    Attributes:
+        amax: float32 [], of finished steps; 0 before the first.
+        pending: float32 [], raised to the tensor's amax; None records none.
+        nonfinite: int64 [], raised by the count; None counts none.
+    """
+
+    amax: Tensor | None = None
+    pending: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+    def record(self, x: Tensor, found: Measurement) -> None:
+        """Record what was found in ``x``; an empty tensor says nothing."""
+        if self.pending is not None and x.numel():
+            self.pending.copy_(torch.maximum(self.pending, found.amax))
+        if self.nonfinite is not None and found.nonfinite is not None:
+            self.nonfinite.add_(found.nonfinite)
+        self.pending = self.nonfinite = None
+
+
+class StatefulModule(torch.nn.Module):
+    """A module with buffers that are no part of its ``state_dict``.
+
+    They follow the model to its device but not to its dtype, and start anew when they leave the ``meta`` device.
+    """
+
+    def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
+        """Every such buffer's first value."""
+        raise NotImplementedError
+
+    def start_state(self, device: torch.device | None) -> None:
+        """Register the buffers at their first values."""
+        for name, tensor in self.fresh_state(device).items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        originals = {name: self._buffers[name] for name in self.fresh_state(torch.device("meta"))}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, original in originals.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            assert original is not None
+            if original.is_meta and not moved.is_meta:  # to_empty leaves whatever the memory held
+                self._buffers[name] = self.fresh_state(moved.device)[name]
+            elif moved.dtype is not original.dtype:
+                self._buffers[name] = original.to(moved.device)
+        return self
+
+
+class AmaxHistory(StatefulModule):
     """The amaxes of one layer's three roles.
 
     Attributes:
@@ -56,39 +134,40 @@ class AmaxHistory(torch.nn.Module):
     pending: Tensor
     steps: Tensor
 
-    def __init__(self, spec: History, *, manual: bool = False, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        spec: History,
+        *,
+        updates: ScaleUpdates | None = None,
+        path: str = "",
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
-        self.manual = manual
-        self.unclosed_calls = 0
+        self.updates = ScaleUpdates() if updates is None else updates
+        self.path = path
+        self.unclosed_backwards = 0
+        self.start_state(device)
+
+    def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
+        """Nothing recorded."""
         roles = len(ROLES)
-        self.register_buffer("window", torch.full((roles, spec.length), EMPTY, device=device), persistent=False)
-        self.register_buffer("amax", torch.zeros(roles, device=device), persistent=False)
-        self.register_buffer("pending", torch.full((roles,), EMPTY, device=device), persistent=False)
-        self.register_buffer("steps", torch.zeros(roles, dtype=torch.int64, device=device), persistent=False)
+        return {
+            "window": torch.full((roles, self.spec.length), EMPTY, device=device),
+            "amax": torch.zeros(roles, device=device),
+            "pending": torch.full((roles,), EMPTY, device=device),
+            "steps": torch.zeros(roles, dtype=torch.int64, device=device),
+        }
 
     @torch.no_grad()
-    def begin_forward(self, x: Tensor, weight: Tensor, *, training: bool, recording: bool) -> Tensor:
-        """The amaxes [3] that this call's scales are made from.
+    def begin_forward(self, *, awaits_backward: bool) -> None:
+        """Unless updates are manual, close the step before if its backward pass has run, or if none will.
 
         Args:
-            x: what this call is given.
-            weight: the layer's; one that takes no gradient keeps its history, and so its codes, as they are.
-            training: unless updates are manual, close the step first if its backward pass has run, or if none will.
-            recording: record the amaxes of input and weight.
+            awaits_backward: whether the call that begins takes part in a backward pass.
         """
-        recomputing = _inside_backward()  # activation checkpointing repeats a forward of the running step
-        if training and not self.manual and not recomputing:
-            awaits_backward = x.requires_grad or weight.requires_grad
+        if not self.updates.manual:
             self.close(where=self.pending[GRAD_OUTPUT] >= 0 if awaits_backward else None)
-        own = torch.stack([measure_amax(x), measure_amax(weight), self.amax.new_zeros(())])
-        if recording and x.numel():  # an empty batch says nothing about its tensors
-            self.record(INPUT, own[INPUT])
-            if weight.requires_grad:
-                self.record(WEIGHT, own[WEIGHT])
-            if not recomputing:
-                self._warn_if_never_closed()
-        return torch.where(self.amax > 0, self.amax, own)
 
     @torch.no_grad()
     def record(self, role: int, amax: Tensor) -> None:
@@ -110,32 +189,23 @@ class AmaxHistory(torch.nn.Module):
         statistic = _statistic(self.window, self.spec.statistic)
         self.amax.copy_(torch.where(ran & due & (statistic > 0), statistic, self.amax))
         self.pending.copy_(torch.where(ran, EMPTY, self.pending))
-        self.unclosed_calls = 0
+        self.unclosed_backwards = 0
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow the model's device, not its dtype: an amax is float32 whatever the model is cast to."""
-        dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
-        originals = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, dtype in dtypes.items():
-            moved, original = self._buffers[name], originals[name]
-            if moved is not None and original is not None and moved.dtype is not dtype:
-                self._buffers[name] = original.to(moved.device)
-        return self
-
-    def _warn_if_never_closed(self) -> None:
-        if not self.manual or torch.compiler.is_compiling():
+    def remind(self, _: Tensor) -> None:
+        """After each backward pass of a manual model: say once a model that nobody closes its steps."""
+        self.unclosed_backwards += 1
+        if self.unclosed_backwards < _REMIND_AFTER or self.updates.reminded:
             return
-        self.unclosed_calls += 1
-        if self.unclosed_calls == _WARN_AFTER:
-            warnings.warn(
-                f"{_WARN_AFTER} training forwards without octavo.update_scales(model): with manual scale updates the "
-                "scales stay those of the last closed step; call it after each optimizer step",
-                stacklevel=2,
-            )
+        self.updates.reminded = True
+        warnings.warn(
+            f"{f'layer {self.path!r}' if self.path else 'a layer'} has run {_REMIND_AFTER} backward passes without "
+            "octavo.update_scales(model): with manual scale updates the scales stay those of the last closed step; "
+            "call it after each optimizer step",
+            stacklevel=2,
+        )
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
     """Whether autograd is running on this thread; a traced graph is never traced from inside it."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # noqa: SLF001
 

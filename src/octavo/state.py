@@ -16,7 +16,7 @@ from octavo.errors import CheckpointError
 from octavo.nn import Linear
 from octavo.observers import EMPTY, GRAD_OUTPUT, ROLES, AmaxHistory
 
-__all__ = ["load_scaling_state", "scaling_state", "update_scales"]
+__all__ = ["load_scaling_state", "nonfinite_counts", "scaling_state", "update_scales"]
 
 _FIELDS = {"amax_history": "window", "amax": "amax", "steps": "steps"}
 
@@ -52,7 +52,7 @@ def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
     """
     state = {}
     for path, history in _histories(model).items():
-        if not history.manual:
+        if not history.updates.manual:
             history.close(where=history.pending[GRAD_OUTPUT] >= 0)
         for index, role in enumerate(ROLES):
             for key, buffer in _FIELDS.items():
@@ -98,6 +98,31 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> N
             slot.copy_(state[key])
     for history in _histories(model).values():
         history.pending.fill_(EMPTY)
+
+
+def nonfinite_counts(model: torch.nn.Module) -> dict[str, int]:
+    """How many NaN and ±Inf elements each tensor has held in training so far, before any cast; zeros are left out.
+
+    A recipe's casts let them through, and none of them touches a scale, so a broken tensor shows here and in its own
+    rows of the results. Counted are the tensors that an FP8 recipe casts, once a call, in training mode.
+
+    Returns:
+        By module path and role, in the model's order.
+
+    Example:
+        >>> import octavo
+        >>> model = torch.nn.Sequential(octavo.nn.Linear(4, 4))
+        >>> model(torch.tensor([[1.0, 2.0, float("nan"), float("inf")]])).sum().backward()
+        >>> nonfinite_counts(model)
+        {'0.input': 2}
+    """
+    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, Linear))
+    found = {
+        f"{path}.{role}" if path else role: count
+        for path, layer in layers
+        for role, count in zip(ROLES, layer.nonfinite_counts.tolist(), strict=True)
+    }
+    return {key: count for key, count in found.items() if count}
 
 
 def _histories(model: torch.nn.Module) -> dict[str, AmaxHistory]:

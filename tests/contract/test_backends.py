@@ -14,7 +14,7 @@ from octavo.formats import FP8_FORMATS, Format
 from octavo.kernels import scaled_mm
 from octavo.kernels.backend import Backend, MatmulProblem
 from octavo.kernels.dispatch import BACKENDS, explain
-from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor
+from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize
 from tests.contract.gemm_oracle import assert_product
 
 GRANULARITIES: tuple[Granularity, ...] = (PerTensor(), PerRow(), PerBlock(1, 8), PerBlock(8, 8))
@@ -126,6 +126,18 @@ def test_every_code_nan_and_infinity_included(backend, formats):
         a = _operand(columns[:, None].view(formats[0].torch_dtype), granularity)  # K = 1: each output is one product
         b = _operand(columns[:, None].view(formats[1].torch_dtype), granularity)
         _check(backend, a, b, None, torch.float32)
+
+
+@each_backend
+@pytest.mark.parametrize("granularity", GRANULARITIES[:2], ids=str)
+def test_scales_far_apart_meet_in_the_middle(backend, granularity):
+    """amaxes of 3e38 and 1e-10: each product is ordinary, but one scale before the other would overflow."""
+    a = quantize(torch.randn(5, 24).clamp(-2, 2) * 1.5e38, FP8_FORMATS[0], granularity=granularity)
+    b = quantize(torch.randn(7, 24) * 1e-10, FP8_FORMATS[0], granularity=granularity)
+    for left, right in ((a, b), (b, a)):
+        _check(backend, left, right, None, torch.float32)
+    tiny = quantize(torch.randn(7, 24) * 1e-37, FP8_FORMATS[0], granularity=granularity, amax_floor=0.0)
+    _check(backend, a, tiny, None, torch.float32)
 
 
 @each_backend

@@ -151,3 +151,35 @@ def test_functional_call_takes_other_weights(recipe):
     result = torch.func.functional_call(layer, other, (x,))
     layer.load_state_dict(other)
     assert torch.equal(result, layer(x))
+
+
+FP8_RECIPES = [recipe for recipe in RECIPES if recipe != "bf16"]
+
+
+def _broken_step(layer: nn.Module, *, checkpointed: bool | None = None) -> None:
+    x, grad = torch.randn(4, 16), torch.randn(4, 8)
+    x[0, 0], x[1, 2], grad[3, 3] = float("nan"), float("inf"), float("-inf")
+    x.requires_grad_()
+    y = layer(x) if checkpointed is None else checkpoint(layer, x, use_reentrant=checkpointed)
+    y.backward(grad)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_non_finite_elements_are_counted_once_a_call(recipe):
+    layer = Linear(16, 8, recipe=recipe)
+    for calls, checkpointed in enumerate((None, False, True), start=1):
+        _broken_step(layer, checkpointed=checkpointed)
+        assert octavo.nonfinite_counts(layer) == {"input": 2 * calls, "grad_output": calls}
+    layer.eval()
+    layer(torch.full((1, 16), float("nan")))
+    assert octavo.nonfinite_counts(layer)["input"] == 6, "evaluation counts nothing"
+    with torch.no_grad():
+        layer.train().weight[0, 0] = float("inf")
+    layer(torch.ones(1, 16))
+    assert octavo.nonfinite_counts(layer)["weight"] == 1
+
+
+def test_compiled_layers_count_too():
+    model = Parallel()
+    torch.compile(model, fullgraph=True)(torch.full((2, 32), float("inf")))
+    assert octavo.nonfinite_counts(model) == {f"layers.{recipe}.input": 64 for recipe in FP8_RECIPES}

@@ -18,7 +18,7 @@ PUBLIC = {
     # recipes, and models in FP8
     "autocast", "convert", "recipes", "restore",
     # delayed scaling's state
-    "load_scaling_state", "scaling_state", "update_scales",
+    "load_scaling_state", "nonfinite_counts", "scaling_state", "update_scales",
     # modules
     "nn",
 }  # fmt: skip

@@ -9,6 +9,7 @@ import octavo
 from octavo.formats import E4M3, E5M2
 from octavo.functional import cast_operand, fp8_linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor, quantize
+from octavo.observers import RoleTap
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling
 from tests.contract.gemm_oracle import assert_product, assert_same_operand, recorded_products
 
@@ -131,7 +132,7 @@ def test_cast_operand_takes_the_scale_that_its_specification_names():
         (delayed, torch.tensor(0.0), quantize(x, E4M3, margin=1)),
         (delayed, None, quantize(x, E4M3, margin=1)),
     ):
-        operand = cast_operand(x, spec, amax)
+        operand = cast_operand(x, spec, RoleTap(amax=amax))
         assert isinstance(operand, QuantizedTensor)
         assert_same_operand(operand, expected)
 
@@ -156,7 +157,18 @@ def test_pending_takes_the_gradients_amax():
     x, weight, _, grad = _tensors()
     pending = torch.tensor([-1.0, -1.0, 0.5])
     fp8_linear(x, weight, None, octavo.recipes.get("delayed"), amaxes=torch.ones(3), pending=pending).backward(grad)
-    assert pending.tolist() == [-1.0, -1.0, grad.abs().max().item()]
+    assert pending.tolist() == [tensor.detach().abs().max().item() for tensor in (x, weight, grad)]
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
+def test_a_tensor_that_is_cast_twice_is_counted_once(name):
+    x, weight, _, grad = _tensors()
+    with torch.no_grad():
+        x[0, 0], x[1, 1], weight[2, 2] = float("nan"), float("inf"), float("-inf")
+    grad[3, 3] = float("nan")
+    counts = torch.zeros(3, dtype=torch.int64)
+    fp8_linear(x, weight, None, octavo.recipes.get(name), nonfinite=counts).backward(grad)
+    assert counts.tolist() == [2, 1, 1]
 
 
 def test_bias_gradient_is_summed_in_float32():

@@ -1,6 +1,6 @@
 """The amax history against a model of its semantics in plain Python: lists and floats, no tensors."""
 
-import warnings
+import copy
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import octavo
 from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, WEIGHT, AmaxHistory
 from octavo.recipes import History, Statistic
 
@@ -151,28 +152,57 @@ def test_it_stays_float32_and_out_of_the_state_dict():
     assert {buffer.device.type for buffer in history.buffers()} == {"meta"}
 
 
-def _forwards(history: AmaxHistory, count: int) -> None:
-    x, weight = torch.ones(1, 2), torch.ones(2, 2, requires_grad=True)
+def _backwards(model: torch.nn.Module, count: int) -> None:
     for _ in range(count):
-        history.begin_forward(x, weight, training=True, recording=True)
+        model(torch.ones(1, 2)).sum().backward()
 
 
-def test_manual_updates_that_never_come_warn_once():
-    history = AmaxHistory(History(), manual=True)
-    _forwards(history, 99)
-    with pytest.warns(UserWarning, match=r"100 training forwards without octavo.update_scales\(model\)"):
-        _forwards(history, 1)
-    _forwards(history, 200)  # a second warning would be an error here
+def _two_layers(scale_updates: str) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    octavo.convert(model, "delayed", scale_updates=scale_updates)
+    return model
+
+
+def test_manual_updates_that_never_come_are_told_of_once_a_model_by_name():
+    model = _two_layers("manual")
+    _backwards(model, 99)
+    for _ in range(5):  # a forward alone closes nothing and is not counted
+        model(torch.ones(1, 2))
+    with pytest.warns(
+        UserWarning, match=r"layer '[01]' has run 100 backward passes without octavo.update_scales"
+    ) as told:
+        _backwards(model, 1)
+    assert len(told) == 1
+    _backwards(model, 150)  # a second warning would be an error here
+    assert copy.deepcopy(model).get_submodule("0").scale_updates.reminded  # type: ignore[union-attr]
+
+
+def test_a_layer_used_alone_is_told_of_too():
+    layer = octavo.nn.Linear(2, 2, recipe="delayed", manual_scale_updates=True)
+    with pytest.warns(UserWarning, match="a layer has run 100 backward passes"):
+        _backwards(layer, 100)
 
 
 def test_manual_updates_that_come_never_warn():
-    history = AmaxHistory(History(), manual=True)
+    model = _two_layers("manual")
     for _ in range(4):
-        _forwards(history, 60)
-        history.close()
+        _backwards(model, 60)
+        octavo.update_scales(model)
 
 
 def test_automatic_updates_never_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _forwards(AmaxHistory(History()), 150)
+    _backwards(_two_layers("automatic"), 150)
+
+
+def test_leaving_the_meta_device_starts_anew():
+    """``to_empty`` leaves whatever the memory held: what a history must not begin with."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        octavo.convert(model, "delayed")
+    with torch.no_grad():
+        model.to_empty(device="cpu")
+    history, fresh = model[0].amax_history, AmaxHistory(History())
+    assert isinstance(history, AmaxHistory)
+    for name, buffer in fresh.named_buffers():
+        assert torch.equal(history.get_buffer(name), buffer)
+    assert octavo.nonfinite_counts(model) == {}

@@ -209,10 +209,27 @@ def _widened_mm(  # noqa: PLR0917 (an operator's schema)
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     sums = _fp32_mm(_shifted_into_place(a), _shifted_into_place(b).t())
-    sums.mul_(a_scale * _unshift(a)).mul_((b_scale.t() if b_scale.ndim else b_scale) * _unshift(b))
+    column_scale = b_scale.t() if b_scale.ndim else b_scale
+    if _might_overflow_between(a_scale, b_scale):
+        sums = (sums.double() * (a_scale.double() * _unshift(a)) * (column_scale.double() * _unshift(b))).float()
+    else:
+        sums.mul_(a_scale * _unshift(a)).mul_(column_scale * _unshift(b))
     if bias is not None:
         sums.add_(bias.float())
     return sums.to(out_dtype)
+
+
+def _might_overflow_between(*scales: Tensor) -> bool:
+    """Whether one scale after the other may leave FP32's range although both together stay inside.
+
+    Nonzero sums of products lie between 2^-34 and 2^63, for any K that fits in memory; a scale within 2^±60 keeps them
+    in the normal range.
+    """
+    for scale in scales:
+        low, high = scale.aminmax() if scale.numel() else (scale, scale)
+        if scale.numel() and not (low >= 2.0**-60 and high <= 2.0**60):
+            return True
+    return False
 
 
 def _widened_mm_shape(a: Tensor, _: Tensor, b: Tensor, *rest: object) -> Tensor:

@@ -10,13 +10,13 @@ from octavo.errors import ConfigError
 from octavo.functional import fp8_linear
 from octavo.kernels import needs_widening
 from octavo.numerics.cast import check_float
-from octavo.observers import AmaxHistory
+from octavo.observers import ROLES, AmaxHistory, ScaleUpdates, StatefulModule, inside_backward
 from octavo.recipes import Recipe
 
 __all__ = ["Linear"]
 
 
-class Linear(torch.nn.Linear):
+class Linear(StatefulModule, torch.nn.Linear):
     """``y = x @ weight.T + bias`` with the GEMMs of forward and backward in FP8.
 
     Parameters and ``state_dict`` are those of ``torch.nn.Linear``. Under ``torch.autocast`` the input is cast to the
@@ -39,7 +39,9 @@ class Linear(torch.nn.Linear):
     """
 
     recipe: Recipe
-    manual_scale_updates: bool
+    path: str  # in the model that was converted
+    scale_updates: ScaleUpdates
+    nonfinite_counts: Tensor  # [3] int64: NaN and ±Inf elements of the roles, seen in training
     amax_history: AmaxHistory | None
 
     def __init__(
@@ -54,18 +56,25 @@ class Linear(torch.nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.set_recipe(recipes.get(recipe), manual_scale_updates=manual_scale_updates)
+        self.set_recipe(recipes.get(recipe), ScaleUpdates(manual=manual_scale_updates))
 
-    def set_recipe(self, recipe: Recipe, *, manual_scale_updates: bool = False) -> None:
-        """Use another recipe from now on; a delayed one starts with an empty history unless its history is the same."""
-        self.recipe = recipe
-        self.manual_scale_updates = manual_scale_updates
+    def set_recipe(self, recipe: Recipe, scale_updates: ScaleUpdates | None = None, *, path: str = "") -> None:
+        """Use another recipe from now on; a delayed one starts with an empty history unless its history is the same.
+
+        Args:
+            recipe: the casts and GEMMs.
+            scale_updates: who closes a delayed step; layers of one model share it. None: the next forward.
+            path: where the layer stands in its model.
+        """
+        self.recipe, self.scale_updates, self.path = recipe, scale_updates or ScaleUpdates(), path
+        if "nonfinite_counts" not in self._buffers:
+            self.start_state(self.weight.device)
         known = getattr(self, "amax_history", None)
         if known is None or known.spec != recipe.history:
             self.amax_history = None
             self._history_for(recipe, create=True)
         else:
-            known.manual = manual_scale_updates
+            known.updates, known.path = self.scale_updates, path
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
         """[..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
@@ -78,13 +87,23 @@ class Linear(torch.nn.Linear):
             raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
         if recipe.is_high_precision:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
-        recording = self.training and torch.is_grad_enabled()
-        history = self._history_for(recipe, create=recording)
+        learning = self.training and torch.is_grad_enabled()
+        nonfinite = self.nonfinite_counts if self.training else None
+        history = self._history_for(recipe, create=learning)
         if history is None:
-            return fp8_linear(x, self.weight, self.bias, recipe)
-        amaxes = history.begin_forward(x, self.weight, training=self.training, recording=recording)
-        pending = history.pending if recording else None
-        return fp8_linear(x, self.weight, self.bias, recipe, amaxes=amaxes, pending=pending)
+            return fp8_linear(x, self.weight, self.bias, recipe, nonfinite=nonfinite)
+        repeated = inside_backward()  # activation checkpointing runs a forward of this step again
+        if self.training and not repeated:
+            history.begin_forward(awaits_backward=x.requires_grad or self.weight.requires_grad)
+        amaxes, pending = history.amax.clone(), history.pending if learning else None
+        y = fp8_linear(x, self.weight, self.bias, recipe, amaxes=amaxes, pending=pending, nonfinite=nonfinite)
+        if self.scale_updates.manual and y.requires_grad and not repeated and not torch.compiler.is_compiling():
+            y.register_hook(history.remind)
+        return y
+
+    def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
+        """Nothing counted."""
+        return {"nonfinite_counts": torch.zeros(len(ROLES), dtype=torch.int64, device=device)}
 
     def extra_repr(self) -> str:
         """The shape and the recipe's name."""
@@ -98,8 +117,9 @@ class Linear(torch.nn.Linear):
         if recipe.history is None or (self.amax_history is None and not create):
             return None
         if self.amax_history is None:
-            manual = self.manual_scale_updates
-            self.amax_history = AmaxHistory(recipe.history, manual=manual, device=self.weight.device)
+            self.amax_history = AmaxHistory(
+                recipe.history, updates=self.scale_updates, path=self.path, device=self.weight.device
+            )
         elif self.amax_history.spec != recipe.history:
             raise ConfigError(
                 f"this layer keeps a history for {self.amax_history.spec} and cannot also run {recipe.history}; "

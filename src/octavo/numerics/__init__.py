@@ -4,10 +4,18 @@ from octavo.numerics.cast import Nonfinite, Overflow, cast_nearest, cast_stochas
 from octavo.numerics.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_fraction, sqnr_db, underflow_fraction
 from octavo.numerics.quantized import QuantizedTensor, dequantize, fake_quantize, quantize
-from octavo.numerics.scaling import amax, encode_scale_from_amax, power_of_two_floor, scale_from_amax
+from octavo.numerics.scaling import (
+    Measurement,
+    amax,
+    encode_scale_from_amax,
+    measure,
+    power_of_two_floor,
+    scale_from_amax,
+)
 
 __all__ = [
     "Granularity",
+    "Measurement",
     "Nonfinite",
     "Overflow",
     "PerBlock",
@@ -21,6 +29,7 @@ __all__ = [
     "encode_scale_from_amax",
     "fake_quantize",
     "flushed_energy",
+    "measure",
     "nonfinite_count",
     "power_of_two_floor",
     "quantize",

@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
 from octavo.formats import FP8_FORMATS, Format, format_of
-from octavo.numerics.cast import Nonfinite, cast_nearest, check_float, check_fp8_format, check_policy
+from octavo.numerics.cast import Nonfinite, can_be_asked, cast_nearest, check_float, check_fp8_format, check_policy
 from octavo.numerics.granularity import Granularity, granularity_or_default
-from octavo.numerics.scaling import AMAX_FLOOR, encode_scale_from_amax, measure
+from octavo.numerics.scaling import AMAX_FLOOR, Measurement, encode_scale_from_amax, measure
 
 __all__ = ["QuantizedTensor", "dequantize", "fake_quantize", "quantize"]
 
@@ -83,9 +83,11 @@ class QuantizedTensor:
         """The transpose, without copying codes.
 
         Raises:
-            ConfigError: the granularity's groups are not those of the transpose (per row); quantize the transpose
-                instead.
+            ConfigError: not a matrix, or the granularity's groups are not those of the transpose (per row); quantize
+                the transpose instead.
         """
+        if self.data.ndim != 2:
+            raise ConfigError(f"t() transposes a matrix, not shape {tuple(self.shape)}; flatten it first")
         if not self.granularity.orientation_free:
             raise ConfigError(
                 f"a {self.granularity} tensor cannot be transposed; quantize the transposed tensor instead"
@@ -105,6 +107,7 @@ def quantize(
     amax_floor: float = AMAX_FLOOR,
     margin: int = 0,
     nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+    measurement: Measurement | None = None,
 ) -> QuantizedTensor:
     """Scale into the format's range and round to nearest even, saturating.
 
@@ -123,10 +126,12 @@ def quantize(
         amax_floor: smaller amaxes count as this.
         margin: binades to leave free above amax.
         nonfinite: what an infinite element becomes; NaN stays NaN. Neither changes any other element.
+        measurement: what :func:`octavo.numerics.measure` found in ``x`` at this granularity, for callers that have
+            looked already.
 
     Raises:
-        ConfigError: not a float tensor, not an FP8 format, a scale of the wrong shape, both ``amax`` and ``scale``, or
-            a negative margin or floor.
+        ConfigError: not a float tensor, not an FP8 format, a scale of the wrong shape or not positive and finite, an
+            amax that is negative or not finite, both ``amax`` and ``scale``, or a negative margin or floor.
 
     Example:
         >>> from octavo.formats import E4M3
@@ -141,20 +146,24 @@ def quantize(
     groups = granularity_or_default(granularity)
     check_policy(nonfinite, Nonfinite)
     x = x.detach()
-    for name, given in (("amax", amax), ("scale", scale)):
-        if given is not None and not isinstance(given, Tensor):
-            raise ConfigError(f"{name} must be a tensor in the scale's shape, not {given!r}; wrap it in torch.tensor()")
     if scale is not None and amax is not None:
         raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
     if scale is not None:
+        _check_given("scale", scale, zero_allowed=False)
         stored = scale.detach().float()
         encode_scale = stored.reciprocal().clamp(max=torch.finfo(torch.float32).max)
     else:
-        measured, may_hold_nonfinite = measure(x, groups) if amax is None else (amax, True)
-        if not may_hold_nonfinite:
-            nonfinite = Nonfinite.SATURATE  # nothing to propagate: saves the cast another look
+        if amax is not None:
+            _check_given("amax", amax, zero_allowed=True)
+        if measurement is None and amax is None:
+            measurement = measure(x, groups)
+        if measurement is not None:
+            amax = measurement.amax if amax is None else amax
+            if measurement.nonfinite is None:
+                nonfinite = Nonfinite.SATURATE  # nothing to propagate: saves the cast another look
+        assert amax is not None
         encode_scale = encode_scale_from_amax(
-            measured, fmt, power_of_two=power_of_two, amax_floor=amax_floor, margin=margin
+            amax, fmt, power_of_two=power_of_two, amax_floor=amax_floor, margin=margin
         )
         stored = encode_scale.reciprocal()
     expected = groups.scale_shape(x.shape)
@@ -164,6 +173,18 @@ def quantize(
         )
     data = cast_nearest(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
     return QuantizedTensor(data, stored, groups, x.dtype)
+
+
+def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:
+    """Refuse an amax or scale that no tensor has; its values are looked at where that costs nothing."""
+    if not isinstance(given, Tensor):
+        raise ConfigError(f"{name} must be a tensor in the scale's shape, not {given!r}; wrap it in torch.tensor()")
+    if not can_be_asked(given):
+        return
+    wrong = ~((given >= 0 if zero_allowed else given > 0) & given.isfinite())
+    if wrong.any():
+        sign = "not negative" if zero_allowed else "positive"
+        raise ConfigError(f"every {name} must be finite and {sign}, not {given[wrong][0].item()}")
 
 
 def dequantize(q: QuantizedTensor) -> Tensor:

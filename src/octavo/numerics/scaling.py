@@ -17,6 +17,7 @@ bfloat16 tensor in fifty, up to 2 % of them.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +27,15 @@ from octavo.formats import Format
 from octavo.numerics.cast import can_be_asked, check_float, narrowed
 from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
 
-__all__ = ["AMAX_FLOOR", "amax", "encode_scale_from_amax", "measure", "power_of_two_floor", "scale_from_amax"]
+__all__ = [
+    "AMAX_FLOOR",
+    "Measurement",
+    "amax",
+    "encode_scale_from_amax",
+    "measure",
+    "power_of_two_floor",
+    "scale_from_amax",
+]
 
 AMAX_FLOOR = 1e-12  # torchao's EPS; below it a tensor is treated as that small
 
@@ -49,11 +58,24 @@ def amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
         tensor(3.)
     """
     check_float(x, "the tensor to measure")
-    return measure(x.detach(), granularity_or_default(granularity))[0]
+    return measure(x.detach(), granularity_or_default(granularity)).amax
 
 
-def measure(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
-    """:func:`amax` without argument checks, and whether ``x`` may hold NaN or ±Inf; one pass where it does not.
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one look at a tensor found.
+
+    Attributes:
+        amax: largest finite magnitude of every scaling group, float32.
+        nonfinite: number of NaN and ±Inf elements, int64 []; None where the tensor is known to have none.
+    """
+
+    amax: Tensor
+    nonfinite: Tensor | None
+
+
+def measure(x: Tensor, granularity: Granularity) -> Measurement:
+    """Amax and non-finite count without argument checks; one pass where every element is finite.
 
     A maximum lets NaN and Inf through, so a finite one proves the tensor finite, where its values can be asked for.
     """
@@ -61,8 +83,10 @@ def measure(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
     if can_be_asked(x):
         plain = _plain_amax(x, granularity)
         if math.isfinite(plain.sum().item()):
-            return plain, False
-    return granularity.reduce_max(torch.where(x.isfinite(), x.abs(), 0)).float(), True
+            return Measurement(plain, None)
+    finite = x.isfinite()
+    amax = granularity.reduce_max(torch.where(finite, x.abs(), 0)).float()
+    return Measurement(amax, (~finite).sum())
 
 
 def _plain_amax(x: Tensor, granularity: Granularity) -> Tensor:

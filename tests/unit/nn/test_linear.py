@@ -5,7 +5,7 @@ from torch.nn import functional as F
 import octavo
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.observers import AmaxHistory
+from octavo.observers import AmaxHistory, ScaleUpdates
 from tests.contract.gemm_oracle import assert_product, recorded_products
 
 RECIPES = octavo.recipes.names()
@@ -88,16 +88,16 @@ def _history(layer: Linear) -> AmaxHistory | None:
 def test_set_recipe_makes_and_drops_the_history():
     layer = Linear(4, 3, recipe="tensorwise")
     assert _history(layer) is None
-    layer.set_recipe(octavo.recipes.get("delayed"), manual_scale_updates=True)
+    layer.set_recipe(octavo.recipes.get("delayed"), ScaleUpdates(manual=True))
     history = _history(layer)
     assert history is not None
-    assert history.manual
+    assert history.updates.manual
     layer.set_recipe(octavo.recipes.get("delayed", margin=1))
     assert _history(layer) is history, "the same history specification"
-    assert [module.manual for module in layer.modules() if isinstance(module, AmaxHistory)] == [False]
+    assert [module.updates.manual for module in layer.modules() if isinstance(module, AmaxHistory)] == [False]
     layer.set_recipe(octavo.recipes.get("tensorwise"))
     assert _history(layer) is None
-    assert not list(layer.buffers())
+    assert [name for name, _ in layer.named_buffers()] == ["nonfinite_counts"]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

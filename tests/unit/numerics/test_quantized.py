@@ -226,6 +226,11 @@ def test_groups_that_the_transpose_does_not_have_refuse_it(granularity):
         quantize(torch.randn(6, 4), E4M3, granularity=granularity).t()
 
 
+def test_only_a_matrix_has_a_transpose():
+    with pytest.raises(ConfigError, match=r"transposes a matrix, not shape \(2, 3, 4\); flatten it first"):
+        quantize(torch.randn(2, 3, 4), E4M3).t()
+
+
 @every_granularity
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_fake_quantize_rounds_forward_and_passes_gradients(granularity, dtype):
@@ -277,6 +282,11 @@ def test_refuses_what_is_not_high_precision(x):
         ({"fmt": "fp8"}, "cannot cast to 'fp8'; use one of"),
         ({"granularity": "rowwise"}, r"granularity must be octavo.PerTensor\(\), .* not 'rowwise'"),
         ({"amax": torch.tensor(1.0), "scale": torch.tensor(1.0)}, "an amax or a scale, not both; leave one out"),
+        ({"scale": torch.tensor(0.0)}, "every scale must be finite and positive, not 0.0"),
+        ({"scale": torch.tensor(-1.0)}, "every scale must be finite and positive, not -1.0"),
+        ({"scale": torch.tensor([[1.0], [2.0], [float("inf")], [1.0]]), "granularity": PerRow()}, "positive, not inf"),
+        ({"amax": torch.tensor(-2.0)}, "every amax must be finite and not negative, not -2.0"),
+        ({"amax": torch.tensor(float("nan"))}, "every amax must be finite and not negative, not nan"),
         ({"scale": torch.ones(4)}, r"of \(4, 6\) needs a scale of shape \(\), not \(4,\)"),
         ({"amax": torch.ones(4, 1)}, r"needs a scale of shape \(\), not \(4, 1\)"),
         ({"scale": torch.ones(4), "granularity": PerRow()}, r"needs a scale of shape \(4, 1\), not \(4,\)"),

@@ -67,7 +67,7 @@ def test_options_patterns_and_manual_updates():
     layer = model.model.layers[0]
     assert layer.self_attn.q_proj.recipe.name == "bf16"
     assert layer.self_attn.k_proj.recipe.history.length == 3
-    assert layer.self_attn.k_proj.manual_scale_updates
+    assert layer.self_attn.k_proj.scale_updates.manual
     assert report is not None
     assert "skip pattern" in report.skipped["model.layers.0.self_attn.q_proj"]
 
