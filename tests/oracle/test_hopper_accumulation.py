@@ -114,14 +114,15 @@ def operands(draw: st.DrawFn, *, rows: int, max_k: int) -> tuple[np.ndarray, np.
 
 
 @every_way
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(given_operands=operands(rows=2, max_k=300))
 def test_fractions(how, given_operands):
-    assert_fractions(*given_operands, how)
+    a, b, fmt_a, fmt_b = given_operands
+    assert_fractions(a, b, fmt_a, fmt_b, how)
 
 
 @every_way
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(given_operands=operands(rows=5, max_k=700))
 def test_mmaemu(how, given_operands):
     a, b, fmt_a, fmt_b = given_operands

@@ -158,7 +158,7 @@ def _chain(a: _Operand, b: _Operand) -> Tensor:
         terms[_STEP] = total
         torch.div(terms, quantum, rounding_mode="trunc", out=terms)
         total = _cut(terms.sum(0) * quantum)
-    return total + 0.0  # a zero is +0
+    return total  # a zero is +0: the first total is, and x + (-x) is
 
 
 def _quantum(weights: Tensor, total: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _quantum(weights: Tensor, total: Tensor) -> Tensor:
 
     That sum lies in [1, 32] · 2^(8 · e - 6) for a largest product exponent e, so its FP64 exponent field is
     8 · e + 1017 to 8 · e + 1022. An eighth of it, rounded down, is e + 127: the FP32 exponent field of 2^e. It is 0
-    where all products are zero, as it is for a total of zero.
+    where all products are zero, as it is for a total of zero; any normal quantum does then.
     """
     products = (weights.view(torch.int64) >> (_FP64_FRACTION_BITS + 3)).int() * _EXPONENT_ONE
     largest = torch.maximum(products, total.view(torch.int32) & _EXPONENT_FIELD)

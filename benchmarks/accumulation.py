@@ -1,0 +1,94 @@
+"""Sums as Hopper's tensor cores make them: what they cost on a CPU, and how far they are from the exact sum.
+
+    python -m benchmarks.accumulation [--rounds 15] [--no-write]
+
+Speed: E4M3 operands of 512 x 512 x 512, beside a plain FP32 product of the same codes and, where it is installed,
+mmaemu's CPU model. Error: 64 x 64 sums of normally distributed numbers and of their absolute values, quantized with one
+scale a tensor.
+"""
+
+import argparse
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.measure import hardware, interleaved, ratio, write_result
+from octavo import E4M3, quantize
+from octavo.numerics.accumulate import Accumulate, hopper_sums
+
+SIDE = 512
+HOPPER = (Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW)
+ERROR_HEADER = ["K", "sums", "zero-mean: error / result (rms)", "same sign: bias"]
+
+
+def main() -> None:
+    """Time, measure errors, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    machine = hardware()
+    lines = [*_table(["sums", "million products a second", "time × fp32"], speed_rows(arguments.rounds)), ""]
+    lines += [f"{SIDE} x {SIDE} x {SIDE}, median of {arguments.rounds} interleaved rounds (quartiles).", ""]
+    lines += _table(ERROR_HEADER, error_rows())
+    console = Console()
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    if not arguments.no_write:
+        command, title = "python -m benchmarks.accumulation", "Sums as Hopper makes them"
+        path = write_result("accumulation", lines, title=title, command=command, machine=machine)
+        console.print(f"written to {path}", markup=False)
+
+
+def speed_rows(rounds: int) -> Iterator[list[str]]:
+    """A row for each way to sum."""
+    seconds = interleaved(contestants(), rounds=rounds)
+    for name, own in seconds.items():
+        yield [name, f"{SIDE**3 / statistics.median(own) / 1e6:,.0f}", str(ratio(seconds, name, "fp32"))]
+
+
+def contestants() -> dict[str, Callable[[], Tensor]]:
+    """Name and product of each."""
+    a, b = (_codes(SIDE, SIDE, seed=seed) for seed in (0, 1))
+    ways: dict[str, Callable[[], Tensor]] = {"fp32": lambda: a.float() @ b.float().t()}
+    ways |= {str(how): lambda how=how: hopper_sums(a, b, accumulate=how) for how in HOPPER}  # type: ignore[misc]
+    if importlib.util.find_spec("mmaemu") is not None:
+        import mmaemu
+
+        ways["hopper-fast by mmaemu"] = lambda: mmaemu.accumulate(
+            a, b, use_fast_accum=True, profile="hopper", splitk=1, backend="reference"
+        )
+    return ways
+
+
+def error_rows() -> Iterator[list[str]]:
+    """A row for each length of K and way to sum: on zero-mean data, and on data of one sign."""
+    for k in (1024, 4096, 16384):
+        for how in HOPPER:
+            error, exact = _errors(k, how, one_sign=False)
+            bias, total = _errors(k, how, one_sign=True)
+            rms = float(error.square().mean().sqrt() / exact.square().mean().sqrt())
+            yield [f"{k:,}", str(how), f"{rms:.1e}", f"{float(bias.sum() / total.sum()):+.2%}"]
+
+
+def _codes(rows: int, k: int, *, seed: int, one_sign: bool = False) -> Tensor:
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed))
+    return quantize(x.abs() if one_sign else x, E4M3).data
+
+
+def _errors(k: int, how: Accumulate, *, one_sign: bool) -> tuple[Tensor, Tensor]:
+    """Difference to the exact sums, and the exact sums."""
+    a, b = (_codes(64, k, seed=seed, one_sign=one_sign) for seed in (0, 1))
+    exact = a.double() @ b.double().t()
+    return hopper_sums(a, b, accumulate=how).double() - exact, exact
+
+
+def _table(header: list[str], rows: Iterator[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
+if __name__ == "__main__":
+    main()
