@@ -22,7 +22,14 @@ PUBLIC = {
     # modules
     "nn",
 }  # fmt: skip
-PUBLIC_NN = {"Linear"}
+PUBLIC_NN = {
+    # linear layers, alone and behind a norm
+    "LayerNormLinear", "LayerNormMLP", "Linear",
+    # what stands between them
+    "DotProductAttention", "KVCache", "LayerNorm", "RMSNorm", "rotary_table", "rotate",
+    # made of both
+    "MultiheadAttention", "TransformerLayer",
+}  # fmt: skip
 
 # Command-line modules are documented by --help; a doctest there would start commands.
 WITH_EXAMPLES = sorted(name for name in modules() if ".cli" not in name and "__main__" not in name)

@@ -8,8 +8,8 @@ unchanged and gives the same logits.
 |----------------------|------------------|--------------------------------------------------|
 | tokens               | [B, T] int64     |                                                  |
 | hidden               | [B, T, H]        | the residual stream; stays FP32 under autocast   |
-| queries              | [B, heads, T, D] | D = hidden_size / num_heads                      |
-| keys, values         | [B, kv, T, D]    | one key head serves num_heads / kv query heads   |
+| queries              | [B, T, heads, D] | D = hidden_size / num_heads                      |
+| keys, values         | [B, T, kv, D]    | one key head serves num_heads / kv query heads   |
 | logits               | [B, T, V]        |                                                  |
 
 The seven linears of a layer are plain ``nn.Linear`` without bias: what ``octavo.convert`` looks for. There is no
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
-from octavo.kernels import needs_widening
+from octavo.nn import RMSNorm, rotary_table, rotate
+from octavo.nn.attention import attend
 
 __all__ = ["Llama", "LlamaConfig"]
 
@@ -85,22 +86,6 @@ class LlamaConfig:
         return self.hidden_size // self.num_heads
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in FP32 whatever comes in.
-
-    Reference: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, equation 4.
-    """
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [..., size]; the result has its dtype."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key-value heads."""
 
@@ -115,15 +100,11 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend from every position to itself and those before; ``cos`` and ``sin`` are [T, D]."""
-        values = self._heads(self.v_proj(hidden), self.num_kv_heads)
-        queries = _rotate(self._heads(self.q_proj(hidden), self.num_heads), cos, sin).to(values.dtype)
-        keys = _rotate(self._heads(self.k_proj(hidden), self.num_kv_heads), cos, sin).to(values.dtype)
-        out: Tensor = self.o_proj(_attend(queries, keys, values).transpose(1, 2).flatten(2))
+        values = self.v_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        queries = rotate(self.q_proj(hidden).unflatten(-1, (self.num_heads, self.head_dim)), cos, sin)
+        keys = rotate(self.k_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim)), cos, sin)
+        out: Tensor = self.o_proj(attend(queries, keys, values, causal=True).flatten(2))
         return out
-
-    def _heads(self, x: Tensor, count: int) -> Tensor:
-        split: Tensor = x.unflatten(-1, (count, self.head_dim))
-        return split.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -146,9 +127,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -168,8 +149,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        cos, sin = _rotations(config)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        cos, sin = rotary_table(config.head_dim, config.max_positions, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -240,27 +221,3 @@ class Llama(nn.Module):
             if parameter.ndim == 2:
                 adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 parameter.normal_(0.0, residual_std if adds_to_residual else INIT_STD, generator=generator)
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention; widened to FP32 and rounded once where this CPU has no instructions for the values' dtype."""
-    grouped = queries.shape[1] != keys.shape[1]
-    if not needs_widening(values):
-        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
-    with torch.autocast("cpu", enabled=False):  # it would narrow the operands again
-        widened = queries.float(), keys.float(), values.float()
-        return F.scaled_dot_product_attention(*widened, is_causal=True, enable_gqa=grouped).to(values.dtype)
-
-
-def _rotations(config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position · theta^(-2i / D), [max_positions, D] with the angles of i in 0 … D/2 - 1 twice."""
-    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-    angles = torch.outer(torch.arange(config.max_positions).float(), 1.0 / config.rope_theta**exponents)
-    both_halves = torch.cat((angles, angles), dim=-1)
-    return both_halves.cos(), both_halves.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) by their position's angles (Su et al., arXiv 2104.09864, equation 34)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

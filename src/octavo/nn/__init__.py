@@ -1,5 +1,25 @@
-"""Modules whose GEMMs run in FP8."""
+"""Modules whose GEMMs run in FP8, and what stands between them in a transformer."""
 
+from octavo.nn.attention import DotProductAttention
+from octavo.nn.kv_cache import KVCache
+from octavo.nn.layernorm_linear import LayerNormLinear
+from octavo.nn.layernorm_mlp import LayerNormMLP
 from octavo.nn.linear import Linear
+from octavo.nn.multihead import MultiheadAttention
+from octavo.nn.norms import LayerNorm, RMSNorm
+from octavo.nn.rotary import rotary_table, rotate
+from octavo.nn.transformer import TransformerLayer
 
-__all__ = ["Linear"]
+__all__ = [
+    "DotProductAttention",
+    "KVCache",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "TransformerLayer",
+    "rotary_table",
+    "rotate",
+]

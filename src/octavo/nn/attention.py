@@ -1,0 +1,206 @@
+"""Attention of given queries, keys and values: softmax(Q K^T · scale + mask) V, in high precision.
+
+| tensor       | shape             | note                                                                   |
+|--------------|-------------------|------------------------------------------------------------------------|
+| queries      | [B, T, heads, D]  | the last T of the S positions, if causal or in a window                |
+| keys, values | [B, S, kv, D]     | one key head serves heads / kv query heads that stand side by side     |
+| padding      | [B, S] or [B]     | bool: True is a real key; integers: how many keys, from the first, are |
+| mask         | [T, S] or 4-D     | bool: True may be seen; floating: added to the scores                  |
+| result       | [B, T, heads, D]  | in the queries' dtype (under ``torch.autocast``: its dtype)            |
+
+A 4-D mask is [B, heads, T, S], any of them 1. What a query may see is the intersection of all that is given. A query
+that may see nothing gives zeros and takes no gradient. Torch's ``scaled_dot_product_attention`` does the work; a mask
+is made only where its causal flag cannot say the same, since flags reach its fastest kernels.
+
+References: Vaswani et al., arXiv 1706.03762, equation 1; Ainslie et al., arXiv 2305.13245 (grouped heads); Beltagy et
+al., arXiv 2004.05150, section 3.1 (sliding window).
+"""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octavo.errors import ConfigError
+from octavo.kernels import needs_widening
+from octavo.nn.arguments import check_probability, check_whole
+
+__all__ = ["DotProductAttention", "attend"]
+
+
+class DotProductAttention(nn.Module):
+    """softmax(Q K^T · scale + mask) V.
+
+    Args:
+        causal: a query sees its own position and those before.
+        window: a query sees its own position and this many before (and after, if not causal); None sees all.
+        dropout: of the attention probabilities, in training.
+        scale: of the scores; None is 1 / sqrt(D).
+
+    Raises:
+        ConfigError: a negative ``window``, a ``dropout`` outside 0 ≤ p < 1, a ``scale`` that is not positive.
+
+    Example:
+        >>> attention = DotProductAttention(window=4)
+        >>> queries, keys, values = torch.randn(2, 7, 8, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 16)
+        >>> attention(queries, keys, values, padding=torch.tensor([7, 5])).shape
+        torch.Size([2, 7, 8, 16])
+    """
+
+    def __init__(
+        self, *, causal: bool = True, window: int | None = None, dropout: float = 0.0, scale: float | None = None
+    ) -> None:
+        check_whole("window", window, least=0)
+        check_probability("dropout", dropout)
+        if scale is not None and not 0 < scale < math.inf:
+            raise ConfigError(f"scale must be a positive number, or None for 1 / sqrt(D), not {scale!r}")
+        super().__init__()
+        self.causal, self.window, self.dropout, self.scale = causal, window, dropout, scale
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """See the module's table for shapes.
+
+        Raises:
+            ConfigError: shapes that do not go together, or more causal queries than keys.
+        """
+        return attend(
+            queries,
+            keys,
+            values,
+            causal=self.causal,
+            window=self.window,
+            padding=padding,
+            mask=mask,
+            dropout=self.dropout if self.training else 0.0,
+            scale=self.scale,
+        )
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments."""
+        return f"causal={self.causal}, window={self.window}, dropout={self.dropout}, scale={self.scale}"
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    padding: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """What :class:`DotProductAttention` computes, as a function.
+
+    Example:
+        >>> values = torch.tensor([1.0, 3.0]).reshape(1, 2, 1, 1)
+        >>> attend(torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1), values, causal=True).flatten().tolist()
+        [1.0, 2.0]
+    """
+    _check_shapes(queries, keys, values, padding, mask)
+    asked, known = queries.shape[1], keys.shape[1]
+    if causal and asked > known:
+        raise ConfigError(f"causal queries are the last of the keys' positions; {asked} are more than {known} keys")
+    sees_all = window is None and padding is None and mask is None
+    if sees_all and causal and asked == known:
+        return _attend(queries, keys, values, None, causal=True, dropout=dropout, scale=scale)
+    if not (sees_all and (not causal or asked == 1)):
+        visible = _visible(queries, keys, causal=causal, window=window, padding=padding)
+        mask = visible if mask is None else _intersection(visible, mask)
+    return _attend(queries, keys, values, mask, causal=False, dropout=dropout, scale=scale)
+
+
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Attention; widened to FP32 and rounded once where this CPU has no instructions for the values' dtype."""
+    attention = partial(
+        F.scaled_dot_product_attention,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=queries.shape[2] != keys.shape[2],
+    )
+    q, k, v = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+    if not needs_widening(values):
+        return attention(q, k, v, _additive(mask, q.dtype)).transpose(1, 2)
+    with torch.autocast("cpu", enabled=False):  # it would narrow the operands again
+        result = attention(q.float(), k.float(), v.float(), _additive(mask, torch.float32))
+    return result.to(values.dtype).transpose(1, 2)
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A floating mask in the scores' dtype; a bool one as it is."""
+    return mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+
+
+def _visible(
+    queries: Tensor, keys: Tensor, *, causal: bool, window: int | None, padding: Tensor | None
+) -> Tensor | None:
+    """Which keys a query sees, bool, broadcast to [B, heads, T, S]; None is all."""
+    asked, known = queries.shape[1], keys.shape[1]
+    key_at = torch.arange(known, device=queries.device)
+    distance = torch.arange(known - asked, known, device=queries.device)[:, None] - key_at  # [T, S]
+    visible = None
+    if window is not None:
+        visible = distance <= window if causal else distance.abs() <= window
+    if causal:
+        visible = distance >= 0 if visible is None else visible & (distance >= 0)
+    if padding is not None:
+        real = padding if padding.dtype is torch.bool else key_at < padding[:, None]
+        real = real[:, None, None, :]
+        visible = real if visible is None else visible & real
+    return visible
+
+
+def _intersection(visible: Tensor | None, mask: Tensor) -> Tensor:
+    if visible is None:
+        return mask
+    return visible & mask if mask.dtype is torch.bool else torch.where(visible, mask, -math.inf)
+
+
+def _check_shapes(queries: Tensor, keys: Tensor, values: Tensor, padding: Tensor | None, mask: Tensor | None) -> None:
+    shapes = f"{tuple(queries.shape)}, {tuple(keys.shape)} and {tuple(values.shape)}"
+    if not queries.ndim == keys.ndim == values.ndim == 4:
+        raise ConfigError(f"attention takes queries, keys and values [B, T, heads, D], not {shapes}")
+    alike = keys.shape[:3] == values.shape[:3] and keys.shape[0] == queries.shape[0]
+    if not alike or keys.shape[3] != queries.shape[3] or queries.shape[2] % keys.shape[2]:
+        raise ConfigError(
+            "attention takes keys and values of one shape, with the queries' batch and width, and a number of heads "
+            f"that divides theirs, not {shapes}"
+        )
+    batch, known = keys.shape[:2]
+    if padding is not None and not _is_padding(padding, batch, known):
+        raise ConfigError(
+            f"padding must be bool [{batch}, {known}], True for real keys, or {batch} integer lengths, "
+            f"not {padding.dtype} {tuple(padding.shape)}"
+        )
+    if mask is not None and (mask.ndim not in (2, 4) or not (mask.dtype is torch.bool or mask.is_floating_point())):
+        raise ConfigError(
+            "an attention mask must be bool or floating, [T, S] or [B, heads, T, S], "
+            f"not {mask.dtype} {tuple(mask.shape)}"
+        )
+
+
+def _is_padding(padding: Tensor, batch: int, known: int) -> bool:
+    shape = (batch, known) if padding.dtype is torch.bool else (batch,)
+    return not padding.is_floating_point() and tuple(padding.shape) == shape

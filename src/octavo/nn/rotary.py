@@ -1,0 +1,75 @@
+"""Rotary positions: the pair (x[i], x[i + D/2]) of a head turns by position · theta^(-2i / D).
+
+The score of a query and a key then depends on the distance of their positions alone. Pairs are made of a head's first
+and second half, as in Hugging Face's models; weights that pair neighbours need their rows reordered.
+
+| tensor   | shape             | note                                                            |
+|----------|-------------------|-----------------------------------------------------------------|
+| cos, sin | [positions, D]    | float32; the D/2 angles stand twice, once for each half         |
+| x        | [B, T, heads, D]  | position t of x takes row t: hand in the rows of its positions  |
+
+Reference: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864, equation 34.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.nn.arguments import check_sizes
+
+__all__ = ["rotary_table", "rotate"]
+
+
+def rotary_table(
+    head_dim: int, max_positions: int, theta: float = 10000.0, *, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position · theta^(-2i / D), float32 [max_positions, D].
+
+    Args:
+        head_dim: width of one head, D; even.
+        max_positions: number of rows.
+        theta: base of the wavelengths.
+        device: of the table.
+
+    Raises:
+        ConfigError: an odd ``head_dim``, a size below 1 or a ``theta`` that is not positive.
+
+    Example:
+        >>> cos, sin = rotary_table(4, 8)
+        >>> cos.shape, cos[0].tolist(), sin[0].tolist()
+        (torch.Size([8, 4]), [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0])
+    """
+    check_sizes(head_dim=head_dim, max_positions=max_positions)
+    if head_dim % 2:
+        raise ConfigError(f"head_dim must be even, so that a head can be turned in pairs, not {head_dim}")
+    if not 0 < theta < math.inf:
+        raise ConfigError(f"theta must be a positive number, not {theta!r}")
+    exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    angles = torch.outer(torch.arange(max_positions, device=device).float(), 1.0 / theta**exponents)
+    both_halves = torch.cat((angles, angles), dim=-1)
+    return both_halves.cos(), both_halves.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn every head by its position's angles.
+
+    Args:
+        x: [B, T, heads, D].
+        cos: [T, D], the rows of the T positions.
+        sin: the same.
+
+    Returns:
+        The same shape and dtype; computed in the wider of the dtypes of ``x`` and the table, rounded once.
+
+    Example:
+        >>> x = torch.ones(1, 3, 2, 4)
+        >>> cos, sin = rotary_table(4, 8)
+        >>> turned = rotate(x, cos[:3], sin[:3])
+        >>> torch.equal(turned[:, 0], x[:, 0]), torch.allclose(turned.norm(dim=-1), x.norm(dim=-1))
+        (True, True)
+    """
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
