@@ -4,16 +4,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import local
 
+import torch
+
 from octavo import recipes
 from octavo.recipes import Recipe
 
-__all__ = ["active_recipe", "autocast"]
+__all__ = ["active_recipe", "autocast", "autocast_region"]
 
 
 class _Override(local):
     """Each thread's innermost recipe. Not a ContextVar, which torch.compile cannot trace."""
 
     recipe: Recipe | None = None
+    depth: int = 0  # of nested blocks
+    region: int = 0  # outermost blocks entered so far
 
 
 _override = _Override()
@@ -46,10 +50,21 @@ def autocast(recipe: str | Recipe | None = None, *, enabled: bool = True) -> Ite
         recipe = "bf16"
     outer = _override.recipe
     _override.recipe = None if recipe is None else recipes.get(recipe)
+    _override.region += _override.depth == 0
+    _override.depth += 1
     try:
         yield
     finally:
         _override.recipe = outer
+        _override.depth -= 1
+
+
+def autocast_region() -> int:
+    """The number of the outermost block that runs on this thread, 0 outside of any.
+
+    A traced graph is told 0, since a new number in every block would have it traced again.
+    """
+    return _override.region if _override.depth and not torch.compiler.is_compiling() else 0
 
 
 def active_recipe(own: Recipe) -> Recipe:

@@ -122,7 +122,14 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     restored = []
     for path, module in model.named_modules():
         if type(module) is Linear:
-            del module.amax_history, module.nonfinite_counts, module.recipe, module.path, module.scale_updates
+            del (
+                module.amax_history,
+                module.nonfinite_counts,
+                module.input_scale,
+                module.recipe,
+                module.path,
+                module.scale_updates,
+            )
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]
             restored.append(path)
     return tuple(restored)

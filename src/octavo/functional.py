@@ -7,18 +7,20 @@ tensorwise recipe, not six.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.errors import ConfigError
 from octavo.kernels import high_precision_mm, quantize, scaled_mm
-from octavo.numerics import QuantizedTensor, measure
-from octavo.observers import GRAD_OUTPUT, INPUT, ROLES, WEIGHT, RoleTap, inside_backward
+from octavo.numerics import Accumulate, QuantizedTensor, measure
+from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
 
-__all__ = ["cast_operand", "fp8_linear"]
+__all__ = ["WeightOperands", "cast_operand", "fp8_linear"]
 
 Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
 
@@ -29,9 +31,8 @@ def fp8_linear(
     bias: Tensor | None,
     recipe: Recipe,
     *,
-    amaxes: Tensor | None = None,
-    pending: Tensor | None = None,
-    nonfinite: Tensor | None = None,
+    weight_operands: "WeightOperands | None" = None,
+    tap: LayerTap | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, its GEMMs and those of its backward as ``recipe`` says.
 
@@ -40,15 +41,16 @@ def fp8_linear(
         weight: [N, K], any of these dtypes: a float32 master weight is quantized from its float32 values.
         bias: [N] or None; added in FP32 before the output is rounded.
         recipe: the casts and GEMMs.
-        amaxes: [3] float32, for input, weight and grad_output, what delayed scales are made from; where it is 0, or
-            without it, a delayed cast measures its own tensor.
-        pending: [3] float32, raised to the amaxes of the three tensors, grad_output's in backward; a weight that takes
-            no gradient keeps its own.
-        nonfinite: [3] int64, raised by the numbers of their NaN and ±Inf elements.
+        weight_operands: the weight's operands where they exist already; ``weight`` then only takes the gradient.
+        tap: what delayed and static scales are made from, and what is recorded; without it a delayed cast measures its
+            own tensor. A weight that takes no gradient records no amax.
 
     Returns:
         [..., N] in ``x``'s dtype. Gradients have the dtypes of their tensors. A NaN or ±Inf in ``x`` shows in its own
         rows.
+
+    Raises:
+        ConfigError: the recipe's input is static and ``tap`` has no scale for it.
 
     Example:
         >>> from octavo import recipes
@@ -60,8 +62,10 @@ def fp8_linear(
     """
     rows = x.reshape(-1, x.shape[-1])
     computed = rows.float() if x.dtype is torch.float64 else rows
-    y: Tensor = _ScaledLinear.apply(computed, weight, bias, recipe, amaxes, pending, nonfinite)  # type: ignore[no-untyped-call]
-    return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    y: Tensor = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
+        computed, weight, bias, recipe, weight_operands, tap or LayerTap()
+    )
+    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -> Operand:
@@ -71,27 +75,65 @@ def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -
         x: a matrix whose last dimension the GEMM sums over.
         spec: how to cast; None leaves ``x`` as it is.
         tap: records what is measured, and gives a delayed cast what its scale is made from; where that is 0 or there
-            is no tap, ``x``'s own amax is used.
+            is no tap, ``x``'s own amax is used. A static cast takes its scale from it.
     """
     if spec is None:
         return x
+    tap = RoleTap() if tap is None else tap
     found = measure(x.detach(), spec.granularity)
-    amax = None
-    if tap is not None:
-        tap.record(x, found)
-        if spec.scaling == Scaling.DELAYED and tap.amax is not None:
-            amax = torch.where(tap.amax > 0, tap.amax, found.amax)
+    tap.record(x, found)
+    amax = scale = None
+    if spec.scaling == Scaling.DELAYED and tap.amax is not None:
+        amax = torch.where(tap.amax > 0, tap.amax, found.amax)
+    elif spec.scaling == Scaling.STATIC:
+        scale = tap.scale
+        if scale is None:
+            raise ConfigError("a static cast has no scale; calibrate the model, or load its scaling state")
     return quantize(
         x,
         spec.format,
         granularity=spec.granularity,
         amax=amax,
-        power_of_two=spec.power_of_two,
+        scale=scale,
+        scale_rounding=spec.scale_rounding,
+        scale_format=spec.scale_format,
         amax_floor=spec.amax_floor,
         margin=spec.margin,
         nonfinite=spec.nonfinite,
         measurement=found,
     )
+
+
+class WeightOperands:
+    """A weight as ``recipe``'s operands, each cast when it is first asked for and kept.
+
+    Args:
+        weight: [N, K] in high precision, or codes that are held instead of it and stay what they are.
+        recipe: the casts.
+        tap: for casts of a weight in high precision.
+    """
+
+    def __init__(self, weight: Operand, recipe: Recipe, tap: RoleTap | None = None) -> None:
+        self._weight, self._recipe, self._tap = weight, recipe, tap
+        self._output: Operand | None = None
+        self._grad_input: Operand | None = None
+
+    def output(self) -> Operand:
+        """The right operand of the output GEMM, [N, K]."""
+        if self._output is None:
+            weight = self._weight
+            if not isinstance(weight, QuantizedTensor):
+                weight = cast_operand(weight, self._recipe.output.b, self._tap)
+            self._output = weight
+        return self._output
+
+    def grad_input(self) -> Operand:
+        """The right operand of the grad_input GEMM, [K, N]."""
+        if self._grad_input is None:
+            wanted = self._recipe.grad_input.b
+            made_by = wanted if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
+            self._grad_input = _transposed(self.output(), self._weight, made_by, wanted, self._tap)
+        return self._grad_input
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -102,27 +144,28 @@ class _ScaledLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         recipe: Recipe,
-        amaxes: Tensor | None,
-        pending: Tensor | None,
-        nonfinite: Tensor | None,
+        weight_operands: WeightOperands | None,
+        tap: LayerTap,
     ) -> Tensor:
         needs_grad_input, needs_grad_weight, *_ = ctx.needs_input_grad
-        taps = [_tap(role, amaxes, pending, nonfinite) for role in range(len(ROLES))]
+        input_tap, weight_tap = tap.of(INPUT), tap.of(WEIGHT)
         if not needs_grad_weight:
-            taps[WEIGHT].pending = None
+            weight_tap.pending = None
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
-            taps[INPUT].nonfinite = taps[WEIGHT].nonfinite = None
-        input_operand = cast_operand(x, recipe.output.a, taps[INPUT])
-        weight_operand = cast_operand(weight, recipe.output.b, taps[WEIGHT])
+            input_tap.nonfinite = weight_tap.nonfinite = None
+        weights = WeightOperands(weight, recipe, weight_tap) if weight_operands is None else weight_operands
+        input_operand = cast_operand(x, recipe.output.a, input_tap)
+        emulate = recipe.emulate_tensor_cores
+        y = _multiply(input_operand, weights.output(), recipe.output, x.dtype, emulate=emulate, bias=bias)
         kept: list[Operand | None] = [None, None]
         if needs_grad_input:
-            kept[0] = _transposed(weight_operand, weight, recipe.output.b, recipe.grad_input.b, taps[WEIGHT])
+            kept[0] = weights.grad_input()
         if needs_grad_weight:
-            kept[1] = _transposed(input_operand, x, recipe.output.a, recipe.grad_weight.b, taps[INPUT])
-        _keep(ctx, kept, amaxes)
-        ctx.recipe, ctx.recorded = recipe, (pending, nonfinite)
+            kept[1] = _transposed(input_operand, x, recipe.output.a, recipe.grad_weight.b, input_tap)
+        _keep(ctx, kept, tap.amaxes)
+        ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return _multiply(input_operand, weight_operand, recipe.output, x.dtype, bias)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -130,40 +173,43 @@ class _ScaledLinear(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         (weight_t, input_t), amaxes = _kept(ctx)
-        tap = _tap(GRAD_OUTPUT, amaxes, *ctx.recorded)
+        tap = replace(ctx.tap, amaxes=amaxes).of(GRAD_OUTPUT)
+        emulate = recipe.emulate_tensor_cores
         grad_input = grad_weight = grad_bias = None
         grad_operand: Operand | None = None
         if weight_t is not None:
             grad_operand = cast_operand(grad_output, recipe.grad_input.a, tap)
-            grad_input = _multiply(grad_operand, weight_t, recipe.grad_input, input_dtype)
+            grad_input = _multiply(grad_operand, weight_t, recipe.grad_input, input_dtype, emulate=emulate)
         if input_t is not None:
             grad_t = _transposed(grad_operand, grad_output, recipe.grad_input.a, recipe.grad_weight.a, tap)
-            grad_weight = _multiply(grad_t, input_t, recipe.grad_weight, weight_dtype)
+            grad_weight = _multiply(grad_t, input_t, recipe.grad_weight, weight_dtype, emulate=emulate)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
-def _multiply(a: Operand, b: Operand, gemm: GemmSpec, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def _multiply(
+    a: Operand, b: Operand, gemm: GemmSpec, out_dtype: torch.dtype, *, emulate: bool, bias: Tensor | None = None
+) -> Tensor:
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         computed = torch.float32 if out_dtype is torch.float64 else out_dtype
-        return scaled_mm(a, b, out_dtype=computed, bias=bias, fast_accumulation=gemm.fast_accumulation).to(out_dtype)
+        accumulate = gemm.accumulate if emulate or a.data.is_cuda else Accumulate.FP32
+        return scaled_mm(a, b, out_dtype=computed, bias=bias, accumulate=accumulate).to(out_dtype)
     assert isinstance(a, Tensor), "a GemmSpec casts both operands or neither"
-    assert isinstance(b, Tensor), "a GemmSpec casts both operands or neither"
-    return high_precision_mm(a, b, bias).to(out_dtype)
+    return high_precision_mm(a, _high_precision(b).to(a.dtype), bias).to(out_dtype)
+
+
+def _high_precision(operand: Operand) -> Tensor:
+    return operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
 
 
 def _transposed(
-    operand: Operand | None, hp: Tensor, made_by: CastSpec | None, wanted: CastSpec | None, tap: RoleTap
+    operand: Operand | None, source: Operand, made_by: CastSpec | None, wanted: CastSpec | None, tap: RoleTap | None
 ) -> Operand:
-    """The transpose of ``hp`` cast as ``wanted``; ``operand``'s codes where its cast gives the same ones."""
+    """The transpose of ``source`` cast as ``wanted``; ``operand``'s codes where its cast gives the same ones."""
     if isinstance(operand, QuantizedTensor) and made_by == wanted and operand.granularity.orientation_free:
         return operand.t()
-    return cast_operand(hp.t(), wanted, tap)
-
-
-def _tap(role: int, amaxes: Tensor | None, pending: Tensor | None, nonfinite: Tensor | None) -> RoleTap:
-    return RoleTap(*(None if tensor is None else tensor[role] for tensor in (amaxes, pending, nonfinite)))
+    return cast_operand(_high_precision(source).t(), wanted, tap)
 
 
 def _keep(ctx: Any, operands: Sequence[Operand | None], amaxes: Tensor | None) -> None:

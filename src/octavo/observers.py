@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import Measurement
-from octavo.recipes import History, Statistic
+from octavo.recipes import Close, History, Statistic
 
 __all__ = [
     "GRAD_OUTPUT",
@@ -29,6 +29,7 @@ __all__ = [
     "ROLES",
     "WEIGHT",
     "AmaxHistory",
+    "LayerTap",
     "RoleTap",
     "ScaleUpdates",
     "StatefulModule",
@@ -62,21 +63,57 @@ class RoleTap:
 
     Attributes:
         amax: float32 [], of finished steps; 0 before the first.
+        scale: float32 [], a static cast's.
         pending: float32 [], raised to the tensor's amax; None records none.
+        overflowed: bool [], set where the tensor holds NaN or ±Inf; None does not.
         nonfinite: int64 [], raised by the count; None counts none.
     """
 
     amax: Tensor | None = None
+    scale: Tensor | None = None
     pending: Tensor | None = None
+    overflowed: Tensor | None = None
     nonfinite: Tensor | None = None
 
     def record(self, x: Tensor, found: Measurement) -> None:
         """Record what was found in ``x``; an empty tensor says nothing."""
         if self.pending is not None and x.numel():
             self.pending.copy_(torch.maximum(self.pending, found.amax))
-        if self.nonfinite is not None and found.nonfinite is not None:
-            self.nonfinite.add_(found.nonfinite)
-        self.pending = self.nonfinite = None
+        if found.nonfinite is not None:
+            if self.overflowed is not None:
+                self.overflowed.logical_or_(found.nonfinite > 0)
+            if self.nonfinite is not None:
+                self.nonfinite.add_(found.nonfinite)
+        self.pending = self.overflowed = self.nonfinite = None
+
+
+@dataclass(slots=True)
+class LayerTap:
+    """What a layer's state gives to one call and takes from it; a None gives or takes nothing.
+
+    Attributes:
+        amaxes: float32 [3], what the roles' delayed scales are made from; 0 where there is no past.
+        input_scale: float32 [], the decode scale of a static input.
+        pending: float32 [3], raised to the amaxes of the three tensors.
+        overflowed: bool [3], set where they hold NaN or ±Inf.
+        nonfinite: int64 [3], raised by the numbers of their NaN and ±Inf elements.
+    """
+
+    amaxes: Tensor | None = None
+    input_scale: Tensor | None = None
+    pending: Tensor | None = None
+    overflowed: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+    def of(self, role: int) -> RoleTap:
+        """One role's share."""
+        return RoleTap(
+            amax=None if self.amaxes is None else self.amaxes[role],
+            scale=self.input_scale if role == INPUT else None,
+            pending=None if self.pending is None else self.pending[role],
+            overflowed=None if self.overflowed is None else self.overflowed[role],
+            nonfinite=None if self.nonfinite is None else self.nonfinite[role],
+        )
 
 
 class StatefulModule(torch.nn.Module):
@@ -115,6 +152,7 @@ class AmaxHistory(StatefulModule):
         window: [3, length] float32, newest first; -1 where nothing was recorded.
         amax: [3] float32, what the current scales are made from; 0 before the first step is closed.
         pending: [3] float32, the running step's maximum; -1 where nothing was recorded.
+        overflowed: [3] bool, whether the running step saw NaN or ±Inf.
         steps: [3] int64, closed steps in which the role was executed.
 
     The buffers are not part of a ``state_dict`` (see ``octavo.scaling_state``), follow the model to its device, and
@@ -132,6 +170,7 @@ class AmaxHistory(StatefulModule):
     window: Tensor
     amax: Tensor
     pending: Tensor
+    overflowed: Tensor
     steps: Tensor
 
     def __init__(
@@ -147,6 +186,7 @@ class AmaxHistory(StatefulModule):
         self.updates = ScaleUpdates() if updates is None else updates
         self.path = path
         self.unclosed_backwards = 0
+        self.region = 0  # the autocast block of the last call
         self.start_state(device)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
@@ -156,18 +196,31 @@ class AmaxHistory(StatefulModule):
             "window": torch.full((roles, self.spec.length), EMPTY, device=device),
             "amax": torch.zeros(roles, device=device),
             "pending": torch.full((roles,), EMPTY, device=device),
+            "overflowed": torch.zeros(roles, dtype=torch.bool, device=device),
             "steps": torch.zeros(roles, dtype=torch.int64, device=device),
         }
 
     @torch.no_grad()
-    def begin_forward(self, *, awaits_backward: bool) -> None:
-        """Unless updates are manual, close the step before if its backward pass has run, or if none will.
+    def begin_forward(self, *, awaits_backward: bool, region: int) -> None:
+        """Close the step before, unless updates are manual or it goes on.
 
         Args:
-            awaits_backward: whether the call that begins takes part in a backward pass.
+            awaits_backward: whether the call that begins takes part in a backward pass; if not, none will tell that
+                the step is over, and every call is one.
+            region: the number of the outermost autocast block that the call stands in, 0 outside of any.
         """
-        if not self.updates.manual:
-            self.close(where=self.pending[GRAD_OUTPUT] >= 0 if awaits_backward else None)
+        if not awaits_backward and not self.updates.manual:
+            self.close()
+        self.close_if_over(region)
+        self.region = region
+
+    @torch.no_grad()
+    def close_if_over(self, region: int = 0) -> None:
+        """Close the step, unless updates are manual, if a backward pass has run or its autocast block has been left."""
+        if self.updates.manual:
+            return
+        left = self.spec.close == Close.AUTOCAST and 0 != self.region != region
+        self.close(where=None if left else self.pending[GRAD_OUTPUT] >= 0)
 
     @torch.no_grad()
     def record(self, role: int, amax: Tensor) -> None:
@@ -187,7 +240,11 @@ class AmaxHistory(StatefulModule):
         self.window.copy_(torch.where(ran[:, None], shifted, self.window))
         due = (self.steps % self.spec.update_interval == 0) | (self.amax <= 0)
         statistic = _statistic(self.window, self.spec.statistic)
-        self.amax.copy_(torch.where(ran & due & (statistic > 0), statistic, self.amax))
+        followed = torch.where(due & (statistic > 0), statistic, self.amax)
+        if self.spec.backoff < 1:
+            followed = torch.where(self.overflowed & (self.amax > 0), self.amax / self.spec.backoff, followed)
+        self.amax.copy_(torch.where(ran, followed, self.amax))
+        self.overflowed &= ~ran
         self.pending.copy_(torch.where(ran, EMPTY, self.pending))
         self.unclosed_backwards = 0
 

@@ -10,12 +10,18 @@ A linear layer multiplies three times, always as ``a @ b.T`` with the summed dim
 
 The presets (sources: the published recipes named in each docstring):
 
-| preset       | input | weight | grad_output | scale                                            |
-|--------------|-------|--------|-------------|--------------------------------------------------|
-| `bf16`       | –     | –      | –           | none: the surrounding precision                  |
-| `tensorwise` | E4M3  | E4M3   | E5M2        | per tensor, from this tensor                     |
-| `rowwise`    | E4M3  | E4M3   | E4M3        | per row of each GEMM's operand, power of two     |
-| `delayed`    | E4M3  | E4M3   | E5M2        | per tensor, from finished steps                  |
+| preset                   | input  | weight           | grad_output | a scale for each                             |
+|--------------------------|--------|------------------|-------------|----------------------------------------------|
+| `bf16`                   | –      | –                | –           | none: the surrounding precision              |
+| `tensorwise`             | E4M3   | E4M3             | E5M2        | tensor, from this tensor                     |
+| `delayed`, `delayed_te`  | E4M3   | E4M3             | E5M2        | tensor, from finished steps                  |
+| `rowwise`                | E4M3   | E4M3             | E4M3        | row of each GEMM's operand, a power of two   |
+| `rowwise_hp_grad_weight` | E4M3   | E4M3             | E4M3        | row; the weight's in grad_input is the       |
+|                          |        |                  |             | tensor's; grad_weight in high precision      |
+| `blockwise`              | E4M3   | E4M3             | E4M3        | 1x128; weight 128x128; a power of two        |
+| `mxfp8`                  | E4M3   | E4M3             | E4M3        | 1x32 of each GEMM's operand, an E8M0 byte    |
+| `static`                 | E4M3   | E4M3             | –           | tensor, the input's from calibration; the    |
+|                          |        |                  |             | gradients' GEMMs in high precision           |
 """
 
 import math
@@ -25,13 +31,13 @@ from enum import StrEnum
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.formats import E4M3, E5M2, Format
-from octavo.numerics import Granularity, Nonfinite, PerRow, PerTensor
+from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
+from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.numerics.cast import check_fp8_format
 from octavo.numerics.granularity import granularity_or_default
 from octavo.numerics.scaling import AMAX_FLOOR
 
-__all__ = ["CastSpec", "GemmSpec", "History", "Recipe", "Scaling", "Statistic", "get", "names"]
+__all__ = ["CastSpec", "Close", "GemmSpec", "History", "Recipe", "Scaling", "Statistic", "get", "names"]
 
 
 class Scaling(StrEnum):
@@ -39,6 +45,7 @@ class Scaling(StrEnum):
 
     DYNAMIC = "dynamic"  # this tensor
     DELAYED = "delayed"  # finished steps
+    STATIC = "static"  # calibration; the layer holds it
 
 
 class Statistic(StrEnum):
@@ -59,8 +66,9 @@ class CastSpec:
     Attributes:
         format: an FP8 format.
         granularity: which elements share a scale.
-        scaling: where the scale comes from; delayed needs one scale for the tensor.
-        power_of_two: round encode scales down to powers of two.
+        scaling: where the scale comes from; delayed and static need one scale for the tensor.
+        scale_rounding: which numbers the scale may be (numerics/scaling.py).
+        scale_format: FP32, or E8M0 for one byte a scale.
         amax_floor: smaller amaxes count as this.
         margin: binades left free above amax, 0 or more.
         nonfinite: what an infinite element becomes.
@@ -69,7 +77,8 @@ class CastSpec:
     format: Format
     granularity: Granularity = _PER_TENSOR
     scaling: Scaling = Scaling.DYNAMIC
-    power_of_two: bool = False
+    scale_rounding: ScaleRounding = ScaleRounding.FP32
+    scale_format: Format = FP32
     amax_floor: float = AMAX_FLOOR
     margin: int = 0
     nonfinite: Nonfinite = Nonfinite.PROPAGATE
@@ -79,9 +88,14 @@ class CastSpec:
         granularity_or_default(self.granularity)
         _check_member("a cast's scaling", self.scaling, tuple(Scaling))
         _check_member("a cast's nonfinite", self.nonfinite, tuple(Nonfinite))
-        _check_member("a cast's power_of_two", self.power_of_two, (False, True))
-        if self.scaling == Scaling.DELAYED and not isinstance(self.granularity, PerTensor):
-            raise ConfigError(f"delayed scaling keeps one amax a tensor; {self.granularity} needs dynamic scaling")
+        _check_member("a cast's scale_rounding", self.scale_rounding, tuple(ScaleRounding))
+        _check_member("a cast's scale_format", self.scale_format, (FP32, E8M0))
+        if self.scale_format == E8M0 and self.scale_rounding == ScaleRounding.FP32:
+            raise ConfigError("E8M0 holds powers of two; a cast with it needs scale_rounding rceil, floor or even")
+        if self.scaling != Scaling.DYNAMIC and not isinstance(self.granularity, PerTensor):
+            raise ConfigError(
+                f"{self.scaling} scaling keeps one number a tensor; {self.granularity} needs dynamic scaling"
+            )
         if not 0 <= self.amax_floor < math.inf:
             raise ConfigError(f"amax_floor must be 0 or more and finite, not {self.amax_floor}")
         _check_whole("a cast's margin", self.margin, least=0)
@@ -89,15 +103,26 @@ class CastSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmSpec:
-    """How the operands of ``a @ b.T`` are cast (None leaves both in high precision) and how the tensor core may sum."""
+    """How the operands of ``a @ b.T`` are cast (None leaves both in high precision), and how a tensor core sums them.
+
+    ``accumulate`` is what CUDA is asked for; elsewhere the sums are FP32 unless the recipe emulates tensor cores.
+    """
 
     a: CastSpec | None
     b: CastSpec | None
-    fast_accumulation: bool = False
+    accumulate: Accumulate = Accumulate.HOPPER_SLOW
 
     def __post_init__(self) -> None:
         if (self.a is None) != (self.b is None):
             raise ConfigError("a GEMM casts both operands or neither; give both a CastSpec or both None")
+        _check_member("a GEMM's accumulate", self.accumulate, tuple(Accumulate))
+
+
+class Close(StrEnum):
+    """What ends a step of delayed scaling that nobody closes by hand, at the next training forward."""
+
+    BACKWARD = "backward"  # a backward pass has run since
+    AUTOCAST = "autocast"  # the outermost octavo.autocast block was left since, as in Transformer Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +133,24 @@ class History:
         length: number of steps kept, 1 or more.
         statistic: what is taken from them.
         update_interval: steps between two changes of the scale, 1 or more.
+        backoff: after a step with NaN or ±Inf elements the encode scale becomes this times the last one, instead of
+            following the window; above 0, and 1 lets it follow. (The source article backs off by 0.99.)
+        close: when the running step ends by itself.
     """
 
     length: int = 16
     statistic: Statistic = Statistic.MAX
     update_interval: int = 1
+    backoff: float = 1.0
+    close: Close = Close.BACKWARD
 
     def __post_init__(self) -> None:
         _check_whole("a history's length", self.length, least=1)
         _check_whole("a history's update_interval", self.update_interval, least=1)
-        if self.statistic not in list(Statistic):
-            raise ConfigError(f"a history's statistic must be one of {', '.join(Statistic)}, not {self.statistic!r}")
+        _check_member("a history's statistic", self.statistic, tuple(Statistic))
+        _check_member("a history's close", self.close, tuple(Close))
+        if not 0 < self.backoff <= 1:
+            raise ConfigError(f"a history's backoff must be above 0 and at most 1, not {self.backoff}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +159,16 @@ class Recipe:
 
     Example:
         >>> recipe = get("tensorwise")
-        >>> recipe.grad_input.a.format.name, recipe.output.fast_accumulation
-        ('E5M2', True)
+        >>> recipe.grad_input.a.format.name, str(recipe.output.accumulate)
+        ('E5M2', 'hopper-fast')
+
+    Attributes:
+        name: the preset's.
+        output: x · weight.
+        grad_input: grad_output · weight.
+        grad_weight: grad_output · x.
+        history: what delayed casts take their scales from; None if there are none.
+        emulate_tensor_cores: sum on any device, to the bit, as each GEMM's ``accumulate`` says Hopper would.
     """
 
     name: str
@@ -136,6 +176,7 @@ class Recipe:
     grad_input: GemmSpec
     grad_weight: GemmSpec
     history: History | None = None
+    emulate_tensor_cores: bool = False
 
     def __post_init__(self) -> None:
         delayed = any(cast.scaling == Scaling.DELAYED for cast in self.casts)
@@ -152,6 +193,11 @@ class Recipe:
     def is_delayed(self) -> bool:
         """Whether any cast takes its scale from finished steps."""
         return self.history is not None
+
+    @property
+    def has_static_input(self) -> bool:
+        """Whether the input's scale comes from calibration."""
+        return self.output.a is not None and self.output.a.scaling == Scaling.STATIC
 
     @property
     def is_high_precision(self) -> bool:
@@ -195,45 +241,128 @@ def names() -> tuple[str, ...]:
 
 def _bf16() -> Recipe:
     """Nothing is cast: a layer of this recipe runs in the surrounding precision."""
-    plain = GemmSpec(a=None, b=None)
-    return Recipe(name="bf16", output=plain, grad_input=plain, grad_weight=plain)
+    return Recipe(name="bf16", output=_PLAIN, grad_input=_PLAIN, grad_weight=_PLAIN)
 
 
-def _tensorwise() -> Recipe:
+def _tensorwise(*, emulate_tensor_cores: bool = False) -> Recipe:
     """One dynamic scale a tensor; fast accumulation for the output only (torchao's tensorwise recipe)."""
     forward, backward = CastSpec(format=E4M3), CastSpec(format=E5M2)
-    return _one_cast_per_tensor("tensorwise", forward, backward)
+    return _one_cast_per_tensor("tensorwise", forward, backward, emulate_tensor_cores=emulate_tensor_cores)
 
 
-def _delayed(*, history_length: int = 16, statistic: str = "max", margin: int = 0, update_interval: int = 1) -> Recipe:
-    """One scale a tensor from finished steps (arXiv 2209.05433 §3; TE's DelayedScaling)."""
-    if statistic not in list(Statistic):
-        raise ConfigError(f"statistic must be one of {', '.join(Statistic)}, not {statistic!r}")
-    forward = CastSpec(format=E4M3, scaling=Scaling.DELAYED, margin=margin)
-    backward = CastSpec(format=E5M2, scaling=Scaling.DELAYED, margin=margin)
-    history = History(length=history_length, statistic=Statistic(statistic), update_interval=update_interval)
-    return _one_cast_per_tensor("delayed", forward, backward, history)
+def _delayed(
+    *,
+    history_length: int = 16,
+    statistic: str = "max",
+    margin: int = 0,
+    update_interval: int = 1,
+    backoff: float = 1.0,
+    emulate_tensor_cores: bool = False,
+) -> Recipe:
+    """One scale a tensor from finished steps (arXiv 2209.05433 §3)."""
+    _check_member("statistic", statistic, tuple(Statistic))
+    history = History(
+        length=history_length, statistic=Statistic(statistic), update_interval=update_interval, backoff=backoff
+    )
+    return _from_history("delayed", history, margin, emulate_tensor_cores)
 
 
-def _rowwise() -> Recipe:
+def _delayed_te(
+    *, history_length: int = 1024, statistic: str = "max", margin: int = 0, emulate_tensor_cores: bool = False
+) -> Recipe:
+    """Transformer Engine's DelayedScaling: a window of 1024 steps, each ended by leaving the outermost autocast."""
+    _check_member("statistic", statistic, (Statistic.MAX, Statistic.LATEST))
+    history = History(length=history_length, statistic=Statistic(statistic), close=Close.AUTOCAST)
+    return _from_history("delayed_te", history, margin, emulate_tensor_cores)
+
+
+def _rowwise(*, emulate_tensor_cores: bool = False) -> Recipe:
     """A power-of-two scale for each row of each GEMM's operand, E4M3 throughout (torchao's rowwise recipe)."""
-    row = CastSpec(format=E4M3, granularity=PerRow(), power_of_two=True)
+    row = CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL)
     return Recipe(
         name="rowwise",
-        output=GemmSpec(a=row, b=row, fast_accumulation=True),
+        output=GemmSpec(a=row, b=row, accumulate=Accumulate.HOPPER_FAST),
         grad_input=GemmSpec(a=row, b=row),
         grad_weight=GemmSpec(a=row, b=row),
+        emulate_tensor_cores=emulate_tensor_cores,
     )
 
 
-def _one_cast_per_tensor(name: str, forward: CastSpec, backward: CastSpec, history: History | None = None) -> Recipe:
+def _rowwise_hp_grad_weight(*, emulate_tensor_cores: bool = False) -> Recipe:
+    """As rowwise, but the weight has one scale in grad_input, and grad_weight is not cast (torchao's recipe)."""
+    row = CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL)
+    tensor = CastSpec(format=E4M3, scale_rounding=ScaleRounding.RCEIL)
+    return Recipe(
+        name="rowwise_hp_grad_weight",
+        output=GemmSpec(a=row, b=row, accumulate=Accumulate.HOPPER_FAST),
+        grad_input=GemmSpec(a=row, b=tensor),
+        grad_weight=_PLAIN,
+        emulate_tensor_cores=emulate_tensor_cores,
+    )
+
+
+def _blockwise(*, power_of_two: bool = True, emulate_tensor_cores: bool = False) -> Recipe:
+    """1x128 tiles of input and gradient, 128x128 blocks of the weight (DeepSeek-V3, arXiv 2412.19437 §3.3.2)."""
+    rounding = ScaleRounding.RCEIL if power_of_two else ScaleRounding.FP32
+    tile = CastSpec(format=E4M3, granularity=PerBlock(1, 128), scale_rounding=rounding)
+    block = CastSpec(format=E4M3, granularity=PerBlock(128, 128), scale_rounding=rounding)
+    return Recipe(
+        name="blockwise",
+        output=GemmSpec(a=tile, b=block),
+        grad_input=GemmSpec(a=tile, b=block),
+        grad_weight=GemmSpec(a=tile, b=tile),
+        emulate_tensor_cores=emulate_tensor_cores,
+    )
+
+
+def _mxfp8(*, scale_rounding: str = "rceil") -> Recipe:
+    """A power-of-two byte for every 32 along K (OCP Microscaling Formats 1.0; rounded up as in arXiv 2506.08027)."""
+    _check_member("scale_rounding", scale_rounding, tuple(ScaleRounding)[1:])
+    group = CastSpec(
+        format=E4M3,
+        granularity=PerBlock(1, 32),
+        scale_rounding=ScaleRounding(scale_rounding),
+        scale_format=E8M0,
+        amax_floor=0.0,
+    )
+    gemm = GemmSpec(a=group, b=group)
+    return Recipe(name="mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm)
+
+
+def _static(*, emulate_tensor_cores: bool = False) -> Recipe:
+    """The input's scale comes from calibration, the weight's from the weight; for inference."""
+    held, measured = CastSpec(format=E4M3, scaling=Scaling.STATIC), CastSpec(format=E4M3)
+    return Recipe(
+        name="static",
+        output=GemmSpec(a=held, b=measured, accumulate=Accumulate.HOPPER_FAST),
+        grad_input=_PLAIN,
+        grad_weight=_PLAIN,
+        emulate_tensor_cores=emulate_tensor_cores,
+    )
+
+
+def _from_history(name: str, history: History, margin: int, emulate_tensor_cores: bool) -> Recipe:
+    forward = CastSpec(format=E4M3, scaling=Scaling.DELAYED, margin=margin)
+    backward = CastSpec(format=E5M2, scaling=Scaling.DELAYED, margin=margin)
+    return _one_cast_per_tensor(name, forward, backward, history, emulate_tensor_cores=emulate_tensor_cores)
+
+
+def _one_cast_per_tensor(
+    name: str,
+    forward: CastSpec,
+    backward: CastSpec,
+    history: History | None = None,
+    *,
+    emulate_tensor_cores: bool,
+) -> Recipe:
     """Each tensor cast once and used by two GEMMs: three quantizations a step, not six."""
     return Recipe(
         name=name,
-        output=GemmSpec(a=forward, b=forward, fast_accumulation=True),
+        output=GemmSpec(a=forward, b=forward, accumulate=Accumulate.HOPPER_FAST),
         grad_input=GemmSpec(a=backward, b=forward),
         grad_weight=GemmSpec(a=backward, b=forward),
         history=history,
+        emulate_tensor_cores=emulate_tensor_cores,
     )
 
 
@@ -247,9 +376,15 @@ def _check_whole(what: str, value: object, *, least: int) -> None:
         raise ConfigError(f"{what} must be a whole number of at least {least}, not {value!r}")
 
 
+_PLAIN = GemmSpec(a=None, b=None)
 _PRESETS: dict[str, Callable[..., Recipe]] = {
     "bf16": _bf16,
     "tensorwise": _tensorwise,
-    "rowwise": _rowwise,
     "delayed": _delayed,
+    "delayed_te": _delayed_te,
+    "rowwise": _rowwise,
+    "rowwise_hp_grad_weight": _rowwise_hp_grad_weight,
+    "blockwise": _blockwise,
+    "mxfp8": _mxfp8,
+    "static": _static,
 }

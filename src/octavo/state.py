@@ -1,8 +1,9 @@
-"""Delayed scaling's state in and out: flat dictionaries of tensors, keyed by module path and role.
+"""Scaling state in and out: flat dictionaries of tensors, keyed by module path and role.
 
-    layers.0.q_proj.input.amax_history   [length] float32, newest first, -1 where there is none
+    layers.0.q_proj.input.amax_history   [length] float32, newest first, -1 where there is none    delayed recipes
     layers.0.q_proj.input.amax           []       float32, what the scale is made from
     layers.0.q_proj.input.steps          []       int64, closed steps
+    layers.0.q_proj.input.scale          []       float32, decodes; 0 until it is loaded           static recipes
 
 They are ready for safetensors and separate from the model's ``state_dict``. Dynamic recipes have none.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 from octavo.nn import Linear
-from octavo.observers import EMPTY, GRAD_OUTPUT, ROLES, AmaxHistory
+from octavo.observers import EMPTY, INPUT, ROLES, AmaxHistory
 
 __all__ = ["load_scaling_state", "nonfinite_counts", "scaling_state", "update_scales"]
 
@@ -42,22 +43,17 @@ def update_scales(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Copies of every delayed layer's state, on the layer's device.
+    """Copies of every delayed and static layer's state, on the layer's device.
 
-    With automatic updates a step whose backward has run is closed first, as the next forward would do.
+    With automatic updates a step that is over is closed first, as the next forward would do.
 
     Example:
         >>> scaling_state(torch.nn.Linear(2, 2))
         {}
     """
-    state = {}
-    for path, history in _histories(model).items():
-        if not history.updates.manual:
-            history.close(where=history.pending[GRAD_OUTPUT] >= 0)
-        for index, role in enumerate(ROLES):
-            for key, buffer in _FIELDS.items():
-                state[f"{path}.{role}.{key}" if path else f"{role}.{key}"] = getattr(history, buffer)[index].clone()
-    return state
+    for history in _histories(model).values():
+        history.close_if_over()
+    return {key: slot.clone() for key, slot in _slots(model).items()}
 
 
 @torch.no_grad()
@@ -116,25 +112,32 @@ def nonfinite_counts(model: torch.nn.Module) -> dict[str, int]:
         >>> nonfinite_counts(model)
         {'0.input': 2}
     """
-    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, Linear))
     found = {
         f"{path}.{role}" if path else role: count
-        for path, layer in layers
+        for path, layer in _layers(model).items()
         for role, count in zip(ROLES, layer.nonfinite_counts.tolist(), strict=True)
     }
     return {key: count for key, count in found.items() if count}
 
 
+def _layers(model: torch.nn.Module) -> dict[str, Linear]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
+
+
 def _histories(model: torch.nn.Module) -> dict[str, AmaxHistory]:
-    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, Linear))
-    return {path: layer.amax_history for path, layer in layers if layer.amax_history is not None}
+    found = {path: layer.amax_history for path, layer in _layers(model).items()}
+    return {path: history for path, history in found.items() if history is not None}
 
 
 def _slots(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Views into the histories' buffers, under the keys of :func:`scaling_state`."""
-    return {
-        f"{path}.{role}.{key}" if path else f"{role}.{key}": getattr(history, buffer)[index]
-        for path, history in _histories(model).items()
-        for index, role in enumerate(ROLES)
-        for key, buffer in _FIELDS.items()
-    }
+    """Views into the layers' buffers, under the keys of :func:`scaling_state`."""
+    slots: dict[str, Tensor] = {}
+    for path, layer in _layers(model).items():
+        prefix = f"{path}." if path else ""
+        history = layer.amax_history
+        if history is not None:
+            for index, role in enumerate(ROLES):
+                slots |= {f"{prefix}{role}.{key}": getattr(history, buffer)[index] for key, buffer in _FIELDS.items()}
+        if layer.recipe.has_static_input:
+            slots[f"{prefix}{ROLES[INPUT]}.scale"] = layer.input_scale
+    return slots

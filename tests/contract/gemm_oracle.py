@@ -61,7 +61,10 @@ def decode(operand: QuantizedTensor | Tensor) -> Tensor:
     if isinstance(operand, Tensor):
         return operand.double()
     rows, columns = operand.shape
-    scale = operand.scale.double()
+    scale = operand.scale
+    if scale.dtype is torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu).float()
+    scale = scale.double()
     if scale.ndim == 2 and scale.shape != (rows, 1):  # blocks, written out
         high, wide = operand.granularity.rows, operand.granularity.columns  # type: ignore[attr-defined]
         index = (torch.arange(rows)[:, None] // high, torch.arange(columns)[None, :] // wide)
@@ -104,6 +107,8 @@ def assert_same_operand(actual: QuantizedTensor, expected: QuantizedTensor) -> N
     """Codes, scales, format and granularity, bit for bit."""
     assert actual.data.dtype is expected.data.dtype
     assert actual.granularity == expected.granularity
-    assert actual.scale.dtype is torch.float32
+    assert actual.scale.dtype is expected.scale.dtype
     assert torch.equal(actual.data.contiguous().view(torch.uint8), expected.data.contiguous().view(torch.uint8))
-    assert torch.equal(actual.scale.contiguous().view(torch.int32), expected.scale.contiguous().view(torch.int32))
+    assert torch.equal(
+        actual.scale.contiguous().view(-1).view(torch.uint8), expected.scale.contiguous().view(-1).view(torch.uint8)
+    )

@@ -4,6 +4,7 @@ Operands are raw codes, so that every one of a format's 256 occurs, with scales 
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,21 @@ from octavo.formats import FP8_FORMATS, Format
 from octavo.kernels import scaled_mm
 from octavo.kernels.backend import Backend, MatmulProblem
 from octavo.kernels.dispatch import BACKENDS, explain
-from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize
-from tests.contract.gemm_oracle import assert_product
+from octavo.numerics import Accumulate, Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, hopper_sums, quantize
+from tests.contract.gemm_oracle import assert_product, recorded_products
 
 GRANULARITIES: tuple[Granularity, ...] = (PerTensor(), PerRow(), PerBlock(1, 8), PerBlock(8, 8))
+PAIRS = [
+    *zip(GRANULARITIES, GRANULARITIES, strict=True),
+    (PerBlock(1, 8), PerBlock(8, 8)),
+    (PerBlock(8, 8), PerBlock(1, 8)),
+]
+PAIRS += [
+    (PerRow(), PerTensor()),
+    (PerTensor(), PerBlock(1, 8)),
+    (PerBlock(8, 8), PerRow()),
+    (PerBlock(1, 8), PerBlock(1, 4)),
+]
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((5, 7, 24), (16, 32, 16), (1, 1, 1), (3, 2, 1), (0, 4, 8), (4, 0, 8), (4, 3, 0), (33, 18, 130))
 
@@ -51,7 +63,7 @@ def _run(
         b_granularity=b.granularity,
         out_dtype=out_dtype,
         bias=bias is not None,
-        fast_accumulation=False,
+        accumulate=Accumulate.FP32,
     )
     reason = backend.unsupported_reason(problem)
     if reason is None:
@@ -82,6 +94,27 @@ def test_format_pairs(backend, formats):
     for granularity, out_dtype in itertools.product(GRANULARITIES, OUT_DTYPES):
         a, b = (_operand(_codes(rows, 24, fmt), granularity) for rows, fmt in zip((9, 13), formats, strict=True))
         _check(backend, a, b, torch.randn(13), out_dtype)
+
+
+@each_backend
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["any scale", "powers of two"])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} x {pair[1]}")
+def test_granularity_pairs(backend, pair, power_of_two):
+    for K, out_dtype in itertools.product((1, 20, 24), OUT_DTYPES):
+        a, b = (_operand(_codes(rows, K, FP8_FORMATS[0]), g) for rows, g in zip((9, 13), pair, strict=True))
+        if power_of_two:
+            a, b = (replace(q, scale=torch.exp2(torch.log2(q.scale).round())) for q in (a, b))
+        _check(backend, a, b, torch.randn(13), out_dtype)
+
+
+@each_backend
+def test_e8m0_scales(backend):
+    """Every byte from 2^-60 to 2^60, products within FP32."""
+    data = _codes(9, 121 * 2, FP8_FORMATS[0])
+    exponents = torch.arange(-60, 61, dtype=torch.int16)
+    up, down = ((sign * exponents + 127).to(torch.uint8) for sign in (1, -1))
+    a, b = (QuantizedTensor(data, e.expand(9, 121), PerBlock(1, 2), torch.float32) for e in (up, down))
+    _check(backend, a, b, None, torch.float32)
 
 
 @each_backend
@@ -188,7 +221,7 @@ def test_autocast_changes_nothing(backend):
         assert plain is None or inside is None or torch.equal(plain, inside)
 
 
-def test_some_backend_supports_everything():
+def test_some_backend_supports_every_product_with_float32_sums():
     for granularity in GRANULARITIES:
         problem = MatmulProblem(
             m=3,
@@ -201,6 +234,47 @@ def test_some_backend_supports_everything():
             b_granularity=granularity,
             out_dtype=torch.float16,
             bias=True,
-            fast_accumulation=True,
+            accumulate=Accumulate.FP32,
         )
         assert explain(problem).backend in {backend.name for backend in BACKENDS}
+
+
+class TestHopperModel:
+    """The sums themselves are proven in tests/oracle; here their scales, bias and rounding."""
+
+    @staticmethod
+    def _problem(accumulate: str, a: Granularity, b: Granularity) -> tuple[QuantizedTensor, QuantizedTensor, Tensor]:
+        left, right = _operand(_codes(5, 300, FP8_FORMATS[0]), a), _operand(_codes(7, 300, FP8_FORMATS[1]), b)
+        return left, right, scaled_mm(left, right, accumulate=Accumulate(accumulate))
+
+    @pytest.mark.parametrize("accumulate", ["hopper-fast", "hopper-slow"])
+    @pytest.mark.parametrize("granularity", GRANULARITIES[:2], ids=str)
+    def test_scales_multiply_the_finished_sums(self, accumulate, granularity):
+        a, b, y = self._problem(accumulate, granularity, granularity)
+        sums = hopper_sums(a.data, b.data, accumulate=Accumulate(accumulate)).double()
+        scales = a.scale.reshape(-1, 1).double() * b.scale.reshape(1, -1).double()
+        assert torch.equal(y, (sums * scales).float())
+
+    @pytest.mark.parametrize("accumulate", ["hopper-fast", "hopper-slow"])
+    def test_block_scales_multiply_each_chain(self, accumulate):
+        a, b, y = self._problem(accumulate, PerBlock(1, 128), PerBlock(128, 128))
+        expected = torch.zeros(5, 7)
+        for block in range(3):
+            columns = slice(128 * block, 128 * (block + 1))
+            chain = hopper_sums(a.data[:, columns], b.data[:, columns], accumulate=Accumulate.HOPPER_FAST)
+            expected += (chain.double() * a.scale[:, block, None].double() * b.scale[0, block].double()).float()
+        assert torch.equal(y, expected)
+
+    def test_it_is_chosen_only_when_asked_for(self):
+        a, b = (_operand(_codes(4, 32, FP8_FORMATS[0]), PerTensor()) for _ in range(2))
+        with recorded_products() as products:
+            for accumulate in Accumulate:
+                scaled_mm(a, b, accumulate=accumulate)
+        assert [product.backend for product in products] == ["torch_cpu", "hopper_model", "hopper_model"]
+
+    def test_what_no_tensor_core_sums_is_refused_by_every_backend(self):
+        fnuz = _operand(_codes(4, 32, FP8_FORMATS[2]), PerTensor())
+        blocks = _operand(_codes(4, 64, FP8_FORMATS[0]), PerBlock(1, 32))
+        for q, reason in ((fnuz, "Hopper multiplies E4M3 and E5M2"), (blocks, "scaled every 128 of K, not every 32")):
+            with pytest.raises(BackendError, match=f"no backend can run this product: .*hopper_model: .*{reason}"):
+                scaled_mm(q, q, accumulate=Accumulate.HOPPER_SLOW)

@@ -4,23 +4,66 @@ The expectation is computed here from the recipe table of the documentation, not
 and granularity each operand of each GEMM has.
 """
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.formats import E4M3, E5M2, Format
+import octavo
+from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
 from octavo.kernels import needs_widening
 from octavo.nn import Linear
-from octavo.numerics import PerRow, PerTensor, QuantizedTensor, quantize
+from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, quantize
 from octavo.state import update_scales
 from tests.contract.gemm_oracle import assert_product, assert_row_sum, assert_same_operand, recorded_products
 
-FP8_RECIPES = ("tensorwise", "rowwise", "delayed")
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand as the documentation's table has it."""
+
+    fmt: Format = E4M3
+    granularity: Granularity = field(default_factory=PerTensor)
+    rounding: ScaleRounding = ScaleRounding.FP32
+    scale_format: Format = FP32
+    amax_floor: float = 1e-12
+
+
+_T4, _T5 = Operand(), Operand(E5M2)
+_ROW = Operand(granularity=PerRow(), rounding=ScaleRounding.RCEIL)
+_TILE = Operand(granularity=PerBlock(1, 128), rounding=ScaleRounding.RCEIL)
+_BLOCK = Operand(granularity=PerBlock(128, 128), rounding=ScaleRounding.RCEIL)
+_MX = Operand(granularity=PerBlock(1, 32), rounding=ScaleRounding.RCEIL, scale_format=E8M0, amax_floor=0.0)
+_T4_POWER = Operand(rounding=ScaleRounding.RCEIL)
+Pair = tuple[Operand, Operand] | None  # None: in high precision
+
+# recipe: the operands of output, grad_input, grad_weight
+TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
+    "tensorwise": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
+    "delayed": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
+    "delayed_te": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
+    "rowwise": ((_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW)),
+    "rowwise_hp_grad_weight": ((_ROW, _ROW), (_ROW, _T4_POWER), None),
+    "blockwise": ((_TILE, _BLOCK), (_TILE, _BLOCK), (_TILE, _TILE)),
+    "mxfp8": ((_MX, _MX), (_MX, _MX), (_MX, _MX)),
+    "static": ((_T4, _T4), None, None),
+}
+DELAYED = ("delayed", "delayed_te")
+STATIC_SCALE = 0.01
+FP8_RECIPES = tuple(TABLE)
+
+
+def test_the_table_is_complete():
+    assert {*TABLE, "bf16"} == set(octavo.recipes.names())
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # name: (leading dimensions, K, N)
 SHAPES = {
+    "three blocks of 128, and a rest": ((130,), 300, 272),
     "even": ((32,), 272, 256),
     "ragged": ((33,), 300, 303),
     "odd rows": ((31,), 256, 305),
@@ -39,11 +82,13 @@ def _leaf(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _layer(recipe: str, K: int, N: int, dtype: torch.dtype) -> Linear:
-    layer = Linear(K, N, recipe=recipe, manual_scale_updates=recipe == "delayed", dtype=dtype)
-    if recipe == "delayed":  # the scales of the tested step come from another one's amaxes
+    layer = Linear(K, N, recipe=recipe, manual_scale_updates=recipe in DELAYED, dtype=dtype)
+    if recipe in DELAYED:  # the scales of the tested step come from another one's amaxes
         _step(layer, torch.randn(4, K, dtype=dtype) * 0.7, torch.full((4, N), 0.4, dtype=dtype))
         update_scales(layer)
         layer.zero_grad()
+    if recipe == "static":
+        octavo.load_scaling_state(layer, {"input.scale": torch.tensor(STATIC_SCALE)})
     return layer
 
 
@@ -53,13 +98,22 @@ def _step(layer: Linear, x: Tensor, grad_output: Tensor) -> Tensor:
     return y
 
 
-def _expected(recipe: str, fmt: Format, x: Tensor, past_amax: Tensor | None) -> QuantizedTensor:
+def _expected(
+    row: Operand, x: Tensor, *, past_amax: Tensor | None = None, scale: float | None = None
+) -> QuantizedTensor:
     x = x.detach().float()
-    if recipe == "rowwise":
-        return quantize(x, fmt, granularity=PerRow(), power_of_two=True)
-    if recipe == "delayed" and past_amax is not None and past_amax > 0:
-        return quantize(x, fmt, granularity=PerTensor(), amax=past_amax)
-    return quantize(x, fmt, granularity=PerTensor())
+    if scale is not None:
+        return quantize(x, row.fmt, scale=torch.tensor(scale))
+    if past_amax is not None and past_amax > 0:
+        return quantize(x, row.fmt, amax=past_amax)
+    return quantize(
+        x,
+        row.fmt,
+        granularity=row.granularity,
+        scale_rounding=row.rounding,
+        scale_format=row.scale_format,
+        amax_floor=row.amax_floor,
+    )
 
 
 def _past(layer: Linear) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -73,27 +127,43 @@ def _check(recipe: str, layer: Linear, x: Tensor, grad_output: Tensor) -> None:
     past_input, past_weight, past_grad = _past(layer)
     with recorded_products() as products:
         y = _step(layer, x, grad_output)
-    gradient = E4M3 if recipe == "rowwise" else E5M2
     rows, grad_rows = x.detach().reshape(-1, x.shape[-1]), grad_output.reshape(-1, y.shape[-1])
     weight = layer.weight.detach()
-    operands = (
-        (_expected(recipe, E4M3, rows, past_input), _expected(recipe, E4M3, weight, past_weight)),
-        (_expected(recipe, gradient, grad_rows, past_grad), _expected(recipe, E4M3, weight.t(), past_weight)),
-        (_expected(recipe, gradient, grad_rows.t(), past_grad), _expected(recipe, E4M3, rows.t(), past_input)),
+    tensors = (
+        ((rows, past_input), (weight, past_weight)),
+        ((grad_rows, past_grad), (weight.t(), past_weight)),
+        ((grad_rows.t(), past_grad), (rows.t(), past_input)),
     )
-    assert len(products) == 3
-    for product, (a, b) in zip(products, operands, strict=True):
-        assert_same_operand(product.a, a)
-        assert_same_operand(product.b, b)
     assert x.grad is not None
     assert layer.weight.grad is not None
     assert layer.bias.grad is not None
     assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (x.dtype, x.dtype, layer.weight.dtype)
     assert y.shape == (*x.shape[:-1], weight.shape[0])
-    assert_product(_float64_is_float32(y.reshape(-1, y.shape[-1])), *operands[0], bias=layer.bias.detach())
-    assert_product(_float64_is_float32(x.grad.reshape(rows.shape)), *operands[1])
-    assert_product(_float64_is_float32(layer.weight.grad), *operands[2])
+    results = (y.reshape(-1, y.shape[-1]), x.grad.reshape(rows.shape), layer.weight.grad)
+    recorded = iter(products)
+    for index, (pair, sources, result) in enumerate(zip(TABLE[recipe], tensors, results, strict=True)):
+        bias = layer.bias.detach() if index == 0 else None
+        if pair is None:
+            _check_high_precision(result, *(source for source, _ in sources))
+            continue
+        held = (STATIC_SCALE if recipe == "static" else None, None)
+        a, b = (
+            _expected(row, source, past_amax=past, scale=scale)
+            for row, (source, past), scale in zip(pair, sources, held, strict=True)
+        )
+        product = next(recorded)
+        assert_same_operand(product.a, a)
+        assert_same_operand(product.b, b)
+        assert_product(_float64_is_float32(result), a, b, bias=bias)
+    assert next(recorded, None) is None
     assert_row_sum(_float64_is_float32(layer.bias.grad), grad_rows)
+
+
+def _check_high_precision(result: Tensor, a: Tensor, b: Tensor) -> None:
+    """In the dtype of ``a``, to which the other operand is rounded; a wider result holds the rounded values."""
+    computed = torch.float32 if a.dtype is torch.float64 else a.dtype
+    assert torch.equal(result.to(computed).to(result.dtype), result)
+    assert_product(result.to(computed), a.to(computed), b.to(computed))
 
 
 def _float64_is_float32(computed: Tensor) -> Tensor:
@@ -137,6 +207,8 @@ def test_master_weights_are_quantized_from_their_own_values(recipe, dtype):
     _check(recipe, layer, _leaf(torch.randn(16, 48), dtype), torch.randn(16, 32, dtype=dtype))
     assert layer.weight.grad is not None
     assert layer.weight.grad.dtype is torch.float32
+    if TABLE[recipe][2] is None:
+        return  # as in the surrounding precision: see _check_high_precision
     assert not torch.equal(layer.weight.grad.to(dtype).float(), layer.weight.grad), "rounded on the way"
 
 
@@ -182,6 +254,8 @@ def test_a_non_finite_element_shows_in_its_row_and_nowhere_else(recipe, value):
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_all_zero_tensors_give_zeros(recipe):
     layer = Linear(16, 8, bias=False, recipe=recipe)
+    if recipe == "static":
+        octavo.load_scaling_state(layer, {"input.scale": torch.tensor(STATIC_SCALE)})
     torch.nn.init.zeros_(layer.weight)
     x = torch.zeros(4, 16, requires_grad=True)
     y = _step(layer, x, torch.zeros(4, 8))

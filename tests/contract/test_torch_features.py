@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.nn import Linear
 
-RECIPES = octavo.recipes.names()
+RECIPES = tuple(name for name in octavo.recipes.names() if not octavo.recipes.get(name).has_static_input)
 
 
 class Parallel(nn.Module):
@@ -107,7 +107,7 @@ def test_checkpointing_inside_octavo_autocast_needs_backward_inside_too():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_accumulate(recipe):
     """The sum of micro-batches' gradients is what the parameter holds after them."""
-    model = Linear(16, 8, recipe=recipe, manual_scale_updates=recipe == "delayed")
+    model = Linear(16, 8, recipe=recipe, manual_scale_updates=octavo.recipes.get(recipe).is_delayed)
     batches = [torch.randn(4, 16) for _ in range(3)]
     alone = []
     for batch in batches:

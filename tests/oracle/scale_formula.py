@@ -18,13 +18,28 @@ def nearest_float32(exact: Fraction) -> float:
 
 
 def encode_scale(
-    amax: float, maximum: float, *, power_of_two: bool = False, amax_floor: float = 1e-12, margin: int = 0
+    amax: float, maximum: float, *, rounding: str = "fp32", amax_floor: float = 1e-12, margin: int = 0
 ) -> float:
     largest = max(amax, amax_floor)
+    if rounding in ("floor", "even"):
+        return _encode_exponent(largest, maximum, margin, even=rounding == "even")
     quotient = maximum / 2**margin / largest if largest else math.inf  # one IEEE double division
     limited = FLOAT32_MAX if quotient > FLOAT32_MAX else max(quotient, FLOAT32_MIN_NORMAL)
     rounded = nearest_float32(Fraction(limited))
-    return 2.0 ** (math.frexp(rounded)[1] - 1) if power_of_two else rounded
+    return 2.0 ** (math.frexp(rounded)[1] - 1) if rounding == "rceil" else rounded
+
+
+def _encode_exponent(largest: float, maximum: float, margin: int, *, even: bool) -> float:
+    """OCP MX §6.3: 2^(emax - floor(log2 amax)); ``even`` rounds amax to the format's mantissa bits first."""
+    if not largest:
+        return 2.0**127
+    exact = Fraction(largest)
+    exponent = math.frexp(largest)[1] - 1
+    if even:
+        mantissa_bits = {448.0: 3, 57344.0: 2, 240.0: 3}[maximum]
+        quantum = Fraction(2) ** (exponent - mantissa_bits)
+        exponent = math.frexp(float(round(exact / quantum) * quantum))[1] - 1
+    return math.ldexp(1.0, min(127, max(-126, math.frexp(maximum)[1] - 1 - margin - exponent)))
 
 
 def decode_scale(encode: float) -> float:

@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from octavo.formats import E4M3, E5M2, FP8_FORMATS, Format
-from octavo.numerics import Granularity, Nonfinite, Overflow, PerBlock, PerRow, PerTensor, cast_nearest, quantize
+from octavo.numerics import (
+    Granularity,
+    Nonfinite,
+    Overflow,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    ScaleRounding,
+    cast_nearest,
+    quantize,
+)
 from tests.oracle.rounding_table import all_16_bit, assert_same_codes, expected_codes, float32_edges
 
 # torch.compile imports a module of torch's own that still defines a TorchScript method.
@@ -42,14 +52,15 @@ def test_quantize_equals_eager():
     """Ragged blocks, a zero row, an infinity and a NaN; bfloat16, so that the amax crosses dtypes."""
     x = torch.randn(5, 7).bfloat16()
     x[1], x[2, 3], x[4, 0] = 0, float("inf"), float("nan")
-    cases: list[tuple[Format, Granularity, bool]] = [
-        (E4M3, PerTensor(), False),
-        (E5M2, PerRow(), True),
-        (E4M3, PerBlock(2, 3), True),
+    cases: list[tuple[Format, Granularity, ScaleRounding]] = [
+        (E4M3, PerTensor(), ScaleRounding.FP32),
+        (E5M2, PerRow(), ScaleRounding.RCEIL),
+        (E4M3, PerBlock(2, 3), ScaleRounding.FLOOR),
+        (E5M2, PerBlock(1, 3), ScaleRounding.EVEN),
     ]
 
     def quantize_all(x):
-        quantized = [quantize(x, fmt, granularity=groups, power_of_two=power) for fmt, groups, power in cases]
+        quantized = [quantize(x, fmt, granularity=groups, scale_rounding=rounding) for fmt, groups, rounding in cases]
         return [(q.data, q.scale, q.dequantize()) for q in quantized]
 
     results = zip(cases, torch.compile(quantize_all, fullgraph=True)(x), quantize_all(x), strict=True)

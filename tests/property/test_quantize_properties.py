@@ -7,12 +7,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from octavo.formats import E4M3, E5M2, FP8_FORMATS
-from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, quantize
+from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, quantize
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GRANULARITIES = (PerTensor(), PerRow(), PerBlock(2, 2), PerBlock(1, 3))
 FORMAT = st.sampled_from(FP8_FORMATS)
 GRANULARITY = st.sampled_from(GRANULARITIES)
+ROUNDING = st.sampled_from(ScaleRounding)
+NEVER_OVER = st.sampled_from((ScaleRounding.FP32, ScaleRounding.RCEIL))  # the two that no value passes
 
 
 @st.composite
@@ -32,20 +34,20 @@ def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
 
 
-@given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY, power_of_two=st.booleans())
-def test_requantizing_at_the_same_scale_returns_the_same_codes(x, fmt, granularity, power_of_two):
-    q = quantize(x, fmt, granularity=granularity, power_of_two=power_of_two)
+@given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY, scale_rounding=ROUNDING)
+def test_requantizing_at_the_same_scale_returns_the_same_codes(x, fmt, granularity, scale_rounding):
+    q = quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding)
     decoded = q.dequantize()
     assume(decoded.isfinite().all())  # float16: its largest values may round up beyond its range
     assert same(quantize(decoded, fmt, granularity=granularity, scale=q.scale), q)
 
 
-@given(x=matrices(10), fmt=FORMAT, granularity=GRANULARITY, power_of_two=st.booleans(), shift=st.integers(-40, 40))
-def test_powers_of_two_change_the_scale_and_no_code(x, fmt, granularity, power_of_two, shift):
+@given(x=matrices(10), fmt=FORMAT, granularity=GRANULARITY, scale_rounding=ROUNDING, shift=st.integers(-40, 40))
+def test_powers_of_two_change_the_scale_and_no_code(x, fmt, granularity, scale_rounding, shift):
     """Why loss scaling does nothing for dynamically scaled gradients."""
     x = x.float()
     q, shifted = (
-        quantize(v, fmt, granularity=granularity, power_of_two=power_of_two, amax_floor=0.0)
+        quantize(v, fmt, granularity=granularity, scale_rounding=scale_rounding, amax_floor=0.0)
         for v in (x, x * 2.0**shift)
     )
     assert torch.equal(shifted.data.view(torch.uint8), q.data.view(torch.uint8))
@@ -61,11 +63,11 @@ def test_order_of_elements_does_not_matter(x, fmt, seed):
     assert torch.equal(permuted.scale, q.scale)
 
 
-@given(x=matrices(), fmt=FORMAT, power_of_two=st.booleans())
-def test_per_row_is_per_tensor_of_each_row(x, fmt, power_of_two):
-    q = quantize(x, fmt, granularity=PerRow(), power_of_two=power_of_two)
+@given(x=matrices(), fmt=FORMAT, scale_rounding=ROUNDING)
+def test_per_row_is_per_tensor_of_each_row(x, fmt, scale_rounding):
+    q = quantize(x, fmt, granularity=PerRow(), scale_rounding=scale_rounding)
     for index, row in enumerate(x):
-        alone = quantize(row, fmt, power_of_two=power_of_two)
+        alone = quantize(row, fmt, scale_rounding=scale_rounding)
         assert torch.equal(q.data[index].view(torch.uint8), alone.data.view(torch.uint8))
         assert torch.equal(q.scale[index, 0], alone.scale)
 
@@ -96,20 +98,20 @@ def test_sign_symmetry(x, fmt, granularity):
     assert torch.equal(positive.data.float(), -negative.data.float())
 
 
-@given(x=matrices(12), fmt=st.sampled_from((E4M3, E5M2)), granularity=GRANULARITY, power_of_two=st.booleans())
-def test_error_is_bounded_by_the_format_and_the_scale(x, fmt, granularity, power_of_two):
+@given(x=matrices(12), fmt=st.sampled_from((E4M3, E5M2)), granularity=GRANULARITY, scale_rounding=NEVER_OVER)
+def test_error_is_bounded_by_the_format_and_the_scale(x, fmt, granularity, scale_rounding):
     """Half a step of the value, or half the smallest step times the scale; plus float32's own roundings."""
     x = x.float()
-    q = quantize(x, fmt, granularity=granularity, power_of_two=power_of_two)
+    q = quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding)
     scale = granularity.expand(q.scale, x.shape).broadcast_to(x.shape).double()
     smallest = fmt.magnitude(1) * scale
     bound = torch.maximum(x.double().abs() * fmt.epsilon, smallest) / 2
     assert ((q.dequantize().double() - x.double()).abs() <= bound * (1 + 2.0**-12)).all()
 
 
-@given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY, power_of_two=st.booleans())
-def test_nothing_saturates_under_its_own_scale(x, fmt, granularity, power_of_two):
-    q = quantize(x, fmt, granularity=granularity, power_of_two=power_of_two)
+@given(x=matrices(), fmt=FORMAT, granularity=GRANULARITY, scale_rounding=NEVER_OVER)
+def test_nothing_saturates_under_its_own_scale(x, fmt, granularity, scale_rounding):
+    q = quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding)
     scaled = x.double() / granularity.expand(q.scale, x.shape).double()
     assert (scaled.abs() <= fmt.max * (1 + 2.0**-22)).all()
     assert q.data.float().isfinite().all()

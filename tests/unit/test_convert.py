@@ -43,6 +43,8 @@ def test_state_dict_keys_and_bytes_are_unchanged_and_restore_is_exact(recipe):
     before, order, x = _bytes(model), list(model.state_dict()), torch.randn(3, 8)
     parameters, exact = list(model.parameters()), model(x)
     report = octavo.convert(model, recipe)
+    if recipe == "static":
+        octavo.load_scaling_state(model, {key: torch.tensor(0.01) for key in octavo.scaling_state(model)})
     assert report.recipe == recipe
     assert report.converted == ("0", "2", "4")
     assert {type(model[index]) for index in (0, 2, 4)} == {octavo.nn.Linear}
@@ -111,6 +113,8 @@ def test_deepcopy_and_pickle_give_models_of_their_own(recipe):
 def test_a_converted_model_can_be_cast(recipe, dtype):
     model = _mlp()
     octavo.convert(model, recipe)
+    if recipe == "static":
+        octavo.load_scaling_state(model, {key: torch.tensor(0.01) for key in octavo.scaling_state(model)})
     model.to(dtype)
     y = model(torch.randn(4, 8, dtype=dtype))
     y.float().sum().backward()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import octavo
-from octavo.formats import E4M3, E5M2
+from octavo.formats import E4M3, E5M2, E8M0
 from octavo.functional import cast_operand, fp8_linear
-from octavo.numerics import PerBlock, PerRow, QuantizedTensor, quantize
-from octavo.observers import RoleTap
+from octavo.numerics import PerBlock, PerRow, QuantizedTensor, ScaleRounding, quantize
+from octavo.observers import LayerTap, RoleTap
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling
 from tests.contract.gemm_oracle import assert_product, assert_same_operand, recorded_products
 
@@ -82,7 +82,7 @@ def test_a_second_cast_of_a_delayed_tensor_takes_the_past_too():
     x, weight, _, grad = _tensors()
     amaxes = torch.tensor([10.0, 20.0, 30.0])
     with recorded_products() as products:
-        fp8_linear(x, weight, None, recipe, amaxes=amaxes).backward(grad)
+        fp8_linear(x, weight, None, recipe, tap=LayerTap(amaxes=amaxes)).backward(grad)
     of_input, of_weight, of_grad = amaxes
     assert_same_operand(products[1].b, quantize(weight.detach().t(), E5M2, amax=of_weight))
     assert_same_operand(products[2].a, quantize(grad.t(), E4M3, amax=of_grad))
@@ -140,23 +140,25 @@ def test_cast_operand_takes_the_scale_that_its_specification_names():
 @pytest.mark.parametrize("nonfinite", ["propagate", "saturate"])
 def test_cast_operand_passes_every_field_on(nonfinite):
     x = torch.tensor([[1e-3, float("inf"), 3e-3]])
-    spec = CastSpec(format=E5M2, granularity=PerRow(), power_of_two=True, amax_floor=0.5, margin=2, nonfinite=nonfinite)
-    operand = cast_operand(x, spec)
-    assert isinstance(operand, QuantizedTensor)
     options: dict[str, Any] = {
         "granularity": PerRow(),
-        "power_of_two": True,
+        "scale_rounding": ScaleRounding.FLOOR,
+        "scale_format": E8M0,
         "amax_floor": 0.5,
         "margin": 2,
         "nonfinite": nonfinite,
     }
+    spec = CastSpec(format=E5M2, **options)
+    operand = cast_operand(x, spec)
+    assert isinstance(operand, QuantizedTensor)
     assert_same_operand(operand, quantize(x, E5M2, **options))
 
 
 def test_pending_takes_the_gradients_amax():
     x, weight, _, grad = _tensors()
     pending = torch.tensor([-1.0, -1.0, 0.5])
-    fp8_linear(x, weight, None, octavo.recipes.get("delayed"), amaxes=torch.ones(3), pending=pending).backward(grad)
+    tap = LayerTap(amaxes=torch.ones(3), pending=pending)
+    fp8_linear(x, weight, None, octavo.recipes.get("delayed"), tap=tap).backward(grad)
     assert pending.tolist() == [tensor.detach().abs().max().item() for tensor in (x, weight, grad)]
 
 
@@ -167,7 +169,7 @@ def test_a_tensor_that_is_cast_twice_is_counted_once(name):
         x[0, 0], x[1, 1], weight[2, 2] = float("nan"), float("inf"), float("-inf")
     grad[3, 3] = float("nan")
     counts = torch.zeros(3, dtype=torch.int64)
-    fp8_linear(x, weight, None, octavo.recipes.get(name), nonfinite=counts).backward(grad)
+    fp8_linear(x, weight, None, octavo.recipes.get(name), tap=LayerTap(nonfinite=counts)).backward(grad)
     assert counts.tolist() == [2, 1, 1]
 
 
@@ -204,8 +206,12 @@ def test_gradients_point_the_way_of_the_exact_ones():
         assert error < worst
 
 
-def test_fast_accumulation_reaches_the_output_product_only():
+@pytest.mark.parametrize(
+    ("emulated", "sums"), [(False, ["fp32"] * 3), (True, ["hopper-fast", "hopper-slow", "hopper-slow"])]
+)
+def test_tensor_cores_are_emulated_on_request(emulated, sums):
     x, weight, bias, grad_output = _tensors()
     with recorded_products() as products:
-        fp8_linear(x, weight, bias, TENSORWISE).backward(grad_output)
-    assert [product.problem.fast_accumulation for product in products] == [True, False, False]
+        recipe = octavo.recipes.get("tensorwise", emulate_tensor_cores=emulated)
+        fp8_linear(x, weight, bias, recipe).backward(grad_output)
+    assert [str(product.problem.accumulate) for product in products] == sums

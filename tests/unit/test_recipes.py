@@ -4,33 +4,43 @@ import pytest
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.formats import BF16, E4M3, E5M2
-from octavo.numerics import PerRow, PerTensor
+from octavo.formats import BF16, E4M3, E5M2, E8M0
+from octavo.numerics import Accumulate, PerRow, PerTensor, ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling, Statistic, get, names
 
 
 def test_the_presets():
-    assert names() == ("bf16", "tensorwise", "rowwise", "delayed")
+    assert names() == (
+        "bf16",
+        "tensorwise",
+        "delayed",
+        "delayed_te",
+        "rowwise",
+        "rowwise_hp_grad_weight",
+        "blockwise",
+        "mxfp8",
+        "static",
+    )
     for name in names():
         assert get(name).name == name
         assert get(name) == get(name), "a preset is a value"
 
 
 @pytest.mark.parametrize(
-    ("name", "gradient", "granularity", "scaling", "power_of_two"),
+    ("name", "gradient", "granularity", "scaling", "scale_rounding"),
     [
-        ("tensorwise", E5M2, PerTensor(), Scaling.DYNAMIC, False),
-        ("delayed", E5M2, PerTensor(), Scaling.DELAYED, False),
-        ("rowwise", E4M3, PerRow(), Scaling.DYNAMIC, True),
+        ("tensorwise", E5M2, PerTensor(), Scaling.DYNAMIC, ScaleRounding.FP32),
+        ("delayed", E5M2, PerTensor(), Scaling.DELAYED, ScaleRounding.FP32),
+        ("rowwise", E4M3, PerRow(), Scaling.DYNAMIC, ScaleRounding.RCEIL),
     ],
 )
-def test_a_preset_is_its_row_of_the_table(name, gradient, granularity, scaling, power_of_two):
+def test_a_preset_is_its_row_of_the_table(name, gradient, granularity, scaling, scale_rounding):
     recipe = get(name)
-    forward = CastSpec(format=E4M3, granularity=granularity, scaling=scaling, power_of_two=power_of_two)
+    forward = CastSpec(format=E4M3, granularity=granularity, scaling=scaling, scale_rounding=scale_rounding)
     backward = replace(forward, format=gradient)
-    assert recipe.output == GemmSpec(a=forward, b=forward, fast_accumulation=True)
-    assert recipe.grad_input == GemmSpec(a=backward, b=forward, fast_accumulation=False)
-    assert recipe.grad_weight == GemmSpec(a=backward, b=forward, fast_accumulation=False)
+    assert recipe.output == GemmSpec(a=forward, b=forward, accumulate=Accumulate.HOPPER_FAST)
+    assert recipe.grad_input == GemmSpec(a=backward, b=forward, accumulate=Accumulate.HOPPER_SLOW)
+    assert recipe.grad_weight == GemmSpec(a=backward, b=forward, accumulate=Accumulate.HOPPER_SLOW)
     assert recipe.is_delayed == (scaling is Scaling.DELAYED)
     assert not recipe.is_high_precision
 
@@ -64,9 +74,13 @@ def test_recipes_are_frozen():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("tensorwize", {}, r"there is no recipe 'tensorwize'; use one of bf16, tensorwise, rowwise, delayed"),
+        (
+            "tensorwize",
+            {},
+            r"there is no recipe 'tensorwize'; use one of bf16, tensorwise, delayed, ",
+        ),
         ("", {}, r"there is no recipe ''"),
-        ("tensorwise", {"margin": 1}, r"recipe 'tensorwise' has no option 'margin'; it takes no options"),
+        ("tensorwise", {"margin": 1}, r"recipe 'tensorwise' has no option 'margin'; it takes emulate_tensor_cores"),
         ("delayed", {"window": 4}, r"no option 'window'; it takes history_length, statistic, margin, update_interval"),
         ("delayed", {"history_length": 0}, r"length must be a whole number of at least 1, not 0"),
         ("delayed", {"history_length": 2.5}, r"length must be a whole number of at least 1, not 2.5"),
@@ -93,7 +107,7 @@ def test_specifications_that_contradict_themselves_are_refused():
         GemmSpec(a=dynamic, b=None)
     with pytest.raises(ConfigError, match=r"cannot cast to BF16; use one of octavo\.formats\.E4M3"):
         CastSpec(format=BF16)
-    with pytest.raises(ConfigError, match=r"delayed scaling keeps one amax a tensor; PerRow\(\) needs dynamic scaling"):
+    with pytest.raises(ConfigError, match=r"delayed scaling keeps one number a tensor; PerRow\(\) needs"):
         CastSpec(format=E4M3, granularity=PerRow(), scaling=Scaling.DELAYED)
     with pytest.raises(ConfigError, match="amax_floor must be 0 or more and finite, not -1"):
         CastSpec(format=E4M3, amax_floor=-1)
@@ -118,10 +132,12 @@ def test_the_public_module_is_this_one():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"scaling": "yearly"}, "scaling must be one of dynamic, delayed, not 'yearly'"),
+        ({"scaling": "yearly"}, "scaling must be one of dynamic, delayed, static, not 'yearly'"),
         ({"nonfinite": "bogus"}, "nonfinite must be one of propagate, saturate"),
         ({"granularity": "rowwise"}, "granularity must be"),
-        ({"power_of_two": "no"}, "power_of_two must be one of False, True"),
+        ({"scale_rounding": "no"}, "scale_rounding must be one of fp32, rceil, floor, even"),
+        ({"scale_format": E4M3}, "scale_format must be one of FP32, E8M0"),
+        ({"scale_format": E8M0}, "E8M0 holds powers of two; a cast with it needs scale_rounding"),
         ({"amax_floor": float("inf")}, "amax_floor must be 0 or more and finite"),
         ({"format": "E4M3"}, "cannot cast to 'E4M3'"),
     ],

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.numerics import Granularity, QuantizedTensor
+from octavo.numerics import Accumulate, Granularity, PerBlock, QuantizedTensor
 
-__all__ = ["Backend", "MatmulProblem"]
+__all__ = ["Backend", "MatmulProblem", "rows_of_scales"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class MatmulProblem:
         a_granularity, b_granularity: scaling groups of the operands.
         out_dtype: dtype of y.
         bias: whether a bias is added before y is rounded.
-        fast_accumulation: whether the tensor core may keep fewer fraction bits while it sums.
+        accumulate: how the products are added.
     """
 
     m: int
@@ -40,7 +40,7 @@ class MatmulProblem:
     b_granularity: Granularity
     out_dtype: torch.dtype
     bias: bool
-    fast_accumulation: bool
+    accumulate: Accumulate
 
 
 class Backend(Protocol):
@@ -56,5 +56,20 @@ class Backend(Protocol):
         ...
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
-        """``(a.data @ b.data.T) · a.scale · b.scale.T + bias``: FP32 sums or better, one rounding to ``out_dtype``."""
+        """``(a.data @ b.data.T) · a.scale · b.scale.T + bias``: summed as ``accumulate`` says, rounded once."""
         ...
+
+
+def rows_of_scales(q: QuantizedTensor) -> Tensor:
+    """A matrix's scales as float32 [R, blocks of K], one row for each row of codes (1 row for a per-tensor scale).
+
+    Example:
+        >>> from octavo import E4M3, PerBlock
+        >>> from octavo.numerics import quantize
+        >>> rows_of_scales(quantize(torch.ones(3, 300), E4M3, granularity=PerBlock(2, 128))).shape
+        torch.Size([3, 3])
+    """
+    scale = q.fp32_scale
+    if isinstance(q.granularity, PerBlock):
+        return scale.repeat_interleave(q.granularity.rows, dim=0)[: q.shape[0]]
+    return scale.reshape(-1, 1)

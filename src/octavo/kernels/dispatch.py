@@ -11,13 +11,19 @@ from torch import Tensor
 
 from octavo.errors import BackendError, ConfigError
 from octavo.kernels.backend import Backend, MatmulProblem
+from octavo.kernels.hopper_model import HopperModelBackend
 from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.torch_native import CpuBackend, CudaBackend
-from octavo.numerics import QuantizedTensor
+from octavo.numerics import Accumulate, QuantizedTensor
 
 __all__ = ["BACKENDS", "Selection", "explain", "scaled_mm", "selections"]
 
-BACKENDS: tuple[Backend, ...] = (CudaBackend(), CpuBackend(), ReferenceBackend())  # fastest first
+BACKENDS: tuple[Backend, ...] = (
+    CudaBackend(),
+    CpuBackend(),
+    HopperModelBackend(),
+    ReferenceBackend(),
+)  # fastest first
 _RECORD_SIZE = 1024
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -40,21 +46,24 @@ def scaled_mm(
     *,
     out_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
-    fast_accumulation: bool = False,
+    accumulate: Accumulate = Accumulate.FP32,
     backend: str = "auto",
 ) -> Tensor:
     """Multiply two quantized matrices.
 
         y = (a.data @ b.data.T) · a.scale · b.scale.T + bias
 
-    The products are exact, the sums FP32, the scales applied to the sums; y is rounded once.
+    The products are exact, the sums FP32, the scales applied to the sums; y is rounded once. With block scales the
+    products of each block of K are summed, scaled and then added in FP32.
 
     Args:
         a: [M, K].
         b: [N, K].
         out_dtype: bfloat16, float16 or float32; None is ``a.hp_dtype``.
         bias: [N], added before the rounding.
-        fast_accumulation: let tensor cores keep fewer fraction bits while they sum; without effect on a CPU.
+        accumulate: "fp32"; or "hopper-fast" or "hopper-slow" for the sums of Hopper's tensor cores, which are made with
+            and without fast accumulation: by the hardware where there is one, to the bit by a model elsewhere. On CUDA
+            "fp32" is what the hardware does without fast accumulation.
         backend: a backend's name, or "auto" for the fastest that can.
 
     Returns:
@@ -62,7 +71,7 @@ def scaled_mm(
 
     Raises:
         ConfigError: operands that are not matrices, different K, a wrong bias or out_dtype.
-        BackendError: the named backend cannot run this problem, or does not exist.
+        BackendError: the named backend, or any, cannot run this problem, or does not exist.
 
     Example:
         >>> import octavo
@@ -71,20 +80,24 @@ def scaled_mm(
         tensor([[1.0000, 0.5000],
                 [2.0000, 4.0000]])
     """
-    problem = _describe(a, b, a.hp_dtype if out_dtype is None else out_dtype, bias, fast_accumulation)
+    problem = _describe(a, b, a.hp_dtype if out_dtype is None else out_dtype, bias, accumulate)
     chosen = _select(problem) if backend == "auto" else _named(backend, problem)
     return chosen.scaled_mm(a, b, bias, problem)
 
 
 def explain(problem: MatmulProblem) -> Selection:
-    """Which backend "auto" takes for a problem, and why not the ones before it."""
+    """Which backend "auto" takes for a problem, and why not the ones before it.
+
+    Raises:
+        BackendError: none can run it.
+    """
     rejected: list[tuple[str, str]] = []
     for backend in BACKENDS:
         reason = backend.unsupported_reason(problem)
         if reason is None:
             return Selection(problem, backend.name, tuple(rejected))
         rejected.append((backend.name, reason))
-    raise AssertionError("the reference backend supports every problem")
+    raise BackendError(f"no backend can run this product: {'; '.join(f'{name}: {why}' for name, why in rejected)}")
 
 
 def selections() -> tuple[Selection, ...]:
@@ -94,29 +107,34 @@ def selections() -> tuple[Selection, ...]:
 
 def _select(problem: MatmulProblem) -> Backend:
     if torch.compiler.is_compiling():  # a choice per traced graph; the record is for what runs eagerly
-        return next(backend for backend in BACKENDS if backend.unsupported_reason(problem) is None)
+        return _backend(explain(problem).backend)
     known = _record.get(problem)
     if known is not None:
         return known[0]
     selection = explain(problem)
-    chosen = next(backend for backend in BACKENDS if backend.name == selection.backend)
+    chosen = _backend(selection.backend)
     if len(_record) < _RECORD_SIZE:
         _record[problem] = (chosen, selection)
     return chosen
 
 
 def _named(name: str, problem: MatmulProblem) -> Backend:
+    backend = _backend(name)
+    reason = backend.unsupported_reason(problem)
+    if reason is not None:
+        raise BackendError(f"backend {name!r} cannot run this product: {reason}; use backend='auto'")
+    return backend
+
+
+def _backend(name: str) -> Backend:
     for backend in BACKENDS:
         if backend.name == name:
-            reason = backend.unsupported_reason(problem)
-            if reason is not None:
-                raise BackendError(f"backend {name!r} cannot run this product: {reason}; use backend='auto'")
             return backend
     raise BackendError(f"there is no backend {name!r}; use 'auto' or one of {', '.join(b.name for b in BACKENDS)}")
 
 
 def _describe(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accumulation: bool
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Accumulate
 ) -> MatmulProblem:
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, QuantizedTensor):
@@ -134,6 +152,8 @@ def _describe(
         )
     if out_dtype not in _OUT_DTYPES:
         raise ConfigError(f"out_dtype must be bfloat16, float16 or float32, not {out_dtype}")
+    if accumulate not in list(Accumulate):
+        raise ConfigError(f"accumulate must be one of {', '.join(Accumulate)}, not {accumulate!r}")
     if bias is not None and bias.shape != (b.shape[0],):
         raise ConfigError(f"bias must have shape ({b.shape[0]},), not {tuple(bias.shape)}")
     return MatmulProblem(
@@ -147,5 +167,5 @@ def _describe(
         b_granularity=b.granularity,
         out_dtype=out_dtype,
         bias=bias is not None,
-        fast_accumulation=fast_accumulation,
+        accumulate=Accumulate(accumulate),
     )

@@ -1,12 +1,12 @@
 """The slow, obvious backend: decode to float64, multiply, add, round once.
 
-It supports every granularity, device and shape, and is what every other backend is compared with.
+It supports every granularity, device and shape, but no tensor core's sums. Every other backend is compared with it.
 """
 
 from torch import Tensor
 
 from octavo.kernels.backend import MatmulProblem
-from octavo.numerics import QuantizedTensor
+from octavo.numerics import Accumulate, QuantizedTensor
 
 __all__ = ["ReferenceBackend"]
 
@@ -17,8 +17,8 @@ class ReferenceBackend:
     name = "reference"
 
     def unsupported_reason(self, problem: MatmulProblem) -> str | None:
-        """None: everything runs here."""
-        return None
+        """None for every product with FP32 sums."""
+        return None if problem.accumulate is Accumulate.FP32 else "it sums in float64, not as a tensor core does"
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
@@ -27,4 +27,4 @@ class ReferenceBackend:
 
 
 def _decode(q: QuantizedTensor) -> Tensor:
-    return q.data.double() * q.granularity.expand(q.scale.double(), q.shape)
+    return q.data.double() * q.granularity.expand(q.fp32_scale.double(), q.shape)

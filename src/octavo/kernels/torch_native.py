@@ -4,7 +4,8 @@ On a CPU every E4M3 and E5M2 code is exactly a bfloat16 value, and so is every p
 are widened to FP32 and multiplied by an ordinary GEMM whose operands may be rounded to bfloat16: that changes no
 code, the sums stay FP32, and CPUs with bfloat16 instructions run it about twice as fast. The scales (and the bias)
 are applied to the FP32 sums, which are rounded once. Torch's own bfloat16 GEMM would round before the scale: a
-different number.
+different number. Block scales are applied to the FP32 sum of each block of K; powers of two are multiplied into the
+widened codes instead, which is exact too and leaves one GEMM.
 
 Torch widens E4M3 at about 0.5 Gelem/s. A code shifted into place is a float16 with its exponent 8 too small, which
 takes four vectorised passes and is some seven times faster; NaN codes, the only ones that this misreads, are looked
@@ -19,8 +20,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from octavo.kernels.backend import MatmulProblem
-from octavo.numerics import PerRow, PerTensor, QuantizedTensor
+from octavo.kernels.backend import MatmulProblem, rows_of_scales
+from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
 
 __all__ = ["CpuBackend", "CudaBackend", "high_precision_mm", "widen"]
 
@@ -34,18 +35,21 @@ class CpuBackend:
     name = "torch_cpu"
 
     def unsupported_reason(self, problem: MatmulProblem) -> str | None:
-        """None for per-tensor and per-row scales on a CPU."""
+        """None for FP32 sums on a CPU, unless the operands' scales change at different places along K."""
         if problem.device != "cpu":
             return f"it runs on a CPU, and the operands are on {problem.device}"
-        if not _scales_factor_out(problem):
-            return "block scales need one sum for each block of K"
+        if problem.accumulate is not Accumulate.FP32:
+            return "it sums in FP32, not as a tensor core does"
+        if len(widths := _block_widths(problem)) > 1:
+            return f"its blocks of K are as wide in both operands, not {' and '.join(map(str, sorted(widths)))}"
         return None
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        if not torch.compiler.is_compiling():  # the operator is the same function behind 20 µs of dispatch
-            return _widened_mm(a.data, a.scale, b.data, b.scale, bias, problem.out_dtype)
-        result: Tensor = torch.ops.octavo.widened_mm(a.data, a.scale, b.data, b.scale, bias, problem.out_dtype)
+        block = max(_block_widths(problem), default=0)
+        # The operator is the same function behind 20 µs of dispatch.
+        multiply = torch.ops.octavo.widened_mm if torch.compiler.is_compiling() else _widened_mm
+        result: Tensor = multiply(a.data, rows_of_scales(a), b.data, rows_of_scales(b), bias, problem.out_dtype, block)
         return result
 
 
@@ -65,18 +69,22 @@ class CudaBackend:
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        per_row = isinstance(a.granularity, PerRow)
+        per_row = PerRow() in (a.granularity, b.granularity)
         left, right = _pad_to_16(a.data, rows=False), _pad_to_16(b.data, rows=True)
-        extra = right.shape[0] - problem.n
-        b_scale = torch.nn.functional.pad(b.scale, (0, 0, 0, extra), value=1.0).t() if per_row else b.scale
+        a_scale, b_scale = a.fp32_scale, b.fp32_scale
+        if per_row:
+            extra = right.shape[0] - problem.n
+            a_scale = rows_of_scales(a).expand(problem.m, 1).contiguous()
+            b_scale = rows_of_scales(b).expand(problem.n, 1)
+            b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, extra), value=1.0).t()
         computed = torch.bfloat16 if per_row else torch.float32 if bias is not None else problem.out_dtype
         product = torch._scaled_mm(
             left,
             right.t(),
-            scale_a=a.scale,
+            scale_a=a_scale,
             scale_b=b_scale,
             out_dtype=computed,
-            use_fast_accum=problem.fast_accumulation,
+            use_fast_accum=problem.accumulate is Accumulate.HOPPER_FAST,
         )[:, : problem.n]
         return (product if bias is None else product.float() + bias.float()).to(problem.out_dtype)
 
@@ -141,9 +149,9 @@ def _cpu_multiplies_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
 
 
-def _scales_factor_out(problem: MatmulProblem) -> bool:
-    """Whether the scales can be applied to the finished sums."""
-    return all(isinstance(g, PerTensor | PerRow) for g in (problem.a_granularity, problem.b_granularity))
+def _block_widths(problem: MatmulProblem) -> set[int]:
+    """How wide along K the blocks are that share a scale; empty where the scales apply to the finished sums."""
+    return {g.columns for g in (problem.a_granularity, problem.b_granularity) if isinstance(g, PerBlock)}
 
 
 def _cuda_objections(problem: MatmulProblem) -> Iterator[str]:
@@ -153,10 +161,10 @@ def _cuda_objections(problem: MatmulProblem) -> Iterator[str]:
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         yield f"FP8 tensor cores need compute capability 8.9, and this device has {capability[0]}.{capability[1]}"
-    if not _scales_factor_out(problem):
+    if _block_widths(problem):
         yield "cuBLAS here takes per-tensor and per-row scales, not block scales"
-    if problem.a_granularity != problem.b_granularity:
-        yield "cuBLAS wants both operands scaled per tensor or both per row"
+    if problem.accumulate is not Accumulate.FP32 and capability[0] != 9:
+        yield f"only Hopper sums as Hopper does, and this device has compute capability {capability[0]}.{capability[1]}"
     if problem.a_dtype is torch.float8_e5m2 and problem.b_dtype is torch.float8_e5m2:
         yield "cuBLAS does not multiply E5M2 by E5M2"
     if {problem.a_dtype, problem.b_dtype} - {torch.float8_e4m3fn, torch.float8_e5m2}:
@@ -206,34 +214,56 @@ def _fp32_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _widened_mm(  # noqa: PLR0917 (an operator's schema)
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, block: int
 ) -> Tensor:
-    sums = _fp32_mm(_shifted_into_place(a), _shifted_into_place(b).t())
-    column_scale = b_scale.t() if b_scale.ndim else b_scale
-    if _might_overflow_between(a_scale, b_scale):
-        sums = (sums.double() * (a_scale.double() * _unshift(a)) * (column_scale.double() * _unshift(b))).float()
+    """``block`` columns of K share a scale; 0 if all do. Scales are [R, blocks], with one row or column for all."""
+    if _might_leave_range(a_scale, b_scale):
+        left, right = (widen(q).double() * _spread(s.double(), q, block) for q, s in ((a, a_scale), (b, b_scale)))
+        sums = (left @ right.t()).float()
+    elif not block:
+        sums = _fp32_mm(_shifted_into_place(a), _shifted_into_place(b).t())
+        sums.mul_(a_scale * _unshift(a)).mul_((b_scale * _unshift(b)).t())
+    elif _are_powers_of_two(a_scale, b_scale):
+        left, right = (widen(q).mul_(_spread(s, q, block)) for q, s in ((a, a_scale), (b, b_scale)))
+        sums = _fp32_mm(left, right.t())
     else:
-        sums.mul_(a_scale * _unshift(a)).mul_(column_scale * _unshift(b))
+        sums = _sums_of_scaled_blocks(widen(a), a_scale, widen(b), b_scale, block)
     if bias is not None:
         sums.add_(bias.float())
     return sums.to(out_dtype)
 
 
-def _might_overflow_between(*scales: Tensor) -> bool:
+def _sums_of_scaled_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, block: int) -> Tensor:
+    """Each block of K multiplied and scaled by itself, [M, N]."""
+    total = a.new_zeros(a.shape[0], b.shape[0])
+    a_scales, b_scales = a_scale.expand(-1, -(-a.shape[1] // block)), b_scale.expand(-1, -(-b.shape[1] // block))
+    parts = zip(a.split(block, dim=1), b.split(block, dim=1), a_scales.unbind(1), b_scales.unbind(1), strict=True)
+    for left, right, left_scale, right_scale in parts:
+        total.add_(_fp32_mm(left, right.t()).mul_(left_scale[:, None]).mul_(right_scale))
+    return total
+
+
+def _spread(scales: Tensor, codes: Tensor, block: int) -> Tensor:
+    """Scales [R, blocks] in a shape that broadcasts against the codes [R, K]."""
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(block, dim=1)[:, : codes.shape[1]]
+
+
+def _are_powers_of_two(*scales: Tensor) -> bool:
+    """By their mantissa bits; of normal numbers."""
+    return not any(bool((scale.view(torch.int32) & 0x007F_FFFF).any()) for scale in scales)
+
+
+def _might_leave_range(*scales: Tensor) -> bool:
     """Whether one scale after the other may leave FP32's range although both together stay inside.
 
     Nonzero sums of products lie between 2^-34 and 2^63, for any K that fits in memory; a scale within 2^±60 keeps them
     in the normal range.
     """
-    for scale in scales:
-        low, high = scale.aminmax() if scale.numel() else (scale, scale)
-        if scale.numel() and not (low >= 2.0**-60 and high <= 2.0**60):
-            return True
-    return False
+    return any(not (s.amin() >= 2.0**-60 and s.amax() <= 2.0**60) for s in scales if s.numel())
 
 
 def _widened_mm_shape(a: Tensor, _: Tensor, b: Tensor, *rest: object) -> Tensor:
-    *_ignored, out_dtype = rest
+    *_ignored, out_dtype, _block = rest
     assert isinstance(out_dtype, torch.dtype)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -241,7 +271,7 @@ def _widened_mm_shape(a: Tensor, _: Tensor, b: Tensor, *rest: object) -> Tensor:
 # One opaque operator: the precision setting around the GEMM must not be traced.
 torch.library.define(
     "octavo::widened_mm",
-    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype, int block) -> Tensor",
 )
 torch.library.impl("octavo::widened_mm", "CPU")(_widened_mm)
 torch.library.register_fake("octavo::widened_mm")(_widened_mm_shape)

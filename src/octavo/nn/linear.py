@@ -5,12 +5,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import recipes
-from octavo.context import active_recipe
+from octavo.context import active_recipe, autocast_region
 from octavo.errors import ConfigError
 from octavo.functional import fp8_linear
 from octavo.kernels import needs_widening
-from octavo.numerics.cast import check_float
-from octavo.observers import ROLES, AmaxHistory, ScaleUpdates, StatefulModule, inside_backward
+from octavo.numerics.cast import can_be_asked, check_float
+from octavo.observers import ROLES, AmaxHistory, LayerTap, ScaleUpdates, StatefulModule, inside_backward
 from octavo.recipes import Recipe
 
 __all__ = ["Linear"]
@@ -42,6 +42,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     path: str  # in the model that was converted
     scale_updates: ScaleUpdates
     nonfinite_counts: Tensor  # [3] int64: NaN and ±Inf elements of the roles, seen in training
+    input_scale: Tensor  # [] float32, of a static recipe; 0 until it is loaded
     amax_history: AmaxHistory | None
 
     def __init__(
@@ -87,23 +88,47 @@ class Linear(StatefulModule, torch.nn.Linear):
             raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
         if recipe.is_high_precision:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
-        learning = self.training and torch.is_grad_enabled()
-        nonfinite = self.nonfinite_counts if self.training else None
-        history = self._history_for(recipe, create=learning)
-        if history is None:
-            return fp8_linear(x, self.weight, self.bias, recipe, nonfinite=nonfinite)
-        repeated = inside_backward()  # activation checkpointing runs a forward of this step again
-        if self.training and not repeated:
-            history.begin_forward(awaits_backward=x.requires_grad or self.weight.requires_grad)
-        amaxes, pending = history.amax.clone(), history.pending if learning else None
-        y = fp8_linear(x, self.weight, self.bias, recipe, amaxes=amaxes, pending=pending, nonfinite=nonfinite)
-        if self.scale_updates.manual and y.requires_grad and not repeated and not torch.compiler.is_compiling():
-            y.register_hook(history.remind)
+        tap = self._tap(recipe, awaits_backward=x.requires_grad or self.weight.requires_grad)
+        y = fp8_linear(x, self.weight, self.bias, recipe, tap=tap)
+        self._watch_backward(y)
         return y
 
+    def _tap(self, recipe: Recipe, *, awaits_backward: bool) -> LayerTap:
+        """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
+        learning = self.training and torch.is_grad_enabled()
+        tap = LayerTap(nonfinite=self.nonfinite_counts if self.training else None)
+        if recipe.has_static_input:
+            tap.input_scale = self._checked_input_scale()
+        history = self._history_for(recipe, create=learning)
+        if history is not None:
+            if self.training and not inside_backward():  # activation checkpointing runs a forward of this step again
+                history.begin_forward(awaits_backward=awaits_backward, region=autocast_region())
+            tap.amaxes = history.amax.clone()
+            if learning:
+                tap.pending, tap.overflowed = history.pending, history.overflowed
+        return tap
+
+    def _checked_input_scale(self) -> Tensor:
+        if can_be_asked(self.input_scale) and not self.input_scale > 0:
+            raise ConfigError(
+                f"{f'layer {self.path!r}' if self.path else 'this layer'} has no scale for its static input; "
+                "calibrate the model, or load its scaling state"
+            )
+        return self.input_scale
+
+    def _watch_backward(self, y: Tensor) -> None:
+        """Let a manual history count backward passes, so that it can tell that nobody closes its steps."""
+        if torch.compiler.is_compiling() or not self.scale_updates.manual or inside_backward():
+            return
+        if self.amax_history is not None and self.training and y.requires_grad:
+            y.register_hook(self.amax_history.remind)
+
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
-        """Nothing counted."""
-        return {"nonfinite_counts": torch.zeros(len(ROLES), dtype=torch.int64, device=device)}
+        """Nothing counted, no scale loaded."""
+        return {
+            "nonfinite_counts": torch.zeros(len(ROLES), dtype=torch.int64, device=device),
+            "input_scale": torch.zeros((), device=device),
+        }
 
     def extra_repr(self) -> str:
         """The shape and the recipe's name."""

@@ -1,11 +1,13 @@
 """Pure tensor maths: casts, scales, granularities, metrics. No modules, no state, no devices chosen."""
 
+from octavo.numerics.accumulate import Accumulate, hopper_chains, hopper_sums
 from octavo.numerics.cast import Nonfinite, Overflow, cast_nearest, cast_stochastic
 from octavo.numerics.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_fraction, sqnr_db, underflow_fraction
 from octavo.numerics.quantized import QuantizedTensor, dequantize, fake_quantize, quantize
 from octavo.numerics.scaling import (
     Measurement,
+    ScaleRounding,
     amax,
     encode_scale_from_amax,
     measure,
@@ -14,6 +16,7 @@ from octavo.numerics.scaling import (
 )
 
 __all__ = [
+    "Accumulate",
     "Granularity",
     "Measurement",
     "Nonfinite",
@@ -22,6 +25,7 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "QuantizedTensor",
+    "ScaleRounding",
     "amax",
     "cast_nearest",
     "cast_stochastic",
@@ -29,6 +33,8 @@ __all__ = [
     "encode_scale_from_amax",
     "fake_quantize",
     "flushed_energy",
+    "hopper_chains",
+    "hopper_sums",
     "measure",
     "nonfinite_count",
     "power_of_two_floor",

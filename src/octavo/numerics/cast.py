@@ -195,10 +195,10 @@ def _checked(x: Tensor, fmt: Format, nonfinite: Nonfinite) -> Tensor:
     return narrowed(x)
 
 
-def check_policy(given: StrEnum, allowed: type[StrEnum]) -> None:
+def check_policy(given: StrEnum, allowed: type[StrEnum], name: str = "") -> None:
     """Raise ConfigError unless ``given`` is one of the enum's values."""
     if given not in tuple(allowed):
-        raise ConfigError(f"{allowed.__name__.lower()} must be one of {', '.join(allowed)}, not {given!r}")
+        raise ConfigError(f"{name or allowed.__name__.lower()} must be one of {', '.join(allowed)}, not {given!r}")
 
 
 def _scaled(x: Tensor, encode_scale: Tensor | None) -> Tensor:

@@ -74,7 +74,7 @@ def saturation_fraction(original: Tensor, q: QuantizedTensor) -> float:
     """
     fmt = q.format
     half_step = (fmt.max - fmt.magnitude(fmt.max_code - 1)) / 2
-    limit = q.granularity.expand(q.scale, q.shape).double() * (fmt.max + half_step)
+    limit = q.granularity.expand(q.fp32_scale, q.shape).double() * (fmt.max + half_step)
     finite = original.isfinite()
     return _fraction((original.double().abs() > limit) & finite, finite)
 

@@ -13,14 +13,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
-from octavo.formats import FP8_FORMATS, Format, format_of
+from octavo.formats import E8M0, FP8_FORMATS, FP32, Format, format_of
 from octavo.numerics.cast import Nonfinite, can_be_asked, cast_nearest, check_float, check_fp8_format, check_policy
 from octavo.numerics.granularity import Granularity, granularity_or_default
-from octavo.numerics.scaling import AMAX_FLOOR, Measurement, encode_scale_from_amax, measure
+from octavo.numerics.scaling import (
+    AMAX_FLOOR,
+    Measurement,
+    ScaleRounding,
+    e8m0_from_scale,
+    encode_scale_from_amax,
+    measure,
+    scale_from_e8m0,
+)
 
 __all__ = ["QuantizedTensor", "dequantize", "fake_quantize", "quantize"]
 
 _FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
+_SCALE_DTYPES = (torch.float32, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,8 @@ class QuantizedTensor:
 
     Attributes:
         data: codes, an FP8 dtype, any shape.
-        scale: float32, shape ``granularity.scale_shape(data.shape)``; hp ≈ data · scale.
+        scale: float32, or uint8 for E8M0 bytes, 2^(byte - 127); shape ``granularity.scale_shape(data.shape)``;
+            hp ≈ data · scale.
         granularity: which elements share a scale.
         hp_dtype: dtype that :meth:`dequantize` returns: that of the quantized tensor.
 
@@ -51,8 +61,8 @@ class QuantizedTensor:
     def __post_init__(self) -> None:
         if self.data.dtype not in _FP8_DTYPES:
             raise ConfigError(f"codes have an FP8 dtype, not {self.data.dtype}; octavo.quantize makes them")
-        if self.scale.dtype is not torch.float32:
-            raise ConfigError(f"a scale is float32, not {self.scale.dtype}")
+        if self.scale.dtype not in _SCALE_DTYPES:
+            raise ConfigError(f"a scale is float32, or uint8 for E8M0 bytes, not {self.scale.dtype}")
         expected = self.granularity.scale_shape(self.data.shape)
         if self.scale.shape != expected:
             raise ConfigError(
@@ -64,6 +74,11 @@ class QuantizedTensor:
     def format(self) -> Format:
         """The format of the codes."""
         return format_of(self.data.dtype)
+
+    @property
+    def fp32_scale(self) -> Tensor:
+        """The scale as numbers, whichever way it is stored."""
+        return scale_from_e8m0(self.scale) if self.scale.dtype is torch.uint8 else self.scale
 
     @property
     def shape(self) -> torch.Size:
@@ -103,7 +118,8 @@ def quantize(
     granularity: Granularity | None = None,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
-    power_of_two: bool = False,
+    scale_rounding: ScaleRounding = ScaleRounding.FP32,
+    scale_format: Format = FP32,
     amax_floor: float = AMAX_FLOOR,
     margin: int = 0,
     nonfinite: Nonfinite = Nonfinite.PROPAGATE,
@@ -121,8 +137,9 @@ def quantize(
         amax: the largest magnitude to provide for, in the scale's shape; None measures ``x`` (dynamic scaling). Delayed
             scaling passes that of earlier steps: what lies beyond saturates.
         scale: a fixed decode scale instead (static scaling); ``encode_scale`` is then fp32(1 / scale) and
-            ``power_of_two``, ``amax_floor`` and ``margin`` play no part.
-        power_of_two: round the encode scale down to a power of two.
+            ``scale_rounding``, ``amax_floor`` and ``margin`` play no part.
+        scale_rounding: which numbers the scale may be; the rules stand in numerics/scaling.py.
+        scale_format: FP32, or E8M0 for one byte a scale, which must be a power of two.
         amax_floor: smaller amaxes count as this.
         margin: binades to leave free above amax.
         nonfinite: what an infinite element becomes; NaN stays NaN. Neither changes any other element.
@@ -162,9 +179,7 @@ def quantize(
             if measurement.nonfinite is None:
                 nonfinite = Nonfinite.SATURATE  # nothing to propagate: saves the cast another look
         assert amax is not None
-        encode_scale = encode_scale_from_amax(
-            amax, fmt, power_of_two=power_of_two, amax_floor=amax_floor, margin=margin
-        )
+        encode_scale = encode_scale_from_amax(amax, fmt, rounding=scale_rounding, amax_floor=amax_floor, margin=margin)
         stored = encode_scale.reciprocal()
     expected = groups.scale_shape(x.shape)
     if stored.shape != expected:
@@ -172,7 +187,17 @@ def quantize(
             f"{groups} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(stored.shape)}"
         )
     data = cast_nearest(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
-    return QuantizedTensor(data, stored, groups, x.dtype)
+    return QuantizedTensor(data, _stored_as(scale_format, stored, scale_rounding), groups, x.dtype)
+
+
+def _stored_as(fmt: Format, scale: Tensor, rounding: ScaleRounding) -> Tensor:
+    if fmt == FP32:
+        return scale
+    if fmt != E8M0:
+        raise ConfigError(f"scale_format must be FP32 or E8M0, not {fmt}")
+    if rounding == ScaleRounding.FP32:
+        raise ConfigError("E8M0 holds powers of two; give scale_rounding='rceil', 'floor' or 'even'")
+    return e8m0_from_scale(scale)
 
 
 def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:
@@ -195,11 +220,15 @@ def dequantize(q: QuantizedTensor) -> Tensor:
         >>> dequantize(quantize(torch.tensor([3.0, 1.0], dtype=torch.bfloat16), E5M2))
         tensor([3.0000, 1.0703], dtype=torch.bfloat16)
     """
-    return (q.data.float() * q.granularity.expand(q.scale, q.data.shape)).to(q.hp_dtype)
+    return (q.data.float() * q.granularity.expand(q.fp32_scale, q.data.shape)).to(q.hp_dtype)
 
 
 def fake_quantize(
-    x: Tensor, fmt: Format, *, granularity: Granularity | None = None, power_of_two: bool = False
+    x: Tensor,
+    fmt: Format,
+    *,
+    granularity: Granularity | None = None,
+    scale_rounding: ScaleRounding = ScaleRounding.FP32,
 ) -> Tensor:
     """Quantize and dequantize: the values FP8 would hold, in ``x``'s dtype; the gradient passes straight through.
 
@@ -211,14 +240,16 @@ def fake_quantize(
         >>> y.tolist(), x.grad.tolist()
         ([0.3125, 448.0], [1.0, 1.0])
     """
-    result: Tensor = _FakeQuantize.apply(x, fmt, granularity, power_of_two)  # type: ignore[no-untyped-call]
+    result: Tensor = _FakeQuantize.apply(x, fmt, granularity, scale_rounding)  # type: ignore[no-untyped-call]
     return result
 
 
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, power_of_two: bool) -> Tensor:
-        return dequantize(quantize(x, fmt, granularity=granularity, power_of_two=power_of_two))
+    def forward(
+        ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding
+    ) -> Tensor:
+        return dequantize(quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding))
 
     @staticmethod
     @once_differentiable

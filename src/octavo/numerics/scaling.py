@@ -10,34 +10,58 @@
 | a margin that underflows it | the smallest normal float32, whose reciprocal is still finite                         |
 | Inf, NaN elements           | do not take part: the amax is that of the finite elements                             |
 
-With ``power_of_two`` the encode scale's mantissa bits are cleared: the exact floor to a power of two. (The usual
-``exp2(floor(log2(s)))`` rounds up just below powers of two.) The division is FP64 and rounded once; this is bit
-for bit what torchao's tensorwise recipe computes. Dividing by ``amax / maximum`` instead would change codes of one
-bfloat16 tensor in fifty, up to 2 % of them.
+The division is FP64 and rounded once; this is bit for bit what torchao's tensorwise recipe computes. Dividing by
+``amax / maximum`` instead would change codes of one bfloat16 tensor in fifty, up to 2 % of them.
+
+A scale may be a power of two, by bits and not by logarithms (``exp2(floor(log2(s)))`` rounds up just below powers of
+two). Three rules are in use, for the decode scale of a block with largest magnitude amax:
+
+| rule    | scale                                                          | saturates                                 |
+|---------|----------------------------------------------------------------|-------------------------------------------|
+| `rceil` | amax / maximum, up to a power of two                           | nothing                                   |
+| `floor` | 2^(floor(log2 amax) - floor(log2 maximum))                     | amaxes above 1.75 (E4M3) times 2^n        |
+| `even`  | as `floor`, of amax rounded to the format's mantissa bits      | fewer of them                             |
+
+Such a scale fits in an E8M0 byte: 2^(byte - 127), 255 is NaN. Bytes are kept as uint8, which every compiler knows;
+``.view(torch.float8_e8m0fnu)`` is free. Sources: OCP Microscaling Formats 1.0 §6.3 (`floor`);
+NVIDIA, arXiv 2506.08027 (`rceil`: rounding down diverges in MXFP8 pre-training).
 """
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.formats import Format
-from octavo.numerics.cast import can_be_asked, check_float, narrowed
+from octavo.formats import E8M0, Format
+from octavo.numerics.cast import can_be_asked, check_float, check_policy, narrowed
 from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
 
 __all__ = [
     "AMAX_FLOOR",
     "Measurement",
+    "ScaleRounding",
     "amax",
+    "e8m0_from_scale",
     "encode_scale_from_amax",
     "measure",
     "power_of_two_floor",
     "scale_from_amax",
+    "scale_from_e8m0",
 ]
 
 AMAX_FLOOR = 1e-12  # torchao's EPS; below it a tensor is treated as that small
+
+
+class ScaleRounding(StrEnum):
+    """Which numbers a scale may be; the module's text gives the rules."""
+
+    FP32 = "fp32"  # the nearest float32
+    RCEIL = "rceil"
+    FLOOR = "floor"
+    EVEN = "even"
 
 
 def amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
@@ -97,37 +121,62 @@ def _plain_amax(x: Tensor, granularity: Granularity) -> Tensor:
 
 
 def encode_scale_from_amax(
-    amax: Tensor, fmt: Format, *, power_of_two: bool = False, amax_floor: float = AMAX_FLOOR, margin: int = 0
+    amax: Tensor,
+    fmt: Format,
+    *,
+    rounding: ScaleRounding = ScaleRounding.FP32,
+    amax_floor: float = AMAX_FLOOR,
+    margin: int = 0,
 ) -> Tensor:
     """The multiplier that brings ``amax`` to the format's maximum; float32, finite, positive.
 
     Args:
-        amax: non-negative and finite float32 of any shape, as :func:`amax` gives it; a NaN stays one.
+        amax: non-negative and finite float32 of any shape, as :func:`amax` gives it.
         fmt: the format to fill.
-        power_of_two: round the multiplier down to a power of two.
+        rounding: which numbers the scale may be.
         amax_floor: smaller amaxes count as this.
         margin: binades to leave free above amax; 0 or more.
 
     Raises:
-        ConfigError: ``margin`` or ``amax_floor`` is negative.
+        ConfigError: ``margin`` or ``amax_floor`` is negative, or ``rounding`` unknown.
 
     Example:
         >>> from octavo.formats import E4M3
         >>> encode_scale_from_amax(torch.tensor([448.0, 0.5, 0.0]), E4M3, amax_floor=0.0)
         tensor([1.0000e+00, 8.9600e+02, 3.4028e+38])
+        >>> encode_scale_from_amax(torch.tensor(500.0), E4M3, rounding="rceil")  # 500 / 448, up to 2, and over
+        tensor(0.5000)
+        >>> encode_scale_from_amax(torch.tensor(500.0), E4M3, rounding="floor")  # 500 saturates
+        tensor(1.)
     """
     if margin < 0 or margin % 1:
         raise ConfigError(f"margin must be 0 or more binades, not {margin}")
     if not amax_floor >= 0:
         raise ConfigError(f"amax_floor must be 0 or more, not {amax_floor}")
-    target = fmt.max * 2.0**-margin
-    quotient = target / amax.double().clamp(min=max(amax_floor, torch.finfo(torch.float64).tiny))  # never 0 / 0
+    check_policy(rounding, ScaleRounding, "rounding")
+    largest = amax.double().clamp(min=max(amax_floor, torch.finfo(torch.float64).tiny))  # never 0 / 0
+    if rounding in (ScaleRounding.FLOOR, ScaleRounding.EVEN):
+        return _encode_exponent(largest, fmt, margin, even=rounding == ScaleRounding.EVEN)
+    quotient = fmt.max * 2.0**-margin / largest
     encode_scale = quotient.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max).float()
-    return power_of_two_floor(encode_scale) if power_of_two else encode_scale
+    return power_of_two_floor(encode_scale) if rounding == ScaleRounding.RCEIL else encode_scale
+
+
+def _encode_exponent(largest: Tensor, fmt: Format, margin: int, *, even: bool) -> Tensor:
+    """2^(floor(log2 maximum) - margin - floor(log2 largest)) of positive normal float64, by their exponent bits."""
+    half = 1 << (51 - fmt.mantissa_bits) if even else 0  # what lies in the upper half of the last step carries
+    exponent = ((largest.view(torch.int64) + half) >> 52) - 1023
+    encode_exponent = (math.frexp(fmt.max)[1] - 1 - margin - exponent).clamp(-126, 127)
+    return ((encode_exponent + 127) << 23).int().view(torch.float32)
 
 
 def scale_from_amax(
-    amax: Tensor, fmt: Format, *, power_of_two: bool = False, amax_floor: float = AMAX_FLOOR, margin: int = 0
+    amax: Tensor,
+    fmt: Format,
+    *,
+    rounding: ScaleRounding = ScaleRounding.FP32,
+    amax_floor: float = AMAX_FLOOR,
+    margin: int = 0,
 ) -> Tensor:
     """The scale that is stored: the reciprocal of :func:`encode_scale_from_amax`, float32.
 
@@ -136,9 +185,29 @@ def scale_from_amax(
         >>> scale_from_amax(torch.tensor(896.0), E4M3)
         tensor(2.)
     """
-    return encode_scale_from_amax(
-        amax, fmt, power_of_two=power_of_two, amax_floor=amax_floor, margin=margin
-    ).reciprocal()
+    return encode_scale_from_amax(amax, fmt, rounding=rounding, amax_floor=amax_floor, margin=margin).reciprocal()
+
+
+def e8m0_from_scale(scale: Tensor) -> Tensor:
+    """A power of two from 2^-127 to 2^127 as an E8M0 byte; the smallest is a float32 subnormal.
+
+    Example:
+        >>> e8m0_from_scale(torch.tensor([1.0, 2.0**-127]))
+        tensor([127,   0], dtype=torch.uint8)
+    """
+    return (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def scale_from_e8m0(codes: Tensor) -> Tensor:
+    """E8M0 bytes as float32.
+
+    Example:
+        >>> scale_from_e8m0(torch.tensor([0, 127, 255], dtype=torch.uint8))
+        tensor([5.8775e-39, 1.0000e+00,        nan])
+    """
+    powers = (codes.int() << 23).view(torch.float32)
+    smallest, nan_code = E8M0.min_normal, E8M0.nan_codes[0]
+    return torch.where(codes == 0, smallest, torch.where(codes == nan_code, math.nan, powers))
 
 
 def power_of_two_floor(positive: Tensor) -> Tensor:

@@ -266,7 +266,8 @@ def check_recipe(name: str, options: dict[str, Any]) -> None:
     Raises:
         ConfigError: an unknown name or option.
     """
-    allowed = [*PLAIN_RECIPES, *(other for other in recipes.names() if other not in PLAIN_RECIPES)]
+    trainable = [other for other in recipes.names() if not recipes.get(other).has_static_input]
+    allowed = [*PLAIN_RECIPES, *(other for other in trainable if other not in PLAIN_RECIPES)]
     if name not in allowed:
         raise ConfigError(
             f"training.recipe must be one of {', '.join(allowed)}, not {name!r}{_did_you_mean(name, allowed)}"

@@ -34,13 +34,13 @@ def test_auto_records_its_choice_with_reasons_once_a_problem():
 
 
 @pytest.mark.usefixtures("_fresh_record")
-def test_block_scales_go_to_the_reference_with_every_reason():
-    a = _quantized(4, 8, granularity=PerBlock(1, 4))
-    scaled_mm(a, a)
+def test_blocks_that_do_not_meet_go_to_the_reference_with_every_reason():
+    a, b = (_quantized(4, 8, granularity=PerBlock(1, columns)) for columns in (4, 8))
+    scaled_mm(a, b)
     (selection,) = selections()
     assert selection.backend == "reference"
     assert [name for name, _ in selection.rejected] == NAMES[: NAMES.index("reference")]
-    assert dict(selection.rejected)["torch_cpu"] == "block scales need one sum for each block of K"
+    assert dict(selection.rejected)["torch_cpu"] == "its blocks of K are as wide in both operands, not 4 and 8"
 
 
 @pytest.mark.usefixtures("_fresh_record")
@@ -53,10 +53,11 @@ def test_the_record_is_bounded(monkeypatch):
 
 @pytest.mark.usefixtures("_fresh_record")
 def test_a_named_backend_runs_or_refuses():
-    a, blocks = _quantized(4, 8), _quantized(4, 8, granularity=PerBlock(1, 4))
+    a = _quantized(4, 8)
+    blocks, others = (_quantized(4, 8, granularity=PerBlock(1, columns)) for columns in (4, 8))
     torch.testing.assert_close(scaled_mm(a, a, backend="reference"), scaled_mm(a, a, backend="torch_cpu"))
-    with pytest.raises(BackendError, match=r"'torch_cpu' cannot run this product: block scales .* use backend='auto'"):
-        scaled_mm(blocks, blocks, backend="torch_cpu")
+    with pytest.raises(BackendError, match=r"'torch_cpu' cannot run this product: its blocks .* use backend='auto'"):
+        scaled_mm(blocks, others, backend="torch_cpu")
     with pytest.raises(BackendError, match="'torch_cuda' cannot run this product: it runs on CUDA"):
         scaled_mm(a, a, backend="torch_cuda")
     with pytest.raises(BackendError, match=r"there is no backend 'cuda'; use 'auto' or one of .*torch_cpu"):

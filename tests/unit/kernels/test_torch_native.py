@@ -8,7 +8,7 @@ from octavo.formats import FP8_FORMATS
 from octavo.kernels import dispatch, high_precision_mm, needs_widening, torch_native
 from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.torch_native import CudaBackend, _pad_to_16, widen
-from octavo.numerics import PerRow, PerTensor
+from octavo.numerics import Accumulate, PerRow, PerTensor
 from octavo.numerics.reference import decode
 from tests.contract.gemm_oracle import assert_product
 
@@ -56,7 +56,9 @@ def test_the_gemm_precision_setting_is_put_back(has_bf16, monkeypatch):
     octavo.scaled_mm(q, q)
     assert _settings() == before
     with pytest.raises(RuntimeError):  # shapes that the GEMM itself refuses
-        torch.ops.octavo.widened_mm(q.data, q.scale, q.data[:, :3], q.scale, None, torch.float32)
+        torch.ops.octavo.widened_mm(
+            q.data, q.scale.reshape(1, 1), q.data[:, :3], q.scale.reshape(1, 1), None, torch.float32, 0
+        )
     assert _settings() == before
 
 
@@ -143,7 +145,7 @@ def test_cuda_backend_objects_in_words(changes, reason, monkeypatch):
         b_granularity=PerTensor(),
         out_dtype=torch.float32,
         bias=False,
-        fast_accumulation=True,
+        accumulate=Accumulate.HOPPER_FAST,
     )
     assert CudaBackend().unsupported_reason(problem) is None
     rows = replace(problem, a_granularity=PerRow(), b_granularity=PerRow())
@@ -153,8 +155,8 @@ def test_cuda_backend_objects_in_words(changes, reason, monkeypatch):
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("fast", [False, True])
-def test_cuda_backend_asks_cublas_for_what_it_takes(granularity, with_bias, fast, monkeypatch):
+@pytest.mark.parametrize("accumulate", [Accumulate.FP32, Accumulate.HOPPER_FAST])
+def test_cuda_backend_asks_cublas_for_what_it_takes(granularity, with_bias, accumulate, monkeypatch):
     """A stand-in for ``torch._scaled_mm`` holds the wrapper to cuBLAS's rules and computes the product in float64."""
 
     def stand_in(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -164,7 +166,7 @@ def test_cuda_backend_asks_cublas_for_what_it_takes(granularity, with_bias, fast
         per_row = scale_a.ndim == 2
         assert (scale_a.shape, scale_b.shape) == (((a.shape[0], 1), (1, b.shape[1])) if per_row else ((), ()))
         assert out_dtype is torch.bfloat16 or not per_row
-        assert use_fast_accum is fast
+        assert use_fast_accum is (accumulate is Accumulate.HOPPER_FAST)
         return (a.double() @ b.double() * scale_a * scale_b).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", stand_in)
@@ -172,9 +174,9 @@ def test_cuda_backend_asks_cublas_for_what_it_takes(granularity, with_bias, fast
     a, b = (octavo.quantize(t, octavo.E4M3, granularity=granularity) for t in (x, weight))
     bias = torch.randn(7) if with_bias else None
     for out_dtype in (torch.bfloat16, torch.float32):
-        problem = dispatch._describe(a, b, out_dtype, bias, fast)
+        problem = dispatch._describe(a, b, out_dtype, bias, accumulate)
         y = CudaBackend().scaled_mm(a, b, bias, problem)
-        exact = ReferenceBackend().scaled_mm(a, b, bias, dispatch._describe(a, b, torch.float32, bias, fast))
+        exact = ReferenceBackend().scaled_mm(a, b, bias, dispatch._describe(a, b, torch.float32, bias, Accumulate.FP32))
         assert y.dtype is out_dtype
         rounds_to_bf16 = out_dtype is torch.bfloat16 or isinstance(granularity, PerRow)
         torch.testing.assert_close(

@@ -15,6 +15,7 @@ from octavo.numerics import (
     PerRow,
     PerTensor,
     QuantizedTensor,
+    ScaleRounding,
     cast_nearest,
     dequantize,
     fake_quantize,
@@ -25,6 +26,7 @@ from tests.oracle.scale_formula import decode_scale, encode_scale
 
 GRANULARITIES = [PerTensor(), PerRow(), PerBlock(2, 3)]
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+ROUNDINGS = list(ScaleRounding)
 every_format = pytest.mark.parametrize("fmt", FP8_FORMATS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 
@@ -49,15 +51,15 @@ def bits_of(x):
 @every_granularity
 @every_format
 @every_dtype
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_equals_a_loop_over_groups(granularity, fmt, dtype, power_of_two):
+@pytest.mark.parametrize("scale_rounding", ROUNDINGS)
+def test_equals_a_loop_over_groups(granularity, fmt, dtype, scale_rounding):
     x = (torch.randn(5, 7) * torch.rand(5, 1) * 100).to(dtype)
     x[2] = 0
-    q = quantize(x, fmt, granularity=granularity, power_of_two=power_of_two)
+    q = quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding)
     scales = []
     for where in groups(granularity, 5, 7):
         group = x[where].float()
-        encode = encode_scale(group.abs().max().item(), fmt.max, power_of_two=power_of_two)
+        encode = encode_scale(group.abs().max().item(), fmt.max, rounding=scale_rounding)
         assert_same_codes(q.data[where], expected_codes(group.numpy(), fmt, np.float32(encode)), fmt)
         scales.append(decode_scale(encode))
     assert q.scale.dtype is torch.float32
@@ -189,7 +191,9 @@ def test_a_given_amax_takes_the_measured_ones_place(granularity):
 def test_a_given_scale_decodes(granularity):
     x = torch.randn(5, 7)
     scale = torch.full(granularity.scale_shape(x.shape), 0.03)
-    q = quantize(x, E4M3, granularity=granularity, scale=scale, margin=5, power_of_two=True, amax_floor=9.0)
+    q = quantize(
+        x, E4M3, granularity=granularity, scale=scale, margin=5, scale_rounding=ScaleRounding.RCEIL, amax_floor=9.0
+    )
     assert torch.equal(q.scale, scale)
     assert_same_codes(q.data, expected_codes(x.numpy(), E4M3, np.float32(1) / np.float32(0.03)), E4M3)
 
@@ -211,9 +215,9 @@ def test_the_smallest_scale_octavo_makes_can_be_given_back():
 def test_transpose_shares_codes_and_is_the_quantized_transpose():
     x = torch.randn(6, 4)
     for granularity in (PerTensor(), PerBlock(2, 2)):
-        for power_of_two in (False, True):  # requantizing a transposed power-of-two tensor changed codes elsewhere
-            q = quantize(x, E4M3, granularity=granularity, power_of_two=power_of_two)
-            fresh = quantize(x.t(), E4M3, granularity=granularity, power_of_two=power_of_two)
+        for scale_rounding in ROUNDINGS:  # requantizing a transposed power-of-two tensor changed codes elsewhere
+            q = quantize(x, E4M3, granularity=granularity, scale_rounding=scale_rounding)
+            fresh = quantize(x.t(), E4M3, granularity=granularity, scale_rounding=scale_rounding)
             assert q.t().data.data_ptr() == q.data.data_ptr()
             assert torch.equal(q.t().data.view(torch.uint8), fresh.data.view(torch.uint8))
             assert torch.equal(q.t().scale, fresh.scale)
@@ -235,8 +239,8 @@ def test_only_a_matrix_has_a_transpose():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_fake_quantize_rounds_forward_and_passes_gradients(granularity, dtype):
     x = torch.randn(5, 7).to(dtype).requires_grad_()
-    y = fake_quantize(x, E4M3, granularity=granularity, power_of_two=True)
-    assert torch.equal(y, quantize(x, E4M3, granularity=granularity, power_of_two=True).dequantize())
+    y = fake_quantize(x, E4M3, granularity=granularity, scale_rounding=ScaleRounding.RCEIL)
+    assert torch.equal(y, quantize(x, E4M3, granularity=granularity, scale_rounding=ScaleRounding.RCEIL).dequantize())
     upstream = torch.randn(5, 7).to(dtype)
     y.backward(upstream)
     assert x.grad is not None
@@ -332,7 +336,7 @@ def test_arguments_of_the_wrong_kind_get_a_sentence(arguments, words):
 def test_codes_and_scale_have_their_dtypes():
     with pytest.raises(ConfigError, match=r"codes have an FP8 dtype, not torch\.float32"):
         QuantizedTensor(torch.ones(2), torch.tensor(1.0), PerTensor(), torch.float32)
-    with pytest.raises(ConfigError, match=r"a scale is float32, not torch\.bfloat16"):
+    with pytest.raises(ConfigError, match=r"a scale is float32, or uint8 for E8M0 bytes, not torch\.bfloat16"):
         QuantizedTensor(
             torch.ones(2).to(E4M3.torch_dtype), torch.tensor(1.0, dtype=torch.bfloat16), PerTensor(), torch.float32
         )

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.formats import E4M3, E5M2, FP8_FORMATS
+from octavo.formats import E4M3, E5M2, E8M0, FP8_FORMATS
 from octavo.numerics import PerBlock, PerRow, PerTensor, amax, encode_scale_from_amax, scale_from_amax
 from octavo.numerics.cast import cast_nearest
 from octavo.numerics.quantized import quantize
-from octavo.numerics.scaling import power_of_two_floor
+from octavo.numerics.scaling import ScaleRounding, e8m0_from_scale, power_of_two_floor, scale_from_e8m0
 from tests.oracle.scale_formula import FLOAT32_MAX, FLOAT32_MIN_NORMAL, bits, decode_scale, encode_scale
 
+ROUNDINGS = list(ScaleRounding)
 every_format = pytest.mark.parametrize("fmt", FP8_FORMATS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 
@@ -31,10 +32,10 @@ def bits_of(x):
 
 
 @every_format
-@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("scale_rounding", ROUNDINGS)
 @pytest.mark.parametrize(("amax_floor", "margin"), [(1e-12, 0), (0.0, 0), (1e-12, 3), (1.0, 60)])
-def test_formula_in_fractions(fmt, power_of_two, amax_floor, margin):
-    options = {"power_of_two": power_of_two, "amax_floor": amax_floor, "margin": margin}
+def test_formula_in_fractions(fmt, scale_rounding, amax_floor, margin):
+    options = {"rounding": scale_rounding, "amax_floor": amax_floor, "margin": margin}
     measured = amaxes()
     encode = [encode_scale(value, fmt.max, **options) for value in measured.tolist()]
     assert bits_of(encode_scale_from_amax(measured, fmt, **options)) == [bits(value) for value in encode]
@@ -53,10 +54,10 @@ def test_formula_in_numpy(fmt):
 
 @every_format
 @pytest.mark.parametrize("margin", [0, 1, 12, 126, 300, 2000])
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_both_scales_are_finite_and_positive(fmt, margin, power_of_two):
+@pytest.mark.parametrize("scale_rounding", ROUNDINGS)
+def test_both_scales_are_finite_and_positive(fmt, margin, scale_rounding):
     measured = amaxes()
-    options = {"power_of_two": power_of_two, "amax_floor": 0.0, "margin": margin}
+    options = {"rounding": scale_rounding, "amax_floor": 0.0, "margin": margin}
     for scales in (encode_scale_from_amax(measured, fmt, **options), scale_from_amax(measured, fmt, **options)):
         assert scales.isfinite().all()
         assert (scales > 0).all()
@@ -211,3 +212,65 @@ def test_impossible_floors_are_refused(amax_floor):
 def test_integers_have_no_amax():
     with pytest.raises(ConfigError, match=r"the tensor to measure must be a float16, .* not torch\.int64"):
         amax(torch.arange(3))
+
+
+def _byte(amax: float, fmt, rounding: str) -> int:
+    q = quantize(
+        torch.tensor([[amax]]),
+        fmt,
+        granularity=PerBlock(1, 32),
+        scale_rounding=ScaleRounding(rounding),
+        scale_format=E8M0,
+        amax_floor=0.0,
+    )
+    return int(q.scale)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_e8m0_bytes_at_and_beside_every_power_of_two_of_the_maximum(fmt):
+    """rceil: maximum · 2^k is byte 127 + k, one ulp above it one more."""
+    for k in range(-126 - 16, 128 - fmt.bias):
+        amax = fmt.max * 2.0**k
+        if amax < FLOAT32_MIN_NORMAL or amax >= FLOAT32_MAX:
+            continue
+        above, below = (np.nextafter(np.float32(amax), np.float32(to)).item() for to in (np.inf, 0))
+        expected = [max(0, 127 + k), max(0, 128 + k), max(0, 127 + k)]
+        assert [_byte(value, fmt, "rceil") for value in (amax, above, below)] == expected
+
+
+@pytest.mark.parametrize(
+    ("amax", "rceil", "floor", "even"),
+    [
+        (448.0, 127, 127, 127),
+        (479.0, 128, 127, 127),
+        (480.0, 128, 127, 127),  # 15/8 · 2^8 has three mantissa bits: nothing carries
+        (496.0, 128, 127, 128),
+        (512.0, 128, 128, 128),
+        (0.0, 0, 0, 0),
+        (2.0**-149, 0, 0, 0),
+        (FLOAT32_MAX, 247, 246, 247),
+    ],
+)
+def test_e8m0_bytes_of_the_three_rules(amax, rceil, floor, even):
+    assert [_byte(amax, E4M3, rule) for rule in ("rceil", "floor", "even")] == [rceil, floor, even]
+
+
+def test_e8m0_bytes_decode_to_powers_of_two_and_one_nan():
+    codes = torch.arange(256, dtype=torch.uint8)
+    powers = torch.tensor([2.0**exponent for exponent in range(-127, 128)])
+    for decoded in (scale_from_e8m0(codes), codes.view(E8M0.torch_dtype).float()):
+        assert torch.equal(decoded[:255], powers)
+        assert decoded[255].isnan()
+    assert torch.equal(e8m0_from_scale(powers), codes[:255])
+
+
+def test_a_block_at_float32s_maximum_neither_overflows_nor_saturates():
+    x = torch.full((1, 32), FLOAT32_MAX)
+    x[0, 1:] = FLOAT32_MAX / 3
+    for rounding in ScaleRounding:
+        q = quantize(x, E4M3, granularity=PerBlock(1, 32), scale_rounding=rounding)
+        assert q.scale.isfinite().all()
+        assert q.data.float().isfinite().all()
+    q = quantize(x, E4M3, granularity=PerBlock(1, 32), scale_rounding=ScaleRounding.RCEIL)
+    assert q.scale.item() == 2.0**120
+    assert q.data.float()[0, 0].item() == 256.0, "FLOAT32_MAX / 2^120 rounds to 256"
