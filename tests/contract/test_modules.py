@@ -147,7 +147,7 @@ def test_16_bit_parameters(name, dtype, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
 def test_the_residual_stream_keeps_its_dtype_under_autocast(recipe, stream, norm_position):
     layer, x = TransformerLayer(HIDDEN, 80, 4, recipe=recipe, norm_position=norm_position), torch.randn(2, 5, HIDDEN)

@@ -108,6 +108,21 @@ def test_a_cache_in_the_weights_dtype_serves_autocast():
 
 
 @torch.inference_mode()
+def test_a_narrower_cache_rounds_what_it_stores():
+    layer, x = _layer(), torch.randn(2, 6, 24)
+    y = layer(x, cache=KVCache(2, 6, 4, 6, dtype=torch.bfloat16))
+    assert y.dtype is torch.float32
+    assert not torch.equal(y, layer(x))
+    assert_close(y, layer(x), relative=2**-6)
+
+
+def test_a_mask_says_what_causal_would():
+    layer, free, x = _layer(), _layer(causal=False), torch.randn(2, 6, 24)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    torch.testing.assert_close(free(x, mask=mask), layer(x), rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
 def test_padding_with_a_cache_counts_all_positions():
     layer = _layer()
     x, cache, real = torch.randn(2, 6, 24), layer.new_cache(2, 6), torch.rand(2, 6) > 0.3

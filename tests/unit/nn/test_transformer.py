@@ -97,6 +97,12 @@ def test_a_decoder_equals_torchs(norm_first):
     assert_close(ours(x, encoder_output=memory, encoder_padding=lengths), expected, relative=1e-5)
 
 
+def test_a_mask_reaches_self_attention():
+    ours, free, x = _layer(), _layer(causal=False), torch.randn(2, 7, 18)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    assert_close(free(x, mask=mask), ours(x), relative=1e-5)
+
+
 def test_dropout_is_for_training_and_touches_only_what_is_added():
     ours, x = _layer(dropout=0.999, bias=False), torch.randn(1, 2, 18)
     assert (ours(x) == x).any(), "most of what is added is dropped"
