@@ -16,8 +16,8 @@ from octavo.numerics import sqnr_db
 from tests.contract.gemm_oracle import Product, recorded_products
 from tests.contract.transformer_oracle import assert_close, spread_out
 
-RECIPES = ("bf16", "tensorwise", "rowwise", "delayed")
-FP8_RECIPES = RECIPES[1:]
+RECIPES = tuple(name for name in octavo.recipes.names() if name != "static")  # it needs a calibration
+FP8_RECIPES = tuple(name for name in RECIPES if name != "bf16")
 HIDDEN = 48
 LLAMA: dict[str, Any] = {"normalization": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "qk_norm": True}
 
