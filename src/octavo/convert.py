@@ -5,7 +5,8 @@ modules, and references that optimizers hold all stay as they are, and so do the
 ``state_dict``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -13,6 +14,7 @@ import torch
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.functional import WeightCache
 from octavo.nn import Linear
 from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
@@ -32,18 +34,26 @@ class ConversionReport:
 
     Attributes:
         recipe: the recipe's name.
-        converted: paths of the layers that run it now.
+        converted: paths of the layers that run it, or what ``overrides`` give them.
+        overridden: path of each converted layer that runs another recipe, and its name.
+        held: paths of the layers whose weight is held as FP8 codes.
         skipped: path of every other linear or embedding layer, and why it stays as it is.
         notes: path of modules that go round their converted layers, and when.
     """
 
     recipe: str
     converted: tuple[str, ...]
+    overridden: dict[str, str] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.converted)} layers run {self.recipe}, {len(self.skipped)} stay as they are"]
+        following = len(self.converted) - len(self.overridden)
+        lines = [f"{following} layers run {self.recipe}, {len(self.skipped)} stay as they are"]
+        if self.held:
+            lines.append(f"{len(self.held)} hold their weight as FP8 codes")
+        lines += [f"  {path or '(the model itself)'}: runs {name}" for path, name in self.overridden.items()]
         lines += [f"  {path or '(the model itself)'}: {reason}" for path, reason in self.skipped.items()]
         return "\n".join(lines + [f"note: {path or '(the model itself)'} {note}" for path, note in self.notes.items()])
 
@@ -56,7 +66,12 @@ def convert(
     layer_filter: Callable[[str, torch.nn.Linear], bool] | None = None,
     convert_head: bool = False,
     min_weight_elements: int = 1,
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+    overrides: Mapping[str, str | Recipe] | None = None,
     scale_updates: str = "automatic",
+    cache_weights: bool = False,
+    frozen: str | None = None,
 ) -> ConversionReport:
     """Let a model's linear layers run ``recipe``, in place.
 
@@ -72,11 +87,19 @@ def convert(
             classifier, score), or one that shares its weight with an embedding, or else the last one that has an
             embedding's shape. It is among the layers that suffer most.
         min_weight_elements: skip layers with fewer; casting a small layer costs more than its GEMMs save.
+        keep_first_blocks: leave the layers of the model's first blocks as they are. Blocks are the children of the
+            ``ModuleList`` or ``Sequential`` that has most of the layers.
+        keep_last_blocks: the same for its last.
+        overrides: recipes for some layers, by shell patterns of paths; the first that matches counts.
         scale_updates: "automatic", or "manual" for loops that accumulate gradients and call ``octavo.update_scales``.
+        cache_weights: cast a weight again only when it has changed: once a step, not once a micro-batch. Costs the
+            codes' bytes between steps; a compiled graph does not use it.
+        frozen: "fp8" holds weights that take no gradient as FP8 codes, one byte an element, such as the base that a
+            LoRA fine-tune adapts. The ``state_dict`` then has the codes and ``weight_scale``.
 
     Raises:
-        ConfigError: unknown recipe or ``scale_updates``, a ``skip`` that is a bare string, a pattern that matches
-            nothing.
+        ConfigError: unknown recipe, ``scale_updates`` or ``frozen``, a ``skip`` that is a bare string, a pattern that
+            matches nothing, more blocks to keep than there are.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -85,30 +108,41 @@ def convert(
           1: skip pattern '1'
     """
     resolved = recipes.get(recipe)
-    if isinstance(skip, str):
-        raise ConfigError(f"skip takes a list of patterns; write skip=[{skip!r}]")
-    if scale_updates not in ("automatic", "manual"):
-        raise ConfigError(f"scale_updates must be 'automatic' or 'manual', not {scale_updates!r}")
+    overriding = {pattern: recipes.get(other) for pattern, other in (overrides or {}).items()}
+    _check_words(skip, scale_updates, frozen)
     candidates = dict(_candidates(model))
-    _check_patterns(skip, candidates)
-    heads = {} if convert_head else _heads(candidates)
+    paths = _all_paths(model)
+    _check_patterns([*skip, *overriding], candidates, paths)
+    kept = _heads(candidates) if not convert_head else {}
+    kept |= _outer_blocks(model, candidates, keep_first_blocks, keep_last_blocks)
     chosen, skipped = {}, {}
     for path, module in candidates.items():  # all decided before the first change: a filter may raise
-        reason = _reason_to_skip(path, module, skip, layer_filter, min_weight_elements) or heads.get(path)
+        reason = _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements) or kept.get(path)
         if reason is None:
             chosen[path] = module
         else:
             skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
     updates = ScaleUpdates(manual=scale_updates == "manual")
+    followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
         module.__class__ = Linear
         assert isinstance(module, Linear)
-        module.set_recipe(resolved, updates, path=path)
-    return ConversionReport(recipe=resolved.name, converted=tuple(chosen), skipped=skipped, notes=dict(_notes(model)))
+        module.set_recipe(followed[path], updates, path=path)
+        module.weight_cache = WeightCache() if cache_weights else None
+    return ConversionReport(
+        recipe=resolved.name,
+        converted=tuple(chosen),
+        overridden={path: other.name for path, other in followed.items() if other != resolved},
+        held=_hold_frozen(model, chosen) if frozen else (),
+        skipped=skipped,
+        notes=dict(_notes(model)),
+    )
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
     """Make every octavo linear layer a plain ``nn.Linear`` again; weights are untouched, scaling state is dropped.
+
+    A weight that was held as FP8 codes becomes what they decode to: the rest is gone.
 
     Returns:
         The paths of the restored layers.
@@ -122,10 +156,16 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     restored = []
     for path, module in model.named_modules():
         if type(module) is Linear:
+            held = module.held_weight()
+            if held is not None:
+                module.weight = torch.nn.Parameter(held.dequantize(), requires_grad=False)
+                del module.weight_scale
             del (
                 module.amax_history,
                 module.nonfinite_counts,
                 module.input_scale,
+                module.held,
+                module.weight_cache,
                 module.recipe,
                 module.path,
                 module.scale_updates,
@@ -135,21 +175,90 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(restored)
 
 
+def _check_words(skip: Sequence[str], scale_updates: str, frozen: str | None) -> None:
+    if isinstance(skip, str):
+        raise ConfigError(f"skip takes a list of patterns; write skip=[{skip!r}]")
+    if scale_updates not in ("automatic", "manual"):
+        raise ConfigError(f"scale_updates must be 'automatic' or 'manual', not {scale_updates!r}")
+    if frozen not in (None, "fp8"):
+        raise ConfigError(f"frozen must be None or 'fp8', not {frozen!r}")
+
+
+def _all_paths(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """Every path of every module; one that stands in several places has several, the first of them its own."""
+    paths: dict[torch.nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    return paths
+
+
+def _matches(pattern: str, paths: list[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for path in paths)
+
+
+def _overridden(paths: list[str], overriding: dict[str, Recipe], default: Recipe) -> Recipe:
+    return next((recipe for pattern, recipe in overriding.items() if _matches(pattern, paths)), default)
+
+
+def _outer_blocks(
+    model: torch.nn.Module, candidates: dict[str, torch.nn.Module], first: int, last: int
+) -> dict[str, str]:
+    """Paths of the layers in the model's first and last blocks, and which they are."""
+    if not first and not last:
+        return {}
+    lists = {
+        path: len(module)
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+    }
+    inside = {path: [name for name in candidates if name.startswith(f"{path}." if path else "")] for path in lists}
+    stack = max(lists, key=lambda path: (len(inside[path]), lists[path]), default="")
+    count = lists.get(stack, 0)
+    if min(first, last) < 0 or first + last > count:
+        raise ConfigError(
+            f"keep_first_blocks={first} and keep_last_blocks={last} must be 0 or more, and no more together than the "
+            f"{count} blocks of this model"
+        )
+    kept = {}
+    for name in inside[stack]:
+        block = int(name[len(stack) :].lstrip(".").split(".")[0])
+        if block < first or block >= count - last:
+            kept[name] = f"block {block} of {count} is kept"
+    return kept
+
+
+def _hold_frozen(model: torch.nn.Module, chosen: dict[str, torch.nn.Module]) -> tuple[str, ...]:
+    """Hold the frozen weights of the chosen layers as codes, those that nobody else uses."""
+    owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
+    held = []
+    for path, layer in chosen.items():
+        assert isinstance(layer, Linear)
+        if layer.weight.requires_grad or layer.recipe.output.b is None or owners[id(layer.weight)] > 1:
+            continue
+        layer.hold_weight_as_codes()
+        held.append(path)
+    return tuple(held)
+
+
 def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
             yield path, module
 
 
-def _check_patterns(skip: Sequence[str], candidates: dict[str, torch.nn.Module]) -> None:
-    for pattern in skip:
-        if not any(fnmatchcase(path, pattern) for path in candidates):
-            shown = ", ".join(list(candidates)[:5])
-            raise ConfigError(f"skip pattern {pattern!r} matches no linear layer; the first paths are {shown}")
+def _check_patterns(
+    patterns: Sequence[str], candidates: dict[str, torch.nn.Module], paths: dict[torch.nn.Module, list[str]]
+) -> None:
+    for pattern in patterns:
+        if not any(_matches(pattern, paths[module]) for module in candidates.values()):
+            linears = [path for path, module in candidates.items() if isinstance(module, torch.nn.Linear)]
+            raise ConfigError(
+                f"pattern {pattern!r} matches no layer; the first linear layers are {', '.join(linears[:5])}"
+            )
 
 
 def _reason_to_skip(
-    path: str,
+    paths: list[str],
     module: torch.nn.Module,
     skip: Sequence[str],
     layer_filter: Callable[[str, torch.nn.Linear], bool] | None,
@@ -160,9 +269,9 @@ def _reason_to_skip(
     if type(module) not in (torch.nn.Linear, Linear):
         return f"subclass {type(module).__name__} of nn.Linear may compute something else"
     for pattern in skip:
-        if fnmatchcase(path, pattern):
+        if _matches(pattern, paths):
             return f"skip pattern {pattern!r}"
-    if layer_filter is not None and not layer_filter(path, module):
+    if layer_filter is not None and not layer_filter(paths[0], module):
         return "filter"
     if module.weight.numel() < min_weight_elements:
         return f"shape: {module.weight.numel()} weights, fewer than {min_weight_elements}"

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
 from octavo.kernels import high_precision_mm, quantize, scaled_mm
 from octavo.numerics import Accumulate, QuantizedTensor, measure
+from octavo.numerics.cast import can_be_asked
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
 
-__all__ = ["WeightOperands", "cast_operand", "fp8_linear"]
+__all__ = ["WeightCache", "WeightOperands", "cast_operand", "fp8_linear"]
 
 Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
 
@@ -127,13 +129,67 @@ class WeightOperands:
             self._output = weight
         return self._output
 
-    def grad_input(self) -> Operand:
-        """The right operand of the grad_input GEMM, [K, N]."""
+    def kept(self) -> tuple[Operand, bool]:
+        """What grad_input's GEMM needs of the weight, and whether it is still to be transposed to [K, N]."""
+        output, wanted = self.output(), self._recipe.grad_input.b
+        made_by = wanted if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
+        if _serves_both_ways(output, made_by, wanted):
+            return output, True
         if self._grad_input is None:
-            wanted = self._recipe.grad_input.b
-            made_by = wanted if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
-            self._grad_input = _transposed(self.output(), self._weight, made_by, wanted, self._tap)
-        return self._grad_input
+            self._grad_input = cast_operand(_high_precision(self._weight).t(), wanted, self._tap)
+        return self._grad_input, False
+
+
+class WeightCache:
+    """Keeps a weight's operands until the weight changes, so that micro-batches of a step cast it once.
+
+    Autograd's version counter alone misses changes: fused optimizers do not raise it, nor does what is written through
+    ``weight.data``. An eager CPU weight is therefore summed as integers, a twentieth of the cost of casting it. Other
+    devices would have to wait for such a sum; there a step of any ``torch.optim`` optimizer counts as a change, and
+    after other writes ``octavo.update_scales(model)`` empties the cache.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._operands: WeightOperands | None = None
+        _OptimizerSteps.watch()
+
+    def operands(self, weight: Tensor, recipe: Recipe, tap: RoleTap) -> WeightOperands:
+        """The weight's operands under ``recipe``; ``tap`` records a cast, and nothing where none is needed."""
+        content = _checksum(weight.detach()) if can_be_asked(weight) else _OptimizerSteps.count
+        key = (weight.data_ptr(), weight._version, weight.dtype, recipe, content)  # noqa: SLF001
+        if self._operands is None or self._key != key:
+            self._key, self._operands = key, WeightOperands(weight.detach(), recipe, tap)
+        return self._operands
+
+    def clear(self) -> None:
+        """Forget the operands."""
+        self._operands = None
+
+
+class _OptimizerSteps:
+    """How many steps the process's optimizers have made since the first cache was built."""
+
+    count = 0
+    watching = False
+
+    @classmethod
+    def watch(cls) -> None:
+        if not cls.watching:
+            register_optimizer_step_post_hook(cls._add)
+            cls.watching = True
+
+    @classmethod
+    def _add(cls, *_: object) -> None:
+        cls.count += 1
+
+
+def _checksum(weight: Tensor) -> int:
+    """The sum of the weight's bits as 64-bit integers, modulo 2^64, and of what is left over."""
+    flat = weight.flatten()
+    whole = flat.numel() - flat.numel() % (8 // flat.itemsize)
+    rest = flat[whole:].view(torch.uint8)
+    return int(flat[:whole].view(torch.int64).sum()) ^ int(rest.sum())
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -159,7 +215,7 @@ class _ScaledLinear(torch.autograd.Function):
         y = _multiply(input_operand, weights.output(), recipe.output, x.dtype, emulate=emulate, bias=bias)
         kept: list[Operand | None] = [None, None]
         if needs_grad_input:
-            kept[0] = weights.grad_input()
+            kept[0], ctx.transpose_weight = weights.kept()
         if needs_grad_weight:
             kept[1] = _transposed(input_operand, x, recipe.output.a, recipe.grad_weight.b, input_tap)
         _keep(ctx, kept, tap.amaxes)
@@ -179,6 +235,8 @@ class _ScaledLinear(torch.autograd.Function):
         grad_operand: Operand | None = None
         if weight_t is not None:
             grad_operand = cast_operand(grad_output, recipe.grad_input.a, tap)
+            if ctx.transpose_weight:
+                weight_t = weight_t.t()
             grad_input = _multiply(grad_operand, weight_t, recipe.grad_input, input_dtype, emulate=emulate)
         if input_t is not None:
             grad_t = _transposed(grad_operand, grad_output, recipe.grad_input.a, recipe.grad_weight.a, tap)
@@ -204,12 +262,17 @@ def _high_precision(operand: Operand) -> Tensor:
 
 
 def _transposed(
-    operand: Operand | None, source: Operand, made_by: CastSpec | None, wanted: CastSpec | None, tap: RoleTap | None
+    operand: Operand | None, hp: Tensor, made_by: CastSpec | None, wanted: CastSpec | None, tap: RoleTap
 ) -> Operand:
-    """The transpose of ``source`` cast as ``wanted``; ``operand``'s codes where its cast gives the same ones."""
-    if isinstance(operand, QuantizedTensor) and made_by == wanted and operand.granularity.orientation_free:
+    """The transpose of ``hp`` cast as ``wanted``; ``operand``'s codes where its cast gives the same ones."""
+    if isinstance(operand, QuantizedTensor) and _serves_both_ways(operand, made_by, wanted):
         return operand.t()
-    return cast_operand(_high_precision(source).t(), wanted, tap)
+    return cast_operand(hp.t(), wanted, tap)
+
+
+def _serves_both_ways(operand: Operand | None, made_by: CastSpec | None, wanted: CastSpec | None) -> bool:
+    """Whether ``operand``'s codes, transposed, are those of the transpose cast as ``wanted``."""
+    return isinstance(operand, QuantizedTensor) and made_by == wanted and operand.granularity.orientation_free
 
 
 def _keep(ctx: Any, operands: Sequence[Operand | None], amaxes: Tensor | None) -> None:

@@ -8,6 +8,7 @@
 They are ready for safetensors and separate from the model's ``state_dict``. Dynamic recipes have none.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -26,7 +27,8 @@ _FIELDS = {"amax_history": "window", "amax": "amax", "steps": "steps"}
 def update_scales(model: torch.nn.Module) -> None:
     """Close the step of every delayed layer that ran: its amaxes become past, its next scales follow from them.
 
-    Call it after ``optimizer.step()`` in a model converted with ``scale_updates="manual"``.
+    Cached weights are forgotten. Call it after ``optimizer.step()`` in a model converted with
+    ``scale_updates="manual"``.
 
     Example:
         >>> import octavo
@@ -37,8 +39,11 @@ def update_scales(model: torch.nn.Module) -> None:
         >>> scaling_state(model)["0.input.amax"].item()
         3.0
     """
-    for history in _histories(model).values():
-        history.close()
+    for layer in _layers(model).values():
+        if layer.amax_history is not None:
+            layer.amax_history.close()
+        if layer.weight_cache is not None:
+            layer.weight_cache.clear()
 
 
 @torch.no_grad()
@@ -85,6 +90,8 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> N
             raise CheckpointError(
                 f"scaling state {key!r} has shape {tuple(state[key].shape)}, expected {tuple(slot.shape)}"
             )
+        if key.endswith(".scale") and not 0 < state[key] < math.inf:
+            raise CheckpointError(f"scaling state {key!r} is {state[key].item()}; a scale is positive and finite")
     for key, slot in slots.items():
         if slot.ndim:
             slot.fill_(EMPTY)

@@ -296,3 +296,62 @@ def test_an_empty_batch_pushes_nothing_out_of_the_window():
     state = octavo.scaling_state(layer)
     assert state["input.amax_history"].tolist() == [3.0, -1.0]
     assert state["grad_output.amax_history"].tolist() == [5.0, -1.0]
+
+
+class TestTransformerEngines:
+    """``delayed_te``: leaving the outermost autocast ends a step, whether or not a backward pass has run."""
+
+    def test_each_outermost_block_is_a_step(self):
+        layer = Linear(2, 2, bias=False, recipe=octavo.recipes.get("delayed_te", history_length=4))
+        inputs = []
+        for amax in (1.0, 8.0, 2.0, 4.0):
+            with octavo.autocast(), recorded_products() as products:
+                with octavo.autocast():  # an inner block ends nothing
+                    layer(torch.full((1, 2), amax))
+                layer(torch.full((1, 2), amax / 2))
+            inputs.append({product.a.scale.item() for product in products})
+        # The second call of a block is made from what the first was; the third block sees the second's maximum.
+        assert inputs == [
+            {_scale(1.0, E4M3), _scale(0.5, E4M3)},
+            {_scale(1.0, E4M3)},
+            {_scale(8.0, E4M3)},
+            {_scale(8.0, E4M3)},
+        ]
+        assert octavo.scaling_state(layer)["input.amax_history"].tolist() == [4.0, 2.0, 8.0, 1.0]
+
+    def test_the_window_forgets_after_its_length(self):
+        layer = Linear(2, 2, bias=False, recipe=octavo.recipes.get("delayed_te", history_length=2))
+        for amax in (64.0, 1.0, 2.0):
+            with octavo.autocast():
+                _train(layer, amax)
+        assert octavo.scaling_state(layer)["input.amax"].item() == 2.0
+
+    def test_outside_of_autocast_a_backward_pass_ends_the_step(self):
+        layer = Linear(2, 2, bias=False, recipe="delayed_te")
+        _train(layer, 3.0)
+        assert _train(layer, 1.0)[0] == _scale(3.0, E4M3)
+
+    def test_a_block_that_was_left_and_entered_again_is_over(self):
+        layer = Linear(2, 2, bias=False, recipe="delayed_te")
+        for amax in (5.0, 1.0):
+            with octavo.autocast():
+                x = torch.full((1, 2), amax, requires_grad=True)
+                y = layer(x)
+        with recorded_products() as products:
+            y.sum().backward()
+        assert octavo.scaling_state(layer)["input.steps"].item() == 2
+        assert products, "the backward of the last block runs after it"
+
+
+def test_backing_off_after_an_overflow():
+    """The article's hysteresis: the encode scale shrinks by the factor, instead of following the window."""
+    layer = _layer(history_length=1, backoff=0.5)
+    _train(layer, 4.0, 8.0)
+    layer(torch.tensor([[float("inf"), 1.0]], requires_grad=True)).backward(torch.tensor([[float("nan"), 0.5]]))
+    assert _train(layer, 1.0)[0] == _scale(8.0, E4M3), "4 / 0.5, not the step's finite amax of 1"
+    state = octavo.scaling_state(layer)
+    assert state["input.amax"].item() == 1.0, "and the next step follows the window again"
+    plain = _layer(history_length=1)
+    _train(plain, 4.0)
+    plain(torch.tensor([[float("inf"), 1.0]], requires_grad=True)).sum().backward()
+    assert _train(plain, 1.0)[0] == _scale(1.0, E4M3)

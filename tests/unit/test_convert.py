@@ -291,7 +291,7 @@ def test_models_on_the_meta_device_convert():
     [
         ({"recipe": "fp8"}, r"there is no recipe 'fp8'; use one of"),
         ({"skip": "0"}, r"skip takes a list of patterns; write skip=\['0'\]"),
-        ({"skip": ["0", "head"]}, r"skip pattern 'head' matches no linear layer; the first paths are 0, 2, 4"),
+        ({"skip": ["0", "head"]}, r"pattern 'head' matches no layer; the first linear layers are 0, 2, 4"),
         ({"scale_updates": "sometimes"}, r"scale_updates must be 'automatic' or 'manual', not 'sometimes'"),
     ],
 )
@@ -334,3 +334,77 @@ def test_a_model_without_memory_behind_it_still_runs():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, device="meta"))
     octavo.convert(model)
     assert model(torch.empty(2, 8, device="meta")).shape == (2, 8)
+
+
+def _blocks(count: int = 4) -> nn.Module:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.inp = nn.Embedding(32, 8), nn.Sequential(nn.Linear(8, 8))
+            self.layers = nn.ModuleList(Block() for _ in range(count))
+
+    return Model()
+
+
+def _recipes_of(model: nn.Module) -> dict[str, str]:
+    return {path: layer.recipe.name for path, layer in model.named_modules() if isinstance(layer, octavo.nn.Linear)}
+
+
+def test_overrides_give_layers_their_own_recipe_first_match_first():
+    model = _blocks(3)
+    report = octavo.convert(model, "tensorwise", overrides={"layers.0.*": "bf16", "*.down_proj": "rowwise"})
+    assert _recipes_of(model) == {
+        "inp.0": "tensorwise",
+        "layers.0.up": "bf16",
+        "layers.0.down_proj": "bf16",
+        "layers.1.up": "tensorwise",
+        "layers.1.down_proj": "rowwise",
+        "layers.2.up": "tensorwise",
+        "layers.2.down_proj": "rowwise",
+    }
+    assert report.overridden == {
+        "layers.0.up": "bf16",
+        "layers.0.down_proj": "bf16",
+        "layers.1.down_proj": "rowwise",
+        "layers.2.down_proj": "rowwise",
+    }
+    assert "3 layers run tensorwise" in str(report)
+    assert "  layers.1.down_proj: runs rowwise" in str(report)
+    own = octavo.recipes.get("delayed", history_length=3)
+    octavo.convert(model, "bf16", overrides={"inp.*": own})
+    assert model.get_submodule("inp.0").recipe is own
+
+
+def test_overrides_that_match_nothing_or_name_nothing_change_nothing():
+    model = _blocks(1)
+    for overrides, message in (
+        ({"*.gate": "bf16"}, r"pattern '\*\.gate' matches no layer; the first linear layers are inp\.0, layers\.0\.up"),
+        ({"*": "fp4"}, "there is no recipe 'fp4'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            octavo.convert(model, overrides=overrides)
+        assert not _recipes_of(model)
+
+
+def test_first_and_last_blocks_are_kept():
+    model = _blocks(4)
+    report = octavo.convert(model, keep_first_blocks=1, keep_last_blocks=2)
+    assert set(_recipes_of(model)) == {"inp.0", "layers.1.up", "layers.1.down_proj"}
+    assert report.skipped["layers.0.up"] == "block 0 of 4 is kept"
+    assert report.skipped["layers.3.down_proj"] == "block 3 of 4 is kept"
+    for first, last in ((3, 2), (-1, 0)):
+        with pytest.raises(ConfigError, match=rf"keep_first_blocks={first} and .* than the 4 blocks of this model"):
+            octavo.convert(model, keep_first_blocks=first, keep_last_blocks=last)
+
+
+def test_a_layer_in_two_places_answers_to_both_paths():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
+    model["b"] = model["a"]
+    assert octavo.convert(model, skip=["b"]).skipped == {"a": "skip pattern 'b'"}
+    octavo.convert(model, overrides={"b": "rowwise"})
+    assert _recipes_of(model) == {"a": "rowwise", "c": "tensorwise"}

@@ -1,5 +1,9 @@
 """``octavo.nn.Linear``: ``torch.nn.Linear`` with a recipe."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, Self
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -7,13 +11,21 @@ from torch.nn import functional as F
 from octavo import recipes
 from octavo.context import active_recipe, autocast_region
 from octavo.errors import ConfigError
-from octavo.functional import fp8_linear
+from octavo.functional import WeightCache, WeightOperands, cast_operand, fp8_linear
 from octavo.kernels import needs_widening
+from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import can_be_asked, check_float
-from octavo.observers import ROLES, AmaxHistory, LayerTap, ScaleUpdates, StatefulModule, inside_backward
-from octavo.recipes import Recipe
+from octavo.observers import ROLES, WEIGHT, AmaxHistory, LayerTap, ScaleUpdates, StatefulModule, inside_backward
+from octavo.recipes import Recipe, Scaling
 
 __all__ = ["Linear"]
+
+
+class HeldWeight(NamedTuple):
+    """How to read a weight that is held as codes."""
+
+    granularity: Granularity
+    hp_dtype: torch.dtype
 
 
 class Linear(StatefulModule, torch.nn.Linear):
@@ -44,6 +56,9 @@ class Linear(StatefulModule, torch.nn.Linear):
     nonfinite_counts: Tensor  # [3] int64: NaN and ±Inf elements of the roles, seen in training
     input_scale: Tensor  # [] float32, of a static recipe; 0 until it is loaded
     amax_history: AmaxHistory | None
+    weight_cache: WeightCache | None
+    held: HeldWeight | None  # where the weight is codes; their scale is the buffer ``weight_scale``
+    weight_scale: Tensor
 
     def __init__(
         self,
@@ -70,6 +85,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         self.recipe, self.scale_updates, self.path = recipe, scale_updates or ScaleUpdates(), path
         if "nonfinite_counts" not in self._buffers:
             self.start_state(self.weight.device)
+            self.held, self.weight_cache = None, None
         known = getattr(self, "amax_history", None)
         if known is None or known.spec != recipe.history:
             self.amax_history = None
@@ -80,18 +96,59 @@ class Linear(StatefulModule, torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
         """[..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
         recipe = active_recipe(self.recipe)
-        if recipe.is_high_precision and not needs_widening(_autocast(input)):
+        if recipe.is_high_precision and self.held is None and not needs_widening(_autocast(input)):
             return F.linear(input, self.weight, self.bias)
         x = _autocast(input)
         check_float(x, "the input of octavo.nn.Linear")
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
-        if recipe.is_high_precision:
+        if recipe.is_high_precision and self.held is None:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
         tap = self._tap(recipe, awaits_backward=x.requires_grad or self.weight.requires_grad)
-        y = fp8_linear(x, self.weight, self.bias, recipe, tap=tap)
+        y = fp8_linear(x, self.weight, self.bias, recipe, weight_operands=self._operands(recipe, tap), tap=tap)
         self._watch_backward(y)
         return y
+
+    @torch.no_grad()
+    def hold_weight_as_codes(self) -> None:
+        """Replace a frozen weight by its FP8 codes, one byte an element, and their scale.
+
+        The codes are those of the recipe's output GEMM and stay what they are under every recipe. ``weight`` becomes
+        them, and the ``state_dict`` gains ``weight_scale``.
+
+        Raises:
+            ConfigError: the weight is still trained, or the recipe casts no weight.
+        """
+        spec = self.recipe.output.b
+        if self.weight.requires_grad:
+            raise ConfigError("only a frozen weight can be held as FP8 codes; call weight.requires_grad_(False) first")
+        if spec is None:
+            raise ConfigError(f"recipe {self.recipe.name!r} casts no weight; hold one with an FP8 recipe")
+        if self.held is not None:
+            return
+        codes = cast_operand(self.weight, replace(spec, scaling=Scaling.DYNAMIC))
+        assert isinstance(codes, QuantizedTensor)
+        self.held = HeldWeight(codes.granularity, codes.hp_dtype)
+        self.weight = torch.nn.Parameter(codes.data, requires_grad=False)
+        self.register_buffer("weight_scale", codes.scale)
+
+    def held_weight(self) -> QuantizedTensor | None:
+        """The weight's codes and scale where it is held as such."""
+        if self.held is None:
+            return None
+        return QuantizedTensor(self.weight.detach(), self.weight_scale, *self.held)
+
+    def _operands(self, recipe: Recipe, tap: LayerTap) -> WeightOperands | None:
+        """The weight's operands where they outlive the call."""
+        held = self.held_weight()
+        if held is not None:
+            return WeightOperands(held, recipe)
+        if self.weight_cache is None or torch.compiler.is_compiling():
+            return None
+        weight_tap = tap.of(WEIGHT)
+        if not self.weight.requires_grad:
+            weight_tap.pending = None
+        return self.weight_cache.operands(self.weight, recipe, weight_tap)
 
     def _tap(self, recipe: Recipe, *, awaits_backward: bool) -> LayerTap:
         """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
@@ -129,6 +186,15 @@ class Linear(StatefulModule, torch.nn.Linear):
             "nonfinite_counts": torch.zeros(len(ROLES), dtype=torch.int64, device=device),
             "input_scale": torch.zeros((), device=device),
         }
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow the model's device; codes that are held and their scale keep their dtype too."""
+        held = self.held_weight()
+        super()._apply(fn, recurse)
+        if held is not None and self.weight.dtype is not held.data.dtype:
+            self.weight = torch.nn.Parameter(held.data.to(self.weight.device), requires_grad=False)
+            self.weight_scale = held.scale.to(self.weight.device)
+        return self
 
     def extra_repr(self) -> str:
         """The shape and the recipe's name."""

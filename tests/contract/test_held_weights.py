@@ -1,0 +1,200 @@
+"""``frozen="fp8"``: a base at one byte a weight that a LoRA fine-tune trains on, gradients right."""
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.nn import Linear
+
+RECIPES = [name for name in octavo.recipes.names() if name not in ("bf16", "static")]
+
+
+def _held(recipe: str, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Linear]:
+    """A frozen layer as it was, and held as codes."""
+    torch.manual_seed(0)
+    plain = nn.Linear(48, 40, dtype=dtype).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(48, 40, dtype=dtype))
+    model[0].load_state_dict(plain.state_dict())
+    model.requires_grad_(False)
+    report = octavo.convert(model, recipe, frozen="fp8")
+    assert report.held == ("0",)
+    layer = model[0]
+    assert isinstance(layer, Linear)
+    return plain, layer
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_output_and_input_gradient_are_those_of_the_decoded_weight(recipe):
+    plain, layer = _held(recipe)
+    held = layer.held_weight()
+    assert held is not None
+    assert layer.weight.dtype is octavo.E4M3.torch_dtype
+    assert layer.weight.nbytes == plain.weight.numel()
+    decoded = Linear(48, 40, recipe=recipe).requires_grad_(False)
+    decoded.load_state_dict({"weight": held.dequantize(), "bias": plain.bias})
+    results = []
+    for module in (layer, decoded):
+        x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        y = module(x)
+        y.backward(torch.randn(6, 40, generator=torch.Generator().manual_seed(2)))
+        results.append((y.detach(), x.grad))
+    for one, other in zip(*results, strict=True):  # the decoded weight's codes are the same up to one step of a code
+        assert other is not None
+        assert (one - other).norm() <= 0.02 * other.norm()
+    exact = nn.functional.linear(x.detach().double(), plain.weight.double(), plain.bias.double())
+    assert (results[0][0].double() - exact).norm() <= 0.06 * exact.norm()
+
+
+@pytest.mark.parametrize("surroundings", ["autocast", "disabled", "rowwise inside"])
+def test_it_runs_under_every_precision(surroundings):
+    plain, layer = _held("tensorwise")
+    x = torch.randn(6, 48, requires_grad=True)
+    held = layer.held_weight()
+    assert held is not None
+    if surroundings == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        assert y.dtype is torch.bfloat16
+    elif surroundings == "disabled":
+        with octavo.autocast(enabled=False):
+            y = layer(x)
+        torch.testing.assert_close(y, nn.functional.linear(x, held.dequantize(), plain.bias))
+    else:
+        with octavo.autocast("rowwise"):
+            y = layer(x)
+    y.float().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, held.dequantize().sum(0).expand(6, 48), rtol=0.07, atol=0.05)
+
+
+def test_casting_the_model_keeps_codes_and_scale():
+    _, layer = _held("tensorwise")
+    before = layer.held_weight()
+    assert before is not None
+    layer.to(torch.bfloat16)
+    after = layer.held_weight()
+    assert after is not None
+    assert torch.equal(before.data.view(torch.uint8), after.data.view(torch.uint8))
+    assert after.scale.dtype is torch.float32
+    assert layer.bias.dtype is torch.bfloat16
+    assert layer(torch.randn(2, 48, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_the_state_dict_has_the_codes_and_loads_back():
+    _, layer = _held("tensorwise")
+    _, other = _held("tensorwise")
+    with torch.no_grad():
+        other.weight.view(torch.uint8).zero_()
+        other.weight_scale.fill_(9.0)
+    state = layer.state_dict()
+    assert list(state) == ["weight", "bias", "weight_scale"]
+    other.load_state_dict(state)
+    x = torch.randn(3, 48)
+    assert torch.equal(layer(x), other(x))
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight_scale"):
+        other.load_state_dict(nn.Linear(48, 40).state_dict())
+
+
+def test_restoring_gives_the_decoded_weight():
+    plain, layer = _held("tensorwise", dtype=torch.bfloat16)
+    held = layer.held_weight()
+    assert held is not None
+    model = nn.Sequential(layer)
+    octavo.restore(model)
+    restored = model.get_parameter("0.weight")
+    assert torch.equal(restored, held.dequantize())
+    assert restored.dtype is torch.bfloat16
+    assert set(vars(model[0])) == set(vars(nn.Linear(1, 1)))
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert (restored.float() - plain.weight.float()).abs().max() <= 2**-4 * plain.weight.float().abs().max()
+
+
+def test_only_frozen_weights_of_their_own_are_held():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.frozen, self.one, self.two = (nn.Linear(4, 4) for _ in range(4))
+            self.two.weight = self.one.weight
+
+    model = Model().requires_grad_(False)
+    model.trained.requires_grad_(True)
+    report = octavo.convert(model, frozen="fp8")
+    assert report.held == ("frozen",)
+    assert "1 hold their weight as FP8 codes" in str(report)
+    with pytest.raises(ConfigError, match="only a frozen weight can be held as FP8 codes"):
+        model.trained.hold_weight_as_codes()  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="recipe 'bf16' casts no weight"):
+        Linear(2, 2, recipe="bf16").requires_grad_(False).hold_weight_as_codes()
+    with pytest.raises(ConfigError, match="frozen must be None or 'fp8', not 'int8'"):
+        octavo.convert(model, frozen="int8")
+
+
+def test_compiled_it_computes_the_same():
+    _, layer = _held("tensorwise")
+    x = torch.randn(4, 48, requires_grad=True)
+    eager = layer(x)
+    compiled = torch.compile(layer, fullgraph=True)(x)
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+    compiled.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers the old way
+class TestLora:
+    """peft over a converted base, on a small Hugging Face Llama."""
+
+    @staticmethod
+    def _losses(*, held: bool, steps: int = 30) -> tuple[list[float], nn.Module]:
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        if held:
+            model.requires_grad_(False)
+            octavo.convert(model, "tensorwise", frozen="fp8")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=2e-2)
+        tokens = (torch.arange(16) * 3 % 8).expand(4, 16)
+        losses = []
+        for _ in range(steps):
+            loss = adapted(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, adapted
+
+    def test_the_base_costs_one_byte_a_weight_and_the_loss_follows_the_unquantized_one(self):
+        exact, _ = self._losses(held=False)
+        losses, model = self._losses(held=True)
+        assert losses[-1] < losses[0] - 0.5
+        assert abs(losses[-1] - exact[-1]) < 0.1 * (exact[0] - exact[-1])
+        held = [module for module in model.modules() if isinstance(module, Linear) and module.held is not None]
+        assert len(held) == 14
+        assert all(layer.weight.nbytes == layer.weight.numel() for layer in held)
+        adapters = [p for name, p in model.named_parameters() if "lora_" in name]
+        assert adapters
+        assert all(p.requires_grad and p.dtype is torch.float32 for p in adapters)
+
+    def test_adapter_gradients_are_those_of_the_decoded_base(self):
+        _, model = self._losses(held=True, steps=2)
+        tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(2))
+        gradients = []
+        for enabled in (True, False):
+            model.zero_grad()
+            with octavo.autocast(enabled=enabled):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        fp8, exact = gradients
+        assert torch.nn.functional.cosine_similarity(fp8, exact, dim=0) > 0.99
