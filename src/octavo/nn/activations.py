@@ -19,7 +19,6 @@ et al., arXiv 2109.08668 (squared ReLU).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -57,16 +56,14 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
-ACTIVATIONS = MappingProxyType(
-    {
-        "gelu": Activation(function=F.gelu),
-        "gelu_tanh": Activation(function=_gelu_tanh),
-        "relu": Activation(function=F.relu),
-        "silu": Activation(function=F.silu),
-        "srelu": Activation(function=_squared_relu),
-        "geglu": Activation(function=F.gelu, gated=True),
-        "geglu_tanh": Activation(function=_gelu_tanh, gated=True),
-        "reglu": Activation(function=F.relu, gated=True),
-        "swiglu": Activation(function=F.silu, gated=True),
-    }
-)
+ACTIVATIONS = {
+    "gelu": Activation(function=F.gelu),
+    "gelu_tanh": Activation(function=_gelu_tanh),
+    "relu": Activation(function=F.relu),
+    "silu": Activation(function=F.silu),
+    "srelu": Activation(function=_squared_relu),
+    "geglu": Activation(function=F.gelu, gated=True),
+    "geglu_tanh": Activation(function=_gelu_tanh, gated=True),
+    "reglu": Activation(function=F.relu, gated=True),
+    "swiglu": Activation(function=F.silu, gated=True),
+}
