@@ -4,11 +4,11 @@ A gated activation reads twice the width that it returns: the **first** half of 
 goes through the function, the second half is multiplied by it. One linear layer makes both halves, so that their
 common input is quantized once.
 
-| name                                      | y                          | gated |
-|-------------------------------------------|----------------------------|-------|
-| `gelu`, `gelu_tanh`, `relu`, `silu`       | f(x)                       | no    |
-| `srelu`                                   | relu(x)²                   | no    |
-| `geglu`, `geglu_tanh`, `reglu`, `swiglu`  | f(first half) · second half | yes  |
+| name                                     | y                           | gated |
+|------------------------------------------|-----------------------------|-------|
+| `gelu`, `gelu_tanh`, `relu`, `silu`      | f(x)                        | no    |
+| `srelu`                                  | relu(x)²                    | no    |
+| `geglu`, `geglu_tanh`, `reglu`, `swiglu` | f(first half) · second half | yes  |
 
 `gelu` is x·Φ(x); `gelu_tanh` approximates Φ by a tanh, as GPT-2 does.
 

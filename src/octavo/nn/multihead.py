@@ -126,7 +126,7 @@ class MultiheadAttention(nn.Module):
         self.attention = DotProductAttention(
             causal=not cross_attention if causal is None else causal, window=window, dropout=dropout
         )
-        self.out = Linear(q_size, hidden_size, bias, **options)
+        self.out: nn.Linear = Linear(q_size, hidden_size, bias, **options)
 
     def forward(
         self,
@@ -176,10 +176,10 @@ class MultiheadAttention(nn.Module):
             >>> cache.position
             3
         """
-        weight = self.out.weight
-        return KVCache(
-            batch_size, max_positions, self.num_kv_heads, self.head_dim, device=weight.device, dtype=weight.dtype
-        )
+        held = self.out.held_weight() if isinstance(self.out, Linear) else None  # octavo.restore makes it nn.Linear
+        dtype = self.out.weight.dtype if held is None else held.hp_dtype
+        shape = batch_size, max_positions, self.num_kv_heads, self.head_dim
+        return KVCache(*shape, device=self.out.weight.device, dtype=dtype)
 
     def _project(self, x: Tensor, encoder_output: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, heads, D], keys and values [B, S, kv, D]."""

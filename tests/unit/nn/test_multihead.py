@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+import octavo
 from octavo.errors import ConfigError
 from octavo.nn import KVCache, MultiheadAttention, rotary_table
 from tests.contract.gemm_oracle import recorded_products
@@ -105,6 +106,16 @@ def test_a_cache_in_the_weights_dtype_serves_autocast():
     assert cache.keys.dtype is torch.float32
     assert parts[0].dtype is torch.bfloat16
     assert_close(torch.cat(parts, dim=1), whole, relative=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_new_cache_has_the_weights_dtype_also_where_they_are_held_as_codes_or_restored(dtype):
+    layer = _layer().to(dtype).requires_grad_(False)
+    octavo.convert(layer, "rowwise", frozen="fp8")
+    assert layer.out.weight.dtype is torch.float8_e4m3fn
+    assert layer.new_cache(1, 4).keys.dtype is dtype
+    octavo.restore(layer)
+    assert layer.new_cache(1, 4).keys.dtype is dtype
 
 
 @torch.inference_mode()
