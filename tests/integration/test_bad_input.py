@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from octavo.cli.app import app
 from octavo.errors import DataError
+from octavo.training import loop
 from octavo.training.data import open_data
 
 TINY = """
@@ -247,3 +249,33 @@ def test_two_processes_do_not_train_in_one_folder(place, run):
     with (Path(run) / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another process" in refusal(octavo("train", "--out", run, "--resume"))
+
+
+@pytest.mark.parametrize("command", ["train", "study"])
+@pytest.mark.parametrize("batch_size", [3_000_000_000, 10**11])
+def test_a_batch_that_does_not_fit_in_memory(place, tmp_path, command, batch_size):
+    arguments = ["--config", place / "run.toml", "--data", place / "own.txt", "--out", tmp_path / "new"]
+    sentence = refusal(octavo(command, *arguments, "--batch-size", batch_size))
+    assert f"batch_size {batch_size} and context 32 does not fit" in sentence
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "study"])
+def test_memory_that_runs_out_in_the_first_step_does_not_block_the_next_command(place, tmp_path, monkeypatch, command):
+    out = tmp_path / "new"
+    arguments = [command, "--config", place / "run.toml", "--data", place / "own.txt", "--out", out]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "token_loss", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+        assert "batch_size 2 and context 32 does not fit" in refusal(octavo(*arguments))
+    assert {path.relative_to(out).parts[0] for path in out.rglob("*")} == {"data"}
+    assert octavo(*arguments, "--batch-size", 1).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["train", "study"])
+def test_a_gpu_that_is_not_there_is_refused_before_the_text_is_read(place, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ["--config", place / "run.toml", "--data", place / "own.txt", "--out", tmp_path / "new"]
+    result = octavo(command, *arguments, "--device", "cuda")
+    assert "torch sees no CUDA device" in refusal(result)
+    assert "read ..." not in result.stderr
+    assert not (tmp_path / "new").exists()

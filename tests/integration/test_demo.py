@@ -67,7 +67,9 @@ def test_the_quick_demo_says_that_it_proves_nothing(first):
 
 def test_the_folder_holds_what_the_last_lines_say(demo, first):
     folder, _ = demo
-    assert load_config(folder / "config.toml") == TINY
+    config = load_config(folder / "config.toml")
+    assert config == TINY.with_training(threads=config.training.threads)
+    assert config.training.threads >= 1
     assert "octavo study" in (folder / "report.html").read_text()
     for recipe in ("fp32", "bf16", "tensorwise"):
         assert len((folder / recipe / "metrics.jsonl").read_text().splitlines()) == 8 + 5

@@ -145,7 +145,7 @@ def test_interrupted_many_times(tmp_path, data):
 
     def stop_at_once(event):
         if type(event).__name__ == "StepDone":
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     pieces = 0
     deadline = time.monotonic() + 120

@@ -1,6 +1,7 @@
 """What ``octavo study`` and ``octavo demo`` share: run the study in a folder, write its report, print its table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ def compare(
     What can be refused is refused before anything that is there already changes.
 
     Raises:
-        ConfigError: an unknown recipe; or ``out`` holds a study of another configuration and ``force`` is not given, or
-            files that no study wrote.
+        ConfigError: an unknown recipe; a device that is not there; a micro-batch that does not fit in memory; or
+            ``out`` holds a study of another configuration and ``force`` is not given, or files that no study wrote.
         DataError: a split of the text is too short.
     """
     configs = configs_of(config, recipes)
     check_prompt(prompt or "")
+    device = device_of(config)
     if force:
         _check_own(out, recipes)
     else:
@@ -59,16 +61,29 @@ def compare(
             if force:
                 start_over(out, recipes)
         data = open_data(out / DATA)
-        save_config(config, out / CONFIG)
 
         def on_phase(phase: Phase) -> None:
             show(phase.name, phase.done, phase.total, phase.note)
 
-        study = run_study(
-            config, out, data=data, recipes=recipes, prompt=prompt, test_tokens=test_tokens, on_phase=on_phase
-        )
-    _write_report(study, out, device_of(config))
+        with _begun(config, out, recipes):
+            study = run_study(
+                config, out, data=data, recipes=recipes, prompt=prompt, test_tokens=test_tokens, on_phase=on_phase
+            )
+    _write_report(study, out, device)
     return study
+
+
+@contextmanager
+def _begun(config: RunConfig, out: Path, recipes: Sequence[str]) -> Iterator[None]:
+    """Write config.toml; a study that an error ends before any run has begun may start again with another one."""
+    is_new = not (out / CONFIG).exists()
+    save_config(config, out / CONFIG)
+    try:
+        yield
+    except Exception:
+        if is_new and not any(has_run(out / recipe) for recipe in recipes):
+            (out / CONFIG).unlink()
+        raise
 
 
 def start_over(out: Path, recipes: Sequence[str]) -> None:
@@ -89,6 +104,7 @@ def print_study(study: Study, config: RunConfig, out: Path, *, as_json: bool) ->
     notes = (
         study_table.yardstick(study),
         study_table.target_note(study),
+        study_table.threads_note(study, device),
         study_table.emulation_note(device),
     )
     for note in (study_table.verdict(study), *filter(None, notes)):
@@ -184,6 +200,7 @@ def _record(study: Study, out: Path) -> dict[str, Any]:
                 "relative_gradient_variance": study.relative_variance(run.recipe),
                 "gradient_error": run.gradient_error,
                 "tokens_per_second": run.tokens_per_second,
+                "threads": run.threads,
                 "peak_memory_bytes": run.peak_memory_bytes,
             }
             for run in study.runs

@@ -114,13 +114,16 @@ class PlainDisplay:
         self.label, self.started = label, time.monotonic()
         self.say(f"{label} ...")
         shown = 0
+        first: tuple[float, float] | None = None  # what was done at the first report, and when: not all of it is ours
 
         def advance(done: float, note: str = "") -> None:
-            nonlocal shown
+            nonlocal shown, first
+            if first is None and done:
+                first = done, time.monotonic()
             tenth = int(10 * done / total) if total else 0
             if shown < tenth < 10 and time.monotonic() - self.started >= QUIET_SECONDS:
                 shown = tenth
-                self.say(f"{label}: {10 * tenth}%{self._eta(done, total)}{', ' + note if note else ''}")
+                self.say(f"{label}: {10 * tenth}%{_eta(first, done, total)}{', ' + note if note else ''}")
 
         return advance
 
@@ -134,11 +137,13 @@ class PlainDisplay:
             self.say(f"{self.label}: done in {time.monotonic() - self.started:.1f} s")
             self.label = ""
 
-    def _eta(self, done: float, total: float | None) -> str:
-        if not total or not done:
-            return ""
-        elapsed = time.monotonic() - self.started
-        return f", about {elapsed * (total - done) / done:.0f} s left"
+
+def _eta(first: tuple[float, float] | None, done: float, total: float | None) -> str:
+    """The time left at the speed since the first report, which may have found earlier work done."""
+    if not total or first is None or done <= first[0]:
+        return ""
+    seconds = (time.monotonic() - first[1]) / (done - first[0])
+    return f", about {seconds * (total - done):.0f} s left"
 
 
 def phases(display: Display) -> Callable[..., None]:

@@ -13,6 +13,7 @@ from octavo.training.data import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import TrainResult, check_data
 from octavo.training.loop import train as run_training
+from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, check_start, resumable_state
 
 __all__ = ["train"]
@@ -61,6 +62,7 @@ def train(
         threads=threads,
         device=device,
     )
+    resolve_device(run_config.training.device)  # a device that is not there is refused before the text is read
     check_start(out, run_config, resume=resume)
     with open_display() as display:
         source, vocab_size = run_config.data.source, run_config.data.vocab_size

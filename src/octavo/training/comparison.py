@@ -48,7 +48,9 @@ class RunMeasures:
 
     ``window_nats`` holds the mean loss of each held-out window, in the same order in every run. ``gradient_variance``
     is the trace of the covariance of micro-batch gradients, ``gradient_error`` the root mean square distance of those
-    gradients to the baseline's, relative to the baseline's root mean square; both None until measured.
+    gradients to the baseline's, relative to the baseline's root mean square; both None until measured. ``threads`` are
+    the numbers of CPU threads that its steps ran with, more than one where it was resumed with another; empty where
+    that is not known.
     """
 
     recipe: str
@@ -60,6 +62,7 @@ class RunMeasures:
     peak_memory_bytes: int | None
     gradient_variance: float | None = None
     gradient_error: float | None = None
+    threads: tuple[int, ...] = ()
 
     @property
     def nats(self) -> float:
@@ -164,6 +167,7 @@ def run_from_json(fields: dict[str, Any]) -> RunMeasures:
     for name in ("train_curve", "validation_curve"):
         fields[name] = tuple((int(step), float(nats)) for step, nats in fields[name])
     fields["window_nats"] = tuple(fields["window_nats"])
+    fields["threads"] = tuple(fields.get("threads", ()))
     return RunMeasures(**fields)
 
 

@@ -6,17 +6,19 @@
 |-------------------------------------|-----------------------------------------------------------------------|
 | tokenizer.json                      | trained on the training split                                         |
 | train.bin, validation.bin, test.bin | token ids, little-endian uint16 (uint32 for vocabularies over 65,536) |
-| manifest.json                       | where the text came from, its content hash; the counts, written last  |
+| manifest.json                       | where the text came from, its content hash; the counts and the token  |
+|                                     | files' SHA-256, written last                                          |
 
-The folder is used again when text and vocabulary size are those of the manifest, and rebuilt otherwise, in a hidden
-folder beside it whose files take their places at the end. A folder that holds files and no manifest of this kind is
-somebody else's and refused.
+The folder is used again when text and vocabulary size are those of the manifest and the token files are as they were
+written. Otherwise it is rebuilt, in a hidden folder beside it whose files take their places at the end. A folder that
+holds files and no manifest of this kind is somebody else's and refused.
 
 ``TokenData`` maps the token files into memory. A training batch is a pure function of (seed, step): its windows start
 at positions drawn by a counter-based key, not by an iterator, so a resumed run reads what the uninterrupted one would
 have read. Evaluation reads the split in order, in windows that do not overlap, so that every token is predicted once.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -81,8 +83,8 @@ def preparing(
     documents = load_documents(source)
     identity = {"format": FORMAT_VERSION, "content_hash": content_hash(documents), "vocab_size": vocab_size}
     report("read", 1, 1)
-    if _holds(folder, identity):
-        yield open_data(folder)
+    if (found := _matching(folder, identity)) is not None:
+        yield found
         return
     splits = divide(documents, by_file=str(source) == BUILTIN)
     with _replacing_files_of(folder, identity) as temporary:
@@ -100,7 +102,7 @@ def open_data(folder: str | Path) -> "TokenData":
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         vocab_size, counts = int(manifest["tokens_in_vocabulary"]), manifest["splits"]
-        splits = {split: _map(folder / f"{split}.bin", int(counts[split]["tokens"]), vocab_size) for split in Split}
+        splits = {split: _map(folder / f"{split}.bin", counts[split], vocab_size) for split in Split}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{str(folder)!r} is not a complete data folder ({error}); prepare the data again") from error
     return TokenData(folder=folder, manifest=manifest, vocab_size=vocab_size, splits=splits)
@@ -231,34 +233,42 @@ def _write(folder: Path, identity: dict[str, Any], splits: dict[Split, list[Docu
     write_atomically(folder / MANIFEST, json.dumps({**identity, **actual}, indent=2) + "\n")
 
 
-def _holds(folder: Path, identity: dict[str, Any]) -> bool:
+def _matching(folder: Path, identity: dict[str, Any]) -> "TokenData | None":
+    """The data in the folder, if it is whole and made from that text with that vocabulary size."""
     try:
-        manifest = open_data(folder).manifest
+        data = open_data(folder)
     except DataError:
-        return False
-    return all(manifest.get(key) == value for key, value in identity.items())
+        return None
+    return data if all(data.manifest.get(key) == value for key, value in identity.items()) else None
 
 
 def _dtype_for(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def _map(path: Path, tokens: int, vocab_size: int) -> NDArray[Any]:
-    dtype = _dtype_for(vocab_size)
+def _map(path: Path, counts: dict[str, Any], vocab_size: int) -> NDArray[Any]:
+    dtype, tokens = _dtype_for(vocab_size), int(counts["tokens"])
     if path.stat().st_size != tokens * dtype.itemsize:
         raise ValueError(
             f"{path.name} has {path.stat().st_size} bytes, the manifest promises {tokens * dtype.itemsize}"
         )
+    if _sha256(path) != counts["sha256"]:
+        raise ValueError(f"{path.name} is not what was written: its SHA-256 is not the manifest's")
     if not tokens:
         return np.zeros(0, dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _encode_splits(
     folder: Path, tokenizer: Tokenizer, splits: dict[Split, list[Document]], report: Progress
-) -> dict[str, dict[str, int]]:
+) -> dict[str, dict[str, Any]]:
     total = sum(len(document.text) for documents in splits.values() for document in documents)
-    done, counts = 0, {}
+    done, counts = 0, dict[str, dict[str, Any]]()
     for split, documents in splits.items():
         tokens = 0
         with replacing(folder / f"{split}.bin") as temporary, temporary.open("wb") as file:
@@ -269,7 +279,8 @@ def _encode_splits(
                 tokens += len(ids)
                 report("encode", done, total)
         size = sum(len(document.text.encode()) for document in documents)
-        counts[str(split)] = {"tokens": tokens, "documents": len(documents), "bytes": size}
+        written = _sha256(folder / f"{split}.bin")
+        counts[str(split)] = {"tokens": tokens, "documents": len(documents), "bytes": size, "sha256": written}
     return counts
 
 

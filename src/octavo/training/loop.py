@@ -4,14 +4,13 @@ One update: gradients of ``grad_accumulation`` micro-batches, each batch a funct
 close the delayed recipes' step. Loss and gradient norm are looked at before the weights change, so that a run stops
 with the weights of the last good step. Everything a step depends on is in the checkpoint or in the configuration,
 hence an interrupted and resumed run writes the same metrics.jsonl as an uninterrupted one, to the last digit, but for
-the times.
+the times (on the same number of threads, which decides the order of some sums).
 """
 
 import math
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,13 +25,14 @@ from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
-from octavo.training.memory import peak_memory_bytes, reset_peak_memory
+from octavo.training.memory import check_batch_fits, fitting_in_memory, peak_memory_bytes, reset_peak_memory
 from octavo.training.metrics import MetricsLog, read_metrics
 from octavo.training.nonfinite import first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import claimed, resumable_state
 from octavo.training.schedules import learning_rate
 from octavo.training.signals import StopRequest, stopping_on_signals
+from octavo.training.threads import using_threads
 
 __all__ = ["TrainResult", "Trainer", "build_model", "train"]
 
@@ -77,7 +77,8 @@ def train(
         on_event: called with each :data:`octavo.training.events.Event`.
 
     Raises:
-        ConfigError: the folder holds a run, or with ``resume`` none or another one; or the device is not there.
+        ConfigError: the folder holds a run, or with ``resume`` none or another one; the device is not there; or the
+            model or a micro-batch does not fit in memory. A new run that took no step is removed again.
         TrainingError: the folder cannot be written, or another process trains in it.
         DataError: a split is shorter than the context.
         CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.
@@ -87,13 +88,24 @@ def train(
     training = config.training
     check_data(data, training)
     model, converted = build_model(config, data.vocab_size)  # what is refused here leaves no run behind
-    with claimed(folder, config, data, resume=resume), _threads(training.threads), stopping_on_signals() as stop:
+    with (
+        claimed(folder, config, data, resume=resume),
+        using_threads(training.threads),
+        stopping_on_signals() as stop,
+        fitting_in_memory(training),
+    ):
         trainer = Trainer(config, folder, model, data=data, on_event=on_event or _ignore, converted=converted)
         return trainer.run(stop)
 
 
 def check_data(data: TokenData, training: TrainingConfig) -> None:
-    """Refuse data that is too short for the context, before anything is written."""
+    """Refuse data that is too short for the context, and batches too large for the memory, before anything is written.
+
+    Raises:
+        DataError: a split is shorter than the context.
+        ConfigError: the device is not there, or a micro-batch does not fit.
+    """
+    check_batch_fits(training, data.vocab_size)
     data.batch(0, batch_size=1, context=training.context, seed=training.seed)
     data.windows(training.context, max_tokens=1)
 
@@ -227,6 +239,7 @@ class Trainer:
             grad_norm=grad_norm,
             tokens=self.step * tokens,
             seconds=round(seconds, 4),
+            threads=torch.get_num_threads(),
         )
         self.emit(
             StepDone(
@@ -324,17 +337,6 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
     ]
     beta1, beta2 = training.betas
     return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Use ``count`` CPU threads inside the block; 0 changes nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _ignore(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The peak memory of a stretch of work.
+"""The memory of a stretch of work: its peak, and what does not fit.
 
 On CUDA, the allocator's own peak. On a Linux CPU, the process's peak resident set (VmHWM of /proc/self/status), which
 the kernel resets to the present size when 5 is written to /proc/self/clear_refs. It counts the interpreter, torch's
@@ -9,14 +9,24 @@ So a CPU's figure depends on what the process did before: of two equal runs the 
 left behind. It says what a machine needs, not what a precision costs, and is not to be compared between runs.
 """
 
+import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-__all__ = ["peak_memory_bytes", "reset_peak_memory"]
+from octavo.errors import ConfigError
+from octavo.training.config import TrainingConfig
+from octavo.training.precision import resolve_device
 
+__all__ = ["check_batch_fits", "fitting_in_memory", "memory_bytes", "peak_memory_bytes", "reset_peak_memory"]
+
+MIB = 1 << 20
+# What torch raises as a bare RuntimeError: its CPU allocator on Linux and on Windows, the CUDA runtime, cuBLAS.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 RESET_PEAK = "5"
 
@@ -46,3 +56,50 @@ def peak_memory_bytes(device: torch.device) -> int:
             return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory of the device, used or not, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_batch_fits(training: TrainingConfig, vocab_size: int) -> None:
+    """Refuse a micro-batch whose FP32 logits alone, batch_size x context x vocab_size, exceed the device's memory.
+
+    Raises:
+        ConfigError: they do, or the device is not there.
+    """
+    needed = training.batch_size * training.context * vocab_size * torch.float32.itemsize
+    there = memory_bytes(resolve_device(training.device))
+    if needed > there:
+        raise _too_large(training, f"its logits alone take {needed // MIB:,} MiB of {there // MIB:,} MiB")
+
+
+@contextmanager
+def fitting_in_memory(training: TrainingConfig) -> Iterator[None]:
+    """Turn what numpy, torch and CUDA raise when memory runs out inside the block into one sentence.
+
+    Raises:
+        ConfigError: memory ran out.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise _too_large(training, str(error).split("\n", 1)[0]) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def _too_large(training: TrainingConfig, reason: str) -> ConfigError:
+    device = resolve_device(training.device).type
+    return ConfigError(
+        f"a micro-batch of batch_size {training.batch_size} and context {training.context} does not fit in the memory "
+        f"of {device!r} ({reason}); lower one of them, grad_accumulation makes up for it"
+    )

@@ -3,10 +3,11 @@
 metrics.jsonl has one JSON object a line, written and flushed as it happens:
 
     {"kind": "evaluation", "step": 0, "nats": 7.6, "perplexity": 2012.3}
-    {"kind": "step", "step": 1, "loss": 7.6, "lr": 0.0001, "grad_norm": 2.1, "tokens": 1024, "seconds": 0.41}
+    {"kind": "step", "step": 1, "loss": 7.6, "lr": 1e-4, "grad_norm": 2.1, "tokens": 1024, "seconds": 0.4, "threads": 2}
 
-``seconds`` is the one field that depends on the machine's mood; all others of an interrupted and resumed run equal
-those of an uninterrupted one. Lines after the checkpoint that a run resumes from are cut off first.
+``seconds`` is the one field that depends on the machine's mood; all others of a run that was interrupted and resumed
+with the same number of CPU ``threads`` equal those of an uninterrupted one. Lines after the checkpoint that a run
+resumes from are cut off first.
 """
 
 import json

@@ -49,7 +49,7 @@ def render(study: Study, *, device: str = "cpu") -> str:
         table=_table(study, device),
         yardstick=escape(study_table.yardstick(study) or ""),
         target_note=escape(study_table.target_note(study)),
-        emulation_note=escape(study_table.emulation_note(device)),
+        emulation_note=escape(_speed_note(study, device)),
         facts=_facts(study.facts),
         samples=_samples(study),
     )
@@ -80,6 +80,11 @@ def difference(curve: Curve, base: Curve) -> Curve:
     """
     at = dict(base)
     return tuple((step, value - at[step]) for step, value in curve if step in at)
+
+
+def _speed_note(study: Study, device: str) -> str:
+    notes = (study_table.threads_note(study, device), study_table.emulation_note(device))
+    return " ".join(filter(None, notes))
 
 
 def _plotly_script() -> str:

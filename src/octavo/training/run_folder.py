@@ -31,7 +31,7 @@ from octavo.training.checkpoint import (
 from octavo.training.config import Device, RunConfig, load_config, save_config
 from octavo.training.data import TokenData
 from octavo.training.files import remove_if_empty, write_atomically
-from octavo.training.metrics import METRICS
+from octavo.training.metrics import METRICS, read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.tokenizer import Tokenizer, load_tokenizer
 
@@ -147,6 +147,8 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
 def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) -> Iterator[None]:
     """Hold the folder for this process; a new run's configuration and tokenizer are written first.
 
+    A new run that an error ends before its first step is removed, so that the corrected command finds the folder free.
+
     Raises:
         TrainingError: the folder cannot be written, or another process trains in it.
         ConfigError: it holds a run and ``resume`` is False, holds none and it is True, or holds a run that was started
@@ -154,10 +156,17 @@ def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) 
     """
     with _locked(run_dir):
         check_start(run_dir, config, resume=resume)
-        if not resume:
+        if resume:
+            yield
+            return
+        try:
             save_config(config, run_dir / CONFIG)
             write_atomically(run_dir / TOKENIZER, data.tokenizer().to_str())
-        yield
+            yield
+        except Exception:
+            if not any(line["kind"] == "step" for line in read_metrics(run_dir)):
+                _remove_run(run_dir, ())
+            raise
 
 
 def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:

@@ -1,7 +1,8 @@
 """Stopping on SIGINT and SIGTERM at the end of a step, with a checkpoint, instead of in the middle of one.
 
-The first signal asks; the loop saves and ends. A second one ends at once, as it would have without this. Handlers can
-be set in the main thread only; elsewhere nothing is caught.
+The first signal asks; the loop saves and ends. A second one ends at once, as it would have without this. A signal that
+the process ignores (as after ``nohup``, or in a shell's background) stays ignored. Handlers can be set in the main
+thread only; elsewhere nothing is caught.
 """
 
 import signal
@@ -13,6 +14,7 @@ from types import FrameType
 __all__ = ["StopRequest", "stopping_on_signals"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LEFT_ALONE = (signal.SIG_IGN, None)  # None: a handler that Python did not set and could not put back
 
 
 class StopRequest:
@@ -32,14 +34,15 @@ def stopping_on_signals() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    found = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in found.items() if handler not in LEFT_ALONE}
 
     def ask(number: int, _frame: FrameType | None) -> None:
         request.signal_name = signal.Signals(number).name
         for each, handler in before.items():
             signal.signal(each, handler)
 
-    for number in SIGNALS:
+    for number in before:
         signal.signal(number, ask)
     try:
         yield request

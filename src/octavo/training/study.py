@@ -35,10 +35,12 @@ from octavo.training.files import write_atomically
 from octavo.training.gradient_noise import GradientNoise, Probe, gradient_noise
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
 from octavo.training.loop import check_data, train
+from octavo.training.memory import fitting_in_memory
 from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, has_run, load_run
 from octavo.training.text import is_unicode
+from octavo.training.threads import using_threads
 
 __all__ = [
     "DEFAULT_RECIPES",
@@ -94,7 +96,8 @@ def run_study(
         on_phase: called as phases progress.
 
     Raises:
-        ConfigError: no recipe, one twice, or an unknown one; or the folder holds runs of another configuration.
+        ConfigError: no recipe, one twice, or an unknown one; the folder holds runs of another configuration; or a
+            micro-batch does not fit in memory.
         KeyboardInterrupt: a signal stopped a run; it has saved a checkpoint, and the same call continues.
     """
     folder = Path(out_dir)
@@ -107,10 +110,28 @@ def run_study(
     windows = len(data.windows(config.training.context, split=Split.TEST, max_tokens=test_tokens)[0])
     if finished is not None and finished.prompt == prompt and len(finished.runs[0].window_nats) == windows:
         return finished
+    with using_threads(config.training.threads), fitting_in_memory(config.training):
+        study = _studied(config, folder, configs, data, prompt=prompt, test_tokens=test_tokens, report=report)
+    write_atomically(folder / STUDY, study.to_json())
+    return study
+
+
+def _studied(
+    config: RunConfig,
+    folder: Path,
+    configs: Mapping[str, RunConfig],
+    data: TokenData,
+    *,
+    prompt: str,
+    test_tokens: int | None,
+    report: OnPhase,
+) -> Study:
+    """What is not done of the study, and all of it measured."""
+    recipes = list(configs)
     runs = [_measured(folder / recipe, configs[recipe], data, test_tokens, report) for recipe in recipes]
     noise = _gradient_noise(folder / recipes[0], configs, data, report)
     baseline = load_run(folder / recipes[0])
-    study = Study(
+    return Study(
         runs=tuple(_with_noise(run, noise[run.recipe]) for run in runs),
         config=config.to_dict(),
         facts=facts_of(config, data, parameters=sum(p.numel() for p in baseline.model.parameters())),
@@ -118,8 +139,6 @@ def run_study(
         prompt=prompt,
         samples=_samples(folder, recipes, prompt, report),
     )
-    write_atomically(folder / STUDY, study.to_json())
-    return study
 
 
 def configs_of(config: RunConfig, recipes: Sequence[str]) -> dict[str, RunConfig]:
@@ -185,6 +204,7 @@ def _measured(
         window_nats=window_nats,
         tokens_per_second=_tokens_per_second(run_dir, config),
         peak_memory_bytes=result.peak_memory_bytes,
+        threads=_threads(run_dir),
     )
     write_atomically(run_dir / MEASURES, json.dumps({**identity, "run": asdict(measures)}, allow_nan=False) + "\n")
     return measures
@@ -235,6 +255,11 @@ def _tokens_per_second(run_dir: Path, config: RunConfig) -> float:
     seconds = [float(line["seconds"]) for line in read_metrics(run_dir) if line["kind"] == "step"]
     typical: float = statistics.median(seconds)
     return config.training.tokens_per_step / max(typical, 1e-4)
+
+
+def _threads(run_dir: Path) -> tuple[int, ...]:
+    """The numbers of CPU threads that steps of the run had, each once."""
+    return tuple(sorted({int(line["threads"]) for line in read_metrics(run_dir) if "threads" in line}))
 
 
 def _gradient_noise(

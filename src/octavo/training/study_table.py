@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 from octavo.training.comparison import GAP_BAR_NATS, TARGET_FRACTION, Gap, RunMeasures, Study
 
-__all__ = ["Row", "columns", "emulation_note", "rows", "target_note", "title_of", "verdict", "yardstick"]
+__all__ = [
+    "Row",
+    "columns",
+    "emulation_note",
+    "rows",
+    "target_note",
+    "threads_note",
+    "title_of",
+    "verdict",
+    "yardstick",
+]
 
 MIB = 1 << 20
 NOTHING = "–"
@@ -49,7 +59,7 @@ def rows(study: Study, device: str) -> list[Row]:
         _steps(study),
         _variance(study),
         _gradient_error(study),
-        _throughput(study),
+        _throughput(study, device),
         _memory(study, device),
     ]
 
@@ -72,6 +82,16 @@ def emulation_note(device: str) -> str:
         "The tokens/s here say nothing about Hopper's, where the article reports FP8 at 1.23 times BF16. "
         "Peak memory is the whole process's: a later run starts from what the earlier ones left in it."
     )
+
+
+def threads_note(study: Study, device: str) -> str | None:
+    """Why the throughput row sets nothing in relation; None where it does."""
+    if _is_timed_alike(study, device):
+        return None
+    found = ", ".join(
+        f"{title_of(run.recipe)} {' and '.join(map(str, run.threads)) or 'unknown'}" for run in study.runs
+    )
+    return f"Tokens/s are not compared: the number of CPU threads was not the same throughout ({found})."
 
 
 def verdict(study: Study) -> str:
@@ -163,12 +183,20 @@ def _gradient_error(study: Study) -> Row:
     )
 
 
-def _throughput(study: Study) -> Row:
-    base = study.baseline.tokens_per_second
+def _is_timed_alike(study: Study, device: str) -> bool:
+    """Whether every step of every run had the same CPU threads, or a GPU did the work."""
+    numbers = {run.threads for run in study.runs}
+    return device == "cuda" or (len(numbers) == 1 and len(study.baseline.threads) == 1)
+
+
+def _throughput(study: Study, device: str) -> Row:
+    values = [run.tokens_per_second for run in study.runs]
+    alike = _is_timed_alike(study, device)
+    ratios = [f"{value / values[0]:.2f}×" if alike else NOTHING for value in values]
     return Row(
         name="Tokens/s here",
-        cells=tuple(f"{run.tokens_per_second:,.0f} ({run.tokens_per_second / base:.2f}×)" for run in study.runs),
-        difference=_relative(study, [run.tokens_per_second for run in study.runs]),
+        cells=tuple(f"{value:,.0f} ({ratio})" for value, ratio in zip(values, ratios, strict=True)),
+        difference=_relative(study, values) if alike else NOTHING,
         article="1/1.15×/1.42× +23 %",
     )
 

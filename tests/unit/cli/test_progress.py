@@ -1,7 +1,9 @@
 """What progress looks like where there is no terminal, and on one."""
 
 import io
+from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 from rich.progress import Progress
 
@@ -74,3 +76,16 @@ def test_progress_goes_to_stderr_alone(capsys, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "work: 50%" in captured.err
+
+
+@pytest.mark.parametrize("begun", [0, 200])
+def test_the_time_left_is_that_of_the_steps_of_this_call(monkeypatch, begun):
+    """A step takes 3 s; of 400, a resumed run finds the first 200 done."""
+    clock = 0.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock))
+    out = io.StringIO()
+    advance = PlainDisplay(Console(file=out)).phase("train fp32", 400)
+    for step in range(begun + 1, 321):
+        clock += 3.0
+        advance(step)
+    assert "train fp32: 80%, about 240 s left" in out.getvalue().splitlines()

@@ -42,7 +42,7 @@ def test_an_interrupted_run_resumes_to_the_same_digits(octavo, setting, tmp_path
         def on_event(event):
             inner(event)
             if getattr(event, "loss", None) is not None and event.step == 3:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGTERM)
 
         return on_event
 

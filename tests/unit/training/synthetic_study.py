@@ -27,6 +27,7 @@ def run(recipe: str, offset: float, **changes: Any) -> RunMeasures:
         "peak_memory_bytes": 700 << 20,
         "gradient_variance": 2.0,
         "gradient_error": 0.0,
+        "threads": (2,),
     }
     return RunMeasures(**(fields | changes))
 

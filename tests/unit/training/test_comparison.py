@@ -1,5 +1,6 @@
 """Paired differences against numpy and scipy-free textbook formulae; curves against hand-worked points."""
 
+import json
 import math
 
 import numpy as np
@@ -69,3 +70,10 @@ def test_a_study_survives_its_file():
 def test_a_damaged_file_is_named(text):
     with pytest.raises(DataError, match="run the study again"):
         Study.from_json(text)
+
+
+def test_a_study_of_before_threads_were_recorded_is_read():
+    fields = json.loads(study().to_json())
+    for each in fields["runs"]:
+        del each["threads"]
+    assert [run.threads for run in Study.from_json(json.dumps(fields)).runs] == [()] * 3

@@ -99,7 +99,7 @@ def test_used_again_when_nothing_changed(tmp_path):
     assert set(phases) == {"read"}
 
 
-@pytest.mark.parametrize("change", ["text", "vocab_size", "manifest", "tokens"])
+@pytest.mark.parametrize("change", ["text", "vocab_size", "manifest", "tokens", "bytes"])
 def test_rebuilt_when_something_changed(tmp_path, change):
     before = tiny_data(tmp_path)
     folder, vocab_size = tmp_path / "data", 300
@@ -109,6 +109,8 @@ def test_rebuilt_when_something_changed(tmp_path, change):
         vocab_size = 280
     elif change == "manifest":
         (folder / "manifest.json").write_text('{"format": 1, "content_hash": "", "vocab_size": 300}')
+    elif change == "bytes":
+        (folder / "train.bin").write_bytes(b"\xff" * (folder / "train.bin").stat().st_size)
     else:
         with (folder / "train.bin").open("r+b") as file:
             file.truncate(10)
@@ -131,6 +133,18 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path):
     (data.folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="splits"):
         open_data(data.folder)
+
+
+@pytest.mark.parametrize("split", Split)
+def test_tokens_damaged_in_place_are_refused_by_name(tmp_path, split):
+    """One bit, and the id may still be one of the vocabulary."""
+    path = tiny_data(tmp_path).folder / f"{split}.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{split}.bin is not what was written") as caught:
+        open_data(path.parent)
+    assert "prepare the data again" in str(caught.value)
 
 
 def test_a_failed_preparation_leaves_no_complete_folder(tmp_path):

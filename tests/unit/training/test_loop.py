@@ -5,6 +5,7 @@ import math
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,7 +14,7 @@ from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteLoss
 from octavo.models import Llama
 from octavo.training import loop
 from octavo.training.config import Device, load_config
-from octavo.training.evaluate import evaluate
+from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, Saved, StepDone
 from octavo.training.loop import build_optimizer, train
 from octavo.training.metrics import read_metrics
@@ -277,3 +278,69 @@ def test_a_model_that_does_not_fit_in_memory_is_named(data, tmp_path):
     config = dataclasses.replace(tiny_config(), model=dataclasses.replace(MODEL, hidden_size=1_000_000_000))
     with pytest.raises(ConfigError, match=r"hidden_size 1000000000 .* does not fit in the memory"):
         train(config, tmp_path / "run", data=data)
+
+
+@pytest.mark.parametrize("batch_size", [10**11, 10**400])
+def test_a_batch_far_too_large_is_refused_before_anything_is_written(data, tmp_path, batch_size):
+    with pytest.raises(ConfigError, match=rf"batch_size {batch_size} and context 16 does not fit .* lower one of them"):
+        train(tiny_config(batch_size=batch_size), tmp_path / "run", data=data)
+    assert not (tmp_path / "run").exists()
+
+
+def no_memory_in_numpy():
+    np.empty(1 << 60, dtype=np.uint8)
+
+
+def no_memory_in_torch():
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def no_memory_on_cuda():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nAnd more.")
+
+
+NO_MEMORY = [no_memory_in_numpy, no_memory_in_torch, no_memory_on_cuda]
+
+
+def failing_loss(monkeypatch, fail, *, at):
+    """The training loss of the micro-batch ``at`` (0 is the first) fails."""
+    calls: list[int] = []
+
+    def failing(*args, **options):
+        calls.append(1)
+        if len(calls) == at + 1:
+            fail()
+        return token_loss(*args, **options)
+
+    monkeypatch.setattr(loop, "token_loss", failing)
+
+
+@pytest.mark.parametrize("fail", NO_MEMORY)
+def test_memory_that_runs_out_is_one_sentence_and_no_run(data, tmp_path, monkeypatch, fail):
+    failing_loss(monkeypatch, fail, at=0)
+    with pytest.raises(ConfigError, match="batch_size 2 and context 16 does not fit in the memory of 'cpu'") as caught:
+        train(tiny_config(), tmp_path / "run", data=data)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+    assert train(tiny_config(batch_size=1, steps=1), tmp_path / "run", data=data).step == 1
+
+
+@pytest.mark.parametrize("fail", NO_MEMORY)
+def test_memory_that_runs_out_later_keeps_the_run(data, tmp_path, monkeypatch, fail):
+    failing_loss(monkeypatch, fail, at=3)
+    with pytest.raises(ConfigError, match="does not fit in the memory"):
+        train(tiny_config(checkpoint_interval=2), tmp_path / "run", data=data)
+    assert load_run(tmp_path / "run").step == 2
+    assert train(tiny_config(checkpoint_interval=2), tmp_path / "run", data=data, resume=True).step == 6
+
+
+def test_another_error_keeps_its_name_and_leaves_no_run(data, tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("a defect")
+
+    failing_loss(monkeypatch, fail, at=0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(RuntimeError, match="a defect"):
+        train(tiny_config(), tmp_path / "run", data=data)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]

@@ -96,3 +96,8 @@ def test_a_browser_draws_both_figures_without_console_errors(page, tmp_path):
     assert [line for line in result.stderr.splitlines() if "CONSOLE" in line] == []
     curves, pairs, points = 3, 3, len(study().baseline.validation_curve)
     assert result.stdout.count('<path class="point') == (curves + pairs) * points
+
+
+def test_the_page_says_why_speeds_are_not_compared():
+    unlike = study(run("fp32", 0.0), run("bf16", 0.0, threads=(1,)))
+    assert str(study_table.threads_note(unlike, "cpu")) in report.render(unlike)

@@ -116,11 +116,11 @@ def test_another_configuration_in_the_folder_is_refused(finished, data, config):
 
 
 def test_an_interrupted_study_goes_on_where_it_stopped(finished, data, config, tmp_path):
-    """Ctrl-C in the second run: the first stays, the second resumes, and every loss is that of a run without pause."""
+    """A signal in the second run: the first stays, the second resumes, every loss is that of a run without pause."""
 
     def interrupt(phase):
         if phase.name == "train bf16" and phase.done == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):
         run_study(config, tmp_path, data=data, on_phase=interrupt)
@@ -164,3 +164,40 @@ def test_a_finished_study_answers_what_is_asked_now(finished, data, config, tmp_
     again = run_study(config, tmp_path / "copy", data=data, **change)
     assert again.prompt == change.get("prompt", finished[1].prompt)
     assert len(again.run("fp32").window_nats) == change.get("test_tokens", 10**9) // 32 or "prompt" in change
+
+
+@pytest.fixture
+def torch_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_a_run_resumed_with_other_threads_records_both(data, config, tmp_path, torch_threads):
+    def interrupt(phase):
+        if phase.name == "train bf16" and phase.done == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    torch_threads(1)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(config, tmp_path, data=data, recipes=("fp32", "bf16"), on_phase=interrupt)
+    torch_threads(2)
+    study = run_study(config, tmp_path, data=data, recipes=("fp32", "bf16"))
+    assert [run.threads for run in study.runs] == [(1,), (1, 2)]
+    (tmp_path / "study.json").unlink()
+    assert [run.threads for run in run_study(config, tmp_path, data=data, recipes=("fp32", "bf16")).runs] == [
+        (1,),
+        (1, 2),
+    ]
+
+
+def test_every_phase_has_the_threads_that_were_asked_for(data, config, tmp_path, torch_threads):
+    torch_threads(2)
+    seen = {}
+
+    def look(phase):
+        seen[phase.name] = torch.get_num_threads()
+
+    run_study(config.with_training(threads=1), tmp_path, data=data, recipes=("fp32",), on_phase=look)
+    assert seen == dict.fromkeys(("train fp32", "evaluate fp32", "gradient noise", "generate"), 1)
+    assert torch.get_num_threads() == 2

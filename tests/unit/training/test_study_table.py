@@ -77,3 +77,31 @@ def test_a_cpu_says_that_fp8_is_emulated():
 
 def test_a_cpu_says_why_peak_memory_has_no_difference():
     assert "a later run starts from what the earlier ones left" in study_table.emulation_note("cpu")
+
+
+@pytest.mark.parametrize(
+    ("threads", "found"),
+    [
+        (((2,), (1,), (2,)), "FP32 2, BF16 1, FP8 tensorwise 2"),
+        (((1, 2), (1, 2), (1, 2)), "FP32 1 and 2, BF16 1 and 2, FP8 tensorwise 1 and 2"),
+        (((), (), ()), "FP32 unknown, BF16 unknown, FP8 tensorwise unknown"),
+    ],
+)
+def test_speeds_on_unlike_threads_are_not_compared(threads, found):
+    unlike = study(
+        *(run(name, 0.0, threads=own) for name, own in zip(("fp32", "bf16", "tensorwise"), threads, strict=True))
+    )
+    row = cells("Tokens/s", unlike)
+    assert row.cells == ("5,000 (–)",) * 3
+    assert row.difference == "–"
+    assert study_table.threads_note(unlike, "cpu") == (
+        f"Tokens/s are not compared: the number of CPU threads was not the same throughout ({found})."
+    )
+
+
+def test_speeds_on_the_same_threads_or_on_a_gpu_are_compared():
+    assert study_table.threads_note(study(), "cpu") is None
+    assert cells("Tokens/s").cells[2] == "2,000 (0.40×)"
+    unlike = study(run("fp32", 0.0), run("bf16", 0.0, threads=(1,)))
+    assert study_table.threads_note(unlike, "cuda") is None
+    assert cells("Tokens/s", unlike, "cuda").cells[1] == "5,000 (1.00×)"
