@@ -27,9 +27,9 @@ _override = _Override()
 def autocast(recipe: str | Recipe | None = None, *, enabled: bool = True) -> Iterator[None]:
     """Run octavo layers with ``recipe`` instead of their own.
 
-    Blocks nest, the innermost decides. The backward pass uses the recipe that its forward ran with. Layers that are
-    plain ``nn.Linear`` are not touched. Activation checkpointing runs the forward again during backward: call backward
-    inside the block too.
+    Blocks nest, the innermost decides. The backward pass uses the recipe that its forward ran with, and so does
+    activation checkpointing when it runs the forward again, wherever that happens. Layers that are plain ``nn.Linear``
+    are not touched. Each thread has its own blocks.
 
     Args:
         recipe: a preset's name or a recipe; None keeps each layer's own (useful to re-enable inside a disabled block).

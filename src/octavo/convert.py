@@ -107,6 +107,8 @@ def convert(
         1 layers run tensorwise, 1 stay as they are
           1: skip pattern '1'
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     resolved = recipes.get(recipe)
     overriding = {pattern: recipes.get(other) for pattern, other in (overrides or {}).items()}
     _check_words(skip, scale_updates, frozen)
@@ -166,6 +168,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
                 module.input_scale,
                 module.held,
                 module.weight_cache,
+                module.last_recipe,
                 module.recipe,
                 module.path,
                 module.scale_updates,

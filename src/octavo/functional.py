@@ -62,7 +62,7 @@ def fp8_linear(
         >>> torch.allclose(y, torch.full((2, 3), 4.0)), torch.allclose(weight.grad, torch.full((3, 4), 2.0))
         (True, True)
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would not do for K = 0
     computed = rows.float() if x.dtype is torch.float64 else rows
     y: Tensor = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
         computed, weight, bias, recipe, weight_operands, tap or LayerTap()

@@ -1,7 +1,7 @@
 """What a layer remembers of the tensors that pass through it: non-finite elements, and amaxes for delayed scaling.
 
-Delayed scaling reads only the past, so that measuring a tensor and casting it need not wait for each other. Two times
-must not be mixed up:
+Delayed scaling reads only the past, so that a kernel may measure a tensor while it casts it. Two times must not be
+mixed up:
 
 - During a step, each call *records* its amax as pending; several micro-batches keep their maximum.
 - *Closing* the step moves what is pending into the window, newest first, and derives the amax that the next step's

@@ -223,6 +223,8 @@ def get(name: str | Recipe, **options: Any) -> Recipe:
         if options:
             raise ConfigError(f"options ({', '.join(options)}) go with a preset's name, not with a finished recipe")
         return name
+    if not isinstance(name, str):
+        raise TypeError(f"a recipe is a preset's name or a Recipe, not {type(name).__name__}")
     preset = _PRESETS.get(name)
     if preset is None:
         raise ConfigError(f"there is no recipe {name!r}; use one of {', '.join(names())}")

@@ -8,8 +8,7 @@
 They are ready for safetensors and separate from the model's ``state_dict``. Dynamic recipes have none.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,6 +20,15 @@ from octavo.observers import EMPTY, INPUT, ROLES, AmaxHistory
 __all__ = ["load_scaling_state", "nonfinite_counts", "scaling_state", "update_scales"]
 
 _FIELDS = {"amax_history": "window", "amax": "amax", "steps": "steps"}
+_RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "amax_history": (
+        lambda x: x.isfinite() & ((x >= 0) | (x == EMPTY)),
+        f"an amax is finite and not negative, or {EMPTY}",
+    ),
+    "amax": (lambda x: x.isfinite() & (x >= 0), "an amax is finite and not negative"),
+    "steps": (lambda x: x >= 0, "a number of steps is not negative"),
+    "scale": (lambda x: x.isfinite() & (x > 0), "a scale is positive and finite"),
+}
 
 
 @torch.no_grad()
@@ -66,7 +74,8 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> N
     """Put a :func:`scaling_state` back. A longer history keeps its newest entries, a shorter one is filled with none.
 
     Raises:
-        CheckpointError: missing or unexpected keys, or a tensor of the wrong shape; nothing is loaded then.
+        CheckpointError: missing or unexpected keys, a tensor of the wrong shape or dtype, or a value that no state
+            has; nothing is loaded then.
 
     Example:
         >>> import octavo
@@ -90,8 +99,12 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> N
             raise CheckpointError(
                 f"scaling state {key!r} has shape {tuple(state[key].shape)}, expected {tuple(slot.shape)}"
             )
-        if key.endswith(".scale") and not 0 < state[key] < math.inf:
-            raise CheckpointError(f"scaling state {key!r} is {state[key].item()}; a scale is positive and finite")
+        if state[key].dtype is not slot.dtype:
+            raise CheckpointError(f"scaling state {key!r} is {state[key].dtype}, expected {slot.dtype}")
+        valid, rule = _RULES[key.rpartition(".")[2]]
+        wrong = state[key][~valid(state[key])]
+        if wrong.numel():
+            raise CheckpointError(f"scaling state {key!r} holds {wrong.flatten()[0].item()}; {rule}")
     for key, slot in slots.items():
         if slot.ndim:
             slot.fill_(EMPTY)

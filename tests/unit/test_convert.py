@@ -377,7 +377,8 @@ def test_overrides_give_layers_their_own_recipe_first_match_first():
     assert "  layers.1.down_proj: runs rowwise" in str(report)
     own = octavo.recipes.get("delayed", history_length=3)
     octavo.convert(model, "bf16", overrides={"inp.*": own})
-    assert model.get_submodule("inp.0").recipe is own
+    assert _recipes_of(model)["inp.0"] == "delayed"
+    assert octavo.scaling_state(model)["inp.0.input.amax_history"].shape == (3,)
 
 
 def test_overrides_that_match_nothing_or_name_nothing_change_nothing():

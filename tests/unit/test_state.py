@@ -137,8 +137,33 @@ def test_loading_forgets_the_running_step():
         ),
         (lambda state: state.update({"0.input.amax_history": torch.tensor(1.0)}), r"amax_history' has shape \(\)"),
         (dict.clear, r"18 keys missing"),
+        (
+            lambda state: state.update({"0.input.amax": torch.tensor(float("nan"))}),
+            r"amax' holds nan; an amax",
+        ),
+        (lambda state: state["2.weight.amax_history"].fill_(-3.0), r"holds -3.0; an amax is finite and .*, or -1.0"),
+        (lambda state: state.update({"0.input.steps": torch.tensor(-1)}), r"steps' holds -1; a number of steps"),
+        (
+            lambda state: state.update({"0.input.steps": torch.tensor(1.5)}),
+            r"torch.float32, expected torch.int64",
+        ),
+        (
+            lambda state: state.update({"0.input.amax": torch.tensor(1.0).half()}),
+            r"expected torch.float32",
+        ),
     ],
-    ids=["missing", "unexpected", "wrong shape", "no window", "empty"],
+    ids=[
+        "missing",
+        "unexpected",
+        "wrong shape",
+        "no window",
+        "empty",
+        "nan amax",
+        "negative amax",
+        "negative steps",
+        "fractional steps",
+        "half amax",
+    ],
 )
 def test_a_state_that_does_not_fit_is_refused_whole(change, message):
     model, donor = _model(), _model()

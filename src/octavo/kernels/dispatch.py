@@ -15,6 +15,7 @@ from octavo.kernels.hopper_model import HopperModelBackend
 from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.torch_native import CpuBackend, CudaBackend
 from octavo.numerics import Accumulate, QuantizedTensor
+from octavo.numerics.cast import check_float
 
 __all__ = ["BACKENDS", "Selection", "explain", "scaled_mm", "selections"]
 
@@ -80,7 +81,7 @@ def scaled_mm(
         tensor([[1.0000, 0.5000],
                 [2.0000, 4.0000]])
     """
-    problem = _describe(a, b, a.hp_dtype if out_dtype is None else out_dtype, bias, accumulate)
+    problem = _describe(a, b, out_dtype, bias, accumulate)
     chosen = _select(problem) if backend == "auto" else _named(backend, problem)
     return chosen.scaled_mm(a, b, bias, problem)
 
@@ -134,7 +135,7 @@ def _backend(name: str) -> Backend:
 
 
 def _describe(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Accumulate
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype | None, bias: Tensor | None, accumulate: Accumulate
 ) -> MatmulProblem:
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, QuantizedTensor):
@@ -150,12 +151,15 @@ def _describe(
             f"scaled_mm computes a @ b.T and needs equal K: a is {tuple(a.shape)}, b is {tuple(b.shape)}; "
             "pass b as [N, K]"
         )
+    out_dtype = a.hp_dtype if out_dtype is None else out_dtype
     if out_dtype not in _OUT_DTYPES:
         raise ConfigError(f"out_dtype must be bfloat16, float16 or float32, not {out_dtype}")
     if accumulate not in list(Accumulate):
         raise ConfigError(f"accumulate must be one of {', '.join(Accumulate)}, not {accumulate!r}")
-    if bias is not None and bias.shape != (b.shape[0],):
-        raise ConfigError(f"bias must have shape ({b.shape[0]},), not {tuple(bias.shape)}")
+    if bias is not None:
+        check_float(bias, "bias")
+        if bias.shape != (b.shape[0],):
+            raise ConfigError(f"bias must have shape ({b.shape[0]},), not {tuple(bias.shape)}")
     return MatmulProblem(
         m=a.shape[0],
         n=b.shape[0],

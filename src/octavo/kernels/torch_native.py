@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.kernels.backend import MatmulProblem, rows_of_scales
 from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
 
-__all__ = ["CpuBackend", "CudaBackend", "high_precision_mm", "widen"]
+__all__ = ["CpuBackend", "CudaBackend", "high_precision_mm", "needs_widening", "probe_cpu", "widen"]
 
 _precision_lock = Lock()
 _found_precisions: list[str] = []
@@ -134,19 +134,34 @@ def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def needs_widening(a: Tensor) -> bool:
-    """Whether this CPU multiplies ``a``'s dtype only in a scalar loop; a traced graph is left to its compiler.
+    """Whether this CPU multiplies ``a``'s dtype only in a scalar loop.
 
     Example:
         >>> needs_widening(torch.ones(1))
         False
     """
-    if a.device.type != "cpu" or a.dtype is not torch.bfloat16 or torch.compiler.is_compiling():
+    if a.device.type != "cpu" or a.dtype is not torch.bfloat16:
         return False
     return not _cpu_multiplies_bf16()
 
 
+class _Cpu:
+    """What this processor can do, asked once; a graph cannot be traced through the question, but reads the answer."""
+
+    multiplies_bf16: bool | None = None
+
+
+def probe_cpu() -> None:
+    """Ask the processor now, so that graphs traced later know."""
+    _Cpu.multiplies_bf16 = torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
+
+
 def _cpu_multiplies_bf16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
+    if _Cpu.multiplies_bf16 is None:
+        if torch.compiler.is_compiling():
+            return True  # nobody asked: left to the compiler
+        probe_cpu()
+    return bool(_Cpu.multiplies_bf16)
 
 
 def _block_widths(problem: MatmulProblem) -> set[int]:

@@ -1,5 +1,6 @@
 """``octavo.nn.Linear``: ``torch.nn.Linear`` with a recipe."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Self
@@ -12,7 +13,7 @@ from octavo import recipes
 from octavo.context import active_recipe, autocast_region
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache, WeightOperands, cast_operand, fp8_linear
-from octavo.kernels import needs_widening
+from octavo.kernels import needs_widening, probe_cpu
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import can_be_asked, check_float
 from octavo.observers import ROLES, WEIGHT, AmaxHistory, LayerTap, ScaleUpdates, StatefulModule, inside_backward
@@ -56,6 +57,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     nonfinite_counts: Tensor  # [3] int64: NaN and ±Inf elements of the roles, seen in training
     input_scale: Tensor  # [] float32, of a static recipe; 0 until it is loaded
     amax_history: AmaxHistory | None
+    last_recipe: Recipe | None  # of the last call in training
     weight_cache: WeightCache | None
     held: HeldWeight | None  # where the weight is codes; their scale is the buffer ``weight_scale``
     weight_scale: Tensor
@@ -82,10 +84,13 @@ class Linear(StatefulModule, torch.nn.Linear):
             scale_updates: who closes a delayed step; layers of one model share it. None: the next forward.
             path: where the layer stands in its model.
         """
-        self.recipe, self.scale_updates, self.path = recipe, scale_updates or ScaleUpdates(), path
+        # A copy: torch.compile(dynamic=True) fails on two layers that share the floats of one object.
+        self.recipe = copy.deepcopy(recipe)
+        self.scale_updates, self.path = scale_updates or ScaleUpdates(), path
         if "nonfinite_counts" not in self._buffers:
             self.start_state(self.weight.device)
-            self.held, self.weight_cache = None, None
+            self.held, self.weight_cache, self.last_recipe = None, None, None
+            probe_cpu()
         known = getattr(self, "amax_history", None)
         if known is None or known.spec != recipe.history:
             self.amax_history = None
@@ -95,7 +100,7 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
         """[..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
-        recipe = active_recipe(self.recipe)
+        recipe = self._recipe_now()
         if recipe.is_high_precision and self.held is None and not needs_widening(_autocast(input)):
             return F.linear(input, self.weight, self.bias)
         x = _autocast(input)
@@ -108,6 +113,18 @@ class Linear(StatefulModule, torch.nn.Linear):
         y = fp8_linear(x, self.weight, self.bias, recipe, weight_operands=self._operands(recipe, tap), tap=tap)
         self._watch_backward(y)
         return y
+
+    def _recipe_now(self) -> Recipe:
+        """The recipe of this call: that of the first time where activation checkpointing repeats one.
+
+        The repetition may run on a thread of autograd's own, which knows nothing of the block the first time stood in.
+        """
+        if inside_backward() and self.last_recipe is not None:
+            return self.last_recipe
+        recipe = active_recipe(self.recipe)
+        if self.training and not torch.compiler.is_compiling():
+            self.last_recipe = recipe
+        return recipe
 
     @torch.no_grad()
     def hold_weight_as_codes(self) -> None:

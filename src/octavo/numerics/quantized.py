@@ -220,6 +220,8 @@ def dequantize(q: QuantizedTensor) -> Tensor:
         >>> dequantize(quantize(torch.tensor([3.0, 1.0], dtype=torch.bfloat16), E5M2))
         tensor([3.0000, 1.0703], dtype=torch.bfloat16)
     """
+    if not isinstance(q, QuantizedTensor):
+        raise TypeError(f"dequantize takes a QuantizedTensor, not {type(q).__name__}; octavo.quantize makes one")
     return (q.data.float() * q.granularity.expand(q.fp32_scale, q.data.shape)).to(q.hp_dtype)
 
 

@@ -149,17 +149,22 @@ def encode_scale_from_amax(
         >>> encode_scale_from_amax(torch.tensor(500.0), E4M3, rounding="floor")  # 500 saturates
         tensor(1.)
     """
-    if margin < 0 or margin % 1:
-        raise ConfigError(f"margin must be 0 or more binades, not {margin}")
-    if not amax_floor >= 0:
-        raise ConfigError(f"amax_floor must be 0 or more, not {amax_floor}")
-    check_policy(rounding, ScaleRounding, "rounding")
+    if not torch.compiler.is_compiling():  # a graph with dynamic shapes cannot compare numbers it has made symbols of
+        _check_options(rounding, amax_floor, margin)
     largest = amax.double().clamp(min=max(amax_floor, torch.finfo(torch.float64).tiny))  # never 0 / 0
     if rounding in (ScaleRounding.FLOOR, ScaleRounding.EVEN):
         return _encode_exponent(largest, fmt, margin, even=rounding == ScaleRounding.EVEN)
     quotient = fmt.max * 2.0**-margin / largest
     encode_scale = quotient.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max).float()
     return power_of_two_floor(encode_scale) if rounding == ScaleRounding.RCEIL else encode_scale
+
+
+def _check_options(rounding: ScaleRounding, amax_floor: float, margin: int) -> None:
+    check_policy(rounding, ScaleRounding, "rounding")
+    if margin < 0 or margin % 1:
+        raise ConfigError(f"margin must be 0 or more binades, not {margin}")
+    if not 0 <= amax_floor < math.inf:
+        raise ConfigError(f"amax_floor must be 0 or more and finite, not {amax_floor}")
 
 
 def _encode_exponent(largest: Tensor, fmt: Format, margin: int, *, even: bool) -> Tensor:

@@ -296,7 +296,7 @@ def test_refuses_what_is_not_high_precision(x):
         ({"scale": torch.ones(4), "granularity": PerRow()}, r"needs a scale of shape \(4, 1\), not \(4,\)"),
         ({"scale": torch.ones(2, 3), "granularity": PerBlock(2, 3)}, r"of shape \(2, 2\), not \(2, 3\)"),
         ({"margin": -1}, "margin must be 0 or more binades, not -1"),
-        ({"amax_floor": -1.0}, "amax_floor must be 0 or more, not -1.0"),
+        ({"amax_floor": -1.0}, "amax_floor must be 0 or more and finite, not -1.0"),
         ({"nonfinite": "drop"}, "nonfinite must be one of propagate, saturate, not 'drop'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

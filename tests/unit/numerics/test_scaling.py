@@ -203,9 +203,9 @@ def test_negative_margins_are_refused(margin):
         encode_scale_from_amax(torch.tensor(1.0), E4M3, margin=margin)
 
 
-@pytest.mark.parametrize("amax_floor", [-1e-12, math.nan])
+@pytest.mark.parametrize("amax_floor", [-1e-12, math.nan, math.inf])
 def test_impossible_floors_are_refused(amax_floor):
-    with pytest.raises(ConfigError, match=rf"amax_floor must be 0 or more, not {amax_floor}"):
+    with pytest.raises(ConfigError, match=rf"amax_floor must be 0 or more and finite, not {amax_floor}"):
         encode_scale_from_amax(torch.tensor(1.0), E4M3, amax_floor=amax_floor)
 
 
