@@ -255,8 +255,9 @@ def test_two_processes_do_not_train_in_one_folder(place, run):
 @pytest.mark.parametrize("batch_size", [3_000_000_000, 10**11])
 def test_a_batch_that_does_not_fit_in_memory(place, tmp_path, command, batch_size):
     arguments = ["--config", place / "run.toml", "--data", place / "own.txt", "--out", tmp_path / "new"]
-    sentence = refusal(octavo(command, *arguments, "--batch-size", batch_size))
-    assert f"batch_size {batch_size} and context 32 does not fit" in sentence
+    result = octavo(command, *arguments, "--batch-size", batch_size)
+    assert f"batch_size {batch_size} and context 32 does not fit" in refusal(result)
+    assert "read ..." not in result.stderr
     assert not (tmp_path / "new").exists()
 
 

@@ -14,9 +14,11 @@ from octavo.training.config import RunConfig, load_config, save_config
 from octavo.training.data import open_data, preparing
 from octavo.training.files import write_atomically
 from octavo.training.loop import build_model
+from octavo.training.memory import check_batch_fits
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, check_start, has_run, is_own_config, remove_runs, resumable_state
 from octavo.training.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
+from octavo.training.tokenizer import SMALLEST_VOCABULARY
 
 __all__ = ["compare", "print_study"]
 
@@ -44,7 +46,7 @@ def compare(
     """
     configs = configs_of(config, recipes)
     check_prompt(prompt or "")
-    device = device_of(config)
+    check_batch_fits(config.training, SMALLEST_VOCABULARY)  # what no text can change, before it is read
     if force:
         _check_own(out, recipes)
     else:
@@ -69,7 +71,7 @@ def compare(
             study = run_study(
                 config, out, data=data, recipes=recipes, prompt=prompt, test_tokens=test_tokens, on_phase=on_phase
             )
-    _write_report(study, out, device)
+    _write_report(study, out, device_of(config))
     return study
 
 

@@ -13,8 +13,9 @@ from octavo.training.data import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import TrainResult, check_data
 from octavo.training.loop import train as run_training
-from octavo.training.precision import resolve_device
+from octavo.training.memory import check_batch_fits
 from octavo.training.run_folder import CONFIG, check_start, resumable_state
+from octavo.training.tokenizer import SMALLEST_VOCABULARY
 
 __all__ = ["train"]
 
@@ -62,8 +63,8 @@ def train(
         threads=threads,
         device=device,
     )
-    resolve_device(run_config.training.device)  # a device that is not there is refused before the text is read
     check_start(out, run_config, resume=resume)
+    check_batch_fits(run_config.training, SMALLEST_VOCABULARY)  # what no text can change, before it is read
     with open_display() as display:
         source, vocab_size = run_config.data.source, run_config.data.vocab_size
         with preparing(source, out / DATA, vocab_size=vocab_size, progress=phases(display)) as tokens:

@@ -74,7 +74,7 @@ def check_batch_fits(training: TrainingConfig, vocab_size: int) -> None:
     needed = training.batch_size * training.context * vocab_size * torch.float32.itemsize
     there = memory_bytes(resolve_device(training.device))
     if needed > there:
-        raise _too_large(training, f"its logits alone take {needed // MIB:,} MiB of {there // MIB:,} MiB")
+        raise _too_large(training, f"its logits alone take at least {needed // MIB:,} MiB of {there // MIB:,} MiB")
 
 
 @contextmanager

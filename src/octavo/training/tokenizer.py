@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from octavo.errors import ConfigError, DataError
 
-__all__ = ["END_OF_TEXT", "Tokenizer", "end_of_text_id", "load_tokenizer", "train_tokenizer"]
+__all__ = ["END_OF_TEXT", "SMALLEST_VOCABULARY", "Tokenizer", "end_of_text_id", "load_tokenizer", "train_tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the mark between documents
