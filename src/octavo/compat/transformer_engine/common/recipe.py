@@ -1,0 +1,224 @@
+"""Transformer Engine's recipe classes, each of which says which octavo recipe it is.
+
+| class                  | default                                 | octavo                                            |
+|------------------------|-----------------------------------------|---------------------------------------------------|
+| `DelayedScaling`       | HYBRID, 1024 steps, their maximum       | `delayed_te`                                      |
+| `Float8CurrentScaling` | HYBRID                                  | `tensorwise`, no floor under an amax              |
+| `Float8BlockScaling`   | E4M3, powers of two, 1x128 and 128x128  | `blockwise`, no floor under an amax               |
+| `MXFP8BlockScaling`    | E4M3                                    | `mxfp8`                                           |
+
+With the other format the gradients are cast to E4M3 instead of E5M2, or the reverse. Here the classes are frozen. What
+they cannot do is refused when they are built.
+
+Reference: Transformer Engine's documentation, "Common API".
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from octavo import formats, recipes
+from octavo.errors import ConfigError
+from octavo.numerics import ScaleRounding
+from octavo.recipes import CastSpec, GemmSpec
+
+__all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MXFP8BlockScaling", "Recipe"]
+
+
+class Format(Enum):
+    """The formats of forward and backward casts."""
+
+    E4M3 = (formats.E4M3, formats.E4M3)
+    E5M2 = (formats.E5M2, formats.E5M2)  # no recipe takes it
+    HYBRID = (formats.E4M3, formats.E5M2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What all recipes have in common; one of its subclasses is meant.
+
+    Attributes:
+        fp8_format: ``Format.HYBRID`` or ``Format.E4M3``.
+        fp8_dpa: attention in FP8; octavo's runs in high precision, so only False.
+        fp8_mha: the same.
+        backward_override: only None.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.fp8_format not in (Format.HYBRID, Format.E4M3):
+            raise ConfigError(f"fp8_format must be Format.HYBRID or Format.E4M3, not {self.fp8_format}")
+        _check_default("fp8_dpa", self.fp8_dpa, default=False)
+        _check_default("fp8_mha", self.fp8_mha, default=False)
+        _check_default("backward_override", self.backward_override, default=None)
+
+    def octavo_recipe(self) -> recipes.Recipe:
+        """The same casts and GEMMs as an octavo recipe."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """One scale a tensor, from the amaxes of finished steps.
+
+    Attributes:
+        margin: binades left free above the amax.
+        interval: steps between two scales; only 1.
+        amax_history_len: steps in the window.
+        amax_compute_algo: "max" or "most_recent" of the window.
+        scaling_factor_compute_algo: only None.
+        reduce_amax: has no effect: a process keeps its own amaxes.
+
+    Example:
+        >>> DelayedScaling(amax_history_len=16, amax_compute_algo="most_recent").octavo_recipe().history.length
+        16
+    """
+
+    margin: int = 0
+    interval: int = 1
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[..., object] = "max"
+    scaling_factor_compute_algo: Callable[..., object] | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        Recipe.__post_init__(self)
+        if self.amax_compute_algo not in _STATISTICS:
+            raise ConfigError(
+                f"amax_compute_algo must be one of {', '.join(_STATISTICS)}, not {self.amax_compute_algo!r}"
+            )
+        _check_default("interval", self.interval, default=1)
+        _check_default("scaling_factor_compute_algo", self.scaling_factor_compute_algo, default=None)
+        self.octavo_recipe()  # refuses a length or a margin out of range
+
+    def octavo_recipe(self) -> recipes.Recipe:
+        """``delayed_te`` with these options."""
+        found = recipes.get(
+            "delayed_te",
+            history_length=self.amax_history_len,
+            statistic=_STATISTICS[str(self.amax_compute_algo)],
+            margin=self.margin,
+        )
+        return _with_gradients_in(found, self.fp8_format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """One scale a tensor, from that tensor.
+
+    Attributes:
+        use_power_2_scales: scales are powers of two.
+
+    Example:
+        >>> Float8CurrentScaling(fp8_format=Format.E4M3).octavo_recipe().grad_input.a.format.name
+        'E4M3'
+    """
+
+    use_power_2_scales: bool = False
+
+    def octavo_recipe(self) -> recipes.Recipe:
+        """``tensorwise``, its scales rounded if asked for."""
+        rounding = ScaleRounding.RCEIL if self.use_power_2_scales else ScaleRounding.FP32
+        found = _each_cast(
+            recipes.get("tensorwise"), lambda cast: replace(cast, amax_floor=0.0, scale_rounding=rounding)
+        )
+        return _with_gradients_in(found, self.fp8_format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """Scales of 1x128 tiles of inputs and gradients and of 128x128 blocks of weights.
+
+    Attributes:
+        use_f32_scales: any float32, not only powers of two.
+        x_block_scaling_dim: only 1, tiles.
+        w_block_scaling_dim: only 2, blocks.
+        grad_block_scaling_dim: only 1.
+
+    Example:
+        >>> Float8BlockScaling().octavo_recipe().output.b.granularity
+        PerBlock(rows=128, columns=128)
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_f32_scales: bool = False
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+    def __post_init__(self) -> None:
+        Recipe.__post_init__(self)
+        _check_default("x_block_scaling_dim", self.x_block_scaling_dim, default=1)
+        _check_default("w_block_scaling_dim", self.w_block_scaling_dim, default=2)
+        _check_default("grad_block_scaling_dim", self.grad_block_scaling_dim, default=1)
+
+    def octavo_recipe(self) -> recipes.Recipe:
+        """``blockwise``."""
+        found = recipes.get("blockwise", power_of_two=not self.use_f32_scales)
+        return _with_gradients_in(_each_cast(found, lambda cast: replace(cast, amax_floor=0.0)), self.fp8_format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """A power-of-two byte for every 32 elements along the summed dimension.
+
+    Attributes:
+        margin: only 0.
+
+    Example:
+        >>> MXFP8BlockScaling().octavo_recipe() == recipes.get("mxfp8")
+        True
+    """
+
+    fp8_format: Format = Format.E4M3
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        Recipe.__post_init__(self)
+        _check_default("margin", self.margin, default=0)
+
+    def octavo_recipe(self) -> recipes.Recipe:
+        """``mxfp8``."""
+        return _with_gradients_in(recipes.get("mxfp8"), self.fp8_format)
+
+
+_STATISTICS = {"max": "max", "most_recent": "latest"}
+
+
+def _check_default(name: str, value: object, *, default: object) -> None:
+    if value != default:
+        raise ConfigError(f"octavo supports only {name}={default!r}, not {value!r}; leave it out")
+
+
+def _each_cast(recipe: recipes.Recipe, change: Callable[[CastSpec], CastSpec]) -> recipes.Recipe:
+    """``recipe`` with every cast changed."""
+
+    def changed(gemm: GemmSpec) -> GemmSpec:
+        return replace(gemm, a=gemm.a and change(gemm.a), b=gemm.b and change(gemm.b))
+
+    return replace(
+        recipe,
+        output=changed(recipe.output),
+        grad_input=changed(recipe.grad_input),
+        grad_weight=changed(recipe.grad_weight),
+    )
+
+
+def _with_gradients_in(recipe: recipes.Recipe, fp8_format: Format) -> recipes.Recipe:
+    """``recipe`` with both casts of the gradient to the backward format; under another name if that changes it."""
+    _, backward = fp8_format.value
+    grad_input, grad_weight = recipe.grad_input, recipe.grad_weight
+    assert grad_input.a is not None
+    assert grad_weight.a is not None
+    if grad_input.a.format == backward:
+        return recipe
+    return replace(
+        recipe,
+        name=f"{recipe.name}, {backward} gradients",
+        grad_input=replace(grad_input, a=replace(grad_input.a, format=backward)),
+        grad_weight=replace(grad_weight, a=replace(grad_weight.a, format=backward)),
+    )

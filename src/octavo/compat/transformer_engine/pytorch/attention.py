@@ -1,0 +1,274 @@
+"""Transformer Engine's attention modules.
+
+Hidden states are [S, B, H] ("sbhd", the default) or [B, S, H] ("bshd"); the first dimension of a batch-first tensor
+would silently be taken for the sequence, so say which. A True in a mask hides.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import nn as octavo_nn
+from octavo.compat.transformer_engine.pytorch.arguments import (
+    Initializer,
+    check_others,
+    initialize,
+    is_causal,
+    normalization_name,
+    visibility,
+    window_of,
+)
+from octavo.compat.transformer_engine.pytorch.state import Row, attention_rows, read_names
+from octavo.errors import ConfigError
+from octavo.nn.attention import attend
+
+__all__ = ["DotProductAttention", "MultiheadAttention", "batch_first", "check_same_mask", "rotations_of", "rows_of"]
+
+MaskGiven = Tensor | tuple[Tensor, ...] | None
+
+
+class DotProductAttention(nn.Module):
+    """softmax(Q K^T · scale + mask) V of queries, keys and values [S, B, heads, D], in high precision.
+
+    Args:
+        num_attention_heads: query heads.
+        kv_channels: width of a head, D; only for the record.
+        num_gqa_groups: key and value heads; only for the record.
+        attention_dropout: of the probabilities, in training.
+        qkv_format: "sbhd" or "bshd".
+        attn_mask_type: "no_mask", "causal", "padding", "padding_causal", either causal one with "_bottom_right", or
+            "arbitrary".
+        window_size: (left, right), -1 is no limit.
+        attention_type: has no effect.
+        softmax_scale: of the scores; None is 1 / sqrt(D).
+        others: see ``arguments.py``.
+
+    Example:
+        >>> attention = DotProductAttention(4, 8)
+        >>> attention(*torch.randn(3, 5, 2, 4, 8)).shape
+        torch.Size([5, 2, 32])
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        **others: Any,
+    ) -> None:
+        check_others("DotProductAttention", others)
+        is_causal(attn_mask_type)
+        batch_first(qkv_format)
+        super().__init__()
+        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.attention = octavo_nn.DotProductAttention(dropout=attention_dropout, scale=softmax_scale)
+        read_names(self, [])
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: MaskGiven = None,
+        *,
+        qkv_format: str | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """To [S, B, heads · D], or [B, S, heads · D]."""
+        check_others("DotProductAttention", others)
+        mask_type = attn_mask_type or self.attn_mask_type
+        causal = is_causal(mask_type)
+        sequence = 1 if batch_first(qkv_format or self.qkv_format) else 0
+        if causal and "bottom_right" not in mask_type and query_layer.shape[sequence] != key_layer.shape[sequence]:
+            raise ConfigError(
+                f"octavo aligns unlike numbers of queries and keys at the last, not as {mask_type!r} at the first; use "
+                f"'{mask_type}_bottom_right'"
+            )
+        swap = 1 - sequence
+        result = attend(
+            *(x.transpose(0, 1) if swap else x for x in (query_layer, key_layer, value_layer)),
+            causal=causal,
+            window=window_of(window_size or self.window_size, causal=causal),
+            dropout=self.attention.dropout if self.training else 0.0,
+            scale=self.attention.scale,
+            **visibility(mask_type, attention_mask),
+        ).flatten(2)
+        return result.transpose(0, 1) if swap else result
+
+
+class MultiheadAttention(nn.Module):
+    """Projections, attention, projection.
+
+    Args:
+        hidden_size: of input and output, H.
+        num_attention_heads: query heads.
+        kv_channels: width of one head; None is hidden_size / num_attention_heads.
+        attention_dropout: of the probabilities, in training.
+        layernorm_epsilon: of the norm.
+        init_method: of the query, key and value weights; None is a normal distribution of standard deviation 0.023.
+        output_layer_init_method: of the output's weight.
+        attn_mask_type: see :class:`DotProductAttention`.
+        window_size: see :class:`DotProductAttention`.
+        num_gqa_groups: key and value heads.
+        return_layernorm_output: only False.
+        input_layernorm: normalise the input first.
+        attention_type: "self" or "cross".
+        zero_centered_gamma: store the norm's weight as w - 1.
+        qkv_weight_interleaved: of a checkpoint with a fused weight.
+        bias: whether the linear layers have biases.
+        normalization: "LayerNorm" or "RMSNorm".
+        qkv_format: "sbhd" or "bshd".
+        params_dtype: of the parameters.
+        device: of the parameters; None is torch's default, not "cuda".
+        others: see ``arguments.py``.
+
+    Example:
+        >>> MultiheadAttention(32, 4, qkv_format="bshd")(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        *,
+        init_method: Initializer | None = None,
+        output_layer_init_method: Initializer | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        num_gqa_groups: int | None = None,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        qkv_format: str = "sbhd",
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        check_others("MultiheadAttention", others)
+        cross = _is_cross(attention_type)
+        if return_layernorm_output:
+            raise ConfigError("octavo's MultiheadAttention cannot honour return_layernorm_output=True; leave it out")
+        causal = is_causal(attn_mask_type)
+        super().__init__()
+        self.batch_first, self.attn_mask_type, self.window_size = batch_first(qkv_format), attn_mask_type, window_size
+        self.attention = octavo_nn.MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            num_kv_heads=num_gqa_groups,
+            head_dim=kv_channels,
+            bias=bias,
+            input_layernorm=input_layernorm,
+            normalization=normalization_name(normalization),
+            eps=layernorm_epsilon,
+            zero_centered=zero_centered_gamma,
+            cross_attention=cross,
+            causal=causal,
+            window=window_of(window_size, causal=causal),
+            dropout=attention_dropout,
+            recipe="bf16",
+            device=device,
+            dtype=params_dtype,
+        )
+        initialize(self.attention, init_method, output_layer_init_method)
+        read_names(self, rows_of(self.attention, "attention.", "", interleaved=qkv_weight_interleaved))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: MaskGiven = None,
+        encoder_output: Tensor | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """[S, B, H] to the same, or batch first.
+
+        Args:
+            hidden_states: the queries' positions.
+            attention_mask: as its type says; True hides.
+            encoder_output: keys' and values' positions, for cross-attention.
+            attn_mask_type: another type than the constructor's, of the same causality.
+            window_size: only the constructor's.
+            rotary_pos_emb: angles [S, 1, 1, D].
+            others: see ``arguments.py``.
+        """
+        check_others("MultiheadAttention", others)
+        mask_type = attn_mask_type or self.attn_mask_type
+        check_same_mask(mask_type, self.attn_mask_type, window_size, self.window_size)
+        swap = not self.batch_first
+        y: Tensor = self.attention(
+            hidden_states.transpose(0, 1) if swap else hidden_states,
+            encoder_output=encoder_output.transpose(0, 1) if swap and encoder_output is not None else encoder_output,
+            rotations=rotations_of(rotary_pos_emb),
+            **visibility(mask_type, attention_mask),
+        )
+        return y.transpose(0, 1) if swap else y
+
+
+def rows_of(attention: octavo_nn.MultiheadAttention, name: str, source: str, *, interleaved: bool) -> list[Row]:
+    """The names of an attention layer's parameters in a checkpoint."""
+    return attention_rows(
+        name,
+        source,
+        cross=attention.cross_attention,
+        heads=(attention.num_heads, attention.num_kv_heads),
+        head_dim=attention.head_dim,
+        interleaved=interleaved,
+    )
+
+
+def batch_first(qkv_format: str) -> bool:
+    """Whether tensors are [B, S, ...]."""
+    if qkv_format not in ("sbhd", "bshd"):
+        raise ConfigError(f"octavo supports the formats sbhd and bshd, not {qkv_format!r}")
+    return qkv_format == "bshd"
+
+
+def check_same_mask(
+    mask_type: str, built_with: str, window_size: tuple[int, int] | None, built_window: tuple[int, int] | None
+) -> None:
+    """Refuse another causality or window than the layer was built with."""
+    if is_causal(mask_type) != is_causal(built_with) or window_size not in (None, built_window):
+        raise ConfigError(
+            f"this layer was built with mask type {built_with!r} and window {built_window}; give {mask_type!r} and "
+            f"{window_size} to its constructor"
+        )
+
+
+def rotations_of(angles: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine [S, D], as octavo takes them, of angles [S, 1, 1, D]."""
+    if isinstance(angles, tuple):
+        queries, keys = angles
+        if queries is not keys:
+            raise ConfigError("octavo rotates queries and keys alike; give one tensor of angles, not two")
+        angles = queries
+    if angles is None:
+        return None
+    rows = angles.flatten(0, 2) if angles.ndim == 4 else angles
+    return rows.cos(), rows.sin()
+
+
+def _is_cross(attention_type: str) -> bool:
+    if attention_type not in ("self", "cross"):
+        raise ConfigError(f"attention_type must be self or cross, not {attention_type!r}")
+    return attention_type == "cross"

@@ -1,0 +1,249 @@
+"""Transformer Engine's linear layers and norms. Their recipe is the surrounding ``autocast``'s; outside, none."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import nn as octavo_nn
+from octavo.compat.transformer_engine.pytorch.arguments import (
+    Initializer,
+    activation_name,
+    check_others,
+    initialize,
+    normalization_name,
+)
+from octavo.compat.transformer_engine.pytorch.state import linear_rows, mlp_rows, read_names
+from octavo.errors import ConfigError
+
+__all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"]
+
+
+class Linear(octavo_nn.Linear):
+    """``y = x @ weight.T + bias``.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether there is a bias [N].
+        init_method: fills the weight; None is a normal distribution of standard deviation 0.023.
+        params_dtype: of the parameters.
+        device: of the parameters; None is torch's default, not "cuda".
+        others: see ``arguments.py``.
+
+    Example:
+        >>> Linear(16, 8, params_dtype=torch.bfloat16)(torch.zeros(2, 16, dtype=torch.bfloat16)).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: Initializer | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        check_others("Linear", others)
+        super().__init__(in_features, out_features, bias, recipe="bf16", device=device, dtype=params_dtype)
+        initialize(self, init_method)
+        read_names(self, [])
+
+    def forward(  # type: ignore[override]  # the peer's own first name
+        self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
+    ) -> Tensor:
+        """[..., K] to [..., N]."""
+        check_others("Linear", others)
+        return super().forward(inp)
+
+
+class LayerNorm(octavo_nn.LayerNorm):
+    """LayerNorm over the last dimension.
+
+    Args:
+        normalized_shape: its size.
+        eps: added to the variance.
+        zero_centered_gamma: store the weight as w - 1.
+        params_dtype: of the parameters.
+        device: of the parameters.
+        others: see ``arguments.py``.
+
+    Example:
+        >>> LayerNorm(2, eps=1e-12)(torch.tensor([[3.0, 5.0]])).tolist()
+        [[-1.0, 1.0]]
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        check_others("LayerNorm", others)
+        super().__init__(
+            normalized_shape, eps=eps, zero_centered=zero_centered_gamma, device=device, dtype=params_dtype
+        )
+        read_names(self, [])
+
+
+class RMSNorm(octavo_nn.RMSNorm):
+    """RMSNorm over the last dimension; arguments as :class:`LayerNorm`.
+
+    Example:
+        >>> RMSNorm(2, eps=1e-12)(torch.tensor([[3.0, -3.0]])).tolist()
+        [[1.0, -1.0]]
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        check_others("RMSNorm", others)
+        super().__init__(
+            normalized_shape, eps=eps, zero_centered=zero_centered_gamma, device=device, dtype=params_dtype
+        )
+        read_names(self, [])
+
+
+class LayerNormLinear(nn.Module):
+    """``linear(norm(x))``.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        eps: of the norm.
+        bias: whether the linear layer has a bias.
+        normalization: "LayerNorm" or "RMSNorm".
+        return_layernorm_output: return the norm's result too.
+        return_layernorm_output_gathered: has no effect.
+        zero_centered_gamma: store the norm's weight as w - 1.
+        init_method: see :class:`Linear`.
+        params_dtype: of the parameters.
+        device: of the parameters.
+        others: see ``arguments.py``.
+
+    Example:
+        >>> LayerNormLinear(8, 24, normalization="RMSNorm")(torch.randn(2, 8)).shape
+        torch.Size([2, 24])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        zero_centered_gamma: bool = False,
+        init_method: Initializer | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        check_others("LayerNormLinear", others)
+        super().__init__()
+        self.layer = octavo_nn.LayerNormLinear(
+            in_features,
+            out_features,
+            bias=bias,
+            normalization=normalization_name(normalization),
+            eps=eps,
+            zero_centered=zero_centered_gamma,
+            return_norm_output=return_layernorm_output,
+            recipe="bf16",
+            device=device,
+            dtype=params_dtype,
+        )
+        initialize(self.layer, init_method)
+        read_names(self, linear_rows("layer.linear.", "", norm="layer.norm."))
+
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., K] to [..., N]; with ``return_layernorm_output`` a pair with the norm's [..., K]."""
+        check_others("LayerNormLinear", others)
+        y: Tensor | tuple[Tensor, Tensor] = self.layer(inp)
+        return y
+
+
+class LayerNormMLP(nn.Module):
+    """``fc2(activation(fc1(norm(x))))``.
+
+    Args:
+        hidden_size: of input and output.
+        ffn_hidden_size: between the two layers.
+        eps: of the norm.
+        bias: whether the linear layers have biases.
+        normalization: "LayerNorm" or "RMSNorm".
+        activation: "gelu" and "geglu" (both by tanh), "relu", "reglu", "silu", "swiglu" or "srelu".
+        init_method: of the first layer's weight; see :class:`Linear`.
+        output_layer_init_method: of the second's.
+        return_layernorm_output: only False.
+        return_layernorm_output_gathered: has no effect.
+        zero_centered_gamma: store the norm's weight as w - 1.
+        params_dtype: of the parameters.
+        device: of the parameters.
+        others: see ``arguments.py``.
+
+    Example:
+        >>> LayerNormMLP(8, 16, activation="swiglu")(torch.randn(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        init_method: Initializer | None = None,
+        output_layer_init_method: Initializer | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        check_others("LayerNormMLP", others)
+        if return_layernorm_output:
+            raise ConfigError("octavo's LayerNormMLP cannot honour return_layernorm_output=True; leave it at False")
+        super().__init__()
+        build = partial(octavo_nn.LayerNormMLP, recipe="bf16", device=device, dtype=params_dtype)
+        self.layer = build(
+            hidden_size,
+            ffn_hidden_size,
+            activation=activation_name(activation),
+            bias=bias,
+            normalization=normalization_name(normalization),
+            eps=eps,
+            zero_centered=zero_centered_gamma,
+        )
+        initialize(self.layer, init_method, output_layer_init_method)
+        read_names(self, mlp_rows("layer.", ""))
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Tensor:
+        """[..., H] to the same."""
+        check_others("LayerNormMLP", others)
+        y: Tensor = self.layer(inp)
+        return y

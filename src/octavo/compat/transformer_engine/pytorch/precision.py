@@ -1,0 +1,124 @@
+"""Transformer Engine's contexts: what runs in FP8, and how; and its ``checkpoint``."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils import checkpoint as torch_checkpoint
+
+import octavo
+from octavo.compat.transformer_engine.common.recipe import DelayedScaling, Recipe
+from octavo.compat.transformer_engine.pytorch.arguments import check_others
+from octavo.errors import ConfigError
+
+__all__ = ["autocast", "checkpoint", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
+
+
+@contextmanager
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: None = None,
+) -> Iterator[None]:
+    """Run octavo's layers inside with ``recipe``.
+
+    Args:
+        enabled: False runs them in high precision.
+        calibrating: only False; ``octavo.convert`` with a delayed recipe measures while it trains.
+        recipe: None is ``DelayedScaling()``.
+        amax_reduction_group: only None.
+
+    Raises:
+        ConfigError: an argument that octavo cannot honour.
+
+    Example:
+        >>> from octavo.compat.transformer_engine.pytorch import Linear
+        >>> layer = Linear(4, 4)
+        >>> with autocast():
+        ...     layer(torch.ones(1, 4)).sum().backward()
+    """
+    if calibrating or amax_reduction_group is not None:
+        raise ConfigError(
+            "octavo's autocast cannot honour calibrating or a reduction group; leave them at False and None"
+        )
+    chosen = _checked(recipe) or DelayedScaling()
+    with octavo.autocast(chosen.octavo_recipe(), enabled=enabled):
+        yield
+
+
+@contextmanager
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: None = None,
+) -> Iterator[None]:
+    """:func:`autocast` by its older name and arguments.
+
+    Example:
+        >>> from octavo.compat.transformer_engine.pytorch import Linear
+        >>> with fp8_autocast(enabled=True):
+        ...     y = Linear(4, 4)(torch.ones(1, 4))
+    """
+    with autocast(enabled, calibrating, fp8_recipe, fp8_group):
+        yield
+
+
+@contextmanager
+def quantized_model_init(enabled: bool = True, recipe: Recipe | None = None, **others: Any) -> Iterator[None]:
+    """Build modules; their weights stay in high precision, with a warning if that is not what was asked for.
+
+    Args:
+        enabled: whether weights were to be held as FP8 codes alone.
+        recipe: whose codes.
+        others: ``preserve_high_precision_init_val`` has no effect: the parameter itself is that value.
+
+    Example:
+        >>> with quantized_model_init(enabled=False):
+        ...     layer = octavo.compat.transformer_engine.pytorch.Linear(4, 4)
+    """
+    check_others("quantized_model_init", others)
+    _checked(recipe)
+    if enabled:
+        warnings.warn(
+            "octavo trains weights in high precision, and these stay so; hold frozen ones as FP8 codes, one byte an "
+            'element, with octavo.convert(model, frozen="fp8")',
+            stacklevel=3,
+        )
+    yield
+
+
+fp8_model_init = quantized_model_init
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute ``function`` again in the backward pass instead of keeping what it needs.
+
+    Both kinds of torch's checkpointing give the same bits; the one without re-entering autograd is used.
+
+    Args:
+        function: what to call.
+        args: its arguments.
+        kwargs: its keyword arguments; ``use_reentrant``, ``tp_group``, ``get_rng_state_tracker`` and
+            ``distribute_saved_activations`` are checked and left out.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> checkpoint(torch.exp, x).sum().backward()
+        >>> torch.equal(x.grad, x.exp())
+        True
+    """
+    own = {name: kwargs.pop(name) for name in _CHECKPOINT_OPTIONS if name in kwargs}
+    check_others("checkpoint", own)
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+_CHECKPOINT_OPTIONS = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group", "use_reentrant")
+
+
+def _checked(recipe: Recipe | None) -> Recipe | None:
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"a recipe here is one of octavo.compat.transformer_engine.common.recipe, not {recipe!r}")
+    return recipe

@@ -1,0 +1,163 @@
+"""Transformer Engine's checkpoints: its names of parameters, found in a ``state_dict`` and replaced by octavo's.
+
+Every module here does so when it is loaded, so that ``model.load_state_dict(checkpoint)`` takes either. A row says
+which tensors, one below the other, make one of octavo's:
+
+    self_attention.layernorm_qkv.query_weight ┐
+    self_attention.layernorm_qkv.key_weight   ├ layer.self_attention.qkv.linear.weight
+    self_attention.layernorm_qkv.value_weight ┘
+
+A weight that was saved fused may have its rows interleaved: the query heads of a group, its key head, its value head,
+and so on. They are put in octavo's order: all query heads, all key heads, all value heads.
+
+What a module saves beside its parameters (``_extra_state``: scales and amaxes) is a pickle, as bytes or inside a uint8
+tensor. A pickle can run any code, so octavo never opens one: tensors are left out, with a warning if there is anything
+in them, and scaling starts anew; other objects are refused.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import CheckpointError
+
+__all__ = ["Heads", "Row", "attention_rows", "drop_extra_state", "linear_rows", "mlp_rows", "read_names", "rename"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """How the rows of a fused weight are interleaved: ``sizes`` heads of each kind in every one of ``groups``.
+
+    Example:
+        >>> Heads(groups=2, sizes=(2, 1, 1), head_dim=1).in_order(torch.arange(8)).tolist()
+        [0, 1, 4, 5, 2, 6, 3, 7]
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+    head_dim: int
+
+    def in_order(self, fused: Tensor) -> Tensor:
+        """The rows kind by kind."""
+        grouped = fused.unflatten(0, (self.groups, sum(self.sizes), self.head_dim))
+        return torch.cat([kind.flatten(0, 2) for kind in grouped.split(self.sizes, dim=1)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One of octavo's tensors: ``name``, made of those of ``sources``, in the order of ``heads`` if interleaved."""
+
+    name: str
+    sources: tuple[str, ...]
+    heads: Heads | None = None
+
+
+def linear_rows(name: str, source: str, *, norm: str | None = None, linear: str | None = None) -> list[Row]:
+    """A linear layer and, where ``norm`` names octavo's, the norm before it; names end with a dot or are empty."""
+    rows = _pair(name if linear is None else linear, source)
+    return rows if norm is None else rows + _pair(norm, f"{source}layer_norm_")
+
+
+def mlp_rows(name: str, source: str) -> list[Row]:
+    """A norm and two linear layers."""
+    return [
+        *_pair(f"{name}norm.", f"{source}layer_norm_"),
+        *_pair(f"{name}fc1.", f"{source}fc1_"),
+        *_pair(f"{name}fc2.", f"{source}fc2_"),
+    ]
+
+
+def attention_rows(
+    name: str, source: str, *, cross: bool, heads: tuple[int, int], head_dim: int, interleaved: bool
+) -> list[Row]:
+    """An attention layer.
+
+    Args:
+        name: octavo's prefix.
+        source: the checkpoint's prefix.
+        cross: whether keys and values come from an encoder's output.
+        heads: of queries, and of keys and values.
+        head_dim: width of a head.
+        interleaved: whether a fused weight's rows are.
+    """
+    query_heads, groups = heads
+    shares = (1, 1) if cross else (query_heads // groups, 1, 1)
+    order = Heads(groups=groups, sizes=shares, head_dim=head_dim) if interleaved else None
+    rows = _pair(f"{name}out.", f"{source}proj.")
+    if cross:
+        for layer in (f"{source}layernorm_query.", f"{source}query_layer."):
+            rows += _pair(f"{name}q.norm.", f"{layer}layer_norm_")
+            rows += _fused(f"{name}q.linear.", layer, ("query",), None)
+        return rows + _fused(f"{name}kv.", f"{source}key_value.", ("key", "value"), order)
+    for layer in (f"{source}layernorm_qkv.", f"{source}qkv."):
+        rows += _pair(f"{name}qkv.norm.", f"{layer}layer_norm_")
+        rows += _fused(f"{name}qkv.linear.", layer, ("query", "key", "value"), order)
+    return rows
+
+
+def _pair(name: str, source: str) -> list[Row]:
+    return [Row(name=f"{name}{kind}", sources=(f"{source}{kind}",)) for kind in ("weight", "bias")]
+
+
+def _fused(name: str, source: str, parts: Sequence[str], order: Heads | None) -> list[Row]:
+    """Saved in parts, or as one."""
+    rows = []
+    for kind in ("weight", "bias"):
+        rows.append(Row(name=f"{name}{kind}", sources=tuple(f"{source}{part}_{kind}" for part in parts)))
+        rows.append(Row(name=f"{name}{kind}", sources=(f"{source}{kind}",), heads=order))
+    return rows
+
+
+def read_names(module: nn.Module, rows: Sequence[Row]) -> None:
+    """Let ``module.load_state_dict``, and that of the model around it, take Transformer Engine's names too."""
+
+    def translate(_: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
+        drop_extra_state(state, prefix)
+        rename(state, prefix, rows)
+
+    module.register_load_state_dict_pre_hook(translate)
+
+
+def rename(state: dict[str, Any], prefix: str, rows: Sequence[Row]) -> None:
+    """Replace, in place, the tensors of every row whose sources are all there.
+
+    Example:
+        >>> state = {"m.fc1_weight": torch.ones(1)}
+        >>> rename(state, "m.", mlp_rows("layer.", ""))
+        >>> list(state)
+        ['m.layer.fc1.weight']
+    """
+    for row in rows:
+        sources = [f"{prefix}{source}" for source in row.sources]
+        if all(source in state for source in sources):
+            parts = [state.pop(source) for source in sources]
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            state[f"{prefix}{row.name}"] = joined if row.heads is None else row.heads.in_order(joined)
+
+
+def drop_extra_state(state: dict[str, Any], prefix: str) -> None:
+    """Remove, in place, what modules under ``prefix`` saved beside their parameters.
+
+    Raises:
+        CheckpointError: it is neither a tensor nor empty.
+    """
+    full = False
+    for key in [key for key in state if key.startswith(prefix) and key.endswith("_extra_state")]:
+        value = state[key]
+        if value is not None and not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{key!r} is a pickle ({type(value).__name__}), which could run any code, and octavo does not open it; "
+                "delete the keys that end with _extra_state from the checkpoint"
+            )
+        full = full or (value is not None and value.numel() > 0)
+        del state[key]
+    if full:
+        warnings.warn(
+            "the checkpoint's FP8 scales and amaxes (_extra_state) are pickles, which octavo does not open; they are "
+            "left out, and scaling starts anew",
+            stacklevel=2,
+        )
