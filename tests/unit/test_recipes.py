@@ -1,3 +1,4 @@
+import re
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -6,7 +7,7 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, E5M2, E8M0
 from octavo.numerics import Accumulate, PerRow, PerTensor, ScaleRounding
-from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling, Statistic, get, names
+from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling, Statistic, from_toml, get, names, to_toml
 
 
 def test_the_presets():
@@ -125,7 +126,7 @@ def test_different_recipes_differ_in_print():
     assert len(set(variants)) == len(variants)
 
 
-def test_the_public_module_is_this_one():
+def test_the_public_package_is_this_one():
     assert octavo.recipes.get is get
 
 
@@ -153,3 +154,46 @@ def test_a_word_that_is_allowed_means_its_enum():
     both = GemmSpec(a=delayed, b=delayed)
     with pytest.raises(ConfigError, match="if, and only if, one of its casts is delayed"):
         Recipe(name="no history", output=both, grad_input=both, grad_weight=both)
+
+
+VARIANTS = [
+    *(get(name) for name in names()),
+    get("mxfp8", scale_rounding="floor"),
+    get("blockwise", power_of_two=False),
+    get("delayed", history_length=3, statistic="mean", margin=2, update_interval=4, backoff=0.99),
+    get("tensorwise", emulate_tensor_cores=True),
+]
+
+
+@pytest.mark.parametrize("recipe", VARIANTS, ids=lambda recipe: recipe.name)
+def test_toml_and_back_is_the_same_recipe(recipe):
+    text = to_toml(recipe)
+    assert from_toml(text) == recipe
+    assert to_toml(from_toml(text)) == text
+
+
+def test_what_toml_leaves_out_has_its_default():
+    text = 'name = "own"\n[output.a]\nformat = "E4M3"\n[output.b]\nformat = "E4M3"\n[grad_input]\n[grad_weight]\n'
+    cast = CastSpec(format=E4M3)
+    plain = GemmSpec(a=None, b=None)
+    assert from_toml(text) == Recipe(name="own", output=GemmSpec(a=cast, b=cast), grad_input=plain, grad_weight=plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("[output", "[outptu"), "a recipe has no 'outptu'; it has emulate_tensor_cores, grad_input"),
+        (('name = "blockwise"', ""), "a recipe needs name; octavo.recipes.to_toml writes a complete one"),
+        (('format = "E4M3"', 'format = "E4M4"'), "there is no format 'E4M4'; use one of FP32, BF16"),
+        (('granularity = "1x128"', 'granularity = "128"'), "a granularity is 'tensor', 'row' or a block such as"),
+        (('accumulate = "', 'accumulate = "x'), "accumulate must be one of fp32, hopper-fast, hopper-slow, not 'x"),
+        (('scaling = "dynamic"', 'scalling = "dynamic"'), "a cast has no 'scalling'; it has amax_floor, format"),
+        (('scale_rounding = "rceil"', "scale_rounding = 3"), "scale_rounding must be one of fp32, rceil"),
+        (("[output.a]", "[output.a"), "this recipe is not TOML"),
+        (('name = "blockwise"', 'name = "blockwise"\nhistory = 3'), "a history is a table, not 3"),
+    ],
+    ids=lambda value: value[1][:20] if isinstance(value, tuple) else "",
+)
+def test_bad_toml_is_refused_in_one_sentence(change, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        from_toml(to_toml(get("blockwise")).replace(*change))

@@ -1,0 +1,194 @@
+"""What a recipe is made of: a cast for each operand of each product, and where delayed scales come from.
+
+Specifications are values: frozen, compared by what they say, checked when they are made.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from octavo.errors import ConfigError
+from octavo.formats import E8M0, FP32, Format
+from octavo.numerics import Accumulate, Granularity, Nonfinite, PerTensor, ScaleRounding
+from octavo.numerics.cast import check_fp8_format
+from octavo.numerics.granularity import granularity_or_default
+from octavo.numerics.scaling import AMAX_FLOOR
+
+__all__ = ["CastSpec", "Close", "GemmSpec", "History", "Recipe", "Scaling", "Statistic", "check_member"]
+
+
+class Scaling(StrEnum):
+    """Where a scale comes from."""
+
+    DYNAMIC = "dynamic"  # this tensor
+    DELAYED = "delayed"  # finished steps
+    STATIC = "static"  # calibration; the layer holds it
+
+
+class Statistic(StrEnum):
+    """What delayed scaling takes from its window of amaxes."""
+
+    MAX = "max"
+    LATEST = "latest"
+    MEAN = "mean"  # of the encode scales, as the source article describes; overflows while amax grows
+
+
+_PER_TENSOR = PerTensor()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastSpec:
+    """How one operand becomes FP8.
+
+    Attributes:
+        format: an FP8 format.
+        granularity: which elements share a scale.
+        scaling: where the scale comes from; delayed and static need one scale for the tensor.
+        scale_rounding: which numbers the scale may be (numerics/scaling.py).
+        scale_format: FP32, or E8M0 for one byte a scale.
+        amax_floor: smaller amaxes count as this.
+        margin: binades left free above amax, 0 or more.
+        nonfinite: what an infinite element becomes.
+    """
+
+    format: Format
+    granularity: Granularity = _PER_TENSOR
+    scaling: Scaling = Scaling.DYNAMIC
+    scale_rounding: ScaleRounding = ScaleRounding.FP32
+    scale_format: Format = FP32
+    amax_floor: float = AMAX_FLOOR
+    margin: int = 0
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE
+
+    def __post_init__(self) -> None:
+        check_fp8_format(self.format)
+        granularity_or_default(self.granularity)
+        check_member("a cast's scaling", self.scaling, tuple(Scaling))
+        check_member("a cast's nonfinite", self.nonfinite, tuple(Nonfinite))
+        check_member("a cast's scale_rounding", self.scale_rounding, tuple(ScaleRounding))
+        check_member("a cast's scale_format", self.scale_format, (FP32, E8M0))
+        if self.scale_format == E8M0 and self.scale_rounding == ScaleRounding.FP32:
+            raise ConfigError("E8M0 holds powers of two; a cast with it needs scale_rounding rceil, floor or even")
+        if self.scaling != Scaling.DYNAMIC and not isinstance(self.granularity, PerTensor):
+            raise ConfigError(
+                f"{self.scaling} scaling keeps one number a tensor; {self.granularity} needs dynamic scaling"
+            )
+        if not 0 <= self.amax_floor < math.inf:
+            raise ConfigError(f"amax_floor must be 0 or more and finite, not {self.amax_floor}")
+        _check_whole("a cast's margin", self.margin, least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmSpec:
+    """How the operands of ``a @ b.T`` are cast (None leaves both in high precision), and how a tensor core sums them.
+
+    ``accumulate`` is what CUDA is asked for; elsewhere the sums are FP32 unless the recipe emulates tensor cores.
+    """
+
+    a: CastSpec | None
+    b: CastSpec | None
+    accumulate: Accumulate = Accumulate.HOPPER_SLOW
+
+    def __post_init__(self) -> None:
+        if (self.a is None) != (self.b is None):
+            raise ConfigError("a GEMM casts both operands or neither; give both a CastSpec or both None")
+        check_member("a GEMM's accumulate", self.accumulate, tuple(Accumulate))
+
+
+class Close(StrEnum):
+    """What ends a step of delayed scaling that nobody closes by hand, at the next training forward."""
+
+    BACKWARD = "backward"  # a backward pass has run since
+    AUTOCAST = "autocast"  # the outermost octavo.autocast block was left since, as in Transformer Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """How delayed scaling turns the amaxes of finished steps into one.
+
+    Attributes:
+        length: number of steps kept, 1 or more.
+        statistic: what is taken from them.
+        update_interval: steps between two changes of the scale, 1 or more.
+        backoff: after a step with NaN or ±Inf elements the encode scale becomes this times the last one, instead of
+            following the window; above 0, and 1 lets it follow. (The source article backs off by 0.99.)
+        close: when the running step ends by itself.
+    """
+
+    length: int = 16
+    statistic: Statistic = Statistic.MAX
+    update_interval: int = 1
+    backoff: float = 1.0
+    close: Close = Close.BACKWARD
+
+    def __post_init__(self) -> None:
+        _check_whole("a history's length", self.length, least=1)
+        _check_whole("a history's update_interval", self.update_interval, least=1)
+        check_member("a history's statistic", self.statistic, tuple(Statistic))
+        check_member("a history's close", self.close, tuple(Close))
+        if not 0 < self.backoff <= 1:
+            raise ConfigError(f"a history's backoff must be above 0 and at most 1, not {self.backoff}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A full specification of a linear layer's casts and GEMMs.
+
+    Example:
+        >>> from octavo import recipes
+        >>> recipe = recipes.get("tensorwise")
+        >>> recipe.grad_input.a.format.name, str(recipe.output.accumulate)
+        ('E5M2', 'hopper-fast')
+
+    Attributes:
+        name: the preset's.
+        output: x · weight.
+        grad_input: grad_output · weight.
+        grad_weight: grad_output · x.
+        history: what delayed casts take their scales from; None if there are none.
+        emulate_tensor_cores: sum on any device, to the bit, as each GEMM's ``accumulate`` says Hopper would.
+    """
+
+    name: str
+    output: GemmSpec
+    grad_input: GemmSpec
+    grad_weight: GemmSpec
+    history: History | None = None
+    emulate_tensor_cores: bool = False
+
+    def __post_init__(self) -> None:
+        delayed = any(cast.scaling == Scaling.DELAYED for cast in self.casts)
+        if delayed != self.is_delayed:
+            raise ConfigError(f"recipe {self.name!r} must have a history if, and only if, one of its casts is delayed")
+
+    @property
+    def casts(self) -> tuple[CastSpec, ...]:
+        """Every cast of the three GEMMs, in their order."""
+        operands = (side for gemm in (self.output, self.grad_input, self.grad_weight) for side in (gemm.a, gemm.b))
+        return tuple(cast for cast in operands if cast is not None)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether any cast takes its scale from finished steps."""
+        return self.history is not None
+
+    @property
+    def has_static_input(self) -> bool:
+        """Whether the input's scale comes from calibration."""
+        return self.output.a is not None and self.output.a.scaling == Scaling.STATIC
+
+    @property
+    def is_high_precision(self) -> bool:
+        """Whether nothing is cast to FP8."""
+        return self.output.a is None and self.grad_input.a is None and self.grad_weight.a is None
+
+
+def check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ConfigError(f"{what} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+
+
+def _check_whole(what: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what} must be a whole number of at least {least}, not {value!r}")

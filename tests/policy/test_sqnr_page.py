@@ -1,0 +1,15 @@
+"""docs/sqnr.md says what scripts/sqnr_table.py measures."""
+
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_the_script_writes():
+    script = runpy.run_path(str(ROOT / "scripts" / "sqnr_table.py"))
+    page = (ROOT / "docs" / "sqnr.md").read_text(encoding="utf-8")
+    assert not script["differs"](page, script["page"]())
+    changed = page.replace("| `rowwise` | 2", "| `rowwise` | 3")
+    assert changed != page
+    assert script["differs"](page, changed)
