@@ -1,0 +1,150 @@
+"""The reference is the rule itself, in plain Python: double after so many clean steps, halve after a bad one."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.training.loss_scaling import LossScaler
+
+CLEAN, BAD = 1.0, math.inf
+
+
+def _optimizer(**options):
+    return torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.25, weight_decay=0.0, **options)
+
+
+def _step(scaler, optimizer, slope):
+    """One step of loss = slope · w₀ + w₁ + w₂; what step returned, and whether the weights moved."""
+    (weight,) = optimizer.param_groups[0]["params"]
+    before = weight.detach().clone()
+    optimizer.zero_grad()
+    scaler.scale((weight * torch.tensor([slope, 1.0, 1.0])).sum()).backward()
+    made = scaler.step(optimizer)
+    scaler.update()
+    return made, not torch.equal(before, weight)
+
+
+def _expected(slopes, *, interval, floor=1.0, ceiling=math.inf, value=2.0**16):
+    clean, values = 0, []
+    for slope in slopes:
+        clean = clean + 1 if math.isfinite(slope) else 0
+        if not math.isfinite(slope):
+            value /= 2
+        elif clean == interval:
+            value, clean = value * 2, 0
+        value = min(max(value, floor), ceiling)
+        values.append(value)
+    return values
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("floor", "ceiling"), [(1.0, None), (2.0**15, 2.0**17)])
+def test_a_dynamic_scale_follows_the_rule(floor, ceiling, fused):
+    slopes = [CLEAN] * 7 + [BAD] * 4 + [CLEAN, math.nan] + [CLEAN] * 5
+    scaler, optimizer = LossScaler(growth_interval=3, floor=floor, ceiling=ceiling), _optimizer(fused=fused)
+    values = []
+    for slope in slopes:
+        made, moved = _step(scaler, optimizer, slope)
+        assert made == moved == math.isfinite(slope)
+        values.append(scaler.value)
+    assert values == _expected(slopes, interval=3, floor=floor, ceiling=ceiling or math.inf)
+
+
+def test_a_dynamic_scale_has_the_published_defaults():
+    scaler, optimizer = LossScaler(), _optimizer()
+    assert scaler.value == 2.0**16
+    for _ in range(40):
+        _step(scaler, optimizer, BAD)
+    assert scaler.value == 1.0
+    scaler.load_state_dict({"scale": 4.0, "clean_steps": 1999})
+    _step(scaler, optimizer, CLEAN)
+    assert scaler.value == 8.0
+
+
+def test_a_static_scale_stays_and_bad_steps_are_left_out():
+    scaler, optimizer = LossScaler(8.0), _optimizer()
+    for slope in (CLEAN, BAD, CLEAN):
+        assert _step(scaler, optimizer, slope) == (math.isfinite(slope),) * 2
+        assert scaler.value == 8.0
+
+
+def test_the_scale_is_gone_from_the_gradients_and_the_step():
+    plain, scaled = _optimizer(), _optimizer()
+    scaler = LossScaler()
+    for optimizer in (plain, scaled):
+        (weight,) = optimizer.param_groups[0]["params"]
+        loss = (weight * torch.tensor([1e-3, 2.0, -7.0])).sum()
+        (loss if optimizer is plain else scaler.scale(loss)).backward()
+    assert scaler.unscale_(scaled)
+    assert scaler.unscale_(scaled), "a second call divides nothing twice"
+    (one,), (other,) = plain.param_groups[0]["params"], scaled.param_groups[0]["params"]
+    assert torch.equal(one.grad, other.grad)
+    plain.step()
+    scaler.step(scaled)
+    assert torch.equal(one, other)
+
+
+def test_it_saves_what_fp16_would_flush():
+    """A gradient of 2^-26 is zero in FP16 and exact once scaled."""
+    layer = nn.Linear(1, 1, bias=False)
+    x = torch.full((1, 1), 2.0**-10)
+    grads = {}
+    for name, scaler in {"plain": LossScaler(1.0), "scaled": LossScaler()}.items():
+        layer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = layer(x).float().sum() * 2.0**-16
+        scaler.scale(loss).backward()
+        scaler.unscale_(torch.optim.SGD(layer.parameters(), lr=1.0))
+        grads[name] = layer.weight.grad.item()
+    assert grads == {"plain": 0.0, "scaled": 2.0**-26}
+
+
+def test_a_state_goes_on_where_it_was():
+    slopes = [CLEAN, CLEAN, BAD, CLEAN, CLEAN, CLEAN, CLEAN]
+    whole, optimizer = LossScaler(growth_interval=3), _optimizer()
+    for slope in slopes:
+        _step(whole, optimizer, slope)
+    first, second = LossScaler(growth_interval=3), LossScaler(growth_interval=3)
+    for slope in slopes[:5]:
+        _step(first, optimizer, slope)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict() == {"scale": 2.0**15, "clean_steps": 2}
+    for slope in slopes[5:]:
+        _step(second, optimizer, slope)
+    assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"scale": "fast"},
+        {"scale": 0.0},
+        {"scale": True},
+        {"scale": math.inf},
+        {"floor": -1.0},
+        {"ceiling": 8.0},
+        {"initial": 0.5},
+        {"growth_interval": 0},
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments):
+    with pytest.raises(ConfigError, match=r"not |between"):
+        LossScaler(**arguments)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"scale": 2.0}, {"scale": 0.5, "clean_steps": 0}, {"scale": math.nan, "clean_steps": 0}]
+)
+def test_a_state_that_no_scaler_has_is_refused(state):
+    with pytest.raises(CheckpointError, match="loss scale"):
+        LossScaler().load_state_dict(state)
+
+
+def test_fp16_parameters_are_refused():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ConfigError, match="keep the parameters in FP32"):
+        LossScaler().unscale_(torch.optim.SGD([weight]))
