@@ -15,3 +15,15 @@ def test_own_loop_learns_in_every_precision():
     assert losses["fp32"] < 2.8  # letters alone, by their frequencies, cost about 3.0
     assert max(losses.values()) - min(losses.values()) < 0.05
     assert len(re.findall("2 layers in FP8", result.stdout)) == 2
+
+
+def test_the_articles_example_learns_and_predicts():
+    result = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / "article_training.py"], capture_output=True, text=True, check=True
+    )
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)$", result.stdout, re.MULTILINE)]
+    uniform, losses = losses[0], losses[1:]
+    assert len(losses) == 10
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.5 * uniform < losses[0]
+    assert "predictions: [4, 32]" in result.stdout
