@@ -1,5 +1,6 @@
 """The examples run, and FP8 learns what FP32 learns."""
 
+import math
 import re
 import subprocess
 import sys
@@ -22,8 +23,7 @@ def test_the_articles_example_learns_and_predicts():
         [sys.executable, "-W", "error", EXAMPLES / "article_training.py"], capture_output=True, text=True, check=True
     )
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)$", result.stdout, re.MULTILINE)]
-    uniform, losses = losses[0], losses[1:]
     assert len(losses) == 10
     assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.5 * uniform < losses[0]
+    assert losses[-1] < 0.5 * math.log(1000) < losses[0]  # half of what a uniform guess costs
     assert "predictions: [4, 32]" in result.stdout
