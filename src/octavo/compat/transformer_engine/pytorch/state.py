@@ -18,6 +18,7 @@ in them, and scaling starts anew; other objects are refused.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,12 +115,12 @@ def _fused(name: str, source: str, parts: Sequence[str], order: Heads | None) ->
 
 def read_names(module: nn.Module, rows: Sequence[Row]) -> None:
     """Let ``module.load_state_dict``, and that of the model around it, take Transformer Engine's names too."""
+    module.register_load_state_dict_pre_hook(partial(_translate, tuple(rows)))
 
-    def translate(_: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
-        drop_extra_state(state, prefix)
-        rename(state, prefix, rows)
 
-    module.register_load_state_dict_pre_hook(translate)
+def _translate(rows: Sequence[Row], _: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
+    drop_extra_state(state, prefix)
+    rename(state, prefix, rows)
 
 
 def rename(state: dict[str, Any], prefix: str, rows: Sequence[Row]) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints as Transformer Engine writes them: its names, its order of rows, its pickles beside the weights."""
 
+import copy
 import io
 import pickle
 import warnings
@@ -137,6 +138,13 @@ def test_what_is_missing_is_named():
     del state["self_attention.layernorm_qkv.key_weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*qkv\.linear\.weight"):
         _layer().load_state_dict(state)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_read_the_names_too(again):
+    state, copied = _checkpoint(), again(_layer())
+    copied.load_state_dict(state)
+    assert torch.equal(copied.layer.mlp.fc1.weight, state["layernorm_mlp.fc1_weight"])
 
 
 class Explosive:
