@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 __all__ = ["LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm"]
 
 
-class Linear(octavo_nn.Linear):
+class Linear(nn.Module):
     """``y = x @ weight.T + bias``.
 
     Args:
@@ -49,16 +49,28 @@ class Linear(octavo_nn.Linear):
         **others: Any,
     ) -> None:
         check_others("Linear", others)
-        super().__init__(in_features, out_features, bias, recipe="bf16", device=device, dtype=params_dtype)
-        initialize(self, init_method)
-        read_names(self, [])
+        super().__init__()
+        self.linear: nn.Linear = octavo_nn.Linear(
+            in_features, out_features, bias, recipe="bf16", device=device, dtype=params_dtype
+        )
+        initialize(self.linear, init_method)
+        read_names(self, linear_rows("linear.", ""))
 
-    def forward(  # type: ignore[override]  # the peer's own first name
-        self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
-    ) -> Tensor:
+    @property
+    def weight(self) -> Tensor:
+        """[N, K]."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[N] or None."""
+        return self.linear.bias
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Tensor:
         """[..., K] to [..., N]."""
         check_others("Linear", others)
-        return super().forward(inp)
+        y: Tensor = self.linear(inp)
+        return y
 
 
 class LayerNorm(octavo_nn.LayerNorm):

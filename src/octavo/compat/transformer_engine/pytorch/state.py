@@ -57,9 +57,9 @@ class Row:
     heads: Heads | None = None
 
 
-def linear_rows(name: str, source: str, *, norm: str | None = None, linear: str | None = None) -> list[Row]:
+def linear_rows(name: str, source: str, *, norm: str | None = None) -> list[Row]:
     """A linear layer and, where ``norm`` names octavo's, the norm before it; names end with a dot or are empty."""
-    rows = _pair(name if linear is None else linear, source)
+    rows = _pair(name, source)
     return rows if norm is None else rows + _pair(norm, f"{source}layer_norm_")
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import octavo
 from octavo.compat.transformer_engine.pytorch import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from octavo.errors import ConfigError
 from tests.contract.transformer_oracle import spread_out
@@ -37,6 +38,15 @@ def test_linear():
     layer, x = Linear(6, 4, bias=False, params_dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     assert layer.bias is None
     assert torch.equal(layer(x), x @ layer.weight.T)
+
+
+def test_convert_and_restore_reach_every_linear():
+    model = torch.nn.ModuleList([Linear(8, 8), LayerNormLinear(8, 8), LayerNormMLP(8, 8)])
+    names = list(model.state_dict())
+    assert len(octavo.convert(model, "rowwise").converted) == 4
+    assert len(octavo.restore(model)) == 4
+    assert list(model.state_dict()) == names
+    model[0](torch.randn(2, 8))
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

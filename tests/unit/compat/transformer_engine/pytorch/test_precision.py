@@ -15,7 +15,7 @@ def _output(layer, x, **options):
 def test_the_recipe_of_the_block_is_what_runs():
     layer, x = te.Linear(64, 64), torch.randn(8, 64)
     ours = octavo.nn.Linear(64, 64, recipe="mxfp8")
-    ours.load_state_dict(layer.state_dict())
+    ours.load_state_dict(layer.linear.state_dict())
     exact, mxfp8 = torch.nn.functional.linear(x, layer.weight, layer.bias), ours(x)
     assert torch.equal(layer(x), exact), "high precision outside of a block"
     assert torch.equal(_output(layer, x, enabled=False), exact)
@@ -27,8 +27,8 @@ def test_without_a_recipe_scaling_is_delayed_by_1024_steps():
     layer = te.Linear(16, 16)
     with te.autocast():
         layer(torch.full((2, 16), 3.0)).sum().backward()
-    assert layer.amax_history.spec == DelayedScaling().octavo_recipe().history
-    assert layer.amax_history.spec.length == 1024
+    assert layer.linear.amax_history.spec == DelayedScaling().octavo_recipe().history
+    assert layer.linear.amax_history.spec.length == 1024
 
 
 def test_a_step_ends_when_the_outermost_block_is_left():
@@ -39,7 +39,7 @@ def test_a_step_ends_when_the_outermost_block_is_left():
         loss.backward()
     with te.fp8_autocast():
         layer(torch.ones(2, 4))
-    assert layer.amax_history.window[0, :4].tolist() == [1.0, 5.0, 3.0, -1.0]
+    assert layer.linear.amax_history.window[0, :4].tolist() == [1.0, 5.0, 3.0, -1.0]
 
 
 def test_what_cannot_be_honoured_is_refused():
