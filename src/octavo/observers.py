@@ -215,12 +215,17 @@ class AmaxHistory(StatefulModule):
         self.region = region
 
     @torch.no_grad()
-    def close_if_over(self, region: int = 0) -> None:
-        """Close the step, unless updates are manual, if a backward pass has run or its autocast block has been left."""
+    def close_if_over(self, region: int) -> None:
+        """Close the step, unless updates are manual, if what ends it has happened; see :class:`octavo.recipes.Close`.
+
+        A step that stood in no autocast block ends with a backward pass under either rule.
+        """
         if self.updates.manual:
             return
-        left = self.spec.close == Close.AUTOCAST and 0 != self.region != region
-        self.close(where=None if left else self.pending[GRAD_OUTPUT] >= 0)
+        if self.spec.close == Close.BACKWARD or not self.region:
+            self.close(where=self.pending[GRAD_OUTPUT] >= 0)
+        elif self.region != region:
+            self.close()
 
     @torch.no_grad()
     def record(self, role: int, amax: Tensor) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from octavo.context import autocast_region
 from octavo.errors import CheckpointError
 from octavo.nn import Linear
 from octavo.observers import EMPTY, INPUT, ROLES, AmaxHistory
@@ -65,7 +66,7 @@ def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
         {}
     """
     for history in _histories(model).values():
-        history.close_if_over()
+        history.close_if_over(autocast_region())
     return {key: slot.clone() for key, slot in _slots(model).items()}
 
 

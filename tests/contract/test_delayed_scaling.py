@@ -326,6 +326,13 @@ class TestTransformerEngines:
                 _train(layer, amax)
         assert octavo.scaling_state(layer)["input.amax"].item() == 2.0
 
+    def test_a_backward_pass_inside_a_block_does_not(self):
+        layer = Linear(2, 2, bias=False, recipe="delayed_te")
+        with octavo.autocast():
+            _train(layer, 3.0)
+            _train(layer, 5.0)
+        assert octavo.scaling_state(layer)["input.amax_history"][:2].tolist() == [5.0, -1.0]
+
     def test_outside_of_autocast_a_backward_pass_ends_the_step(self):
         layer = Linear(2, 2, bias=False, recipe="delayed_te")
         _train(layer, 3.0)
