@@ -98,6 +98,7 @@ def test_it_saves_what_fp16_would_flush():
             loss = layer(x).float().sum() * 2.0**-16
         scaler.scale(loss).backward()
         scaler.unscale_(torch.optim.SGD(layer.parameters(), lr=1.0))
+        assert layer.weight.grad is not None
         grads[name] = layer.weight.grad.item()
     assert grads == {"plain": 0.0, "scaled": 2.0**-26}
 

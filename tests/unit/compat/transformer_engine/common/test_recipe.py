@@ -45,6 +45,7 @@ def test_defaults_are_the_published_ones(kind):
 def test_delayed_scaling_is_the_preset():
     recipe = DelayedScaling().octavo_recipe()
     assert recipe == recipes.get("delayed_te")
+    assert recipe.history is not None
     assert (recipe.history.length, recipe.history.statistic, recipe.history.close) == (
         1024,
         Statistic.MAX,
@@ -55,6 +56,7 @@ def test_delayed_scaling_is_the_preset():
 
 def test_delayed_options():
     recipe = DelayedScaling(margin=2, amax_history_len=4, amax_compute_algo="most_recent").octavo_recipe()
+    assert recipe.history is not None
     assert (recipe.history.length, recipe.history.statistic) == (4, Statistic.LATEST)
     assert {cast.margin for cast in recipe.casts} == {2}
 
@@ -104,4 +106,4 @@ def test_what_no_recipe_does_is_refused_when_it_is_built(kind, arguments):
 def test_recipes_cannot_be_changed():
     """A shared recipe object that a constructor changed once turned E5M2 gradients into E4M3."""
     with pytest.raises(FrozenInstanceError):
-        DelayedScaling().fp8_format = Format.E4M3
+        DelayedScaling().fp8_format = Format.E4M3  # type: ignore[misc]

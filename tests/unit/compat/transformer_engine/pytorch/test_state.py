@@ -112,7 +112,7 @@ def test_the_other_modules_read_theirs():
     state = _pair("", 6, 4) | _pair("layer_norm_", 4)
     linear.load_state_dict(state)
     assert torch.equal(linear.layer.linear.weight, state["weight"])
-    assert torch.equal(linear.layer.norm.bias, state["layer_norm_bias"])
+    assert torch.equal(linear.layer.get_parameter("norm.bias"), state["layer_norm_bias"])
     norm.load_state_dict(_pair("", 4))
     te.Linear(4, 6).load_state_dict(_pair("", 6, 4) | {"_extra_state": None})
     mlp = te.LayerNormMLP(4, 6, bias=False, normalization="RMSNorm")

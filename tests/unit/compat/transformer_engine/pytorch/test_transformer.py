@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from octavo.compat.transformer_engine.pytorch import TransformerLayer, autocast
 from octavo.errors import ConfigError
 from tests.contract.transformer_oracle import Shape, assert_close, layer, spread_out, weights_of
 
-NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def _layer(**options):
