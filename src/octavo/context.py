@@ -27,9 +27,10 @@ _override = _Override()
 def autocast(recipe: str | Recipe | None = None, *, enabled: bool = True) -> Iterator[None]:
     """Run octavo layers with ``recipe`` instead of their own.
 
-    Blocks nest, the innermost decides. The backward pass uses the recipe that its forward ran with, and so does
-    activation checkpointing when it runs the forward again, wherever that happens. Layers that are plain ``nn.Linear``
-    are not touched. Each thread has its own blocks.
+    Blocks nest, the innermost decides. The backward pass uses the recipe that its forward ran with. Where activation
+    checkpointing runs a forward again, on whichever thread, a layer repeats the recipe of its last call: do not run one
+    layer under two recipes between a forward and its backward there. Layers that are plain ``nn.Linear`` are not
+    touched. Each thread has its own blocks.
 
     Args:
         recipe: a preset's name or a recipe; None keeps each layer's own (useful to re-enable inside a disabled block).

@@ -135,7 +135,7 @@ def convert(
         recipe=resolved.name,
         converted=tuple(chosen),
         overridden={path: other.name for path, other in followed.items() if other != resolved},
-        held=_hold_frozen(model, chosen) if frozen else (),
+        held=_held(model, chosen, hold_frozen=frozen is not None),
         skipped=skipped,
         notes=dict(_notes(model)),
     )
@@ -223,23 +223,25 @@ def _outer_blocks(
             f"{count} blocks of this model"
         )
     kept = {}
+    children = [name for name, _ in model.get_submodule(stack).named_children()]
     for name in inside[stack]:
-        block = int(name[len(stack) :].lstrip(".").split(".")[0])
+        block = children.index(name[len(stack) :].lstrip(".").split(".")[0])
         if block < first or block >= count - last:
             kept[name] = f"block {block} of {count} is kept"
     return kept
 
 
-def _hold_frozen(model: torch.nn.Module, chosen: dict[str, torch.nn.Module]) -> tuple[str, ...]:
-    """Hold the frozen weights of the chosen layers as codes, those that nobody else uses."""
+def _held(model: torch.nn.Module, chosen: dict[str, torch.nn.Module], *, hold_frozen: bool) -> tuple[str, ...]:
+    """Hold the chosen layers' frozen weights that nobody else uses, if asked to; paths of all that are held now."""
     owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
     held = []
     for path, layer in chosen.items():
         assert isinstance(layer, Linear)
-        if layer.weight.requires_grad or layer.recipe.output.b is None or owners[id(layer.weight)] > 1:
-            continue
-        layer.hold_weight_as_codes()
-        held.append(path)
+        frozen = not layer.weight.requires_grad and owners[id(layer.weight)] == 1
+        if hold_frozen and frozen and layer.recipe.output.b is not None:
+            layer.hold_weight_as_codes()
+        if layer.held is not None:
+            held.append(path)
     return tuple(held)
 
 

@@ -144,22 +144,34 @@ class WeightCache:
     """Keeps a weight's operands until the weight changes, so that micro-batches of a step cast it once.
 
     Autograd's version counter alone misses changes: fused optimizers do not raise it, nor does what is written through
-    ``weight.data``. An eager CPU weight is therefore summed as integers, a twentieth of the cost of casting it. Other
-    devices would have to wait for such a sum; there a step of any ``torch.optim`` optimizer counts as a change, and
-    after other writes ``octavo.update_scales(model)`` empties the cache.
+    ``weight.data``. An eager CPU weight is therefore also recognised by the sums of its bits over every row and every
+    column, a tenth of the cost of casting it; a change that leaves all of them as they were is not seen. Other devices
+    would have to wait for such sums; there a step of any ``torch.optim`` optimizer counts as a change, and after other
+    writes ``octavo.update_scales(model)`` empties the cache.
     """
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
+        self._content = torch.empty(0)
         self._operands: WeightOperands | None = None
         _OptimizerSteps.watch()
 
-    def operands(self, weight: Tensor, recipe: Recipe, tap: RoleTap) -> WeightOperands:
-        """The weight's operands under ``recipe``; ``tap`` records a cast, and nothing where none is needed."""
-        content = _checksum(weight.detach()) if can_be_asked(weight) else _OptimizerSteps.count
-        key = (weight.data_ptr(), weight._version, weight.dtype, recipe, content)  # noqa: SLF001
-        if self._operands is None or self._key != key:
-            self._key, self._operands = key, WeightOperands(weight.detach(), recipe, tap)
+    def operands(self, weight: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) -> "WeightOperands | None":
+        """The weight's operands under ``recipe``; None where they are neither known nor to be kept.
+
+        What evaluation casts is not kept for a delayed recipe, since it records no amax, nor in inference mode, since
+        autograd refuses its tensors later. ``tap`` records a cast.
+        """
+        if weight.is_inference():
+            return None
+        key = (weight.data_ptr(), weight._version, weight.dtype, recipe, _OptimizerSteps.count)  # noqa: SLF001
+        content = _sums_of_bits(weight.detach()) if can_be_asked(weight) else self._content
+        if self._operands is not None and self._key == key and torch.equal(self._content, content):
+            return self._operands
+        if torch.is_inference_mode_enabled() or (recipe.is_delayed and not learning):
+            return None
+        self._key, self._content = key, content
+        self._operands = WeightOperands(weight.detach(), recipe, tap)
         return self._operands
 
     def clear(self) -> None:
@@ -184,12 +196,15 @@ class _OptimizerSteps:
         cls.count += 1
 
 
-def _checksum(weight: Tensor) -> int:
-    """The sum of the weight's bits as 64-bit integers, modulo 2^64, and of what is left over."""
-    flat = weight.flatten()
-    whole = flat.numel() - flat.numel() % (8 // flat.itemsize)
-    rest = flat[whole:].view(torch.uint8)
-    return int(flat[:whole].view(torch.int64).sum()) ^ int(rest.sum())
+def _sums_of_bits(weight: Tensor) -> Tensor:
+    """Sums of the bits of a matrix, as integers modulo 2^64, over its columns and over its rows: int64 [K' + N]."""
+    wide = 8 // weight.itemsize
+    aligned = weight.is_contiguous() and weight.shape[1] % wide == 0 and weight.storage_offset() % wide == 0
+    words = weight.view(torch.int64 if aligned else _BITS[weight.itemsize])
+    return torch.cat([words.sum(0), words.sum(1)])
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -251,8 +266,12 @@ def _multiply(
 ) -> Tensor:
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         computed = torch.float32 if out_dtype is torch.float64 else out_dtype
-        accumulate = gemm.accumulate if emulate or a.data.is_cuda else Accumulate.FP32
-        return scaled_mm(a, b, out_dtype=computed, bias=bias, accumulate=accumulate).to(out_dtype)
+        accumulate = gemm.accumulate if emulate else Accumulate.FP32
+        fast = gemm.accumulate is Accumulate.HOPPER_FAST
+        product = scaled_mm(
+            a, b, out_dtype=computed, bias=bias, accumulate=accumulate, fast_accumulation=fast and not emulate
+        )
+        return product.to(out_dtype)
     assert isinstance(a, Tensor), "a GemmSpec casts both operands or neither"
     return high_precision_mm(a, _high_precision(b).to(a.dtype), bias).to(out_dtype)
 

@@ -28,7 +28,7 @@ _RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "amax": (lambda x: x.isfinite() & (x >= 0), "an amax is finite and not negative"),
     "steps": (lambda x: x >= 0, "a number of steps is not negative"),
-    "scale": (lambda x: x.isfinite() & (x > 0), "a scale is positive and finite"),
+    "scale": (lambda x: x.isfinite() & (x >= 0), "a scale is positive and finite, or 0 for none yet"),
 }
 
 
@@ -96,6 +96,8 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> N
             f"{len(unexpected)} unexpected {unexpected[:3]}; convert the model with the recipe it was saved under"
         )
     for key, slot in slots.items():
+        if not isinstance(state[key], Tensor):
+            raise CheckpointError(f"scaling state {key!r} is {type(state[key]).__name__}, expected a tensor")
         if state[key].ndim != slot.ndim:
             raise CheckpointError(
                 f"scaling state {key!r} has shape {tuple(state[key].shape)}, expected {tuple(slot.shape)}"

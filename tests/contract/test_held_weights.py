@@ -93,8 +93,33 @@ def test_the_state_dict_has_the_codes_and_loads_back():
     other.load_state_dict(state)
     x = torch.randn(3, 48)
     assert torch.equal(layer(x), other(x))
-    with pytest.raises(RuntimeError, match=r"Missing key.*weight_scale"):
-        other.load_state_dict(nn.Linear(48, 40).state_dict())
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"weight is torch.float32, and this layer holds FP8 codes"):
+            other.load_state_dict(nn.Linear(48, 40).state_dict(), strict=strict)
+        plain = Linear(48, 40)
+        kept = plain.weight.detach().clone()
+        with pytest.raises(RuntimeError, match=r"float8_e4m3fn, and this layer holds a weight in high precision"):
+            plain.load_state_dict(state, strict=strict)
+        assert torch.equal(plain.weight, kept)
+    assert torch.equal(layer(x), other(x)), "nothing was copied"
+
+
+def test_what_cannot_be_held_or_trained_is_refused():
+    layer = Linear(4, 4).requires_grad_(False)
+    layer.weight[1, 1] = float("nan")
+    model = nn.Sequential(layer)
+    with pytest.raises(ConfigError, match="the weight of layer '0' holds NaN or infinity"):
+        octavo.convert(model, frozen="fp8")
+    _, held = _held("tensorwise")
+    held.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"takes no gradient; octavo\.restore"):
+        held(torch.randn(2, 48))
+
+
+def test_converting_again_says_what_is_still_held():
+    _, layer = _held("tensorwise")
+    report = octavo.convert(nn.Sequential(layer), "rowwise")
+    assert report.held == ("0",)
 
 
 def test_restoring_gives_the_decoded_weight():

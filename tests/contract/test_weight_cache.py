@@ -123,16 +123,75 @@ def test_where_values_cannot_be_asked_for_steps_and_update_scales_empty_it(chang
     assert torch.equal(layer(x), _twin(layer, "tensorwise")(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (8, 16), (7, 3)], ids=str)
-def test_the_checksum_sees_every_element(shape, dtype):
-    weight = torch.randn(shape).to(dtype)
-    before = functional._checksum(weight)
-    for index in range(weight.numel()):
-        changed = weight.clone()
-        changed.view(-1)[index] += 1
-        assert functional._checksum(changed) != before
-    assert functional._checksum(weight.clone()) == before
+@pytest.mark.parametrize("layout", ["own", "unaligned", "transposed"])
+def test_the_sums_see_elements_swaps_and_signs(layout, shape, dtype):
+    rows, columns = shape
+    storage = torch.randn(rows * columns + 1).to(dtype)
+    weight = storage[1:].view(shape) if layout == "unaligned" else storage[:-1].view(shape)
+    weight = weight.t() if layout == "transposed" else weight
+    before = functional._sums_of_bits(weight)
+
+    def changed(change) -> bool:
+        copy_of = weight.clone()
+        change(copy_of)
+        return torch.equal(copy_of, weight) or not torch.equal(functional._sums_of_bits(copy_of), before)
+
+    assert torch.equal(functional._sums_of_bits(weight.clone()), before) or layout != "own"
+    for row in range(weight.shape[0]):
+        for column in range(weight.shape[1]):
+            assert not torch.equal(_one_more(weight, row, column), before)
+    if layout == "own":
+        assert changed(lambda w: w.copy_(w.flip(0)))
+        assert changed(lambda w: w.copy_(w.flip(1)))
+        assert changed(lambda w: w[:2, 0].mul_(-1))
+        assert changed(lambda w: w[0, :2].mul_(-1))
+
+
+def _one_more(weight: torch.Tensor, row: int, column: int) -> torch.Tensor:
+    """The sums after one element has changed, in the weight's own layout."""
+    before = weight[row, column].clone()
+    weight[row, column] += 1
+    sums = functional._sums_of_bits(weight)
+    weight[row, column] = before
+    return sums
+
+
+def _evaluations() -> dict:
+    def plainly(layer):
+        layer(torch.randn(4, 16))
+
+    def without_gradients(layer):
+        with torch.no_grad():
+            layer(torch.randn(4, 16))
+
+    def in_inference_mode(layer):
+        with torch.inference_mode():
+            layer(torch.randn(4, 16))
+
+    return {"plain": plainly, "no_grad": without_gradients, "inference_mode": in_inference_mode}
+
+
+@pytest.mark.parametrize("evaluation", _evaluations())
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_evaluating_between_steps_changes_nothing(recipe, evaluation):
+    plain, cached = _layer(recipe, cached=False), _layer(recipe, cached=True)
+    for step in range(4):
+        for layer in (plain, cached):
+            layer.eval()
+            _evaluations()[evaluation](layer)
+            layer.train()
+        assert torch.equal(_micro_batch(cached, step), _micro_batch(plain, step))
+        for layer in (plain, cached):
+            with torch.no_grad():
+                layer.weight.mul_(1.5)
+            octavo.update_scales(layer)
+            layer.eval()
+            _evaluations()[evaluation](layer)
+            layer.train()
+    one, other = octavo.scaling_state(plain), octavo.scaling_state(cached)
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_delayed_records_a_cached_weight_once_a_step():

@@ -403,6 +403,14 @@ def test_first_and_last_blocks_are_kept():
             octavo.convert(model, keep_first_blocks=first, keep_last_blocks=last)
 
 
+def test_blocks_are_counted_by_place_not_by_name():
+    model = nn.Sequential()
+    for name in ("first", "second", "third"):
+        model.add_module(name, nn.Linear(4, 4))
+    octavo.convert(model, keep_first_blocks=1, keep_last_blocks=1)
+    assert list(_recipes_of(model)) == ["second"]
+
+
 def test_a_layer_in_two_places_answers_to_both_paths():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "c": nn.Linear(4, 4)})
     model["b"] = model["a"]

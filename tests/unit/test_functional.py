@@ -215,3 +215,4 @@ def test_tensor_cores_are_emulated_on_request(emulated, sums):
         recipe = octavo.recipes.get("tensorwise", emulate_tensor_cores=emulated)
         fp8_linear(x, weight, bias, recipe).backward(grad_output)
     assert [str(product.problem.accumulate) for product in products] == sums
+    assert [product.problem.fast_accumulation for product in products] == [not emulated, False, False]

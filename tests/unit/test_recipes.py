@@ -197,3 +197,23 @@ def test_what_toml_leaves_out_has_its_default():
 def test_bad_toml_is_refused_in_one_sentence(change, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         from_toml(to_toml(get("blockwise")).replace(*change))
+
+
+def test_recipes_refuse_what_they_would_misread():
+    plain, cast = GemmSpec(a=None, b=None), CastSpec(format=E4M3)
+    static = CastSpec(format=E4M3, scaling=Scaling.STATIC)
+    for changes, message in (
+        ({"name": 5}, "a recipe's name is a word, not 5"),
+        ({"emulate_tensor_cores": "false"}, "emulate_tensor_cores must be True or False, not 'false'"),
+        ({"output": GemmSpec(a=cast, b=static)}, "only the input of the output GEMM can be static"),
+    ):
+        fields = {"name": "own", "output": plain, "grad_input": plain, "grad_weight": plain} | changes
+        with pytest.raises(ConfigError, match=message):
+            Recipe(**fields)  # type: ignore[arg-type]
+    for options in ({"amax_floor": "x"}, {"amax_floor": True}):
+        with pytest.raises(ConfigError, match="amax_floor must be 0 or more and finite"):
+            CastSpec(format=E4M3, **options)
+    with pytest.raises(ConfigError, match="backoff must be above 0 and at most 1, not no"):
+        History(backoff="no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="power_of_two must be one of False, True, not 'no'"):
+        get("blockwise", power_of_two="no")

@@ -28,7 +28,7 @@ def train(
     *,
     out: Annotated[Path, typer.Option("--out", help="The run's folder.")],
     recipe: Annotated[
-        str | None, typer.Option(help="fp32, bf16, tensorwise, rowwise or delayed. [default: tensorwise]")
+        str | None, typer.Option(help="fp32, bf16, or a preset of octavo.recipes.names(). [default: tensorwise]")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, bit-exactly.")] = False,
     config: options.ConfigFile = None,

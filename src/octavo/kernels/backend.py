@@ -27,7 +27,8 @@ class MatmulProblem:
         a_granularity, b_granularity: scaling groups of the operands.
         out_dtype: dtype of y.
         bias: whether a bias is added before y is rounded.
-        accumulate: how the products are added.
+        accumulate: how the products must be added.
+        fast_accumulation: whether a GPU may keep fewer bits while it adds; a hint, where ``accumulate`` is FP32.
     """
 
     m: int
@@ -41,6 +42,7 @@ class MatmulProblem:
     out_dtype: torch.dtype
     bias: bool
     accumulate: Accumulate
+    fast_accumulation: bool = False
 
 
 class Backend(Protocol):

@@ -48,6 +48,7 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     accumulate: Accumulate = Accumulate.FP32,
+    fast_accumulation: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Multiply two quantized matrices.
@@ -64,7 +65,8 @@ def scaled_mm(
         bias: [N], added before the rounding.
         accumulate: "fp32"; or "hopper-fast" or "hopper-slow" for the sums of Hopper's tensor cores, which are made with
             and without fast accumulation: by the hardware where there is one, to the bit by a model elsewhere. On CUDA
-            "fp32" is what the hardware does without fast accumulation.
+            "fp32" is what cuBLAS calls so: the sums of tensor cores, promoted to FP32 on the way.
+        fast_accumulation: with "fp32" on CUDA, let cuBLAS keep fewer bits while it sums; of no effect elsewhere.
         backend: a backend's name, or "auto" for the fastest that can.
 
     Returns:
@@ -81,7 +83,7 @@ def scaled_mm(
         tensor([[1.0000, 0.5000],
                 [2.0000, 4.0000]])
     """
-    problem = _describe(a, b, out_dtype, bias, accumulate)
+    problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
     chosen = _select(problem) if backend == "auto" else _named(backend, problem)
     return chosen.scaled_mm(a, b, bias, problem)
 
@@ -135,7 +137,13 @@ def _backend(name: str) -> Backend:
 
 
 def _describe(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype | None, bias: Tensor | None, accumulate: Accumulate
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype | None,
+    bias: Tensor | None,
+    accumulate: Accumulate,
+    *,
+    fast_accumulation: bool = False,
 ) -> MatmulProblem:
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, QuantizedTensor):
@@ -172,4 +180,5 @@ def _describe(
         out_dtype=out_dtype,
         bias=bias is not None,
         accumulate=Accumulate(accumulate),
+        fast_accumulation=fast_accumulation,
     )

@@ -84,7 +84,7 @@ class CudaBackend:
             scale_a=a_scale,
             scale_b=b_scale,
             out_dtype=computed,
-            use_fast_accum=problem.accumulate is Accumulate.HOPPER_FAST,
+            use_fast_accum=problem.fast_accumulation or problem.accumulate is Accumulate.HOPPER_FAST,
         )[:, : problem.n]
         return (product if bias is None else product.float() + bias.float()).to(problem.out_dtype)
 

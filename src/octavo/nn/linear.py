@@ -1,9 +1,9 @@
 """``octavo.nn.Linear``: ``torch.nn.Linear`` with a recipe."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from octavo import recipes
 from octavo.context import active_recipe, autocast_region
 from octavo.errors import ConfigError
+from octavo.formats import FP8_FORMATS
 from octavo.functional import WeightCache, WeightOperands, cast_operand, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu
 from octavo.numerics import Granularity, QuantizedTensor
@@ -20,6 +21,9 @@ from octavo.observers import ROLES, WEIGHT, AmaxHistory, LayerTap, ScaleUpdates,
 from octavo.recipes import Recipe, Scaling
 
 __all__ = ["Linear"]
+
+
+FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 
 
 class HeldWeight(NamedTuple):
@@ -115,14 +119,14 @@ class Linear(StatefulModule, torch.nn.Linear):
         return y
 
     def _recipe_now(self) -> Recipe:
-        """The recipe of this call: that of the first time where activation checkpointing repeats one.
+        """The recipe of this call; where activation checkpointing repeats a call, that of the layer's last one.
 
         The repetition may run on a thread of autograd's own, which knows nothing of the block the first time stood in.
         """
         if inside_backward() and self.last_recipe is not None:
             return self.last_recipe
         recipe = active_recipe(self.recipe)
-        if self.training and not torch.compiler.is_compiling():
+        if (self.training or torch.is_grad_enabled()) and not torch.compiler.is_compiling():
             self.last_recipe = recipe
         return recipe
 
@@ -143,6 +147,9 @@ class Linear(StatefulModule, torch.nn.Linear):
             raise ConfigError(f"recipe {self.recipe.name!r} casts no weight; hold one with an FP8 recipe")
         if self.held is not None:
             return
+        if not self.weight.isfinite().all():
+            where = f"layer {self.path!r}" if self.path else "this layer"
+            raise ConfigError(f"the weight of {where} holds NaN or infinity; mend it before it is held as FP8 codes")
         codes = cast_operand(self.weight, replace(spec, scaling=Scaling.DYNAMIC))
         assert isinstance(codes, QuantizedTensor)
         self.held = HeldWeight(codes.granularity, codes.hp_dtype)
@@ -159,13 +166,16 @@ class Linear(StatefulModule, torch.nn.Linear):
         """The weight's operands where they outlive the call."""
         held = self.held_weight()
         if held is not None:
+            if self.weight.requires_grad:
+                raise ConfigError("a weight held as FP8 codes takes no gradient; octavo.restore(model) decodes it")
             return WeightOperands(held, recipe)
         if self.weight_cache is None or torch.compiler.is_compiling():
             return None
         weight_tap = tap.of(WEIGHT)
         if not self.weight.requires_grad:
             weight_tap.pending = None
-        return self.weight_cache.operands(self.weight, recipe, weight_tap)
+        learning = self.training and torch.is_grad_enabled()
+        return self.weight_cache.operands(self.weight, recipe, weight_tap, learning=learning)
 
     def _tap(self, recipe: Recipe, *, awaits_backward: bool) -> LayerTap:
         """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
@@ -212,6 +222,16 @@ class Linear(StatefulModule, torch.nn.Linear):
             self.weight = torch.nn.Parameter(held.data.to(self.weight.device), requires_grad=False)
             self.weight_scale = held.scale.to(self.weight.device)
         return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+        """Refuse codes where there are none, and a weight in high precision where codes are held, before any copy."""
+        given = state_dict.get(f"{prefix}weight")
+        if given is not None and (given.dtype in FP8_DTYPES) != (self.held is not None):
+            wanted = "FP8 codes" if self.held is not None else "a weight in high precision"
+            *_, error_messages = rest
+            error_messages.append(f"{prefix}weight is {given.dtype}, and this layer holds {wanted}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         """The shape and the recipe's name."""

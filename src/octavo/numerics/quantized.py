@@ -167,7 +167,7 @@ def quantize(
         raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
     if scale is not None:
         _check_given("scale", scale, zero_allowed=False)
-        stored = scale.detach().float()
+        stored = _as_given(scale.detach().float(), scale_format)
         encode_scale = stored.reciprocal().clamp(max=torch.finfo(torch.float32).max)
     else:
         if amax is not None:
@@ -187,15 +187,27 @@ def quantize(
             f"{groups} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(stored.shape)}"
         )
     data = cast_nearest(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
-    return QuantizedTensor(data, _stored_as(scale_format, stored, scale_rounding), groups, x.dtype)
+    return QuantizedTensor(
+        data, _stored_as(scale_format, stored, scale_rounding, given=scale is not None), groups, x.dtype
+    )
 
 
-def _stored_as(fmt: Format, scale: Tensor, rounding: ScaleRounding) -> Tensor:
+def _as_given(scale: Tensor, fmt: Format) -> Tensor:
+    """A given scale, refused where its format cannot hold it."""
+    if fmt != E8M0:
+        return scale
+    held = scale_from_e8m0(e8m0_from_scale(scale))
+    if can_be_asked(scale) and not torch.equal(held, scale):
+        raise ConfigError(f"E8M0 holds powers of two, not the scale {scale[held != scale][0].item()}")
+    return held
+
+
+def _stored_as(fmt: Format, scale: Tensor, rounding: ScaleRounding, *, given: bool) -> Tensor:
     if fmt == FP32:
         return scale
     if fmt != E8M0:
         raise ConfigError(f"scale_format must be FP32 or E8M0, not {fmt}")
-    if rounding == ScaleRounding.FP32:
+    if rounding == ScaleRounding.FP32 and not given:
         raise ConfigError("E8M0 holds powers of two; give scale_rounding='rceil', 'floor' or 'even'")
     return e8m0_from_scale(scale)
 

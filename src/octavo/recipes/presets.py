@@ -111,6 +111,7 @@ def _rowwise_hp_grad_weight(*, emulate_tensor_cores: bool = False) -> Recipe:
 
 def _blockwise(*, power_of_two: bool = True, emulate_tensor_cores: bool = False) -> Recipe:
     """1x128 tiles of input and gradient, 128x128 blocks of the weight (DeepSeek-V3, arXiv 2412.19437 §3.3.2)."""
+    check_member("power_of_two", power_of_two, (False, True))
     rounding = ScaleRounding.RCEIL if power_of_two else ScaleRounding.FP32
     tile = CastSpec(format=E4M3, granularity=PerBlock(1, 128), scale_rounding=rounding)
     block = CastSpec(format=E4M3, granularity=PerBlock(128, 128), scale_rounding=rounding)

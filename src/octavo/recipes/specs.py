@@ -73,7 +73,7 @@ class CastSpec:
             raise ConfigError(
                 f"{self.scaling} scaling keeps one number a tensor; {self.granularity} needs dynamic scaling"
             )
-        if not 0 <= self.amax_floor < math.inf:
+        if not _is_number(self.amax_floor) or not 0 <= self.amax_floor < math.inf:
             raise ConfigError(f"amax_floor must be 0 or more and finite, not {self.amax_floor}")
         _check_whole("a cast's margin", self.margin, least=0)
 
@@ -82,7 +82,8 @@ class CastSpec:
 class GemmSpec:
     """How the operands of ``a @ b.T`` are cast (None leaves both in high precision), and how a tensor core sums them.
 
-    ``accumulate`` is what CUDA is asked for; elsewhere the sums are FP32 unless the recipe emulates tensor cores.
+    ``accumulate`` says whether cuBLAS may use its fast accumulation, and what a recipe that emulates tensor cores
+    computes; otherwise the sums are FP32.
     """
 
     a: CastSpec | None
@@ -126,7 +127,7 @@ class History:
         _check_whole("a history's update_interval", self.update_interval, least=1)
         check_member("a history's statistic", self.statistic, tuple(Statistic))
         check_member("a history's close", self.close, tuple(Close))
-        if not 0 < self.backoff <= 1:
+        if not _is_number(self.backoff) or not 0 < self.backoff <= 1:
             raise ConfigError(f"a history's backoff must be above 0 and at most 1, not {self.backoff}")
 
 
@@ -157,6 +158,13 @@ class Recipe:
     emulate_tensor_cores: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ConfigError(f"a recipe's name is a word, not {self.name!r}")
+        if not isinstance(self.emulate_tensor_cores, bool):
+            raise ConfigError(f"emulate_tensor_cores must be True or False, not {self.emulate_tensor_cores!r}")
+        others = self.casts if self.output.a is None else self.casts[1:]
+        if any(cast.scaling == Scaling.STATIC for cast in others):
+            raise ConfigError("only the input of the output GEMM can be static; use dynamic scaling for the others")
         delayed = any(cast.scaling == Scaling.DELAYED for cast in self.casts)
         if delayed != self.is_delayed:
             raise ConfigError(f"recipe {self.name!r} must have a history if, and only if, one of its casts is delayed")
@@ -187,6 +195,10 @@ def check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise ConfigError(f"{what} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_whole(what: str, value: object, *, least: int) -> None:

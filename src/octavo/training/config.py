@@ -260,14 +260,19 @@ def demo_config(*, quick: bool = False) -> RunConfig:
     return RunConfig(training=training)
 
 
+def trainable_recipes() -> tuple[str, ...]:
+    """What a run may be trained with: high precision, and every preset that needs no calibration."""
+    presets = (name for name in recipes.names() if not recipes.get(name).has_static_input)
+    return (*PLAIN_RECIPES, *(name for name in presets if name not in PLAIN_RECIPES))
+
+
 def check_recipe(name: str, options: dict[str, Any]) -> None:
     """Refuse a recipe that neither the loop nor octavo knows.
 
     Raises:
         ConfigError: an unknown name or option.
     """
-    trainable = [other for other in recipes.names() if not recipes.get(other).has_static_input]
-    allowed = [*PLAIN_RECIPES, *(other for other in trainable if other not in PLAIN_RECIPES)]
+    allowed = list(trainable_recipes())
     if name not in allowed:
         raise ConfigError(
             f"training.recipe must be one of {', '.join(allowed)}, not {name!r}{_did_you_mean(name, allowed)}"

@@ -4,8 +4,9 @@ import torch
 import octavo
 from octavo.errors import BackendError, ConfigError
 from octavo.kernels import dispatch, explain, scaled_mm, selections
+from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.dispatch import BACKENDS
-from octavo.numerics import PerBlock, PerTensor, QuantizedTensor
+from octavo.numerics import Accumulate, PerBlock, PerTensor, QuantizedTensor
 
 NAMES = [backend.name for backend in BACKENDS]
 
@@ -94,3 +95,29 @@ def test_quantize_is_numerics_own():
         octavo.numerics.quantize(x, octavo.E4M3).data.float(),
     )
     assert octavo.quantize(x, octavo.E4M3).granularity == PerTensor()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("recipe", [name for name in octavo.recipes.names() if name != "bf16"])
+def test_on_cuda_training_runs_on_cublas_or_the_reference_never_on_a_model(recipe, capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    specified = octavo.recipes.get(recipe)
+    for gemm in (specified.output, specified.grad_input, specified.grad_weight):
+        if gemm.a is None or gemm.b is None:
+            continue
+        problem = MatmulProblem(
+            m=256,
+            n=256,
+            k=256,
+            device="cuda",
+            a_dtype=gemm.a.format.torch_dtype,
+            b_dtype=gemm.b.format.torch_dtype,
+            a_granularity=gemm.a.granularity,
+            b_granularity=gemm.b.granularity,
+            out_dtype=torch.bfloat16,
+            bias=False,
+            accumulate=Accumulate.FP32,
+            fast_accumulation=gemm.accumulate is Accumulate.HOPPER_FAST,
+        )
+        blocks = isinstance(gemm.a.granularity, PerBlock)
+        assert explain(problem).backend == ("torch_cuda" if capability >= (8, 9) and not blocks else "reference")

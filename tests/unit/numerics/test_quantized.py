@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.formats import BF16, E4M3, E5M2, FP8_FORMATS
+from octavo.formats import BF16, E4M3, E5M2, E8M0, FP8_FORMATS
 from octavo.numerics import (
     Nonfinite,
     PerBlock,
@@ -340,3 +340,12 @@ def test_codes_and_scale_have_their_dtypes():
         QuantizedTensor(
             torch.ones(2).to(E4M3.torch_dtype), torch.tensor(1.0, dtype=torch.bfloat16), PerTensor(), torch.float32
         )
+
+
+def test_a_given_e8m0_scale_is_a_power_of_two():
+    x = torch.randn(2, 64)
+    scale = torch.tensor([[0.5, 2.0], [1.0, 2.0**-127]])
+    q = quantize(x, E4M3, granularity=PerBlock(1, 32), scale=scale, scale_format=E8M0)
+    assert torch.equal(q.fp32_scale, scale)
+    with pytest.raises(ConfigError, match=r"E8M0 holds powers of two, not the scale 0\.3"):
+        quantize(x, E4M3, scale=torch.tensor(0.3), scale_format=E8M0)
