@@ -6,12 +6,17 @@ that asks for the free ones.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 __all__ = ["busy_cores", "free_threads", "using_threads"]
+
+STAT = Path("/proc/stat")
+_LOOK_SECONDS = 0.5
 
 
 @contextmanager
@@ -26,11 +31,28 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def busy_cores() -> int:
-    """Cores in use: the load average of the last minute, rounded; 0 where the system does not tell it."""
-    try:
-        return min(round(os.getloadavg()[0]), os.cpu_count() or 1)
-    except OSError:
+    """Cores that other work keeps busy right now, over half a second; 0 where the system does not tell.
+
+    The load average would not do: for a minute after an installation it still counts what has ended.
+    """
+    before = _times()
+    if before is None:
         return 0
+    time.sleep(_LOOK_SECONDS)
+    after = _times()
+    assert after is not None
+    total, idle = (new - old for new, old in zip(after, before, strict=True))
+    return round((os.cpu_count() or 1) * (1 - idle / total)) if total else 0
+
+
+def _times() -> tuple[int, int] | None:
+    """Clock ticks of all cores since the machine started, and how many of them were idle (Linux, proc(5))."""
+    try:
+        line = STAT.read_text(encoding="ascii").partition("\n")[0]
+    except OSError:
+        return None
+    user, nice, system, idle, iowait, *rest = (int(word) for word in line.split()[1:9])
+    return user + nice + system + idle + iowait + sum(rest), idle + iowait
 
 
 def free_threads(*, cores: int, busy: int, most: int) -> int:

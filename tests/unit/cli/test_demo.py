@@ -17,9 +17,9 @@ class ReachedError(Exception):
 
 @pytest.fixture
 def demo(monkeypatch, tmp_path):
-    """Call the demo on a machine of so many cores and load, up to the study: its threads and what it said."""
+    """Call the demo on a machine of so many cores, some of them busy, up to the study: its threads and what it said."""
 
-    def demo(*arguments, cores=2, load=0.0, own=2):
+    def demo(*arguments, cores=2, busy=0, own=2):
         taken = []
 
         def compare(config, out, **_):
@@ -30,7 +30,7 @@ def demo(monkeypatch, tmp_path):
 
         monkeypatch.setattr(command, "compare", compare)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
-        monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+        monkeypatch.setattr(command, "busy_cores", lambda: busy)
         monkeypatch.setattr(torch, "get_num_threads", lambda: own)
         result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "run"), *arguments])
         assert isinstance(result.exception, ReachedError), result.output
@@ -42,15 +42,15 @@ def demo(monkeypatch, tmp_path):
 
 def test_a_free_machine_is_used_and_nothing_is_said(demo):
     assert demo() == (2, "")
-    assert demo("--force", cores=64, load=20.0, own=32) == (32, "")
+    assert demo("--force", cores=64, busy=20, own=32) == (32, "")
 
 
 def test_a_busy_core_is_left_alone_in_one_line(demo):
-    assert demo(load=1.1) == (1, "1 of 2 cores is busy; training with 1 thread (--threads to choose)\n")
+    assert demo(busy=1) == (1, "1 of 2 cores is busy; training with 1 thread (--threads to choose)\n")
 
 
 def test_two_busy_cores_of_four(demo):
-    assert demo(cores=4, load=2.2, own=4) == (
+    assert demo(cores=4, busy=2, own=4) == (
         2,
         "2 of 4 cores are busy; training with 2 threads (--threads to choose)\n",
     )
@@ -58,16 +58,16 @@ def test_two_busy_cores_of_four(demo):
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_number_that_is_given_is_taken(demo, threads):
-    assert demo("--threads", str(threads), load=1.9) == (threads, "")
+    assert demo("--threads", str(threads), busy=2) == (threads, "")
 
 
 def test_a_begun_demo_keeps_its_number_and_a_new_one_chooses_again(demo):
-    assert demo(load=1.0)[0] == 1
-    assert demo(load=0.0) == (1, "")
-    assert demo("--force", load=0.0) == (2, "")
+    assert demo(busy=1)[0] == 1
+    assert demo(busy=0) == (1, "")
+    assert demo("--force", busy=0) == (2, "")
 
 
 def test_a_demo_of_before_the_choice_stays_as_it_is(demo, tmp_path):
     (tmp_path / "run").mkdir()
     save_config(demo_config(quick=True), tmp_path / "run" / "config.toml")
-    assert demo(load=1.0) == (0, "")
+    assert demo(busy=1) == (0, "")

@@ -1,33 +1,58 @@
 """Threads: the free cores, at least one, and the number of before after a block."""
 
 import os
+import time
 
 import pytest
 import torch
 
+from octavo.training import threads
 from octavo.training.threads import busy_cores, free_threads, using_threads
 
 
 @pytest.mark.parametrize(
-    ("cores", "busy", "most", "threads"),
+    ("cores", "busy", "most", "found"),
     [(2, 0, 2, 2), (2, 1, 2, 1), (2, 2, 2, 1), (2, 9, 2, 1), (64, 10, 32, 32), (64, 40, 32, 24), (2, 0, 1, 1)],
 )
-def test_every_thread_finds_a_core(cores, busy, most, threads):
-    assert free_threads(cores=cores, busy=busy, most=most) == threads
+def test_every_thread_finds_a_core(cores, busy, most, found):
+    assert free_threads(cores=cores, busy=busy, most=most) == found
 
 
-@pytest.mark.parametrize(("load", "busy"), [(0.0, 0), (0.4, 0), (0.6, 1), (1.49, 1), (1.6, 2), (50.0, 4)])
-def test_busy_cores_are_the_rounded_load(monkeypatch, load, busy):
+# Of 4 cores and 200 ticks: user, nice, system, idle, iowait, irq, softirq, steal.
+@pytest.mark.parametrize(
+    ("ticks", "busy"),
+    [
+        ((0, 0, 0, 200, 0, 0, 0, 0), 0),
+        ((0, 0, 0, 100, 100, 0, 0, 0), 0),
+        ((50, 0, 0, 150, 0, 0, 0, 0), 1),
+        ((40, 5, 5, 150, 0, 0, 0, 0), 1),
+        ((0, 0, 0, 100, 0, 25, 25, 50), 2),
+        ((20, 0, 0, 180, 0, 0, 0, 0), 0),
+        ((200, 0, 0, 0, 0, 0, 0, 0), 4),
+        ((0, 0, 0, 0, 0, 0, 0, 0), 0),
+    ],
+)
+def test_busy_cores_are_the_share_of_ticks_that_were_not_idle(monkeypatch, tmp_path, ticks, busy):
+    stat = tmp_path / "stat"
+    start = (1000, 10, 500, 90000, 70, 3, 4, 5)
+
+    def at(now: tuple[int, ...]) -> str:
+        return f"cpu  {' '.join(map(str, now))} 0 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n"
+
+    stat.write_text(at(start))
+    later = tuple(old + new for old, new in zip(start, ticks, strict=True))
+    monkeypatch.setattr(threads, "STAT", stat)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr(time, "sleep", lambda _: stat.write_text(at(later)))
     assert busy_cores() == busy
 
 
-def test_no_core_is_called_busy_where_the_load_is_not_told(monkeypatch):
-    def refuse():
-        raise OSError
+def test_the_real_machine_answers():
+    assert 0 <= busy_cores() <= (os.cpu_count() or 1)
 
-    monkeypatch.setattr(os, "getloadavg", refuse)
+
+def test_no_core_is_called_busy_where_the_system_does_not_tell(monkeypatch, tmp_path):
+    monkeypatch.setattr(threads, "STAT", tmp_path / "missing")
     assert busy_cores() == 0
 
 
