@@ -11,6 +11,7 @@ FP32 sums run in other orders.
 import argparse
 import re
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -85,6 +86,15 @@ def flushed(recipe: str, draw: object) -> tuple[float, float]:
     return 100 * of_input, 100 * of_gradient
 
 
+def table(figures: Callable[[str, object], Iterable[float]]) -> Iterator[str]:
+    """A row a recipe, a column a kind of data."""
+    yield "| recipe | " + " | ".join(DATA) + " |"
+    yield "|---" * (1 + len(DATA)) + "|"
+    for recipe in RECIPES:
+        cells = [" / ".join(f"{value:.1f}" for value in figures(recipe, draw)) for draw in DATA.values()]
+        yield f"| `{recipe}` | " + " | ".join(cells) + " |"
+
+
 def page() -> str:
     """The page's text."""
     lines = [
@@ -94,25 +104,13 @@ def page() -> str:
         "output / grad_input / grad_weight. The weight is Gaussian; input and grad_output are drawn as the column",
         "says. More is better; 6 dB is one bit. `python scripts/sqnr_table.py` writes this page, the tests check it.",
         "",
-        "| recipe | " + " | ".join(DATA) + " |",
-        "|---" * (1 + len(DATA)) + "|",
-    ]
-    for recipe in RECIPES:
-        cells = [" / ".join(f"{value:.1f}" for value in measured(recipe, draw)) for draw in DATA.values()]
-        lines.append(f"| `{recipe}` | " + " | ".join(cells) + " |")
-    lines += [
+        *table(measured),
         "",
         "The ratio hardly tells the recipes apart: FP8 keeps its relative precision over many binades, and the ratio",
         "is blind to what is lost at the small end. That is the share of nonzeros that become 0, in percent,",
         "of the output GEMM's input / grad_input's grad_output:",
         "",
-        "| recipe | " + " | ".join(DATA) + " |",
-        "|---" * (1 + len(DATA)) + "|",
-    ]
-    for recipe in RECIPES:
-        cells = [" / ".join(f"{value:.1f}" for value in flushed(recipe, draw)) for draw in DATA.values()]
-        lines.append(f"| `{recipe}` | " + " | ".join(cells) + " |")
-    lines += [
+        *table(flushed),
         "",
         *(f"- {name}: {(draw.__doc__ or '').rstrip('.')}." for name, draw in DATA.items()),
         "- `delayed` and `static` give `tensorwise`'s figures when their amax is this tensor's, and lower ones when",

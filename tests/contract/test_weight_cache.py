@@ -138,11 +138,11 @@ def test_the_sums_see_elements_swaps_and_signs(layout, shape, dtype):
         change(copy_of)
         return torch.equal(copy_of, weight) or not torch.equal(functional._sums_of_bits(copy_of), before)
 
-    assert torch.equal(functional._sums_of_bits(weight.clone()), before) or layout != "own"
     for row in range(weight.shape[0]):
         for column in range(weight.shape[1]):
             assert not torch.equal(_one_more(weight, row, column), before)
     if layout == "own":
+        assert torch.equal(functional._sums_of_bits(weight.clone()), before)
         assert changed(lambda w: w.copy_(w.flip(0)))
         assert changed(lambda w: w.copy_(w.flip(1)))
         assert changed(lambda w: w[:2, 0].mul_(-1))

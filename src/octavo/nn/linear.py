@@ -148,8 +148,9 @@ class Linear(StatefulModule, torch.nn.Linear):
         if self.held is not None:
             return
         if not self.weight.isfinite().all():
-            where = f"layer {self.path!r}" if self.path else "this layer"
-            raise ConfigError(f"the weight of {where} holds NaN or infinity; mend it before it is held as FP8 codes")
+            raise ConfigError(
+                f"the weight of {self._called} holds NaN or infinity; mend it before it is held as FP8 codes"
+            )
         codes = cast_operand(self.weight, replace(spec, scaling=Scaling.DYNAMIC))
         assert isinstance(codes, QuantizedTensor)
         self.held = HeldWeight(codes.granularity, codes.hp_dtype)
@@ -174,29 +175,34 @@ class Linear(StatefulModule, torch.nn.Linear):
         weight_tap = tap.of(WEIGHT)
         if not self.weight.requires_grad:
             weight_tap.pending = None
-        learning = self.training and torch.is_grad_enabled()
-        return self.weight_cache.operands(self.weight, recipe, weight_tap, learning=learning)
+        return self.weight_cache.operands(self.weight, recipe, weight_tap, learning=self._is_learning)
+
+    @property
+    def _is_learning(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
     def _tap(self, recipe: Recipe, *, awaits_backward: bool) -> LayerTap:
         """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
-        learning = self.training and torch.is_grad_enabled()
         tap = LayerTap(nonfinite=self.nonfinite_counts if self.training else None)
         if recipe.has_static_input:
             tap.input_scale = self._checked_input_scale()
-        history = self._history_for(recipe, create=learning)
+        history = self._history_for(recipe, create=self._is_learning)
         if history is not None:
             if self.training and not inside_backward():  # activation checkpointing runs a forward of this step again
                 history.begin_forward(awaits_backward=awaits_backward, region=autocast_region())
             tap.amaxes = history.amax.clone()
-            if learning:
+            if self._is_learning:
                 tap.pending, tap.overflowed = history.pending, history.overflowed
         return tap
+
+    @property
+    def _called(self) -> str:
+        return f"layer {self.path!r}" if self.path else "this layer"
 
     def _checked_input_scale(self) -> Tensor:
         if can_be_asked(self.input_scale) and not self.input_scale > 0:
             raise ConfigError(
-                f"{f'layer {self.path!r}' if self.path else 'this layer'} has no scale for its static input; "
-                "calibrate the model, or load its scaling state"
+                f"{self._called} has no scale for its static input; calibrate the model, or load its scaling state"
             )
         return self.input_scale
 

@@ -162,6 +162,8 @@ def quantize(
     check_fp8_format(fmt)
     groups = granularity_or_default(granularity)
     check_policy(nonfinite, Nonfinite)
+    if scale_format not in (FP32, E8M0):
+        raise ConfigError(f"scale_format must be FP32 or E8M0, not {scale_format}")
     x = x.detach()
     if scale is not None and amax is not None:
         raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
@@ -179,6 +181,8 @@ def quantize(
             if measurement.nonfinite is None:
                 nonfinite = Nonfinite.SATURATE  # nothing to propagate: saves the cast another look
         assert amax is not None
+        if scale_format == E8M0 and scale_rounding == ScaleRounding.FP32:
+            raise ConfigError("E8M0 holds powers of two; give scale_rounding='rceil', 'floor' or 'even'")
         encode_scale = encode_scale_from_amax(amax, fmt, rounding=scale_rounding, amax_floor=amax_floor, margin=margin)
         stored = encode_scale.reciprocal()
     expected = groups.scale_shape(x.shape)
@@ -187,9 +191,7 @@ def quantize(
             f"{groups} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(stored.shape)}"
         )
     data = cast_nearest(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
-    return QuantizedTensor(
-        data, _stored_as(scale_format, stored, scale_rounding, given=scale is not None), groups, x.dtype
-    )
+    return QuantizedTensor(data, e8m0_from_scale(stored) if scale_format == E8M0 else stored, groups, x.dtype)
 
 
 def _as_given(scale: Tensor, fmt: Format) -> Tensor:
@@ -200,16 +202,6 @@ def _as_given(scale: Tensor, fmt: Format) -> Tensor:
     if can_be_asked(scale) and not torch.equal(held, scale):
         raise ConfigError(f"E8M0 holds powers of two, not the scale {scale[held != scale][0].item()}")
     return held
-
-
-def _stored_as(fmt: Format, scale: Tensor, rounding: ScaleRounding, *, given: bool) -> Tensor:
-    if fmt == FP32:
-        return scale
-    if fmt != E8M0:
-        raise ConfigError(f"scale_format must be FP32 or E8M0, not {fmt}")
-    if rounding == ScaleRounding.FP32 and not given:
-        raise ConfigError("E8M0 holds powers of two; give scale_rounding='rceil', 'floor' or 'even'")
-    return e8m0_from_scale(scale)
 
 
 def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:

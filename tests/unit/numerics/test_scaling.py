@@ -264,13 +264,22 @@ def test_e8m0_bytes_decode_to_powers_of_two_and_one_nan():
     assert torch.equal(e8m0_from_scale(powers), codes[:255])
 
 
-def test_a_block_at_float32s_maximum_neither_overflows_nor_saturates():
+@pytest.mark.parametrize(
+    ("rounding", "scale", "largest"),
+    [
+        ("fp32", decode_scale(encode_scale(FLOAT32_MAX, 448.0)), 448.0),
+        ("rceil", 2.0**120, 256.0),  # FLOAT32_MAX / 2^120 rounds to 256
+        ("even", 2.0**120, 256.0),
+        ("floor", 2.0**119, 448.0),  # 512, saturated
+    ],
+)
+def test_a_block_at_float32s_maximum(rounding, scale, largest):
     x = torch.full((1, 32), FLOAT32_MAX)
     x[0, 1:] = FLOAT32_MAX / 3
-    for rounding in ScaleRounding:
-        q = quantize(x, E4M3, granularity=PerBlock(1, 32), scale_rounding=rounding)
-        assert q.scale.isfinite().all()
-        assert q.data.float().isfinite().all()
-    q = quantize(x, E4M3, granularity=PerBlock(1, 32), scale_rounding=ScaleRounding.RCEIL)
-    assert q.scale.item() == 2.0**120
-    assert q.data.float()[0, 0].item() == 256.0, "FLOAT32_MAX / 2^120 rounds to 256"
+    q = quantize(x, E4M3, granularity=PerBlock(1, 32), scale_rounding=ScaleRounding(rounding))
+    assert q.scale.item() == scale
+    assert q.data.float()[0, 0].item() == largest
+    decoded = q.data.double() * q.scale.double()
+    unsaturated = slice(1 if rounding == "floor" else 0, None)
+    error = (decoded - x.double()).abs()[0, unsaturated]
+    assert (error <= x.double()[0, unsaturated] * E4M3.epsilon / 2).all()
