@@ -1,10 +1,12 @@
 """Every recipe under what training loops do: compile, checkpoint, accumulate, train in threads."""
 
+import copy
 import threading
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -198,3 +200,63 @@ def test_compiled_with_dynamic_shapes_layers_may_share_a_recipe():
     for rows in (3, 5, 9):
         x = torch.randn(rows, 16)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+class NormThenTwoLinears(nn.Module):
+    """An operand of each linear that the compiler would like to keep in FP32 under bf16 autocast."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.norm = octavo.nn.RMSNorm(32)
+        self.first = Linear(32, 64, bias=False, recipe=recipe)
+        self.second = Linear(64, 32, bias=False, recipe=recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(self.norm(x))
+        return self.second(nn.functional.silu(hidden) * hidden)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@inductor_config.patch(emulate_precision_casts=True)
+def test_compiled_under_bf16_autocast_with_roundings_kept_it_computes_the_same(recipe):
+    """Inductor leaves out roundings of intermediates to BF16 unless it is told to keep them."""
+    eager = NormThenTwoLinears(recipe)
+    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True)
+    x = torch.randn(16, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(x), eager(x))
+
+
+def test_compiled_it_sums_as_tensor_cores_do():
+    recipe = octavo.recipes.get("rowwise", emulate_tensor_cores=True)
+    eager = Linear(64, 16, recipe=recipe)
+    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True)
+    x = torch.randn(8, 64)
+    torch.testing.assert_close(compiled(x), eager(x), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(eager(x), Linear.forward(_with_recipe(eager, "rowwise"), x), rtol=1e-6, atol=1e-6)
+
+
+def _with_recipe(layer: Linear, recipe: str) -> Linear:
+    other = Linear(layer.in_features, layer.out_features, recipe=recipe)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_under_another_delayed_recipe_the_first_call_makes_the_history(fullgraph):
+    """Without it a graph cannot be traced whole, which is said; a graph that may break makes it on the way."""
+    torch.compiler.reset()  # what it learnt of this layer's code in other tests
+    layer = Linear(32, 16, recipe="tensorwise")
+    compiled, eager = torch.compile(layer, fullgraph=fullgraph), copy.deepcopy(layer)
+    x = torch.randn(4, 32)
+    with octavo.autocast("delayed"):
+        if fullgraph:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="no amax history yet; run it once"):
+                compiled(x)
+            layer(x).sum().backward()
+            eager(x).sum().backward()
+        for _ in range(3):
+            y = compiled(x)
+            assert torch.equal(y, eager(x))
+            y.sum().backward()
+            eager(x).sum().backward()

@@ -80,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"recipe": "fp32", "threads": 2},
     "bf16": {"recipe": "bf16", "grad_accumulation": 2},
     "tensorwise": {"recipe": "tensorwise"},
+    "fp16 around": {"recipe": "rowwise", "precision": "fp16"},
     "delayed": {
         "recipe": "delayed", "grad_accumulation": 2,
         "recipe_options": {"history_length": 3, "update_interval": 2},

@@ -120,7 +120,7 @@ def _unshift(codes: Tensor) -> float:
 def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a @ b.T + bias`` of unquantized operands, summed in FP32 and rounded once to their dtype.
 
-    Torch falls back to a scalar loop for 16-bit operands on a CPU without instructions for them, about eight times
+    Torch falls back to a scalar loop for 16-bit operands on a CPU without instructions for them, eight times and more
     slower than FP32. Widening the operands, which is exact, gives the same product at FP32's speed.
 
     Example:
@@ -128,7 +128,8 @@ def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
         tensor([[2.]], dtype=torch.bfloat16)
     """
     if needs_widening(a):
-        product = _fp32_mm(a.float(), b.float().t())
+        with torch.autocast("cpu", enabled=False):  # it would narrow the operands again
+            product = torch.mm(a.float(), b.float().t())
         return (product if bias is None else product + bias.float()).to(a.dtype)
     return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
 
@@ -140,28 +141,25 @@ def needs_widening(a: Tensor) -> bool:
         >>> needs_widening(torch.ones(1))
         False
     """
-    if a.device.type != "cpu" or a.dtype is not torch.bfloat16:
-        return False
-    return not _cpu_multiplies_bf16()
+    return a.device.type == "cpu" and a.dtype in _NARROW and not _cpu_multiplies(a.dtype)
 
 
-class _Cpu:
-    """What this processor can do, asked once; a graph cannot be traced through the question, but reads the answer."""
-
-    multiplies_bf16: bool | None = None
+_NARROW = (torch.bfloat16, torch.float16)
+_multiplied: dict[torch.dtype, bool] = {}  # filled once; a graph cannot be traced through the question, but reads this
 
 
 def probe_cpu() -> None:
-    """Ask the processor now, so that graphs traced later know."""
-    _Cpu.multiplies_bf16 = torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
+    """Ask the processor which dtypes it multiplies now, so that graphs traced later know."""
+    _multiplied[torch.bfloat16] = torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
+    _multiplied[torch.float16] = torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001
 
 
-def _cpu_multiplies_bf16() -> bool:
-    if _Cpu.multiplies_bf16 is None:
+def _cpu_multiplies(dtype: torch.dtype) -> bool:
+    if not _multiplied:
         if torch.compiler.is_compiling():
             return True  # nobody asked: left to the compiler
         probe_cpu()
-    return bool(_Cpu.multiplies_bf16)
+    return _multiplied[dtype]
 
 
 def _block_widths(problem: MatmulProblem) -> set[int]:
@@ -222,7 +220,7 @@ def _fp32_mm(a: Tensor, b: Tensor) -> Tensor:
     if torch.is_autocast_enabled("cpu"):  # it would round the sums to bfloat16
         with torch.autocast("cpu", enabled=False):
             return _fp32_mm(a, b)
-    if not _cpu_multiplies_bf16():
+    if not _cpu_multiplies(torch.bfloat16):
         return torch.mm(a, b)
     with _bf16_operands_allowed():
         return torch.mm(a, b)

@@ -251,6 +251,8 @@ class Linear(StatefulModule, torch.nn.Linear):
         if recipe.history is None or (self.amax_history is None and not create):
             return None
         if self.amax_history is None:
+            if torch.compiler.is_compiling():  # a graph makes no modules; the first call runs without one
+                torch._dynamo.graph_break(msg=f"{self._called} has no amax history yet; run it once before compiling")  # noqa: SLF001
             self.amax_history = AmaxHistory(
                 recipe.history, updates=self.scale_updates, path=self.path, device=self.weight.device
             )

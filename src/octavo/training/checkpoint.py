@@ -5,7 +5,7 @@
 | model.safetensors       | parameters and buffers under their own names; a tied weight once                         |
 | optimizer.safetensors   | AdamW's moments as ``parameter/exp_avg`` and so on                                       |
 | scaling.safetensors     | ``octavo.scaling_state``: empty unless the recipe is delayed                             |
-| state.json              | step, generators, hashes of configuration and data, size and SHA-256 of the other files  |
+| state.json              | step, generators, loss scale, hashes of configuration and data and of the other files    |
 
 There is no data position: batches are a function of the step. The files are written into a hidden folder beside the
 others, synced, and the folder is renamed; a full disk or a kill leaves earlier checkpoints as they were. Nothing is
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from octavo.errors import CheckpointError
 from octavo.state import load_scaling_state, scaling_state
 from octavo.training.files import remove_if_empty, sync_file, sync_folder
+from octavo.training.loss_scaling import LossScaler
 
 __all__ = [
     "CheckpointState",
@@ -67,7 +68,13 @@ class CheckpointState:
 
 
 def save_checkpoint(
-    run_dir: Path, state: CheckpointState, *, model: nn.Module, optimizer: torch.optim.Optimizer, keep_last: int = 0
+    run_dir: Path,
+    state: CheckpointState,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler | None = None,
+    keep_last: int = 0,
 ) -> Path:
     """Write ``checkpoints/step-…`` and remove all but the ``keep_last`` newest (0 keeps all).
 
@@ -80,7 +87,7 @@ def save_checkpoint(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _write(temporary, state, model, optimizer)
+        _write(temporary, state, model, optimizer, scaler)
         _put_in_place(temporary, target)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -140,7 +147,9 @@ def load_model(path: Path, model: nn.Module) -> None:
             tensor.copy_(tensors[name])
 
 
-def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointState:
+def load_checkpoint(
+    path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler | None = None
+) -> CheckpointState:
     """Put everything back where ``save_checkpoint`` found it, torch's generators included.
 
     Raises:
@@ -151,6 +160,8 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Opti
     moments = _read_tensors(path, OPTIMIZER, raw)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     _check_fit(path / OPTIMIZER, _moment_shapes(parameters), moments)
+    if scaler is not None:
+        scaler.load_state_dict(raw.get("loss_scaler") or {})
     load_model(path, model)
     for name, parameter in parameters.items():
         own = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
@@ -159,7 +170,13 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: torch.optim.Opti
     return state
 
 
-def _write(folder: Path, state: CheckpointState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _write(
+    folder: Path,
+    state: CheckpointState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: LossScaler | None,
+) -> None:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = {
         f"{names[parameter]}/{key}": value for parameter, own in optimizer.state.items() for key, value in own.items()
@@ -173,6 +190,8 @@ def _write(folder: Path, state: CheckpointState, model: nn.Module, optimizer: to
         sync_file(folder / name)
     files = {name: _fingerprint(folder / name) for name in (MODEL, OPTIMIZER, SCALING)}
     content = {"format": FORMAT_VERSION, **asdict(state), "files": files, "generators": _generators()}
+    if scaler is not None:
+        content["loss_scaler"] = scaler.state_dict()
     (folder / STATE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     sync_file(folder / STATE)
 

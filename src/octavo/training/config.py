@@ -24,6 +24,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import UnionType
 from typing import Any, ClassVar, TypeVar
 
 from octavo import recipes
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 PLAIN_RECIPES = ("fp32", "bf16")
+AUTO, DYNAMIC = "auto", "dynamic"
 MOST_THREADS = 1024  # thousands more end the process inside OpenMP
 MOST_SEED = 2**63 - 1  # the largest integer of TOML and of torch's generators alike
 Section = TypeVar("Section")
@@ -57,6 +59,7 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"  # torch.autocast
+    FP16 = "fp16"  # torch.autocast, and a loss scale
 
 
 class Device(StrEnum):
@@ -114,6 +117,9 @@ class TrainingConfig:
         recipe: "fp32" (everything FP32), "bf16" (torch.autocast) or one of octavo's FP8 recipes.
         recipe_options: the recipe's own options, such as ``history_length`` for "delayed".
         precision: what surrounds the linears of an FP8 recipe; "fp32" and "bf16" runs are what their recipe says.
+        loss_scale: what the loss is multiplied with before backward, and the gradients divided by: "dynamic", a number,
+            or "auto", which is dynamic with FP16 around and nothing elsewhere. A dynamic scale starts at 2^16, halves
+            and repeats the step when a gradient overflows, and doubles after 2000 steps without.
         skip: patterns of module paths an FP8 recipe leaves in high precision; the head stays there anyway.
         device: "auto", "cpu" or "cuda".
         threads: CPU threads; 0 leaves torch's choice.
@@ -139,6 +145,7 @@ class TrainingConfig:
     recipe: str = "tensorwise"
     recipe_options: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.BF16
+    loss_scale: str | float = AUTO
     skip: tuple[str, ...] = ()
     device: Device = Device.AUTO
     threads: int = 0
@@ -164,6 +171,7 @@ class TrainingConfig:
         check_recipe(self.recipe, self.recipe_options)
         _member("training.precision", self.precision, Precision)
         _member("training.device", self.device, Device)
+        _check_loss_scale(self.loss_scale)
         for name in ("steps", "batch_size", "context", "grad_accumulation"):
             _at_least(f"training.{name}", getattr(self, name), 1)
         for name in ("threads", "warmup", "seed", "eval_interval", "eval_tokens"):
@@ -187,9 +195,14 @@ class TrainingConfig:
         return self.recipe not in PLAIN_RECIPES
 
     @property
-    def uses_autocast(self) -> bool:
-        """Whether the surroundings run under bf16 autocast."""
-        return self.recipe == "bf16" or (self.is_fp8 and self.precision == Precision.BF16)
+    def surrounding(self) -> Precision:
+        """What the embedding, attention, norms and head run in; parameters are FP32 whatever it is."""
+        return self.precision if self.is_fp8 else Precision(self.recipe)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients carry a loss scale until they are used."""
+        return self.loss_scale != AUTO or self.surrounding == Precision.FP16
 
     @property
     def peak_lr(self) -> float:
@@ -335,6 +348,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if is_dataclass(hint):
         return _section(typing.cast("type[Any]", hint), value, f"{name}.")
     origin = typing.get_origin(hint)
+    if origin is UnionType:  # a word or a number
+        return value if isinstance(value, str) else _value(float, value, name)
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_value(typing.get_args(hint)[0], item, name) for item in value)
     if origin is None and issubclass(hint, StrEnum):
@@ -355,6 +370,16 @@ _TYPE_WORDS: dict[Any, str] = {
     tuple: "a list",
     dict: "a table",
 }
+
+
+def _check_loss_scale(value: str | float) -> None:
+    words = (AUTO, DYNAMIC)
+    if isinstance(value, str) and value not in words:
+        raise ConfigError(
+            f"training.loss_scale must be {AUTO}, {DYNAMIC} or a number, not {value!r}{_did_you_mean(value, [*words])}"
+        )
+    if not isinstance(value, str) and not 0 < value < math.inf:
+        raise ConfigError(f"training.loss_scale must be a positive number, not {value}")
 
 
 def _did_you_mean(given: str, allowed: list[str]) -> str:

@@ -5,6 +5,9 @@ close the delayed recipes' step. Loss and gradient norm are looked at before the
 with the weights of the last good step. Everything a step depends on is in the checkpoint or in the configuration,
 hence an interrupted and resumed run writes the same metrics.jsonl as an uninterrupted one, to the last digit, but for
 the times (on the same number of threads, which decides the order of some sums).
+
+With a loss scale, a step whose gradients overflow is made again with half the scale, on the same batches: no text is
+passed over, and the run still has as many updates as it was asked for.
 """
 
 import math
@@ -21,10 +24,11 @@ from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
 from octavo.state import update_scales
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
-from octavo.training.config import RunConfig, TrainingConfig
+from octavo.training.config import AUTO, DYNAMIC, RunConfig, TrainingConfig
 from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
+from octavo.training.loss_scaling import LossScaler
 from octavo.training.memory import check_batch_fits, fitting_in_memory, peak_memory_bytes, reset_peak_memory
 from octavo.training.metrics import MetricsLog, read_metrics
 from octavo.training.nonfinite import first_nonfinite
@@ -151,6 +155,7 @@ class Trainer:
         self.device = resolve_device(self.training.device)
         self.surroundings = surroundings(self.training, self.device)
         self.optimizer = build_optimizer(self.model, self.training)
+        self.scaler = _loss_scaler(self.training, self.device)
         self.step = 0
         self.checkpoint = self._continue_from_checkpoint()
         self.step_seconds: list[float] = []
@@ -178,22 +183,50 @@ class Trainer:
     def _train_step(self, log: MetricsLog) -> None:
         started = time.perf_counter()
         lr = self._learning_rate()
+        loss, grad_norm = self._gradients()
+        while math.isfinite(loss) and not math.isfinite(grad_norm) and self._lower_loss_scale(log):
+            loss, grad_norm = self._gradients()
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise self._nonfinite(loss, grad_norm)
+        scale = self._update()
+        self.step += 1
+        self._report_step(log, loss, lr, grad_norm, seconds=time.perf_counter() - started, loss_scale=scale)
+
+    def _gradients(self) -> tuple[float, float]:
+        """Fill the parameters' gradients, clipped; the mean loss, and the gradients' norm before clipping."""
         self.optimizer.zero_grad(set_to_none=True)
         share = 1 / self.training.grad_accumulation
         losses = []
         for inputs, targets in self._batches():
             with self.surroundings:
                 loss = token_loss(self.model(inputs), targets)
-            (loss * share).backward()
+            part = loss * share
+            (part if self.scaler is None else self.scaler.scale(part)).backward()
             losses.append(loss.detach())
-        mean_loss = (torch.stack(losses).sum() * share).item()
-        grad_norm = self._clip()
-        if not math.isfinite(mean_loss) or not math.isfinite(grad_norm):
-            raise self._nonfinite(mean_loss, grad_norm)
-        self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        return (torch.stack(losses).sum() * share).item(), self._clip()
+
+    def _update(self) -> float | None:
+        """Take the optimizer's step; the loss scale of its gradients, None if there is none."""
+        scale = None
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            scale = self.scaler.value
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         update_scales(self.model)
-        self.step += 1
-        self._report_step(log, mean_loss, lr, grad_norm, time.perf_counter() - started)
+        return scale
+
+    def _lower_loss_scale(self, log: MetricsLog) -> bool:
+        """After gradients that are not finite: whether there is a smaller scale to try, which is set then."""
+        if self.scaler is None or self.scaler.value == self.scaler.floor:
+            return False
+        log.write("overflow", self.step + 1, loss_scale=self.scaler.value)
+        self._update()
+        self.emit(Notice(text=f"step {self.step + 1}: a gradient overflowed; loss scale {self.scaler.value:g} now"))
+        return True
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The micro-batches of the update after ``self.step`` finished ones."""
@@ -228,7 +261,9 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.training.clip_norm, norm)
         return norm.item()
 
-    def _report_step(self, log: MetricsLog, loss: float, lr: float, grad_norm: float, seconds: float) -> None:
+    def _report_step(
+        self, log: MetricsLog, loss: float, lr: float, grad_norm: float, *, seconds: float, loss_scale: float | None
+    ) -> None:
         tokens = self.training.tokens_per_step
         self.step_seconds.append(seconds)
         log.write(
@@ -240,6 +275,7 @@ class Trainer:
             tokens=self.step * tokens,
             seconds=round(seconds, 4),
             threads=torch.get_num_threads(),
+            **({} if loss_scale is None else {"loss_scale": loss_scale}),
         )
         self.emit(
             StepDone(
@@ -282,6 +318,7 @@ class Trainer:
             state,
             model=self.model,
             optimizer=self.optimizer,
+            scaler=self.scaler,
             keep_last=self.training.keep_checkpoints,
         )
         self.emit(Saved(step=self.step, path=self.checkpoint))
@@ -291,7 +328,7 @@ class Trainer:
         if found is None:
             return None
         path, _ = found
-        self.step = load_checkpoint(path, model=self.model, optimizer=self.optimizer).step
+        self.step = load_checkpoint(path, model=self.model, optimizer=self.optimizer, scaler=self.scaler).step
         self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
         return path
 
@@ -300,7 +337,7 @@ class Trainer:
             self.model,
             self._batches(),
             surroundings=self.surroundings,
-            loss_scale=1 / self.training.grad_accumulation,
+            loss_scale=(self.scaler.value if self.scaler else 1) / self.training.grad_accumulation,
         )
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
         first = f"the first non-finite tensor is the {finding}" if finding else "a replay of its batches stayed finite"
@@ -337,6 +374,12 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
     ]
     beta1, beta2 = training.betas
     return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
+
+
+def _loss_scaler(training: TrainingConfig, device: torch.device) -> LossScaler | None:
+    if not training.scales_loss:
+        return None
+    return LossScaler(DYNAMIC if training.loss_scale == AUTO else training.loss_scale, device=device)
 
 
 def _ignore(event: Event) -> None:

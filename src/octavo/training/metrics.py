@@ -5,6 +5,9 @@ metrics.jsonl has one JSON object a line, written and flushed as it happens:
     {"kind": "evaluation", "step": 0, "nats": 7.6, "perplexity": 2012.3}
     {"kind": "step", "step": 1, "loss": 7.6, "lr": 1e-4, "grad_norm": 2.1, "tokens": 1024, "seconds": 0.4, "threads": 2}
 
+With a loss scale, a "step" also has ``loss_scale``, and one that had to be made again with a smaller scale leaves a
+line of its own, {"kind": "overflow", "step": 7, "loss_scale": 65536.0}, with the scale that was too large.
+
 ``seconds`` is the one field that depends on the machine's mood; all others of a run that was interrupted and resumed
 with the same number of CPU ``threads`` equal those of an uninterrupted one. Lines after the checkpoint that a run
 resumes from are cut off first.
@@ -21,7 +24,7 @@ __all__ = ["METRICS", "MetricsLog", "read_metrics"]
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity")}
+CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity"), "overflow": ("loss_scale",)}
 
 
 class MetricsLog:

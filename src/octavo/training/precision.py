@@ -4,7 +4,7 @@
 |-----------------|-------------------------------|-----------------------------------|--------------------------|
 | fp32            | FP32                          | FP32                              | FP32                     |
 | bf16            | BF16 operands and results     | bf16 autocast                     | FP32                     |
-| an FP8 recipe   | as the recipe says            | bf16 autocast, or FP32            | FP32                     |
+| an FP8 recipe   | as the recipe says            | bf16 or fp16 autocast, or FP32    | FP32                     |
 
 Under autocast every linear becomes an ``octavo.nn.Linear`` first, with octavo's "bf16" recipe: the same numbers, but
 on a CPU without BF16 instructions the products are taken in FP32 from BF16 operands, several times faster than
@@ -19,7 +19,7 @@ from torch import nn
 from octavo import recipes
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
-from octavo.training.config import Device, TrainingConfig
+from octavo.training.config import Device, Precision, TrainingConfig
 
 __all__ = ["apply_recipe", "resolve_device", "surroundings"]
 
@@ -41,7 +41,7 @@ def apply_recipe(model: nn.Module, training: TrainingConfig) -> ConversionReport
 
     Delayed recipes close their steps by hand: the loop accumulates gradients and calls ``octavo.update_scales``.
     """
-    if training.uses_autocast:
+    if training.surrounding != Precision.FP32:
         plain = convert(model, "bf16", convert_head=True)
         if not training.is_fp8:
             return plain
@@ -53,7 +53,8 @@ def apply_recipe(model: nn.Module, training: TrainingConfig) -> ConversionReport
 
 def surroundings(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
     """The context that forward and loss run in; may be entered again and again."""
-    if not training.uses_autocast:
+    if training.surrounding == Precision.FP32:
         return nullcontext()
+    dtype = torch.float16 if training.surrounding == Precision.FP16 else torch.bfloat16
     # The cache of cast weights would keep every weight in BF16 beside its FP32 original until the block ends.
-    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)

@@ -53,7 +53,12 @@ MISTAKES = {
     "[training]\nmin_lr = 1": r"training.min_lr must be at most lr \(0.003\), not 1.0",
     "[training]\nadjust_for_fp8 = 1": "training.adjust_for_fp8 must be true or false, not 1",
     "[training]\nrecipe = 'tensor'": r"one of fp32, bf16, tensorwise, .*, not 'tensor' \(did you mean 'tensorwise'",
-    "[training]\nprecision = 'fp16'": "training.precision must be one of fp32, bf16, not 'fp16'",
+    "[training]\nprecision = 'fp8'": "training.precision must be one of fp32, bf16, fp16, not 'fp8'",
+    "[training]\nloss_scale = 'none'": "training.loss_scale must be auto, dynamic or a number, not 'none'",
+    "[training]\nloss_scale = 'dynamical'": r"not 'dynamical' \(did you mean 'dynamic'\?\)",
+    "[training]\nloss_scale = 0": "training.loss_scale must be a positive number, not 0",
+    "[training]\nloss_scale = nan": "training.loss_scale must be a positive number, not nan",
+    "[training]\nloss_scale = true": "training.loss_scale must be a number, not True",
     "[training]\ndevice = 'gpu'": "training.device must be one of auto, cpu, cuda, not 'gpu'",
     "[training]\nbetas = [0.9]": r"training.betas must be two numbers from 0 to under 1, not \[0.9\]",
     "[training]\nbetas = [0.9, 1.0]": "training.betas must be two numbers",
@@ -100,8 +105,8 @@ def test_hash_changes_with_every_key_that_matters():
     one = RunConfig().config_hash()
     free = {"checkpoint_interval", "keep_checkpoints"}
     special = {
-        "recipe": "bf16", "skip": ("x",), "device": "cpu", "precision": "fp32", "adjust_for_fp8": True,
-        "betas": (0.5, 0.6), "min_lr": 1e-5,
+        "recipe": "bf16", "skip": ("x",), "device": "cpu", "precision": "fp32", "loss_scale": "dynamic",
+        "adjust_for_fp8": True, "betas": (0.5, 0.6), "min_lr": 1e-5,
     }  # fmt: skip
     for field in fields(TrainingConfig):
         if field.name == "recipe_options":
@@ -118,8 +123,11 @@ def test_what_a_recipe_means():
     def training(recipe, **changes):
         return TrainingConfig(recipe=recipe, lr=1.0, warmup=10, min_lr=0.0, **changes)
 
-    assert [training(r).uses_autocast for r in ("fp32", "bf16", "rowwise")] == [False, True, True]
-    assert not training("rowwise", precision=Precision.FP32).uses_autocast
+    assert [str(training(r).surrounding) for r in ("fp32", "bf16", "rowwise")] == ["fp32", "bf16", "bf16"]
+    assert all(training("rowwise", precision=precision).surrounding == precision for precision in Precision)
+    assert training("bf16", precision=Precision.FP16).surrounding == Precision.BF16
+    assert [training("rowwise", precision=precision).scales_loss for precision in Precision] == [False, False, True]
+    assert all(training("fp32", loss_scale=scale).scales_loss for scale in ("dynamic", 1.0, 1024.0))
     assert (training("rowwise").peak_lr, training("rowwise").warmup_steps) == (1.0, 10)
     adjusted = training("rowwise", adjust_for_fp8=True)
     assert (adjusted.peak_lr, adjusted.warmup_steps) == (0.85, 15)

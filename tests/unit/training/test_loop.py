@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteLossError, TrainingError
 from octavo.models import Llama
 from octavo.training import loop
-from octavo.training.config import Device, load_config
+from octavo.training.config import Device, Precision, load_config
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, Saved, StepDone
 from octavo.training.loop import build_optimizer, train
@@ -169,6 +169,76 @@ def test_a_nonfinite_step_stops_before_the_weights_change(tmp_path, data, monkey
     good = load_run(tmp_path / "run").model.state_dict()
     assert all(torch.equal(good[name], tensor) for name, tensor in trainers[0].model.state_dict().items())
     assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+
+
+def unscaled(run):
+    """What a run wrote, less the loss scale."""
+    return [
+        {key: value for key, value in line.items() if key != "loss_scale"} for line in comparable(read_metrics(run))
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_power_of_two_as_loss_scale_changes_no_digit(tmp_path, data, recipe):
+    for scale in ("auto", 2.0**-7, 2.0**12, "dynamic"):
+        config = tiny_config(recipe=recipe, precision="fp32", loss_scale=scale, grad_accumulation=2, clip_norm=0.5)
+        train(config, tmp_path / str(scale), data=data)
+    plain, *scaled = [unscaled(tmp_path / str(scale)) for scale in ("auto", 2.0**-7, 2.0**12, "dynamic")]
+    assert scaled == [plain] * 3
+    assert {line.get("loss_scale") for line in read_metrics(tmp_path / "dynamic")} == {None, 2.0**16}
+
+
+def test_fp16_around_learns_and_stays_near_fp32(tmp_path, data):
+    curves = {}
+    for precision in Precision:
+        config = tiny_config(recipe="tensorwise", precision=precision, lr=1e-2, steps=12)
+        result = train(config, tmp_path / precision, data=data)
+        curves[precision] = [loss for _, loss in result.train_curve]
+    assert curves[Precision.FP16] != curves[Precision.FP32]
+    assert curves[Precision.FP16] == pytest.approx(curves[Precision.FP32], abs=0.02)
+    assert curves[Precision.FP16][-1] < curves[Precision.FP16][0] - 0.05
+
+
+def test_a_step_whose_gradients_overflow_is_made_again(tmp_path, data, monkeypatch):
+    """Gradients in FP16's range at 2^14 and less, as if the model's were large: two attempts of step 3 fail."""
+    events: list[Event] = []
+    config = tiny_config(recipe="tensorwise", loss_scale="dynamic", precision="fp32")
+    train(config, tmp_path / "plain", data=data)
+    real_init = loop.Trainer.__init__
+
+    def with_narrow_gradients(self, *args, **options):
+        real_init(self, *args, **options)
+
+        def narrow(gradient):
+            return gradient * math.inf if self.step == 2 and self.scaler.value > 2.0**14 else gradient
+
+        self.model.lm_head.weight.register_hook(narrow)
+
+    monkeypatch.setattr(loop.Trainer, "__init__", with_narrow_gradients)
+    train(config, tmp_path / "narrow", data=data, on_event=events.append)
+    lines = read_metrics(tmp_path / "narrow")
+    failed = [line for line in lines if line["kind"] == "overflow"]
+    assert failed == [{"kind": "overflow", "step": 3, "loss_scale": scale} for scale in (2.0**16, 2.0**15)]
+    assert [line["loss_scale"] for line in lines if line["kind"] == "step"] == [2.0**16] * 2 + [2.0**14] * 4
+    texts = [event.text for event in events if isinstance(event, Notice) and "overflow" in event.text]
+    assert texts == [f"step 3: a gradient overflowed; loss scale {scale} now" for scale in (32768, 16384)]
+    updates = [line for line in unscaled(tmp_path / "narrow") if line["kind"] != "overflow"]
+    assert updates == unscaled(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(("scale", "attempts"), [(2.0**10, 0), ("dynamic", 16)])
+def test_an_overflow_that_no_scale_mends_stops(tmp_path, data, monkeypatch, scale, attempts):
+    real_init = loop.Trainer.__init__
+
+    def with_fault(self, *args, **options):
+        real_init(self, *args, **options)
+        self.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf if self.step == 4 else gradient)
+
+    monkeypatch.setattr(loop.Trainer, "__init__", with_fault)
+    with pytest.raises(NonFiniteLossError, match=r"at step 5 the gradient norm is .*gradient of parameter lm_head"):
+        train(tiny_config(loss_scale=scale, checkpoint_interval=2), tmp_path / "run", data=data)
+    assert len([line for line in read_metrics(tmp_path / "run") if line["kind"] == "overflow"]) == attempts
+    assert load_run(tmp_path / "run").step == 4
 
 
 def test_a_run_folder_is_not_overwritten(tmp_path, data):

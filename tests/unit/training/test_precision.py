@@ -62,6 +62,16 @@ def test_fp8_in_fp32_surroundings():
     assert isinstance(surroundings(TrainingConfig(recipe="rowwise", precision=Precision.FP32), CPU), nullcontext)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_in_fp16_surroundings(recipe):
+    training = TrainingConfig(recipe=recipe, precision=Precision.FP16)
+    model, _ = converted(recipe=recipe, precision=Precision.FP16)
+    with surroundings(training, CPU):
+        logits = model(torch.randint(0, 50, (2, 8)))
+    assert logits.dtype is torch.float16
+    assert recipes_of(model)["lm_head"] == "bf16"  # the preset that casts nothing
+
+
 def test_options_patterns_and_manual_updates():
     model, report = converted(recipe="delayed", recipe_options={"history_length": 3}, skip=("*.q_proj",))
     layer = model.model.layers[0]
