@@ -25,6 +25,7 @@ _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
     "torch.backends.mha.set_fastpath_enabled(False) turns it off"
 )
+_TWINS = {"encoder": "decoder", "decoder": "encoder"}
 HEAD_NAMES = ("lm_head", "embed_out", "output_projection", "classifier", "score")
 
 
@@ -37,7 +38,9 @@ class ConversionReport:
         converted: paths of the layers that run it, or what ``overrides`` give them.
         overridden: path of each converted layer that runs another recipe, and its name.
         held: paths of the layers whose weight is held as FP8 codes.
+        not_held: path of each converted layer whose frozen weight was to be held and is not, and why.
         skipped: path of every other linear or embedding layer, and why it stays as it is.
+        parameters: path of every projection that torch's attention has as a bare parameter, and why it stays.
         notes: path of modules that go round their converted layers, and when.
     """
 
@@ -45,7 +48,9 @@ class ConversionReport:
     converted: tuple[str, ...]
     overridden: dict[str, str] = field(default_factory=dict)
     held: tuple[str, ...] = ()
+    not_held: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -53,9 +58,14 @@ class ConversionReport:
         lines = [f"{following} layers run {self.recipe}, {len(self.skipped)} stay as they are"]
         if self.held:
             lines.append(f"{len(self.held)} hold their weight as FP8 codes")
-        lines += [f"  {path or '(the model itself)'}: runs {name}" for path, name in self.overridden.items()]
-        lines += [f"  {path or '(the model itself)'}: {reason}" for path, reason in self.skipped.items()]
-        return "\n".join(lines + [f"note: {path or '(the model itself)'} {note}" for path, note in self.notes.items()])
+        lines += [f"  {_shown(path)}: runs {name}" for path, name in self.overridden.items()]
+        lines += [f"  {_shown(path)}: its weight is not held: {reason}" for path, reason in self.not_held.items()]
+        lines += [f"  {_shown(path)}: {reason}" for path, reason in (self.skipped | self.parameters).items()]
+        return "\n".join(lines + [f"note: {_shown(path)} {note}" for path, note in self.notes.items()])
+
+
+def _shown(path: str) -> str:
+    return path or "(the model itself)"
 
 
 def convert(
@@ -88,7 +98,8 @@ def convert(
             embedding's shape. It is among the layers that suffer most.
         min_weight_elements: skip layers with fewer; casting a small layer costs more than its GEMMs save.
         keep_first_blocks: leave the layers of the model's first blocks as they are. Blocks are the children of the
-            ``ModuleList`` or ``Sequential`` that has most of the layers.
+            ``ModuleList`` or ``Sequential`` that has most of the layers; where another has its path but for "encoder"
+            in place of "decoder" or the reverse, both keep theirs.
         keep_last_blocks: the same for its last.
         overrides: recipes for some layers, by shell patterns of paths; the first that matches counts.
         scale_updates: "automatic", or "manual" for loops that accumulate gradients and call ``octavo.update_scales``.
@@ -98,8 +109,9 @@ def convert(
             LoRA fine-tune adapts. The ``state_dict`` then has the codes and ``weight_scale``.
 
     Raises:
-        ConfigError: unknown recipe, ``scale_updates`` or ``frozen``, a ``skip`` that is a bare string, a pattern that
-            matches nothing, more blocks to keep than there are.
+        ConfigError: unknown recipe, ``scale_updates`` or ``frozen``, a ``skip`` that is a bare string, ``overrides``
+            that are no mapping, a pattern that matches nothing, an override of layers that all stay as they are, more
+            blocks to keep than there are.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -110,8 +122,8 @@ def convert(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     resolved = recipes.get(recipe)
-    overriding = {pattern: recipes.get(other) for pattern, other in (overrides or {}).items()}
     _check_words(skip, scale_updates, frozen)
+    overriding = _looked_up(overrides)
     candidates = dict(_candidates(model))
     paths = _all_paths(model)
     _check_patterns([*skip, *overriding], candidates, paths)
@@ -124,6 +136,7 @@ def convert(
             chosen[path] = module
         else:
             skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
+    _check_effect(overriding, paths, skipped, chosen)
     updates = ScaleUpdates(manual=scale_updates == "manual")
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
@@ -131,12 +144,15 @@ def convert(
         assert isinstance(module, Linear)
         module.set_recipe(followed[path], updates, path=path)
         module.weight_cache = WeightCache() if cache_weights else None
+    held, not_held = _held(model, chosen, hold_frozen=frozen is not None)
     return ConversionReport(
         recipe=resolved.name,
         converted=tuple(chosen),
         overridden={path: other.name for path, other in followed.items() if other != resolved},
-        held=_held(model, chosen, hold_frozen=frozen is not None),
+        held=held,
+        not_held=not_held,
         skipped=skipped,
+        parameters=dict(_bare_projections(model)),
         notes=dict(_notes(model)),
     )
 
@@ -187,6 +203,36 @@ def _check_words(skip: Sequence[str], scale_updates: str, frozen: str | None) ->
         raise ConfigError(f"frozen must be None or 'fp8', not {frozen!r}")
 
 
+def _looked_up(overrides: object) -> dict[str, Recipe]:
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"overrides takes a mapping from patterns to recipes, such as {{'layers.0.*': 'bf16'}}, not {overrides!r}"
+        )
+    return {pattern: recipes.get(other) for pattern, other in overrides.items()}
+
+
+def _check_effect(
+    overriding: dict[str, Recipe],
+    paths: dict[torch.nn.Module, list[str]],
+    skipped: dict[str, str],
+    chosen: dict[str, torch.nn.Module],
+) -> None:
+    """Refuse an override whose layers all stay as they are."""
+    for pattern in overriding:
+        if not any(_matches(pattern, paths[module]) for module in chosen.values()):
+            path, reason = next(
+                (path, reason)
+                for path, reason in skipped.items()
+                if any(path in known and _matches(pattern, known) for known in paths.values())
+            )
+            raise ConfigError(
+                f"override {pattern!r} has no effect: whatever it matches stays as it is ({_shown(path)}: {reason}); "
+                "leave the override out, or let convert take the layer"
+            )
+
+
 def _all_paths(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
     """Every path of every module; one that stands in several places has several, the first of them its own."""
     paths: dict[torch.nn.Module, list[str]] = {}
@@ -207,42 +253,102 @@ def _outer_blocks(
     model: torch.nn.Module, candidates: dict[str, torch.nn.Module], first: int, last: int
 ) -> dict[str, str]:
     """Paths of the layers in the model's first and last blocks, and which they are."""
-    if not first and not last:
-        return {}
+    for name, count in (("keep_first_blocks", first), ("keep_last_blocks", last)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigError(f"{name} must be a whole number of at least 0, not {count!r}")
+    kept: dict[str, str] = {}
+    for stack in _stacks(model, candidates) if first or last else ():
+        count = len(list(model.get_submodule(stack).children()))
+        if first + last > count:
+            raise ConfigError(
+                f"keep_first_blocks={first} and keep_last_blocks={last} must be no more together than the {count} "
+                f"blocks of {_shown(stack)}"
+            )
+        kept |= _ends(model, candidates, stack, first, last)
+    return kept
+
+
+def _stacks(model: torch.nn.Module, candidates: dict[str, torch.nn.Module]) -> list[str]:
+    """Paths of the list of blocks that has most of the layers and of its twin in an encoder-decoder."""
     lists = {
         path: len(module)
         for path, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     }
-    inside = {path: [name for name in candidates if name.startswith(f"{path}." if path else "")] for path in lists}
-    stack = max(lists, key=lambda path: (len(inside[path]), lists[path]), default="")
-    count = lists.get(stack, 0)
-    if min(first, last) < 0 or first + last > count:
+    if not lists:
         raise ConfigError(
-            f"keep_first_blocks={first} and keep_last_blocks={last} must be 0 or more, and no more together than the "
-            f"{count} blocks of this model"
+            "this model has no ModuleList or Sequential whose first or last blocks could be kept; name layers by skip"
         )
-    kept = {}
+    largest = max(lists, key=lambda path: (len(_inside(path, candidates)), lists[path]))
+    swapped = [_TWINS.get(name, name) for name in largest.split(".")]
+    return [path for path in lists if path in (largest, ".".join(swapped))]
+
+
+def _inside(path: str, candidates: dict[str, torch.nn.Module]) -> list[str]:
+    return [name for name in candidates if name.startswith(f"{path}." if path else "")]
+
+
+def _ends(
+    model: torch.nn.Module, candidates: dict[str, torch.nn.Module], stack: str, first: int, last: int
+) -> dict[str, str]:
+    """Paths of the layers in the first and last blocks of one list."""
     children = [name for name, _ in model.get_submodule(stack).named_children()]
-    for name in inside[stack]:
+    kept = {}
+    for name in _inside(stack, candidates):
         block = children.index(name[len(stack) :].lstrip(".").split(".")[0])
-        if block < first or block >= count - last:
-            kept[name] = f"block {block} of {count} is kept"
+        if block < first or block >= len(children) - last:
+            kept[name] = f"block {block} of {len(children)} is kept"
     return kept
 
 
-def _held(model: torch.nn.Module, chosen: dict[str, torch.nn.Module], *, hold_frozen: bool) -> tuple[str, ...]:
-    """Hold the chosen layers' frozen weights that nobody else uses, if asked to; paths of all that are held now."""
+def _held(
+    model: torch.nn.Module, chosen: dict[str, torch.nn.Module], *, hold_frozen: bool
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Hold the chosen layers' frozen weights, if asked to.
+
+    Returns:
+        The paths of all that are held now, and why other frozen ones are not.
+    """
     owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
-    held = []
+    fast_path = _read_by_fast_path(model)
+    not_held = {}
     for path, layer in chosen.items():
         assert isinstance(layer, Linear)
-        frozen = not layer.weight.requires_grad and owners[id(layer.weight)] == 1
-        if hold_frozen and frozen and layer.recipe.output.b is not None:
+        if not hold_frozen or layer.weight.requires_grad or layer.held is not None:
+            continue
+        if layer in fast_path:
+            not_held[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
+        elif owners[id(layer.weight)] > 1:
+            not_held[path] = "other modules use it too"
+        elif layer.recipe.output.b is None:
+            not_held[path] = f"{layer.recipe.name} casts no weight"
+        else:
             layer.hold_weight_as_codes()
-        if layer.held is not None:
-            held.append(path)
-    return tuple(held)
+    return tuple(path for path, layer in chosen.items() if isinstance(layer, Linear) and layer.held), not_held
+
+
+def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Layers whose weights torch's encoder reads for itself in evaluation, and what stands inside them (adapters)."""
+    return {
+        inner
+        for layer in model.modules()
+        if isinstance(layer, torch.nn.TransformerEncoderLayer)
+        for linear in (layer.linear1, layer.linear2)
+        for inner in linear.modules()
+    }
+
+
+def _bare_projections(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Weights of queries, keys and values that torch's attention has as parameters and not as layers."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.MultiheadAttention):
+            for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                if getattr(module, name) is not None:
+                    where = f"{path}.{name}" if path else name
+                    yield (
+                        where,
+                        "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer",
+                    )
 
 
 def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

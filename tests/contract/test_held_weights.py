@@ -1,5 +1,8 @@
 """``frozen="fp8"``: a base at one byte a weight that a LoRA fine-tune trains on, gradients right."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,11 +10,13 @@ from torch import nn
 import octavo
 from octavo.errors import ConfigError
 from octavo.nn import Linear
+from octavo.recipes import Recipe
+from tests.contract.gemm_oracle import assert_same_operand, recorded_products
 
 RECIPES = [name for name in octavo.recipes.names() if name not in ("bf16", "static")]
 
 
-def _held(recipe: str, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Linear]:
+def _held(recipe: str | Recipe, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Linear]:
     """A frozen layer as it was, and held as codes."""
     torch.manual_seed(0)
     plain = nn.Linear(48, 40, dtype=dtype).requires_grad_(False)
@@ -156,6 +161,50 @@ def test_only_frozen_weights_of_their_own_are_held():
         octavo.convert(model, frozen="int8")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_what_torchs_fast_path_reads_is_not_held(gradients, norm_first):
+    """In evaluation torch's encoder multiplies by its layers' weights itself; with codes there it fails."""
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=norm_first)
+    model = nn.Sequential(nn.Linear(16, 16), nn.TransformerEncoder(encoder, 2, enable_nested_tensor=not norm_first))
+    model.requires_grad_(False).eval()
+    x, hides = torch.randn(2, 5, 16), torch.arange(5) >= torch.tensor([[5], [3]])
+    with gradients():
+        expected = model[1](x, src_key_padding_mask=hides)
+    report = octavo.convert(model, frozen="fp8")
+    assert report.held == ("0",)
+    reason = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
+    assert report.not_held == {f"1.layers.{i}.linear{j}": reason for i in (0, 1) for j in (1, 2)}
+    assert f"  1.layers.0.linear1: its weight is not held: {reason}" in str(report).splitlines()
+    with gradients():
+        for options in ({}, {"src_key_padding_mask": hides}, {"mask": hides.new_zeros(5, 5)}):
+            assert model[1](x, **options).isfinite().all()
+        y = model[1](x, src_key_padding_mask=hides)
+    assert (y - expected)[~hides].norm() < 0.1 * expected[~hides].norm()
+
+
+def test_an_encoders_linear_inside_an_adapter_is_not_held_either():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).requires_grad_(False)
+    layer.linear2 = nn.Sequential(layer.linear2)  # type: ignore[assignment]
+    assert list(octavo.convert(layer, frozen="fp8").not_held) == ["linear1", "linear2.0"]
+
+
+def test_codes_with_one_scale_serve_both_products_whatever_the_casts_say():
+    """Held codes stay what they are: decoding and casting them again for grad_input would round twice."""
+    base = octavo.recipes.get("tensorwise")
+    spec = base.grad_input.b
+    assert spec is not None
+    unlike = replace(base.grad_input, b=replace(spec, margin=3, format=octavo.E5M2))
+    _, layer = _held(replace(base, name="unlike", grad_input=unlike))
+    held = layer.held_weight()
+    assert held is not None
+    with recorded_products() as products:
+        layer(torch.randn(6, 48, requires_grad=True)).sum().backward()
+    for product, codes in zip(products, (held, held.t()), strict=True):
+        assert_same_operand(product.b, codes)
+
+
 def test_compiled_it_computes_the_same():
     _, layer = _held("tensorwise")
     x = torch.randn(4, 48, requires_grad=True)
@@ -223,3 +272,15 @@ class TestLora:
             gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         fp8, exact = gradients
         assert torch.nn.functional.cosine_similarity(fp8, exact, dim=0) > 0.99
+
+    def test_adapters_merge_once_the_base_is_restored(self):
+        _, model = self._losses(held=True, steps=2)
+        tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(2))
+        with pytest.raises(RuntimeError, match="Float8"):
+            copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
+        assert len(octavo.restore(model)) == 14
+        with torch.no_grad():
+            adapted = model(input_ids=tokens).logits
+            merged = model.merge_and_unload()  # type: ignore[operator]
+            torch.testing.assert_close(merged(input_ids=tokens).logits, adapted, rtol=1e-4, atol=1e-4)
+        assert not [name for name, _ in merged.named_parameters() if "lora_" in name]

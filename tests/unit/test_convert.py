@@ -1,5 +1,6 @@
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ class TinyLanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.get_submodule(self.head)(self.down(self.up(self.embed(tokens)).relu()))
         return logits
+
+
+PARAMETER = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer"
 
 
 def _mlp() -> nn.Sequential:
@@ -200,7 +204,8 @@ def test_every_layer_that_stays_has_its_reason():
     }
     lines = str(report).splitlines()
     assert lines[0] == "1 layers run tensorwise, 8 stay as they are"
-    assert lines[1:] == [f"  {path}: {reason}" for path, reason in report.skipped.items()]
+    assert lines[1:] == [f"  {path}: {reason}" for path, reason in (report.skipped | report.parameters).items()]
+    assert report.parameters == {"attention.in_proj_weight": PARAMETER}
 
 
 @pytest.mark.parametrize("name", HEAD_NAMES)
@@ -392,15 +397,71 @@ def test_overrides_that_match_nothing_or_name_nothing_change_nothing():
         assert not _recipes_of(model)
 
 
+@pytest.mark.parametrize(
+    ("options", "pattern", "reason"),
+    [
+        ({}, "lm_head", "lm_head: head: by its name"),
+        ({"skip": ["up"]}, "up", "up: skip pattern 'up'"),
+        ({}, "embed", "embed: embedding: a look-up, not a product"),
+        ({"layer_filter": lambda path, _: path != "down"}, "do*", "down: filter"),
+    ],
+)
+def test_overrides_of_layers_that_stay_anyway_are_refused(options, pattern, reason):
+    model = TinyLanguageModel()
+    with pytest.raises(ConfigError, match=re.escape(f"override {pattern!r} has no effect") + rf".*\({reason}\)"):
+        octavo.convert(model, overrides={pattern: "rowwise"}, **options)
+    assert not _recipes_of(model)
+    blocks = _blocks(2)
+    with pytest.raises(ConfigError, match=r"layers\.0\.up: block 0 of 2 is kept"):
+        octavo.convert(blocks, keep_first_blocks=1, overrides={"layers.0.*": "rowwise"})
+    assert octavo.convert(blocks, keep_first_blocks=1, overrides={"layers.*": "rowwise"}).overridden
+
+
+def test_overrides_must_be_a_mapping():
+    with pytest.raises(ConfigError, match=r"overrides takes a mapping .* not \['0'\]"):
+        octavo.convert(_mlp(), overrides=["0"])  # type: ignore[arg-type]
+
+
 def test_first_and_last_blocks_are_kept():
     model = _blocks(4)
     report = octavo.convert(model, keep_first_blocks=1, keep_last_blocks=2)
     assert set(_recipes_of(model)) == {"inp.0", "layers.1.up", "layers.1.down_proj"}
     assert report.skipped["layers.0.up"] == "block 0 of 4 is kept"
     assert report.skipped["layers.3.down_proj"] == "block 3 of 4 is kept"
-    for first, last in ((3, 2), (-1, 0)):
-        with pytest.raises(ConfigError, match=rf"keep_first_blocks={first} and .* than the 4 blocks of this model"):
-            octavo.convert(model, keep_first_blocks=first, keep_last_blocks=last)
+    with pytest.raises(ConfigError, match=r"keep_first_blocks=3 and .*=2 .* more together than the 4 blocks of layers"):
+        octavo.convert(model, keep_first_blocks=3, keep_last_blocks=2)
+    with pytest.raises(ConfigError, match="this model has no ModuleList or Sequential"):
+        octavo.convert(nn.Linear(2, 2), keep_last_blocks=1)
+
+
+@pytest.mark.parametrize("name", ["keep_first_blocks", "keep_last_blocks"])
+@pytest.mark.parametrize("count", [-1, 1.5, "1", True, None])
+def test_blocks_are_counted_in_whole_numbers(name, count):
+    model = _blocks(4)
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 0, not {count!r}"):
+        octavo.convert(model, **{name: count})
+    assert not _recipes_of(model)
+
+
+def test_an_encoder_decoder_keeps_the_ends_of_both():
+    model = nn.Transformer(8, 2, num_encoder_layers=3, num_decoder_layers=2, dim_feedforward=12, batch_first=True)
+    octavo.convert(model, keep_first_blocks=1)
+    assert {path.rpartition(".")[0] for path in _recipes_of(model)} == {
+        "encoder.layers.1",
+        "encoder.layers.2",
+        "decoder.layers.1",
+    }
+    with pytest.raises(ConfigError, match=r"more together than the 2 blocks of decoder\.layers"):
+        octavo.convert(model, keep_first_blocks=3)
+
+
+def test_the_projections_that_torchs_attention_has_as_parameters_are_in_the_report():
+    model = nn.ModuleDict({"one": nn.MultiheadAttention(8, 2), "other": nn.MultiheadAttention(8, 2, kdim=4)})
+    assert octavo.convert(model).parameters == dict.fromkeys(
+        ("one.in_proj_weight", "other.q_proj_weight", "other.k_proj_weight", "other.v_proj_weight"), PARAMETER
+    )
+    report = octavo.convert(nn.TransformerEncoderLayer(8, 2, 12))
+    assert f"  self_attn.in_proj_weight: {PARAMETER}" in str(report).splitlines()
 
 
 def test_blocks_are_counted_by_place_not_by_name():
