@@ -1,10 +1,10 @@
 """Every recipe, over shapes and dtypes: operands bit for bit, output and all three gradients within the GEMM's bound.
 
 The expectation is computed here from the recipe table of the documentation, not from the recipe object: which format
-and granularity each operand of each GEMM has.
+and granularity each operand of each GEMM has. What a cast gives is operand_oracle.py's.
 """
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -12,30 +12,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import octavo
-from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
+from octavo.formats import E5M2, E8M0
 from octavo.kernels import needs_widening
 from octavo.nn import Linear
-from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, quantize
-from octavo.state import update_scales
-from tests.contract.gemm_oracle import assert_product, assert_row_sum, assert_same_operand, recorded_products
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One operand as the documentation's table has it."""
-
-    fmt: Format = E4M3
-    granularity: Granularity = field(default_factory=PerTensor)
-    rounding: ScaleRounding = ScaleRounding.FP32
-    scale_format: Format = FP32
-    amax_floor: float = 1e-12
-
+from octavo.numerics import PerBlock, PerRow, QuantizedTensor, ScaleRounding
+from octavo.recipes import Recipe
+from octavo.state import nonfinite_counts, update_scales
+from tests.contract.gemm_oracle import (
+    Product,
+    assert_product,
+    assert_row_sum,
+    assert_same_operand,
+    decode,
+    recorded_products,
+)
+from tests.contract.operand_oracle import Operand, expected_operand
 
 _T4, _T5 = Operand(), Operand(E5M2)
 _ROW = Operand(granularity=PerRow(), rounding=ScaleRounding.RCEIL)
 _TILE = Operand(granularity=PerBlock(1, 128), rounding=ScaleRounding.RCEIL)
 _BLOCK = Operand(granularity=PerBlock(128, 128), rounding=ScaleRounding.RCEIL)
-_MX = Operand(granularity=PerBlock(1, 32), rounding=ScaleRounding.RCEIL, scale_format=E8M0, amax_floor=0.0)
+_FP32_TILE, _FP32_BLOCK = Operand(granularity=PerBlock(1, 128)), Operand(granularity=PerBlock(128, 128))
+_MX, _MX_FLOOR, _MX_EVEN = (
+    Operand(granularity=PerBlock(1, 32), rounding=rounding, scale_format=E8M0, amax_floor=0.0)
+    for rounding in (ScaleRounding.RCEIL, ScaleRounding.FLOOR, ScaleRounding.EVEN)
+)
 _T4_POWER = Operand(rounding=ScaleRounding.RCEIL)
 Pair = tuple[Operand, Operand] | None  # None: in high precision
 
@@ -47,16 +48,28 @@ TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
     "rowwise": ((_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW)),
     "rowwise_hp_grad_weight": ((_ROW, _ROW), (_ROW, _T4_POWER), None),
     "blockwise": ((_TILE, _BLOCK), (_TILE, _BLOCK), (_TILE, _TILE)),
+    "blockwise, any scale": ((_FP32_TILE, _FP32_BLOCK), (_FP32_TILE, _FP32_BLOCK), (_FP32_TILE, _FP32_TILE)),
     "mxfp8": ((_MX, _MX), (_MX, _MX), (_MX, _MX)),
+    "mxfp8, floor": ((_MX_FLOOR, _MX_FLOOR), (_MX_FLOOR, _MX_FLOOR), (_MX_FLOOR, _MX_FLOOR)),
+    "mxfp8, even": ((_MX_EVEN, _MX_EVEN), (_MX_EVEN, _MX_EVEN), (_MX_EVEN, _MX_EVEN)),
     "static": ((_T4, _T4), None, None),
 }
 DELAYED = ("delayed", "delayed_te")
-STATIC_SCALE = 0.01
+OPTIONS: dict[str, dict[str, Any]] = {
+    "blockwise, any scale": {"power_of_two": False},
+    "mxfp8, floor": {"scale_rounding": "floor"},
+    "mxfp8, even": {"scale_rounding": "even"},
+}
+STATIC_SCALE = torch.tensor(0.01)
 FP8_RECIPES = tuple(TABLE)
 
 
 def test_the_table_is_complete():
-    assert {*TABLE, "bf16"} == set(octavo.recipes.names())
+    assert {*(name.partition(",")[0] for name in TABLE), "bf16"} == set(octavo.recipes.names())
+
+
+def _recipe(name: str) -> Recipe:
+    return octavo.recipes.get(name.partition(",")[0], **OPTIONS.get(name, {}))
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -81,14 +94,14 @@ def _leaf(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).requires_grad_()
 
 
-def _layer(recipe: str, K: int, N: int, dtype: torch.dtype) -> Linear:
-    layer = Linear(K, N, recipe=recipe, manual_scale_updates=recipe in DELAYED, dtype=dtype)
+def _layer(recipe: str, K: int, N: int, dtype: torch.dtype, *, bias: bool = True) -> Linear:
+    layer = Linear(K, N, bias, recipe=_recipe(recipe), manual_scale_updates=recipe in DELAYED, dtype=dtype)
     if recipe in DELAYED:  # the scales of the tested step come from another one's amaxes
         _step(layer, torch.randn(4, K, dtype=dtype) * 0.7, torch.full((4, N), 0.4, dtype=dtype))
         update_scales(layer)
         layer.zero_grad()
     if recipe == "static":
-        octavo.load_scaling_state(layer, {"input.scale": torch.tensor(STATIC_SCALE)})
+        octavo.load_scaling_state(layer, {"input.scale": STATIC_SCALE})
     return layer
 
 
@@ -98,29 +111,9 @@ def _step(layer: Linear, x: Tensor, grad_output: Tensor) -> Tensor:
     return y
 
 
-def _expected(
-    row: Operand, x: Tensor, *, past_amax: Tensor | None = None, scale: float | None = None
-) -> QuantizedTensor:
-    x = x.detach().float()
-    if scale is not None:
-        return quantize(x, row.fmt, scale=torch.tensor(scale))
-    if past_amax is not None and past_amax > 0:
-        return quantize(x, row.fmt, amax=past_amax)
-    return quantize(
-        x,
-        row.fmt,
-        granularity=row.granularity,
-        scale_rounding=row.rounding,
-        scale_format=row.scale_format,
-        amax_floor=row.amax_floor,
-    )
-
-
-def _past(layer: Linear) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if layer.amax_history is None:
-        return None, None, None
-    known = layer.amax_history.amax.clone()
-    return known[0], known[1], known[2]
+def _past(layer: Linear) -> list[float]:
+    """What delayed scales are made from; 0 where a recipe is not delayed, or has no past."""
+    return [0.0] * 3 if layer.amax_history is None else layer.amax_history.amax.tolist()
 
 
 def _check(recipe: str, layer: Linear, x: Tensor, grad_output: Tensor) -> None:
@@ -146,9 +139,9 @@ def _check(recipe: str, layer: Linear, x: Tensor, grad_output: Tensor) -> None:
         if pair is None:
             _check_high_precision(result, *(source for source, _ in sources))
             continue
-        held = (STATIC_SCALE if recipe == "static" else None, None)
+        held = (STATIC_SCALE.item() if recipe == "static" else None, None)
         a, b = (
-            _expected(row, source, past_amax=past, scale=scale)
+            expected_operand(row, source, past_amax=past, scale=scale)
             for row, (source, past), scale in zip(pair, sources, held, strict=True)
         )
         product = next(recorded)
@@ -182,6 +175,18 @@ def test_operands_output_and_gradients(recipe, shape, dtype):
     layer = _layer(recipe, K, N, dtype)
     grad_output = torch.randn(*leading, N, dtype=dtype) * 1e-2
     _check(recipe, layer, _leaf(torch.randn(*leading, K), dtype), grad_output)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_tensors_below_the_amax_floor(recipe):
+    """Amaxes that count as 1e-12, but for a recipe whose floor is 0."""
+    layer = Linear(40, 24, recipe=_recipe(recipe))
+    if recipe == "static":
+        octavo.load_scaling_state(layer, {"input.scale": STATIC_SCALE})
+    torch.nn.init.normal_(layer.weight, std=1e-14)
+    x = torch.randn(9, 40) * 1e-14
+    x[3:6] *= 1e-6
+    _check(recipe, layer, x.requires_grad_(), torch.randn(9, 24) * 1e-14)
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -237,28 +242,90 @@ def test_bf16_recipe_is_the_surrounding_precision(dtype):
         assert torch.equal(actual, wanted)
 
 
+def _results(layer: Linear, x: Tensor, grad_output: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = _step(layer, x, grad_output)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    results = {"output": y.detach(), "grad_input": x.grad, "grad_weight": layer.weight.grad}
+    for bias in (parameter for name, parameter in layer.named_parameters() if name == "bias"):
+        assert bias.grad is not None
+        results["grad_bias"] = bias.grad[None]
+    return results
+
+
+# role: where its element [2, 5] may show; rows or columns of the results named, nothing elsewhere
+REACHED: dict[str, dict[str, Any]] = {
+    "input": {"output": (2, ...), "grad_weight": (..., 5)},
+    "weight": {"output": (..., 2), "grad_input": (..., 5)},
+    "grad_output": {"grad_input": (2, ...), "grad_weight": (5, ...), "grad_bias": (..., 5)},
+}
+
+
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_non_finite_element_shows_in_its_row_and_nowhere_else(recipe, value):
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("role", REACHED)
+def test_a_non_finite_element_shows_in_its_row_and_nowhere_else(recipe, value, role):
     layer = _layer(recipe, 32, 16, torch.float32)
-    x = torch.randn(6, 32)
-    x[0, 0] = 4.0  # the amax is not at the broken element
-    clean = layer(x).detach()
-    x[2, 5] = value
-    broken = layer(x).detach()
-    others = torch.arange(6) != 2
-    assert not broken[2].isfinite().any()
-    assert torch.equal(broken[others], clean[others])
+    tensors = {"input": torch.randn(6, 32), "weight": layer.weight.data, "grad_output": torch.randn(6, 16)}
+    tensors[role][2, 5] = 0.0  # the amax is not at the broken element
+    clean = _results(layer, tensors["input"], tensors["grad_output"])
+    assert nonfinite_counts(layer) == {}
+    tensors[role][2, 5] = value
+    broken = _results(layer, tensors["input"], tensors["grad_output"])
+    for name, result in broken.items():
+        reached = torch.zeros_like(result, dtype=torch.bool)
+        if name in REACHED[role]:
+            reached[REACHED[role][name]] = True
+        assert not result[reached].isfinite().any()
+        assert torch.equal(result[~reached], clean[name][~reached]), name
+    is_cast = role != "grad_output" or recipe != "static"
+    assert nonfinite_counts(layer) == ({role: 1} if is_cast else {}), "counted once a call, where it is cast"
+
+
+def _assert_scales_are_positive_and_finite(products: list[Product]) -> None:
+    for operand in (side for product in products for side in (product.a, product.b)):
+        unit = QuantizedTensor(
+            torch.ones(operand.shape).to(operand.data.dtype), operand.scale, operand.granularity, torch.float32
+        )
+        scales = decode(unit)
+        assert (scales.isfinite() & (scales > 0)).all()
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_all_zero_tensors_give_zeros(recipe):
-    layer = Linear(16, 8, bias=False, recipe=recipe)
+    layer = Linear(16, 8, bias=False, recipe=_recipe(recipe))
     if recipe == "static":
-        octavo.load_scaling_state(layer, {"input.scale": torch.tensor(STATIC_SCALE)})
+        octavo.load_scaling_state(layer, {"input.scale": STATIC_SCALE})
     torch.nn.init.zeros_(layer.weight)
-    x = torch.zeros(4, 16, requires_grad=True)
-    y = _step(layer, x, torch.zeros(4, 8))
-    for tensor in (y, x.grad, layer.weight.grad):
-        assert tensor is not None
-        assert torch.equal(tensor, torch.zeros_like(tensor))
+    with recorded_products() as products:
+        results = _results(layer, torch.zeros(4, 16), torch.zeros(4, 8))
+    assert products
+    _assert_scales_are_positive_and_finite(products)
+    for result in results.values():
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_zero_rows_columns_and_blocks_give_exact_zeros(recipe):
+    layer = _layer(recipe, 256, 256, torch.float32, bias=False)
+    x, weight, grad = torch.randn(160, 256), layer.weight.data, torch.randn(160, 256)
+    for tensor in (x, weight, grad):
+        tensor[140] = 0.0
+        tensor[:, 140] = 0.0
+        tensor[:128, :128] = 0.0  # whole tiles and a whole block, of the transpose too
+    with recorded_products() as products:
+        results = _results(layer, x, grad)
+    _assert_scales_are_positive_and_finite(products)
+    for a, b, result in (
+        (x, weight, results["output"]),
+        (grad, weight.t(), results["grad_input"]),
+        (grad.t(), x.t(), results["grad_weight"]),
+    ):
+        assert result.isfinite().all()
+        no_terms = (a != 0).double() @ (b != 0).double().t() == 0
+        assert no_terms[140].all()
+        assert no_terms[:, 140].all()
+        assert not no_terms.all()
+        assert torch.equal(result[no_terms], torch.zeros_like(result[no_terms]))
