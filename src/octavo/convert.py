@@ -253,9 +253,7 @@ def _outer_blocks(
     model: torch.nn.Module, candidates: dict[str, torch.nn.Module], first: int, last: int
 ) -> dict[str, str]:
     """Paths of the layers in the model's first and last blocks, and which they are."""
-    for name, count in (("keep_first_blocks", first), ("keep_last_blocks", last)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ConfigError(f"{name} must be a whole number of at least 0, not {count!r}")
+    _check_counts(keep_first_blocks=first, keep_last_blocks=last)
     kept: dict[str, str] = {}
     for stack in _stacks(model, candidates) if first or last else ():
         count = len(list(model.get_submodule(stack).children()))
@@ -266,6 +264,12 @@ def _outer_blocks(
             )
         kept |= _ends(model, candidates, stack, first, last)
     return kept
+
+
+def _check_counts(**counts: object) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigError(f"{name} must be a whole number of at least 0, not {count!r}")
 
 
 def _stacks(model: torch.nn.Module, candidates: dict[str, torch.nn.Module]) -> list[str]:

@@ -1,6 +1,5 @@
 """What the constructors of :mod:`octavo.nn` refuse, and the options that they hand on to their inner layers."""
 
-import math
 from collections.abc import Iterable
 from typing import TypedDict
 
@@ -8,6 +7,7 @@ import torch
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.formats import FP32
 from octavo.recipes import Recipe
 
 __all__ = [
@@ -64,9 +64,11 @@ def check_probability(name: str, value: float) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """Refuse an ``eps`` that does not keep a root away from 0."""
-    if not 0 < eps < math.inf:
-        raise ConfigError(f"eps must be a positive number, not {eps!r}")
+    """Refuse an ``eps`` that does not keep a root away from 0 in FP32."""
+    if not FP32.min_normal <= eps <= FP32.max:
+        raise ConfigError(
+            f"eps must be a positive number that float32 holds, {FP32.min_normal:.2e} to {FP32.max:.2e}, not {eps!r}"
+        )
 
 
 def linear_options(

@@ -5,12 +5,13 @@
 | queries      | [B, T, heads, D]  | the last T of the S positions, if causal or in a window                |
 | keys, values | [B, S, kv, D]     | one key head serves heads / kv query heads that stand side by side     |
 | padding      | [B, S] or [B]     | bool: True is a real key; integers: how many keys, from the first, are |
+|              |                   | (0 to S; on a GPU they are not looked at: too many are all, < 0 none)  |
 | mask         | [T, S] or 4-D     | bool: True may be seen; floating: added to the scores                  |
 | result       | [B, T, heads, D]  | in the queries' dtype (under ``torch.autocast``: its dtype)            |
 
-A 4-D mask is [B, heads, T, S], any of them 1. What a query may see is the intersection of all that is given. A query
-that may see nothing gives zeros and takes no gradient. Torch's ``scaled_dot_product_attention`` does the work; a mask
-is made only where its causal flag cannot say the same, since flags reach its fastest kernels.
+A 4-D mask is [B, heads, T, S]. Any size of a mask may be 1. What a query may see is the intersection of all that is
+given. A query that may see nothing gives zeros and takes no gradient. Torch's ``scaled_dot_product_attention`` does the
+work; a mask is made only where its causal flag cannot say the same, since flags reach its fastest kernels.
 
 References: Vaswani et al., arXiv 1706.03762, equation 1; Ainslie et al., arXiv 2305.13245 (grouped heads); Beltagy et
 al., arXiv 2004.05150, section 3.1 (sliding window).
@@ -26,8 +27,9 @@ from torch.nn import functional as F
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
 from octavo.nn.arguments import check_probability, check_whole
+from octavo.numerics.cast import can_be_asked
 
-__all__ = ["DotProductAttention", "attend"]
+__all__ = ["DotProductAttention", "attend", "check_visibility"]
 
 
 class DotProductAttention(nn.Module):
@@ -71,7 +73,7 @@ class DotProductAttention(nn.Module):
         """See the module's table for shapes.
 
         Raises:
-            ConfigError: shapes that do not go together, or more causal queries than keys.
+            ConfigError: shapes that do not go together, lengths beyond the keys, or more causal queries than keys.
         """
         return attend(
             queries,
@@ -109,7 +111,10 @@ def attend(
         >>> attend(torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1), values, causal=True).flatten().tolist()
         [1.0, 2.0]
     """
-    _check_shapes(queries, keys, values, padding, mask)
+    _check_shapes(queries, keys, values)
+    check_visibility(
+        padding, mask, batch=keys.shape[0], heads=queries.shape[2], asked=queries.shape[1], known=keys.shape[1]
+    )
     asked, known = queries.shape[1], keys.shape[1]
     if causal and asked > known:
         raise ConfigError(f"causal queries are the last of the keys' positions; {asked} are more than {known} keys")
@@ -178,7 +183,7 @@ def _intersection(visible: Tensor | None, mask: Tensor) -> Tensor:
     return visible & mask if mask.dtype is torch.bool else torch.where(visible, mask, -math.inf)
 
 
-def _check_shapes(queries: Tensor, keys: Tensor, values: Tensor, padding: Tensor | None, mask: Tensor | None) -> None:
+def _check_shapes(queries: Tensor, keys: Tensor, values: Tensor) -> None:
     shapes = f"{tuple(queries.shape)}, {tuple(keys.shape)} and {tuple(values.shape)}"
     if not queries.ndim == keys.ndim == values.ndim == 4:
         raise ConfigError(f"attention takes queries, keys and values [B, T, heads, D], not {shapes}")
@@ -188,19 +193,42 @@ def _check_shapes(queries: Tensor, keys: Tensor, values: Tensor, padding: Tensor
             "attention takes keys and values of one shape, with the queries' batch and width, and a number of heads "
             f"that divides theirs, not {shapes}"
         )
-    batch, known = keys.shape[:2]
+
+
+def check_visibility(
+    padding: Tensor | None, mask: Tensor | None, *, batch: int, heads: int, asked: int, known: int
+) -> None:
+    """Refuse padding or a mask that does not fit B, heads, T and S.
+
+    Example:
+        >>> check_visibility(torch.tensor([7]), None, batch=1, heads=4, asked=5, known=5)
+        Traceback (most recent call last):
+        ...
+        octavo.errors.ConfigError: lengths must be 0 to 5, the number of keys, not [7]
+    """
     if padding is not None and not _is_padding(padding, batch, known):
         raise ConfigError(
             f"padding must be bool [{batch}, {known}], True for real keys, or {batch} integer lengths, "
             f"not {padding.dtype} {tuple(padding.shape)}"
         )
-    if mask is not None and (mask.ndim not in (2, 4) or not (mask.dtype is torch.bool or mask.is_floating_point())):
+    if padding is not None and padding.dtype is not torch.bool and _are_outside(padding, known):
+        raise ConfigError(f"lengths must be 0 to {known}, the number of keys, not {padding.tolist()}")
+    if mask is not None and not _is_mask(mask, (batch, heads, asked, known)):
         raise ConfigError(
-            "an attention mask must be bool or floating, [T, S] or [B, heads, T, S], "
-            f"not {mask.dtype} {tuple(mask.shape)}"
+            f"an attention mask must be bool or floating, [{asked}, {known}] or [{batch}, {heads}, {asked}, {known}] "
+            f"([T, S] or [B, heads, T, S], any of them 1), not {mask.dtype} {tuple(mask.shape)}"
         )
 
 
 def _is_padding(padding: Tensor, batch: int, known: int) -> bool:
     shape = (batch, known) if padding.dtype is torch.bool else (batch,)
-    return not padding.is_floating_point() and tuple(padding.shape) == shape
+    return not (padding.is_floating_point() or padding.is_complex()) and tuple(padding.shape) == shape
+
+
+def _are_outside(lengths: Tensor, known: int) -> bool:
+    return can_be_asked(lengths) and bool(((lengths < 0) | (lengths > known)).any())
+
+
+def _is_mask(mask: Tensor, sizes: tuple[int, int, int, int]) -> bool:
+    fits = all(given in (1, size) for given, size in zip(mask.shape, sizes[-mask.ndim :], strict=False))
+    return mask.ndim in (2, 4) and fits and (mask.dtype is torch.bool or mask.is_floating_point())

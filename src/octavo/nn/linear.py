@@ -18,7 +18,7 @@ from octavo.kernels import needs_widening, probe_cpu
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import can_be_asked, check_float
 from octavo.observers import ROLES, WEIGHT, AmaxHistory, LayerTap, ScaleUpdates, StatefulModule, inside_backward
-from octavo.recipes import Recipe, Scaling
+from octavo.recipes import History, Recipe, Scaling
 
 __all__ = ["Linear"]
 
@@ -243,6 +243,10 @@ class Linear(StatefulModule, torch.nn.Linear):
         """The shape and the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
+    def new_history(self, spec: History) -> AmaxHistory:
+        """An empty history as this layer would keep it."""
+        return AmaxHistory(spec, updates=self.scale_updates, path=self.path, device=self.weight.device)
+
     def _history_for(self, recipe: Recipe, *, create: bool) -> AmaxHistory | None:
         """This layer's history for a delayed ``recipe``; never shared by two specifications.
 
@@ -253,9 +257,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         if self.amax_history is None:
             if torch.compiler.is_compiling():  # a graph makes no modules; the first call runs without one
                 torch._dynamo.graph_break(msg=f"{self._called} has no amax history yet; run it once before compiling")  # noqa: SLF001
-            self.amax_history = AmaxHistory(
-                recipe.history, updates=self.scale_updates, path=self.path, device=self.weight.device
-            )
+            self.amax_history = self.new_history(recipe.history)
         elif self.amax_history.spec != recipe.history:
             raise ConfigError(
                 f"this layer keeps a history for {self.amax_history.spec} and cannot also run {recipe.history}; "

@@ -25,7 +25,7 @@ from octavo.nn.arguments import (
     check_whole,
     linear_options,
 )
-from octavo.nn.attention import DotProductAttention
+from octavo.nn.attention import DotProductAttention, check_visibility
 from octavo.nn.kv_cache import KVCache
 from octavo.nn.layernorm_linear import LayerNormLinear
 from octavo.nn.linear import Linear
@@ -152,9 +152,12 @@ class MultiheadAttention(nn.Module):
             [B, T, H] in x's dtype (under ``torch.autocast``: its dtype).
 
         Raises:
-            ConfigError: shapes that do not go together, or an argument that this kind of attention does not take.
+            ConfigError: shapes that do not go together, or an argument that this kind of attention does not take. The
+                cache stays as it was then.
         """
-        self._check_inputs(x, encoder_output, rotations, cache)
+        self.check_inputs(
+            x, encoder_output=encoder_output, padding=padding, mask=mask, rotations=rotations, cache=cache
+        )
         queries, keys, values = self._project(x, encoder_output)
         if rotations is not None:
             rows = _rows(rotations, 0 if cache is None else cache.position, x.shape[1])
@@ -192,13 +195,17 @@ class MultiheadAttention(nn.Module):
             keys, values = self.kv(encoder_output).unflatten(-1, (sum(counts[1:]), self.head_dim)).chunk(2, dim=-2)
         return self.q_norm(queries), self.k_norm(keys), values
 
-    def _check_inputs(
+    def check_inputs(
         self,
         x: Tensor,
-        encoder_output: Tensor | None,
-        rotations: tuple[Tensor, Tensor] | None,
-        cache: KVCache | None,
+        *,
+        encoder_output: Tensor | None = None,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
+        rotations: tuple[Tensor, Tensor] | None = None,
+        cache: KVCache | None = None,
     ) -> None:
+        """Raise ConfigError where ``forward`` could not go on after it has appended to the cache."""
         for name, tensor in (("x", x), ("encoder_output", encoder_output)):
             if tensor is not None and (tensor.ndim != 3 or tensor.shape[-1] != self.hidden_size):
                 raise ConfigError(f"{name} must be [B, T, {self.hidden_size}], not {tuple(tensor.shape)}")
@@ -209,8 +216,11 @@ class MultiheadAttention(nn.Module):
             )
         if self.cross_attention and (rotations is not None or cache is not None):
             raise ConfigError("cross-attention has no common positions; leave out rotations and cache")
-        if rotations is not None and any(table.shape[-1] != self.head_dim for table in rotations):
+        if rotations is not None and not _are_tables(rotations, self.head_dim):
             raise ConfigError(f"rotations must be two tables [positions, {self.head_dim}]; make them with rotary_table")
+        read = x if encoder_output is None else encoder_output
+        known = read.shape[1] + (0 if cache is None else cache.position)
+        check_visibility(padding, mask, batch=x.shape[0], heads=self.num_heads, asked=x.shape[1], known=known)
 
 
 def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> None:
@@ -222,6 +232,11 @@ def _check_heads(hidden_size: int, num_heads: int, num_kv_heads: int | None, hea
         )
     if num_kv_heads is not None and num_heads % num_kv_heads:
         raise ConfigError(f"num_kv_heads must divide num_heads; {num_kv_heads} does not divide {num_heads}")
+
+
+def _are_tables(rotations: tuple[Tensor, Tensor], head_dim: int) -> bool:
+    cos, sin = rotations
+    return cos.ndim == 2 and cos.shape[1] == head_dim and cos.shape == sin.shape
 
 
 def _rows(rotations: tuple[Tensor, Tensor], start: int, count: int) -> tuple[Tensor, Tensor]:

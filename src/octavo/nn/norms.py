@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from octavo.errors import ConfigError
 from octavo.nn.arguments import check_eps, check_sizes
+from octavo.numerics.cast import check_float
 
 __all__ = ["NORMALIZATIONS", "LayerNorm", "RMSNorm", "norm_layer"]
 
@@ -33,7 +34,7 @@ class LayerNorm(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        ConfigError: a size below 1 or an ``eps`` that is not positive; in forward, another last dimension.
+        ConfigError: a size below 1 or an ``eps`` that is not positive; in forward, another last dimension or no float.
 
     Example:
         >>> LayerNorm(2, bias=False, eps=1e-12)(torch.tensor([[3.0, 5.0]])).tolist()
@@ -68,7 +69,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same shape and dtype."""
-        _check_width(x, self.size)
+        _check_input(x, self.size)
         bias = None if self.bias is None else self.bias.float()
         return F.layer_norm(x.float(), (self.size,), _gain(self), bias, self.eps).to(x.dtype)
 
@@ -88,7 +89,7 @@ class RMSNorm(nn.Module):
         dtype: of the parameter.
 
     Raises:
-        ConfigError: a size below 1 or an ``eps`` that is not positive; in forward, another last dimension.
+        ConfigError: a size below 1 or an ``eps`` that is not positive; in forward, another last dimension or no float.
 
     Example:
         >>> RMSNorm(2, zero_centered=True, eps=1e-12)(torch.tensor([[3.0, -3.0]])).tolist()
@@ -119,7 +120,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same shape and dtype."""
-        _check_width(x, self.size)
+        _check_input(x, self.size)
         return F.rms_norm(x.float(), (self.size,), _gain(self), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -148,6 +149,7 @@ def _gain(norm: LayerNorm | RMSNorm) -> Tensor:
     return weight + 1 if norm.zero_centered else weight
 
 
-def _check_width(x: Tensor, size: int) -> None:
+def _check_input(x: Tensor, size: int) -> None:
+    check_float(x, "the input of a norm")
     if x.ndim == 0 or x.shape[-1] != size:
         raise ConfigError(f"this norm takes inputs [..., {size}], not {tuple(x.shape)}")

@@ -63,6 +63,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         The same shape and dtype; computed in the wider of the dtypes of ``x`` and the table, rounded once.
 
+    Raises:
+        ConfigError: tables of another shape, or an odd D.
+
     Example:
         >>> x = torch.ones(1, 3, 2, 4)
         >>> cos, sin = rotary_table(4, 8)
@@ -70,6 +73,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         >>> torch.equal(turned[:, 0], x[:, 0]), torch.allclose(turned.norm(dim=-1), x.norm(dim=-1))
         (True, True)
     """
+    if x.ndim != 4 or x.shape[3] % 2 or not cos.shape == sin.shape == (x.shape[1], x.shape[3]):
+        raise ConfigError(
+            "heads [B, T, heads, D] turn by two tables [T, D] with an even D, "
+            f"not {tuple(x.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
     cos, sin = cos[:, None, :], sin[:, None, :]
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -161,6 +161,8 @@ class TransformerLayer(nn.Module):
             raise ConfigError('encoder_output goes with layer_type="decoder"; give both or neither')
         if encoder_padding is not None and encoder_output is None:
             raise ConfigError("encoder_padding goes with encoder_output; give both or neither")
+        if self.cross_attention is not None:  # before self-attention appends to the cache
+            self.cross_attention.check_inputs(x, encoder_output=encoder_output, padding=encoder_padding)
         found = self.self_attention(x, padding=padding, mask=mask, rotations=rotations, cache=cache)
         hidden = self.attention_norm(self._add(x, found))
         if self.cross_attention is not None and self.cross_attention_norm is not None:

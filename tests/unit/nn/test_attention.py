@@ -49,7 +49,7 @@ def test_fewer_queries_are_the_last_positions(asked, window):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [(7, 7), (3, 4, 7, 7), (3, 1, 1, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 7), (1, 7), (3, 4, 7, 7), (3, 1, 1, 7)], ids=str)
 def test_masks_of_the_callers_own(shape, causal):
     mask, bias = torch.rand(shape) > 0.4, torch.randn(shape)
     operands = _operands()
@@ -179,8 +179,16 @@ def test_arguments_are_checked(arguments, words):
         ({"padding": torch.ones(2, 5)}, r"not torch.float32 \(2, 5\)"),
         (
             {"mask": torch.ones(2, 5, 5, dtype=torch.bool)},
-            r"\[T, S\] or \[B, heads, T, S\], not torch.bool \(2, 5, 5\)",
+            r"\[T, S\] or \[B, heads, T, S\], any of them 1\), not torch.bool \(2, 5, 5\)",
         ),
+        ({"mask": torch.ones(3, 3, dtype=torch.bool)}, r"\[5, 5\] or \[2, 4, 5, 5\].*not torch.bool \(3, 3\)"),
+        ({"mask": torch.ones(5, 4, dtype=torch.bool)}, r"not torch.bool \(5, 4\)"),
+        ({"mask": torch.zeros(3, 1, 5, 5)}, r"not torch.float32 \(3, 1, 5, 5\)"),
+        ({"mask": torch.zeros(2, 2, 5, 5)}, r"not torch.float32 \(2, 2, 5, 5\)"),
+        ({"padding": torch.ones(3, 5, dtype=torch.bool)}, r"not torch.bool \(3, 5\)"),
+        ({"padding": torch.tensor([7, 5])}, r"lengths must be 0 to 5, the number of keys, not \[7, 5\]"),
+        ({"padding": torch.tensor([5, -1])}, r"lengths must be 0 to 5, the number of keys, not \[5, -1\]"),
+        ({"padding": torch.ones(2, dtype=torch.complex64)}, r"2 integer lengths, not torch.complex64"),
         ({"mask": torch.ones(5, 5, dtype=torch.int64)}, "must be bool or floating"),
     ],
 )

@@ -180,6 +180,11 @@ def test_arguments_are_checked(arguments, words):
         (True, {"encoder_output": torch.zeros(2, 7, 24), "rotations": _table()}, "leave out rotations and cache"),
         (True, {"encoder_output": torch.zeros(2, 7, 24), "cache": KVCache(2, 7, 4, 6)}, "leave out rotations and cach"),
         (False, {"rotations": _table(8)}, r"two tables \[positions, 6\]; make them with rotary_table"),
+        (False, {"rotations": (rotary_table(6, 9)[0], rotary_table(6, 7)[1])}, r"two tables \[positions, 6\]"),
+        (False, {"rotations": (torch.ones(6), torch.ones(6))}, r"two tables \[positions, 6\]"),
+        (False, {"mask": torch.ones(3, 3, dtype=torch.bool)}, r"\[5, 5\] or \[2, 4, 5, 5\]"),
+        (False, {"padding": torch.tensor([6, 5])}, "lengths must be 0 to 5"),
+        (True, {"encoder_output": torch.zeros(2, 7, 24), "padding": torch.tensor([8, 5])}, "lengths must be 0 to 7"),
         (False, {"rotations": rotary_table(6, 3)}, "covers 3 positions, and 5 are needed; make one with more max_pos"),
     ],
 )
@@ -187,3 +192,27 @@ def test_inputs_are_checked(cross, inputs, words):
     layer = MultiheadAttention(24, 4, cross_attention=cross)
     with pytest.raises(ConfigError, match=words):
         layer(**{"x": torch.zeros(2, 5, 24), **inputs})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"padding": torch.tensor([6, 6])},
+        {"padding": torch.ones(2, 3, dtype=torch.bool)},
+        {"mask": torch.ones(2, 2, dtype=torch.bool)},
+        {"rotations": (rotary_table(6, 9)[0], rotary_table(6, 8)[1])},
+        {"rotations": rotary_table(6, 4)},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+@torch.inference_mode()
+def test_a_refused_call_leaves_the_cache_as_it_was(wrong):
+    """So that the call may be made again."""
+    layer, x = _layer(), torch.randn(2, 5, 24)
+    cache = layer.new_cache(2, 9)
+    first = layer(x[:, :3], cache=cache)
+    with pytest.raises(ConfigError):
+        layer(x[:, 3:], cache=cache, **wrong)
+    assert cache.position == 3
+    again = layer(x[:, 3:], cache=cache)
+    assert_close(torch.cat([first, again], dim=1), layer(x), relative=2e-6)

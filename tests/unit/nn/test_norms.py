@@ -103,3 +103,15 @@ def test_refusals(kind):
         kind(4, eps=0.0)
     with pytest.raises(ConfigError, match=r"this norm takes inputs \[\.\.\., 4\], not \(2, 1\)"):
         kind(4)(torch.zeros(2, 1))
+    for dtype in (torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(ConfigError, match=f"the input of a norm must be a float16, .*, not {dtype}"):
+            kind(4)(torch.zeros(2, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eps_must_be_one_in_fp32(kind):
+    for eps in (1e-60, 1e-39, 1e39, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="eps must be a positive number that float32 holds"):
+            kind(4, eps=eps)
+    least = kind(4, eps=torch.finfo(torch.float32).tiny)
+    assert torch.equal(least(torch.zeros(2, 4)), torch.zeros(2, 4))

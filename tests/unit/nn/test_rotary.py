@@ -46,3 +46,17 @@ def test_16_bit_heads_are_turned_in_fp32_and_rounded_once(dtype):
 def test_refusals(arguments, words):
     with pytest.raises(ConfigError, match=words):
         rotary_table(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "cos", "sin"),
+    [
+        ((1, 3, 2, 4), (3, 4), (2, 4)),
+        ((1, 3, 2, 4), (5, 4), (5, 4)),
+        ((1, 3, 2, 5), (3, 5), (3, 5)),
+        ((3, 4), (3, 4), (3, 4)),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(x, cos, sin):
+    with pytest.raises(ConfigError, match=r"turn by two tables \[T, D\] with an even D, not"):
+        rotate(torch.zeros(x), torch.zeros(cos), torch.zeros(sin))

@@ -164,3 +164,12 @@ def test_inputs_are_checked():
         _layer(layer_type="decoder")(x)
     with pytest.raises(ConfigError, match="encoder_padding goes with encoder_output"):
         _layer()(x, encoder_padding=torch.tensor([3]))
+
+
+@torch.inference_mode()
+def test_a_decoder_that_refuses_its_encoders_padding_leaves_the_cache_as_it_was():
+    made, memory = _layer(layer_type="decoder"), torch.zeros(1, 3, 18)
+    cache = made.self_attention.new_cache(1, 4)
+    with pytest.raises(ConfigError, match="lengths must be 0 to 3"):
+        made(torch.zeros(1, 2, 18), encoder_output=memory, encoder_padding=torch.tensor([4]), cache=cache)
+    assert cache.position == 0
