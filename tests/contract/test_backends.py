@@ -265,6 +265,17 @@ class TestHopperModel:
             expected += (chain.double() * a.scale[:, block, None].double() * b.scale[0, block].double()).float()
         assert torch.equal(y, expected)
 
+    @pytest.mark.parametrize("accumulate", ["hopper-fast", "hopper-slow"])
+    @pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(1, 128)], ids=str)
+    def test_the_bias_is_added_before_the_only_rounding(self, granularity, accumulate):
+        # As above: 1027 and the bias are rounded to bfloat16 together. One bias an output column.
+        shape = granularity.scale_shape(torch.Size([2, 1]))
+        codes = torch.ones(2, 1).to(torch.float8_e4m3fn)
+        a = QuantizedTensor(codes, torch.full(shape, 1027.0), granularity, torch.bfloat16)
+        b = replace(a, scale=torch.ones(shape))
+        bias = torch.tensor([3.0, -27.0], dtype=torch.bfloat16)
+        assert scaled_mm(a, b, bias=bias, accumulate=Accumulate(accumulate)).tolist() == [[1032.0, 1000.0]] * 2
+
     def test_it_is_chosen_only_when_asked_for(self):
         a, b = (_operand(_codes(4, 32, FP8_FORMATS[0]), PerTensor()) for _ in range(2))
         with recorded_products() as products:

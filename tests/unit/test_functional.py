@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import octavo
+from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0
 from octavo.functional import cast_operand, fp8_linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor, ScaleRounding, quantize
@@ -206,13 +207,34 @@ def test_gradients_point_the_way_of_the_exact_ones():
         assert error < worst
 
 
-@pytest.mark.parametrize(
-    ("emulated", "sums"), [(False, ["fp32"] * 3), (True, ["hopper-fast", "hopper-slow", "hopper-slow"])]
-)
-def test_tensor_cores_are_emulated_on_request(emulated, sums):
+FAST, SLOW = "hopper-fast", "hopper-slow"
+TENSOR_CORE_SUMS = {  # of output, grad_input and grad_weight, where they are in FP8
+    "tensorwise": [FAST, SLOW, SLOW],
+    "delayed": [FAST, SLOW, SLOW],
+    "delayed_te": [FAST, SLOW, SLOW],
+    "rowwise": [FAST, SLOW, SLOW],
+    "rowwise_hp_grad_weight": [FAST, SLOW],
+    "blockwise": [SLOW, SLOW, SLOW],
+    "static": [FAST],
+}
+
+
+@pytest.mark.parametrize("emulated", [False, True], ids=["fp32 sums", "emulated"])
+@pytest.mark.parametrize("name", TENSOR_CORE_SUMS)
+def test_tensor_cores_are_emulated_on_request(name, emulated):
     x, weight, bias, grad_output = _tensors()
+    recipe = octavo.recipes.get(name, emulate_tensor_cores=emulated)
     with recorded_products() as products:
-        recipe = octavo.recipes.get("tensorwise", emulate_tensor_cores=emulated)
-        fp8_linear(x, weight, bias, recipe).backward(grad_output)
-    assert [str(product.problem.accumulate) for product in products] == sums
-    assert [product.problem.fast_accumulation for product in products] == [not emulated, False, False]
+        y = fp8_linear(x, weight, bias, recipe, tap=LayerTap(input_scale=torch.tensor(0.01)))
+        y.backward(grad_output)
+    sums = TENSOR_CORE_SUMS[name]
+    assert [product.problem.accumulate for product in products] == (sums if emulated else ["fp32"] * len(sums))
+    fast = [not emulated and how == FAST for how in sums]
+    assert [product.problem.fast_accumulation for product in products] == fast
+    assert {product.backend == "hopper_model" for product in products} == {emulated}
+
+
+def test_every_preset_emulates_tensor_cores_or_refuses():
+    for name in set(octavo.recipes.names()) - TENSOR_CORE_SUMS.keys():
+        with pytest.raises(ConfigError, match=f"recipe '{name}' has no option 'emulate_tensor_cores'"):
+            octavo.recipes.get(name, emulate_tensor_cores=True)

@@ -1,11 +1,12 @@
 import re
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.formats import BF16, E4M3, E5M2, E8M0
+from octavo.formats import BF16, E4M3, E4M3_FNUZ, E5M2, E8M0
 from octavo.numerics import Accumulate, PerRow, PerTensor, ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling, Statistic, from_toml, get, names, to_toml
 
@@ -197,6 +198,33 @@ def test_what_toml_leaves_out_has_its_default():
 def test_bad_toml_is_refused_in_one_sentence(change, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         from_toml(to_toml(get("blockwise")).replace(*change))
+
+
+@pytest.mark.parametrize("text", [None, b"name = 1", 3, Path("recipe.toml")], ids=str)
+def test_toml_is_read_from_text(text):
+    with pytest.raises(ConfigError, match=re.escape(f"a recipe is read from a TOML text, not from {text!r}; read")):
+        from_toml(text)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", None], ids=str)
+def test_only_recipes_are_written(recipe):
+    with pytest.raises(ConfigError, match=f"to_toml writes a Recipe, not {recipe!r}; octavo.recipes.get makes one"):
+        to_toml(recipe)
+
+
+def test_what_no_tensor_core_sums_cannot_emulate_one():
+    message = r"recipe 'mxfp8' cannot emulate tensor cores: Hopper's sums can be scaled every 128 of K, not every 32; "
+    with pytest.raises(ConfigError, match=message):
+        replace(get("mxfp8"), emulate_tensor_cores=True)
+    with pytest.raises(ConfigError, match=message):
+        from_toml(to_toml(get("mxfp8")).replace("emulate_tensor_cores = false", "emulate_tensor_cores = true"))
+    fnuz = CastSpec(format=E4M3_FNUZ)
+    with pytest.raises(
+        ConfigError, match=r"'tensorwise' cannot emulate .*: Hopper multiplies E4M3 and E5M2, not E4M3_"
+    ):
+        replace(get("tensorwise"), grad_weight=GemmSpec(a=fnuz, b=fnuz), emulate_tensor_cores=True)
+    for name in ("tensorwise", "rowwise", "blockwise"):
+        assert replace(get(name), emulate_tensor_cores=True) == get(name, emulate_tensor_cores=True)
 
 
 def test_recipes_refuse_what_they_would_misread():

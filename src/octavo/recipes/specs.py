@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from octavo.errors import ConfigError
-from octavo.formats import E8M0, FP32, Format
-from octavo.numerics import Accumulate, Granularity, Nonfinite, PerTensor, ScaleRounding
+from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
+from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerTensor, ScaleRounding
+from octavo.numerics.accumulate import CHAIN
 from octavo.numerics.cast import check_fp8_format
 from octavo.numerics.granularity import granularity_or_default
 from octavo.numerics.scaling import AMAX_FLOOR
@@ -147,7 +148,8 @@ class Recipe:
         grad_input: grad_output · weight.
         grad_weight: grad_output · x.
         history: what delayed casts take their scales from; None if there are none.
-        emulate_tensor_cores: sum on any device, to the bit, as each GEMM's ``accumulate`` says Hopper would.
+        emulate_tensor_cores: sum on any device, to the bit, as each GEMM's ``accumulate`` says Hopper would; for E4M3
+            and E5M2 with one scale a tensor, a row, or 128 of K.
     """
 
     name: str
@@ -168,6 +170,20 @@ class Recipe:
         delayed = any(cast.scaling == Scaling.DELAYED for cast in self.casts)
         if delayed != self.is_delayed:
             raise ConfigError(f"recipe {self.name!r} must have a history if, and only if, one of its casts is delayed")
+        if self.emulate_tensor_cores:
+            self._check_tensor_cores_take_it()
+
+    def _check_tensor_cores_take_it(self) -> None:
+        for cast in self.casts:
+            reason = ""
+            if cast.format not in (E4M3, E5M2):
+                reason = f"Hopper multiplies E4M3 and E5M2, not {cast.format}"
+            elif isinstance(cast.granularity, PerBlock) and cast.granularity.columns != CHAIN:
+                reason = f"Hopper's sums can be scaled every {CHAIN} of K, not every {cast.granularity.columns}"
+            if reason:
+                raise ConfigError(
+                    f"recipe {self.name!r} cannot emulate tensor cores: {reason}; leave emulate_tensor_cores False"
+                )
 
     @property
     def casts(self) -> tuple[CastSpec, ...]:

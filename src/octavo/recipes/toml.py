@@ -34,12 +34,17 @@ GEMMS = ("output", "grad_input", "grad_weight")
 def to_toml(recipe: Recipe) -> str:
     """The recipe as TOML; :func:`from_toml` gives an equal one back.
 
+    Raises:
+        ConfigError: ``recipe`` is something else, such as a name.
+
     Example:
         >>> from octavo import recipes
         >>> recipe = recipes.get("blockwise")
         >>> recipes.from_toml(recipes.to_toml(recipe)) == recipe
         True
     """
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"to_toml writes a Recipe, not {recipe!r}; octavo.recipes.get makes one of a preset's name")
     import tomli_w  # here, so that "import octavo" needs torch alone
 
     written: dict[str, Any] = {"name": recipe.name, "emulate_tensor_cores": recipe.emulate_tensor_cores}
@@ -56,8 +61,10 @@ def from_toml(text: str) -> Recipe:
     """The recipe that a TOML text describes.
 
     Raises:
-        ConfigError: it is not TOML, a name is unknown or missing, or a value is not allowed.
+        ConfigError: it is no text or not TOML, a name is unknown or missing, or a value is not allowed.
     """
+    if not isinstance(text, str):
+        raise ConfigError(f"a recipe is read from a TOML text, not from {text!r}; read the file first")
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
