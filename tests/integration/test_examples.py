@@ -1,10 +1,15 @@
 """The examples run, and FP8 learns what FP32 learns."""
 
+import hashlib
+import itertools
 import math
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -18,12 +23,41 @@ def test_own_loop_learns_in_every_precision():
     assert len(re.findall("2 layers in FP8", result.stdout)) == 2
 
 
-def test_the_articles_example_learns_and_predicts():
+ARTICLE = EXAMPLES / "article_training.py"
+ARTICLE_SHA256 = "60e2f8f3578c82bc278ea52d5eb420d428e47f4fa7203479d05059e8cadcd5d4"  # without blanks at ends of lines
+
+
+def _losses(printed):
+    return [float(loss) for loss in re.findall(r"^Batch +\d+ \| Loss: (\d+\.\d+)$", printed, re.MULTILINE)]
+
+
+def test_the_articles_program_is_the_articles_but_for_one_import():
+    _, program = ARTICLE.read_text().split("# fmt: off\n")
+    theirs = program.replace("from octavo.compat.transformer_engine", "from transformer_engine", 1)
+    assert hashlib.sha256(theirs.encode()).hexdigest() == ARTICLE_SHA256
+
+
+def test_the_articles_program_trains_and_predicts():
+    """Its labels are random: the loss stays near a uniform guess's and can only lie above it."""
     result = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / "article_training.py"], capture_output=True, text=True, check=True
+        [sys.executable, "-W", "error", ARTICLE], capture_output=True, text=True, check=True, timeout=120
     )
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)$", result.stdout, re.MULTILINE)]
+    losses = _losses(result.stdout)
+    assert len(losses) == 10
+    assert all(abs(loss - math.log(1000)) < 0.4 for loss in losses)
+    assert "Training complete!" in result.stdout
+    assert "Inference Output Shape: torch.Size([4, 32])" in result.stdout
+
+
+def test_on_one_fixed_batch_the_articles_program_learns(monkeypatch, capsys):
+    """The same functions; random numbers are drawn once for inputs and labels."""
+    program = runpy.run_path(str(ARTICLE))
+    draws = itertools.cycle([torch.randint(0, 1000, (8, 64)) for _ in ("inputs", "labels")])
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: next(draws))
+    model = program["train_with_fp8"]()
+    losses = _losses(capsys.readouterr().out)
     assert len(losses) == 10
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.5 * math.log(1000) < losses[0]  # half of what a uniform guess costs
-    assert "predictions: [4, 32]" in result.stdout
+    program["inference_example"](model)
+    assert "Inference Output Shape: torch.Size([8, 64])" in capsys.readouterr().out
