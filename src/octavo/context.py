@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from threading import local
 
 import torch
+from torch import Tensor
 
 from octavo import recipes
 from octavo.recipes import Recipe
@@ -17,7 +18,12 @@ class _Override(local):
 
     recipe: Recipe | None = None
     depth: int = 0  # of nested blocks
-    region: int = 0  # outermost blocks entered so far
+
+    def __init__(self) -> None:
+        # Tensors: a graph reads their values, and would be traced again for every new value of an int.
+        with torch.inference_mode(mode=False):
+            self.entered = torch.zeros((), dtype=torch.int64, device="cpu")  # outermost blocks so far
+            self.region = torch.zeros((), dtype=torch.int64, device="cpu")  # number of the one that runs, or 0
 
 
 _override = _Override()
@@ -51,21 +57,24 @@ def autocast(recipe: str | Recipe | None = None, *, enabled: bool = True) -> Ite
         recipe = "bf16"
     outer = _override.recipe
     _override.recipe = None if recipe is None else recipes.get(recipe)
-    _override.region += _override.depth == 0
+    if not _override.depth:
+        _override.region.copy_(_override.entered.add_(1))
     _override.depth += 1
     try:
         yield
     finally:
         _override.recipe = outer
         _override.depth -= 1
+        if not _override.depth:
+            _override.region.zero_()
 
 
-def autocast_region() -> int:
-    """The number of the outermost block that runs on this thread, 0 outside of any.
+def autocast_region() -> Tensor:
+    """int64 [] on the CPU: the number of the outermost block that runs on this thread, 0 outside of any.
 
-    A traced graph is told 0, since a new number in every block would have it traced again.
+    It changes in place.
     """
-    return _override.region if _override.depth and not torch.compiler.is_compiling() else 0
+    return _override.region
 
 
 def active_recipe(own: Recipe) -> Recipe:

@@ -40,6 +40,7 @@ ROLES = ("input", "weight", "grad_output")
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 EMPTY = -1.0  # no amax: amaxes are never negative
 _REMIND_AFTER = 100
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(slots=True)
@@ -154,6 +155,8 @@ class AmaxHistory(StatefulModule):
         pending: [3] float32, the running step's maximum; -1 where nothing was recorded.
         overflowed: [3] bool, whether the running step saw NaN or ±Inf.
         steps: [3] int64, closed steps in which the role was executed.
+        region: [] int64, the number of the autocast block of the last call, 0 outside of any. A tensor, so that a
+            compiled graph reads it.
 
     The buffers are not part of a ``state_dict`` (see ``octavo.scaling_state``), follow the model to its device, and
     stay float32 when the model is cast.
@@ -172,6 +175,7 @@ class AmaxHistory(StatefulModule):
     pending: Tensor
     overflowed: Tensor
     steps: Tensor
+    region: Tensor
 
     def __init__(
         self,
@@ -186,7 +190,6 @@ class AmaxHistory(StatefulModule):
         self.updates = ScaleUpdates() if updates is None else updates
         self.path = path
         self.unclosed_backwards = 0
-        self.region = 0  # the autocast block of the last call
         self.start_state(device)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
@@ -198,34 +201,36 @@ class AmaxHistory(StatefulModule):
             "pending": torch.full((roles,), EMPTY, device=device),
             "overflowed": torch.zeros(roles, dtype=torch.bool, device=device),
             "steps": torch.zeros(roles, dtype=torch.int64, device=device),
+            "region": torch.zeros((), dtype=torch.int64, device=device),
         }
 
     @torch.no_grad()
-    def begin_forward(self, *, awaits_backward: bool, region: int) -> None:
+    def begin_forward(self, *, awaits_backward: bool, region: Tensor) -> None:
         """Close the step before, unless updates are manual or it goes on.
 
         Args:
             awaits_backward: whether the call that begins takes part in a backward pass; if not, none will tell that
                 the step is over, and every call is one.
-            region: the number of the outermost autocast block that the call stands in, 0 outside of any.
+            region: int64 [], the number of the outermost autocast block that the call stands in, 0 outside of any.
         """
         if not awaits_backward and not self.updates.manual:
             self.close()
         self.close_if_over(region)
-        self.region = region
+        if self.spec.close == Close.AUTOCAST:
+            self.region.copy_(region)
 
     @torch.no_grad()
-    def close_if_over(self, region: int) -> None:
+    def close_if_over(self, region: Tensor) -> None:
         """Close the step, unless updates are manual, if what ends it has happened; see :class:`octavo.recipes.Close`.
 
         A step that stood in no autocast block ends with a backward pass under either rule.
         """
         if self.updates.manual:
             return
-        if self.spec.close == Close.BACKWARD or not self.region:
-            self.close(where=self.pending[GRAD_OUTPUT] >= 0)
-        elif self.region != region:
-            self.close()
+        over = self.pending[GRAD_OUTPUT] >= 0
+        if self.spec.close == Close.AUTOCAST:
+            over = torch.where(self.region > 0, self.region != region, over)
+        self.close(where=over)
 
     @torch.no_grad()
     def record(self, role: int, amax: Tensor) -> None:
@@ -247,11 +252,33 @@ class AmaxHistory(StatefulModule):
         statistic = _statistic(self.window, self.spec.statistic)
         followed = torch.where(due & (statistic > 0), statistic, self.amax)
         if self.spec.backoff < 1:
-            followed = torch.where(self.overflowed & (self.amax > 0), self.amax / self.spec.backoff, followed)
+            backed_off = (self.amax.double() / self.spec.backoff).clamp(max=_LARGEST).float()
+            followed = torch.where(self.overflowed & (self.amax > 0), backed_off, followed)
         self.amax.copy_(torch.where(ran, followed, self.amax))
         self.overflowed &= ~ran
         self.pending.copy_(torch.where(ran, EMPTY, self.pending))
         self.unclosed_backwards = 0
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget the running step."""
+        self.pending.fill_(EMPTY)
+        self.overflowed.fill_(False)
+        self.region.zero_()
+        self.unclosed_backwards = 0
+
+    @torch.no_grad()
+    def follow_window(self, roles: Tensor) -> None:
+        """Make the current scales from the window as it is, where ``roles`` [3] says so and it holds an amax."""
+        statistic = _statistic(self.window, self.spec.statistic)
+        self.amax.copy_(torch.where(roles & (statistic > 0), statistic, self.amax))
+
+    @torch.no_grad()
+    def rescale(self, role: int, factor: float) -> None:
+        """Multiply a role's amaxes, past and pending, by ``factor``, as if its tensors had been."""
+        for amaxes in (self.window[role], self.amax[role], self.pending[role]):
+            scaled = (amaxes.double() * factor).clamp(max=_LARGEST).float()
+            amaxes.copy_(torch.where(amaxes > 0, scaled, amaxes))
 
     def remind(self, _: Tensor) -> None:
         """After each backward pass of a manual model: say once a model that nobody closes its steps."""

@@ -5,20 +5,32 @@
     layers.0.q_proj.input.steps          []       int64, closed steps
     layers.0.q_proj.input.scale          []       float32, decodes; 0 until it is loaded           static recipes
 
-They are ready for safetensors and separate from the model's ``state_dict``. Dynamic recipes have none.
+They are ready for safetensors and separate from the model's ``state_dict``. Dynamic recipes have none. A layer that is
+delayed only under ``octavo.autocast`` has a history from its first training forward on.
 """
 
+import copy
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from octavo import recipes
 from octavo.context import autocast_region
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import Linear
-from octavo.observers import EMPTY, INPUT, ROLES, AmaxHistory
+from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, AmaxHistory
+from octavo.recipes import Recipe
 
-__all__ = ["load_scaling_state", "nonfinite_counts", "scaling_state", "update_scales"]
+__all__ = [
+    "discard_step",
+    "load_scaling_state",
+    "nonfinite_counts",
+    "rescale_gradient_history",
+    "scaling_state",
+    "update_scales",
+]
 
 _FIELDS = {"amax_history": "window", "amax": "amax", "steps": "steps"}
 _RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -48,35 +60,88 @@ def update_scales(model: torch.nn.Module) -> None:
         >>> scaling_state(model)["0.input.amax"].item()
         3.0
     """
-    for layer in _layers(model).values():
-        if layer.amax_history is not None:
-            layer.amax_history.close()
-        if layer.weight_cache is not None:
-            layer.weight_cache.clear()
+    for history in _histories(model).values():
+        history.close()
+    _forget_cached_weights(model)
+
+
+def discard_step(model: torch.nn.Module) -> None:
+    """Forget what every delayed layer recorded in the running step, which is left out or made again.
+
+    Cached weights are forgotten too, so that the step that follows records them.
+
+    Example:
+        >>> import octavo
+        >>> layer = octavo.nn.Linear(4, 4, recipe="delayed", manual_scale_updates=True)
+        >>> layer(torch.ones(1, 4)).sum().backward()
+        >>> discard_step(layer)
+        >>> update_scales(layer)
+        >>> scaling_state(layer)["input.steps"].item()
+        0
+    """
+    for history in _histories(model).values():
+        history.discard()
+    _forget_cached_weights(model)
+
+
+def rescale_gradient_history(model: torch.nn.Module, factor: float) -> None:
+    """Multiply the amaxes of every delayed ``grad_output`` by ``factor``, because the loss scale was.
+
+    Without it the gradients of a doubled loss scale meet scales made for half of them, and saturate. A power of two
+    changes no code.
+
+    Raises:
+        ConfigError: the factor is not a positive number.
+
+    Example:
+        >>> import octavo
+        >>> layer = octavo.nn.Linear(4, 4, recipe="delayed", manual_scale_updates=True)
+        >>> layer(torch.ones(1, 4)).sum().backward()
+        >>> update_scales(layer)
+        >>> rescale_gradient_history(layer, 2.0)
+        >>> scaling_state(layer)["grad_output.amax"].item()
+        2.0
+    """
+    if not _is_positive(factor):
+        raise ConfigError(f"a loss scale changes by a positive, finite factor, not {factor!r}")
+    for history in _histories(model).values():
+        history.rescale(GRAD_OUTPUT, factor)
 
 
 @torch.no_grad()
 def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
     """Copies of every delayed and static layer's state, on the layer's device.
 
-    With automatic updates a step that is over is closed first, as the next forward would do.
+    With automatic updates, a step that is over counts as closed, as the next forward will find it.
 
     Example:
         >>> scaling_state(torch.nn.Linear(2, 2))
         {}
     """
-    for history in _histories(model).values():
+    histories = copy.deepcopy(_histories(model))
+    for history in histories.values():
         history.close_if_over(autocast_region())
-    return {key: slot.clone() for key, slot in _slots(model).items()}
+    return {key: slot.clone() for key, slot in _slots(model, histories).items()}
 
 
 @torch.no_grad()
-def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put a :func:`scaling_state` back. A longer history keeps its newest entries, a shorter one is filled with none.
+def load_scaling_state(
+    model: torch.nn.Module, state: Mapping[str, Tensor], *, recipe: str | Recipe | None = None
+) -> None:
+    """Put a :func:`scaling_state` back; the running step and cached weights are forgotten.
+
+    A longer history keeps its newest entries, and its scale becomes that of these; a shorter one is filled with none.
+
+    Args:
+        model: as it was when the state was saved.
+        state: the tensors.
+        recipe: for layers that are delayed only under ``octavo.autocast``: its recipe. Those that the state knows and
+            that have not run yet get their history.
 
     Raises:
         CheckpointError: missing or unexpected keys, a tensor of the wrong shape or dtype, or a value that no state
             has; nothing is loaded then.
+        ConfigError: an unknown recipe, or one that is not delayed.
 
     Example:
         >>> import octavo
@@ -88,35 +153,26 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Tensor]) -> N
         >>> torch.equal(scaling_state(other)["input.amax"], state["input.amax"])
         True
     """
-    slots = _slots(model)
-    missing, unexpected = sorted(slots.keys() - state.keys()), sorted(state.keys() - slots.keys())
-    if missing or unexpected:
-        raise CheckpointError(
-            f"the scaling state does not fit this model: {len(missing)} keys missing {missing[:3]}, "
-            f"{len(unexpected)} unexpected {unexpected[:3]}; convert the model with the recipe it was saved under"
-        )
+    new = {} if recipe is None else _new_histories(model, state, recipes.get(recipe))
+    histories = _histories(model) | new
+    slots = _slots(model, histories)
+    _check_keys(slots, state)
     for key, slot in slots.items():
-        if not isinstance(state[key], Tensor):
-            raise CheckpointError(f"scaling state {key!r} is {type(state[key]).__name__}, expected a tensor")
-        if state[key].ndim != slot.ndim:
-            raise CheckpointError(
-                f"scaling state {key!r} has shape {tuple(state[key].shape)}, expected {tuple(slot.shape)}"
-            )
-        if state[key].dtype is not slot.dtype:
-            raise CheckpointError(f"scaling state {key!r} is {state[key].dtype}, expected {slot.dtype}")
-        valid, rule = _RULES[key.rpartition(".")[2]]
-        wrong = state[key][~valid(state[key])]
-        if wrong.numel():
-            raise CheckpointError(f"scaling state {key!r} holds {wrong.flatten()[0].item()}; {rule}")
+        _check_tensor(key, state[key], slot)
     for key, slot in slots.items():
         if slot.ndim:
             slot.fill_(EMPTY)
-            kept = min(len(slot), len(state[key]))
-            slot[:kept].copy_(state[key][:kept])
+            slot[: len(state[key])].copy_(state[key][: len(slot)])
         else:
             slot.copy_(state[key])
-    for history in _histories(model).values():
-        history.pending.fill_(EMPTY)
+    for path, history in histories.items():
+        windows = [state[f"{_prefix(path)}{role}.amax_history"] for role in ROLES]
+        cut = [bool((window[history.spec.length :] != EMPTY).any()) for window in windows]
+        history.follow_window(torch.tensor(cut, device=history.amax.device))
+        history.discard()
+    for path, layer in _layers(model).items():
+        layer.amax_history = histories.get(path)
+    _forget_cached_weights(model)
 
 
 def nonfinite_counts(model: torch.nn.Module) -> dict[str, int]:
@@ -143,6 +199,53 @@ def nonfinite_counts(model: torch.nn.Module) -> dict[str, int]:
     return {key: count for key, count in found.items() if count}
 
 
+def _new_histories(model: torch.nn.Module, state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, AmaxHistory]:
+    """Histories of ``recipe`` for the layers that have none and that ``state`` knows."""
+    if recipe.history is None:
+        raise ConfigError(f"recipe {recipe.name!r} keeps no history; name the delayed recipe that autocast runs")
+    return {
+        path: layer.new_history(recipe.history)
+        for path, layer in _layers(model).items()
+        if layer.amax_history is None and f"{_prefix(path)}{ROLES[INPUT]}.amax_history" in state
+    }
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check_keys(slots: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    missing, unexpected = sorted(slots.keys() - state.keys()), sorted(state.keys() - slots.keys())
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the scaling state does not fit this model: {len(missing)} keys missing {missing[:3]}, "
+            f"{len(unexpected)} unexpected {unexpected[:3]}; convert the model with the recipe it was saved under, or, "
+            "if that was octavo.autocast's, name it: load_scaling_state(model, state, recipe=...)"
+        )
+
+
+def _check_tensor(key: str, value: object, slot: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"scaling state {key!r} is {type(value).__name__}, expected a tensor")
+    if value.ndim != slot.ndim or not value.numel():
+        raise CheckpointError(f"scaling state {key!r} has shape {tuple(value.shape)}, expected {tuple(slot.shape)}")
+    if value.dtype is not slot.dtype:
+        raise CheckpointError(f"scaling state {key!r} is {value.dtype}, expected {slot.dtype}")
+    valid, rule = _RULES[key.rpartition(".")[2]]
+    wrong = value[~valid(value)]
+    if wrong.numel():
+        raise CheckpointError(f"scaling state {key!r} holds {wrong.flatten()[0].item()}; {rule}")
+    empty = value == EMPTY
+    if slot.ndim and bool((empty[:-1] & ~empty[1:]).any()):
+        raise CheckpointError(f"scaling state {key!r} holds an amax that is older than none; the newest comes first")
+
+
+def _forget_cached_weights(model: torch.nn.Module) -> None:
+    for layer in _layers(model).values():
+        if layer.weight_cache is not None:
+            layer.weight_cache.clear()
+
+
 def _layers(model: torch.nn.Module) -> dict[str, Linear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
 
@@ -152,15 +255,18 @@ def _histories(model: torch.nn.Module) -> dict[str, AmaxHistory]:
     return {path: history for path, history in found.items() if history is not None}
 
 
-def _slots(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Views into the layers' buffers, under the keys of :func:`scaling_state`."""
+def _prefix(path: str) -> str:
+    return f"{path}." if path else ""
+
+
+def _slots(model: torch.nn.Module, histories: Mapping[str, AmaxHistory]) -> dict[str, Tensor]:
+    """Views into the buffers of layers and ``histories``, under the keys of :func:`scaling_state`."""
     slots: dict[str, Tensor] = {}
     for path, layer in _layers(model).items():
-        prefix = f"{path}." if path else ""
-        history = layer.amax_history
-        if history is not None:
+        if path in histories:
             for index, role in enumerate(ROLES):
-                slots |= {f"{prefix}{role}.{key}": getattr(history, buffer)[index] for key, buffer in _FIELDS.items()}
+                for key, buffer in _FIELDS.items():
+                    slots[f"{_prefix(path)}{role}.{key}"] = getattr(histories[path], buffer)[index]
         if layer.recipe.has_static_input:
-            slots[f"{prefix}{ROLES[INPUT]}.scale"] = layer.input_scale
+            slots[f"{_prefix(path)}{ROLES[INPUT]}.scale"] = layer.input_scale
     return slots

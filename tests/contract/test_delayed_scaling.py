@@ -4,6 +4,8 @@ The general check drives a layer through random sequences of training steps, eva
 in plain Python that knows only lists of numbers.
 """
 
+from collections.abc import Collection
+
 import numpy as np
 import pytest
 import torch
@@ -16,9 +18,9 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.nn import Linear
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.recipes import History, Statistic
-from octavo.state import update_scales
+from octavo.state import rescale_gradient_history, update_scales
 from tests.contract.gemm_oracle import recorded_products
-from tests.unit.test_observers import PlainRole
+from tests.unit.test_observers import PlainRole, backoffs
 
 WEIGHT_AMAX = 0.75
 
@@ -29,11 +31,20 @@ def _layer(*, manual: bool = False, **options) -> Linear:
     return layer
 
 
-def _train(layer: Linear, amax: float, grad_amax: float = 1.0) -> tuple[float, float, float]:
-    """One training forward and backward on constant tensors; the scales of input, weight and grad_output."""
-    x = torch.full((1, 2), amax, requires_grad=True)
+def _train(
+    layer: Linear, amax: float, grad_amax: float = 1.0, *, broken: Collection[int] = ()
+) -> tuple[float, float, float]:
+    """One training forward and backward on constant tensors; the scales of input, weight and grad_output.
+
+    The last elements of the ``broken`` roles' tensors are infinite; their finite amax is the same.
+    """
+    x, grad = torch.full((1, 2), amax), torch.full((1, 2), grad_amax)
+    for role, tensor in ((INPUT, x), (WEIGHT, layer.weight.data), (GRAD_OUTPUT, grad)):
+        if role in broken:
+            tensor[-1, -1] = float("inf")
     with recorded_products() as products:
-        layer(x).backward(torch.full((1, 2), grad_amax))
+        layer(x.requires_grad_()).backward(grad)
+    torch.nn.init.constant_(layer.weight, WEIGHT_AMAX)
     output, grad_input, grad_weight = products
     assert torch.equal(output.b.scale, grad_input.b.scale)  # one cast, two products
     assert torch.equal(output.a.scale, grad_weight.b.scale)
@@ -60,7 +71,7 @@ def _scale(amax: float, fmt: Format, margin: int = 0) -> float:
 amaxes = st.floats(2.0**-10, 2.0**10, width=32)
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("train"), amaxes, amaxes),
+        st.tuples(st.just("train"), amaxes, amaxes, st.sets(st.sampled_from([INPUT, WEIGHT, GRAD_OUTPUT]))),
         st.tuples(st.just("evaluate"), amaxes),
         st.tuples(st.just("close")),
     ),
@@ -77,11 +88,17 @@ actions = st.lists(
     statistic=st.sampled_from([Statistic.MAX, Statistic.LATEST]),
     margin=st.integers(0, 3),
     update_interval=st.integers(1, 3),
+    backoff=backoffs,
 )
-def test_scales_follow_the_plain_model(actions, *, manual, length, statistic, margin, update_interval):
-    spec = History(length=length, statistic=statistic, update_interval=update_interval)
+def test_scales_follow_the_plain_model(actions, *, manual, length, statistic, margin, update_interval, backoff):
+    spec = History(length=length, statistic=statistic, update_interval=update_interval, backoff=backoff)
     layer = _layer(
-        manual=manual, history_length=length, statistic=statistic, margin=margin, update_interval=update_interval
+        manual=manual,
+        history_length=length,
+        statistic=statistic,
+        margin=margin,
+        update_interval=update_interval,
+        backoff=backoff,
     )
     roles = [PlainRole(spec) for _ in range(3)]
 
@@ -106,9 +123,9 @@ def test_scales_follow_the_plain_model(actions, *, manual, length, statistic, ma
             own = (values[0], WEIGHT_AMAX, values[1])
             formats = (E4M3, E4M3, E5M2)
             expected = tuple(_scale(past(role, own[role]), formats[role], margin) for role in range(3))
-            assert _train(layer, values[0], values[1]) == expected
+            assert _train(layer, values[0], values[1], broken=values[2]) == expected
             for role in range(3):
-                roles[role].record(own[role])
+                roles[role].record(own[role], overflowed=role in values[2])
 
 
 def test_the_first_step_is_dynamic_and_the_second_uses_the_first():
@@ -362,3 +379,63 @@ def test_backing_off_after_an_overflow():
     _train(plain, 4.0)
     plain(torch.tensor([[float("inf"), 1.0]], requires_grad=True)).sum().backward()
     assert _train(plain, 1.0)[0] == _scale(1.0, E4M3)
+
+
+@pytest.mark.parametrize("role", [INPUT, WEIGHT, GRAD_OUTPUT])
+def test_backing_off_is_each_roles_own(role):
+    layer = _layer(backoff=0.5)
+    _train(layer, 4.0, 8.0)
+    _train(layer, 4.0, 8.0, broken=[role])
+    expected = [_scale(4.0, E4M3), _scale(WEIGHT_AMAX, E4M3), _scale(8.0, E5M2)]
+    expected[role] *= 2
+    assert list(_train(layer, 4.0, 8.0)) == expected
+
+
+def test_a_first_step_with_an_overflow_has_nothing_to_back_off_from():
+    layer = _layer(backoff=0.5)
+    _train(layer, 4.0, 8.0, broken=[INPUT, WEIGHT, GRAD_OUTPUT])
+    assert _train(layer, 1.0) == (_scale(4.0, E4M3), _scale(WEIGHT_AMAX, E4M3), _scale(8.0, E5M2))
+
+
+class TestLossScale:
+    """grad_output carries the loss scale, and so do its amaxes: when the scale changes, they must."""
+
+    @pytest.mark.parametrize("recipe", ["delayed", "delayed_te"])
+    @pytest.mark.parametrize("factor", [2.0, 0.5, 2.0**-7])
+    def test_after_a_change_the_codes_are_those_of_no_change(self, recipe, factor):
+        def gradient_codes(*, changed: bool) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(4)
+            layer = Linear(16, 8, bias=False, recipe=recipe, manual_scale_updates=True)
+            torch.nn.init.normal_(layer.weight, generator=generator)
+            codes, loss_scale = [], 2.0**10
+            for step in range(6):
+                if step == 3 and changed:
+                    rescale_gradient_history(layer, factor)
+                    loss_scale *= factor
+                with recorded_products() as products:
+                    x, grad = (torch.randn(4, width, generator=generator) for width in (16, 8))
+                    layer(x.requires_grad_()).backward(grad * loss_scale)
+                update_scales(layer)
+                codes.append(products[1].a.data.view(torch.uint8))
+            return codes
+
+        for one, other in zip(gradient_codes(changed=False), gradient_codes(changed=True), strict=True):
+            assert torch.equal(one, other)
+
+    def test_what_is_pending_is_rescaled_and_other_roles_are_not(self):
+        layer = _layer(manual=True)
+        _train(layer, 3.0, 5.0)
+        update_scales(layer)
+        _train(layer, 3.0, 7.0)
+        rescale_gradient_history(layer, 2)
+        update_scales(layer)
+        state = octavo.scaling_state(layer)
+        assert state["grad_output.amax_history"][:3].tolist() == [14.0, 10.0, -1.0]
+        assert state["grad_output.amax"].item() == 14.0
+        assert state["input.amax_history"][:3].tolist() == [3.0, 3.0, -1.0]
+        assert state["weight.amax"].item() == WEIGHT_AMAX
+
+    @pytest.mark.parametrize("factor", [0, -2.0, float("inf"), float("nan"), True, "2"])
+    def test_a_factor_that_no_loss_scale_changes_by_is_refused(self, factor):
+        with pytest.raises(ConfigError, match="a positive, finite factor"):
+            rescale_gradient_history(_layer(), factor)

@@ -10,6 +10,7 @@ import octavo
 from octavo import functional
 from octavo.functional import WeightCache
 from octavo.nn import Linear
+from octavo.state import discard_step
 
 RECIPES = [name for name in octavo.recipes.names() if name not in ("bf16", "static")]
 
@@ -24,13 +25,14 @@ def _layer(recipe: str, *, cached: bool) -> Linear:
 def _casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the tensors that are cast from now on."""
     shapes: list[tuple[int, ...]] = []
-    original = functional.quantize  # type: ignore[attr-defined]
+    original = functional.cast_operand
 
-    def recording(x, *args, **options):
-        shapes.append(tuple(x.shape))
-        return original(x, *args, **options)
+    def recording(x, spec, *rest):
+        if spec is not None:
+            shapes.append(tuple(x.shape))
+        return original(x, spec, *rest)
 
-    monkeypatch.setattr(functional, "quantize", recording)
+    monkeypatch.setattr(functional, "cast_operand", recording)
     return shapes
 
 
@@ -201,6 +203,36 @@ def test_delayed_records_a_cached_weight_once_a_step():
     octavo.update_scales(layer)
     assert octavo.scaling_state(layer)["weight.amax"] == layer.weight.detach().abs().max()
     assert octavo.scaling_state(layer)["weight.steps"].item() == 1
+
+
+def test_another_scaling_state_casts_again():
+    """The codes of a delayed weight follow from its amaxes: a state of other amaxes means other codes."""
+    plain, cached = _layer("delayed", cached=False), _layer("delayed", cached=True)
+    donor = _layer("delayed", cached=False)
+    with torch.no_grad():
+        donor.weight.mul_(0.25)
+    for layer in (plain, cached, donor):
+        _micro_batch(layer, 0)
+        octavo.update_scales(layer)
+        _micro_batch(layer, 1)  # caches codes
+    before = _micro_batch(cached, 2)
+    for layer in (plain, cached):
+        octavo.load_scaling_state(layer, octavo.scaling_state(donor))
+    after = _micro_batch(cached, 2)
+    assert torch.equal(after, _micro_batch(plain, 2))
+    assert not torch.equal(after, before), "the amaxes matter here"
+
+
+def test_a_discarded_step_is_recorded_when_it_is_made_again():
+    plain, cached = _layer("delayed", cached=False), _layer("delayed", cached=True)
+    for layer in (plain, cached):
+        _micro_batch(layer, 0)
+        discard_step(layer)
+        _micro_batch(layer, 0)
+        octavo.update_scales(layer)
+    one, other = octavo.scaling_state(plain), octavo.scaling_state(cached)
+    assert one["weight.steps"].item() == 1
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,10 +14,16 @@ from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, WEIGHT, AmaxHisto
 from octavo.recipes import History, Statistic
 
 amaxes = st.one_of(st.just(0.0), st.floats(2.0**-126, 2.0**100, width=32))
-events = st.lists(st.one_of(st.just("close"), st.tuples(st.sampled_from(range(3)), amaxes)), max_size=40)
+events = st.lists(st.one_of(st.just("close"), st.tuples(st.sampled_from(range(3)), amaxes, st.booleans())), max_size=40)
+backoffs = st.sampled_from([1.0, 0.99, 0.5])
 specifications = st.builds(
-    History, length=st.integers(1, 5), statistic=st.sampled_from(Statistic), update_interval=st.integers(1, 4)
+    History,
+    length=st.integers(1, 5),
+    statistic=st.sampled_from(Statistic),
+    update_interval=st.integers(1, 4),
+    backoff=backoffs,
 )
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass
@@ -27,17 +34,22 @@ class PlainRole:
     window: list[float] = field(default_factory=list)  # newest first
     amax: float | None = None  # what scales are made from
     pending: float | None = None
+    overflowed: bool = False  # the running step
     steps: int = 0
 
-    def record(self, amax: float) -> None:
+    def record(self, amax: float, *, overflowed: bool = False) -> None:
         self.pending = amax if self.pending is None else max(self.pending, amax)
+        self.overflowed = self.overflowed or overflowed
 
     def close(self) -> None:
         if self.pending is None:
             return
         self.window = [self.pending, *self.window][: self.spec.length]
-        self.pending = None
+        overflowed, self.overflowed, self.pending = self.overflowed, False, None
         self.steps += 1
+        if overflowed and self.spec.backoff < 1 and self.amax is not None:
+            self.amax = min(float(np.float32(self.amax / self.spec.backoff)), LARGEST)
+            return
         if self.steps % self.spec.update_interval and self.amax is not None:
             return
         candidate = self._statistic()
@@ -62,8 +74,14 @@ def _assert_equal(history: AmaxHistory, roles: list[PlainRole]) -> None:
         assert history.pending[index].item() == (EMPTY if role.pending is None else role.pending)
         assert history.steps[index].item() == role.steps
         expected = role.amax or 0.0
+        assert history.overflowed[index].item() == role.overflowed
         exact = role.spec.statistic is not Statistic.MEAN  # a mean is rounded once to float32
         assert history.amax[index].item() == (expected if exact else pytest.approx(expected, rel=2**-23, abs=0))
+
+
+def _record(history: AmaxHistory, role: int, amax: float, overflowed: bool) -> None:
+    history.record(role, torch.tensor(amax))
+    history.overflowed[role] |= overflowed
 
 
 @given(specifications, events)
@@ -75,9 +93,9 @@ def test_it_follows_the_plain_model(spec, sequence):
             for role in roles:
                 role.close()
         else:
-            index, amax = event
-            history.record(index, torch.tensor(amax))
-            roles[index].record(amax)
+            index, amax, overflowed = event
+            _record(history, *event)
+            roles[index].record(amax, overflowed=overflowed)
         _assert_equal(history, roles)
 
 
@@ -86,7 +104,7 @@ def test_a_step_that_is_not_to_be_closed_stays_open(spec, sequence):
     history = AmaxHistory(spec)
     for event in sequence:
         if event != "close":
-            history.record(event[0], torch.tensor(event[1]))
+            _record(history, *event)
     before = {name: buffer.clone() for name, buffer in history.named_buffers()}
     history.close(where=torch.tensor(False))
     assert all(torch.equal(buffer, before[name]) for name, buffer in history.named_buffers())
@@ -139,6 +157,50 @@ def test_update_interval_holds_the_scale_between_updates():
         history.close()
         seen.append(history.amax[INPUT].item())
     assert seen == [1.0, 1.0, 3.0, 3.0, 3.0, 6.0, 6.0], "the first step is used at once"
+
+
+def test_a_discarded_step_has_not_begun():
+    history, fresh = AmaxHistory(History()), AmaxHistory(History()).fresh_state(None)
+    for role in range(3):
+        _record(history, role, 3.0, overflowed=True)
+    history.region.fill_(7)
+    history.discard()
+    assert all(torch.equal(buffer, fresh[name]) for name, buffer in history.named_buffers())
+
+
+def test_backing_off_for_ever_stops_at_the_largest_float32():
+    """Halved 300 times an encode scale would be that of an infinite amax, which no state may hold."""
+    layer = octavo.nn.Linear(2, 2, bias=False, recipe=octavo.recipes.get("delayed", backoff=0.5))
+    broken = torch.tensor([[float("inf"), 1.0]])
+    layer(torch.ones(1, 2)).sum().backward()
+    for _ in range(300):
+        layer(broken).backward(broken)
+    state = octavo.scaling_state(layer)
+    assert state["input.amax"].item() == state["grad_output.amax"].item() == LARGEST
+    octavo.load_scaling_state(layer, state)
+    layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert octavo.scaling_state(layer)["input.amax"].item() == 1.0, "a clean step follows the window again"
+
+
+@given(specifications, events, st.integers(-3, 3))
+def test_rescaling_one_role_is_having_seen_it_scaled(spec, sequence, exponent):
+    """By powers of two, to the bit (a mean is rounded, and so is what leaves FP32's range: both left out)."""
+    factor = 2.0**exponent
+    rescaled, scaled = AmaxHistory(spec), AmaxHistory(spec)
+    for event in sequence:
+        for history, by in ((rescaled, 1.0), (scaled, factor)):
+            if event == "close":
+                history.close()
+            else:
+                role, amax, overflowed = event
+                amax = max(amax, 2.0**-90) if amax else amax
+                _record(history, role, amax * (by if role == GRAD_OUTPUT else 1.0), overflowed)
+    rescaled.rescale(GRAD_OUTPUT, factor)
+    for (name, one), other in zip(rescaled.named_buffers(), scaled.buffers(), strict=True):
+        if spec.statistic is Statistic.MEAN and name == "amax":
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other), name
 
 
 def test_it_stays_float32_and_out_of_the_state_dict():

@@ -3,8 +3,11 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.errors import CheckpointError
+from octavo.compat.transformer_engine import pytorch as te
+from octavo.compat.transformer_engine.common.recipe import DelayedScaling
+from octavo.errors import CheckpointError, ConfigError
 from octavo.observers import EMPTY, ROLES
+from octavo.state import discard_step
 
 
 def _model(*, manual: bool = False, **options) -> nn.Sequential:
@@ -92,6 +95,32 @@ def test_saving_does_not_disturb_the_run():
     assert seen == losses
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "delayed_te"])
+def test_reading_the_state_leaves_the_model_as_it_is(recipe):
+    """The step that is over is closed in what is read; the next training forward closes the model's own."""
+    model = octavo.nn.Linear(8, 4, recipe=recipe)
+    for batch in _batches(2, seed=4):
+        with octavo.autocast():
+            model(batch).sum().backward()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x = torch.randn(3, 8)
+    outputs = [_evaluated(model, x)]
+    state = octavo.scaling_state(model)
+    outputs.append(_evaluated(model, x))
+    assert torch.equal(*outputs)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert state["input.steps"].item() == 2
+    assert state["input.amax"] == _batches(2, seed=4)[-1].abs().max()
+
+
+@torch.no_grad()
+def _evaluated(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    y: torch.Tensor = model(x)
+    model.train()
+    return y
+
+
 def test_saved_tensors_are_copies():
     model = _model()
     _train(model, _batches(2, seed=0))
@@ -117,13 +146,124 @@ def test_a_shorter_window_keeps_the_newest_and_a_longer_one_is_filled_with_none(
     assert padded[4:].tolist() == [EMPTY, EMPTY]
 
 
-def test_loading_forgets_the_running_step():
-    model = _model(manual=True)
+@pytest.mark.parametrize(("statistic", "amax"), [("max", 3.0), ("latest", 3.0), ("mean", 2 / (1 / 3 + 1 / 2))], ids=str)
+def test_a_window_that_is_cut_gives_the_scale_of_what_is_kept(statistic, amax):
+    donor = octavo.nn.Linear(2, 2, recipe=octavo.recipes.get("delayed", history_length=6, statistic=statistic))
+    for value in (9.0, 2.0, 3.0):
+        donor(torch.full((1, 2), value)).sum().backward()
+    layer = octavo.nn.Linear(2, 2, recipe=octavo.recipes.get("delayed", history_length=2, statistic=statistic))
+    octavo.load_scaling_state(layer, octavo.scaling_state(donor))
+    state = octavo.scaling_state(layer)
+    assert state["input.amax_history"].tolist() == [3.0, 2.0]
+    assert state["input.amax"].item() == pytest.approx(amax)
+
+
+def test_a_window_that_loses_nothing_keeps_the_scale_it_was_saved_with():
+    """One that does not follow the window: of a step that backed off, or between two updates."""
+    donor = octavo.nn.Linear(2, 2, recipe=octavo.recipes.get("delayed", history_length=6, update_interval=5))
+    for value in (9.0, 2.0):
+        donor(torch.full((1, 2), value)).sum().backward()
+    state = octavo.scaling_state(donor)
+    state["input.amax"].fill_(36.0)
+    for length in (2, 6, 9):
+        layer = octavo.nn.Linear(2, 2, recipe=octavo.recipes.get("delayed", history_length=length, update_interval=5))
+        octavo.load_scaling_state(layer, state)
+        assert octavo.scaling_state(layer)["input.amax"].item() == 36.0
+
+
+def test_a_window_that_is_cut_to_zeros_keeps_the_scale():
+    donor = octavo.nn.Linear(2, 2, recipe=octavo.recipes.get("delayed", history_length=3))
+    for value in (9.0, 0.0, 0.0):
+        donor(torch.full((1, 2), value)).sum().backward()
+    layer = octavo.nn.Linear(2, 2, recipe=octavo.recipes.get("delayed", history_length=2))
+    octavo.load_scaling_state(layer, octavo.scaling_state(donor))
+    assert octavo.scaling_state(layer)["input.amax"].item() == 9.0
+
+
+@pytest.mark.parametrize("forget", ["load", "discard"])
+def test_the_running_step_is_forgotten(forget):
+    """Its amaxes, its overflows and its backward passes: then the model is its undisturbed twin."""
+    model, twin = _model(manual=True, backoff=0.5), _model(manual=True, backoff=0.5)
+    for each in (model, twin):
+        _train(each, _batches(2, seed=1), manual=True)
+    broken = torch.full((1, 8), 1e4)
+    broken[0, 0] = float("inf")
+    for _ in range(99):
+        model(broken).sum().backward()
+    if forget == "load":
+        octavo.load_scaling_state(model, octavo.scaling_state(twin))
+    else:
+        discard_step(model)
+    for each in (model, twin):
+        each.zero_grad()
+        assert _train(each, _batches(3, seed=2)[2:], manual=True)  # a hundredth backward pass would be told of
+    one, other = octavo.scaling_state(model), octavo.scaling_state(twin)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert one["0.input.steps"].item() == 3
+
+
+def _octavo_layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(octavo.nn.Linear(8, 16), nn.ReLU(), octavo.nn.Linear(16, 4), octavo.nn.Linear(4, 4))
+
+
+def _compat_layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(te.LayerNormMLP(8, 16), te.Linear(8, 4), te.Linear(4, 4))
+
+
+def _train_under(recipe, model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
+    """All layers but the last, which never runs."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for batch in batches:
+        with te.autocast(recipe=recipe) if isinstance(recipe, DelayedScaling) else octavo.autocast(recipe):
+            loss = model[:-1](batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("make", [_octavo_layers, _compat_layers])
+@pytest.mark.parametrize("recipe", ["delayed", "delayed_te", DelayedScaling(amax_history_len=3)], ids=str)
+def test_resuming_what_only_autocast_delays_goes_on_bit_for_bit(make, recipe):
+    first, second = _batches(5, seed=1), _batches(4, seed=2)
+    own = recipe.octavo_recipe() if isinstance(recipe, DelayedScaling) else recipe
+    through, resumed, fresh = make(), make(), make()
+    _train_under(recipe, through, first)
+    weights = {key: value.clone() for key, value in through.state_dict().items() if value is not None}
+    scaling = octavo.scaling_state(through)
+    assert scaling
+    assert not any(key.startswith(f"{len(through) - 1}.") for key in scaling), "what never ran has none"
+    for model in (resumed, fresh):
+        model.load_state_dict(weights)
+    with pytest.raises(CheckpointError, match=r"if that was octavo.autocast's, name it: .*recipe=\.\.\.\)"):
+        octavo.load_scaling_state(resumed, scaling)
+    assert octavo.scaling_state(resumed) == {}
+    octavo.load_scaling_state(resumed, scaling, recipe=own)
+    loaded = octavo.scaling_state(resumed)
+    assert loaded.keys() == scaling.keys()
+    assert all(torch.equal(loaded[key], scaling[key]) for key in scaling)
+    losses = _train_under(recipe, through, second)
+    assert _train_under(recipe, resumed, second) == losses
+    after, same = octavo.scaling_state(through), octavo.scaling_state(resumed)
+    assert all(torch.equal(after[key], same[key]) for key in after)
+    assert _train_under(recipe, fresh, second) != losses, "the scaling state matters here"
+
+
+def test_a_recipe_to_load_with_is_a_delayed_one_and_what_is_refused_leaves_no_history():
+    model = _octavo_layers()
+    _train_under("delayed", model, _batches(2, seed=1))
     state = octavo.scaling_state(model)
-    model(torch.full((1, 8), 1e4)).sum().backward()
-    octavo.load_scaling_state(model, state)
-    octavo.update_scales(model)
-    assert octavo.scaling_state(model)["0.input.steps"].item() == 0
+    other = _octavo_layers()
+    with pytest.raises(ConfigError, match="'rowwise' keeps no history; name the delayed recipe"):
+        octavo.load_scaling_state(other, state, recipe="rowwise")
+    state["2.input.amax"].fill_(-1.0)
+    with pytest.raises(CheckpointError, match="not negative"):
+        octavo.load_scaling_state(other, state, recipe="delayed")
+    assert octavo.scaling_state(other) == {}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +277,14 @@ def test_loading_forgets_the_running_step():
         ),
         (lambda state: state.update({"0.input.amax_history": torch.tensor(1.0)}), r"amax_history' has shape \(\)"),
         (dict.clear, r"18 keys missing"),
+        (
+            lambda state: state.update({"0.input.amax_history": torch.ones(0)}),
+            r"amax_history' has shape \(0,\), expected \(16,\)",
+        ),
+        (
+            lambda state: state.update({"0.input.amax_history": torch.tensor([-1.0, 5.0, -1.0, 5.0])}),
+            r"amax_history' holds an amax that is older than none; the newest comes first",
+        ),
         (
             lambda state: state.update({"0.input.amax": torch.tensor(float("nan"))}),
             r"amax' holds nan; an amax",
@@ -158,6 +306,8 @@ def test_loading_forgets_the_running_step():
         "wrong shape",
         "no window",
         "empty",
+        "an empty window",
+        "a window with gaps",
         "nan amax",
         "negative amax",
         "negative steps",

@@ -161,7 +161,7 @@ def load_checkpoint(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     _check_fit(path / OPTIMIZER, _moment_shapes(parameters), moments)
     if scaler is not None:
-        scaler.load_state_dict(raw.get("loss_scaler") or {})
+        scaler.load_state_dict(raw.get("loss_scaler", {}))
     load_model(path, model)
     for name, parameter in parameters.items():
         own = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}

@@ -7,7 +7,9 @@ hence an interrupted and resumed run writes the same metrics.jsonl as an uninter
 the times (on the same number of threads, which decides the order of some sums).
 
 With a loss scale, a step whose gradients overflow is made again with half the scale, on the same batches: no text is
-passed over, and the run still has as many updates as it was asked for.
+passed over, the run still has as many updates as it was asked for, and nothing but the scale tells that it happened:
+delayed scaling forgets what the failed attempt recorded. A gradient norm that overflows though every element is finite
+stops the run: no loss scale mends it.
 """
 
 import math
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
-from octavo.state import update_scales
+from octavo.state import discard_step, rescale_gradient_history, update_scales
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
 from octavo.training.config import AUTO, DYNAMIC, RunConfig, TrainingConfig
 from octavo.training.data import TokenData
@@ -183,17 +185,21 @@ class Trainer:
     def _train_step(self, log: MetricsLog) -> None:
         started = time.perf_counter()
         lr = self._learning_rate()
-        loss, grad_norm = self._gradients()
-        while math.isfinite(loss) and not math.isfinite(grad_norm) and self._lower_loss_scale(log):
-            loss, grad_norm = self._gradients()
+        loss, grad_norm, overflowed = self._gradients()
+        while overflowed and math.isfinite(loss) and self._lower_loss_scale(log):
+            loss, grad_norm, overflowed = self._gradients()
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise self._nonfinite(loss, grad_norm)
         scale = self._update()
         self.step += 1
         self._report_step(log, loss, lr, grad_norm, seconds=time.perf_counter() - started, loss_scale=scale)
 
-    def _gradients(self) -> tuple[float, float]:
-        """Fill the parameters' gradients, clipped; the mean loss, and the gradients' norm before clipping."""
+    def _gradients(self) -> tuple[float, float, bool]:
+        """Fill the parameters' gradients, clipped.
+
+        Returns:
+            The mean loss, the gradients' norm before clipping, and whether a scaled loss left one that is not finite.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         share = 1 / self.training.grad_accumulation
         losses = []
@@ -203,28 +209,34 @@ class Trainer:
             part = loss * share
             (part if self.scaler is None else self.scaler.scale(part)).backward()
             losses.append(loss.detach())
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        return (torch.stack(losses).sum() * share).item(), self._clip()
+        overflowed = self.scaler is not None and not self.scaler.unscale_(self.optimizer)
+        return (torch.stack(losses).sum() * share).item(), self._clip(), overflowed
 
     def _update(self) -> float | None:
         """Take the optimizer's step; the loss scale of its gradients, None if there is none."""
-        scale = None
         if self.scaler is None:
             self.optimizer.step()
-        else:
-            scale = self.scaler.value
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            update_scales(self.model)
+            return None
+        scale = self.scaler.value
+        self.scaler.step(self.optimizer)
         update_scales(self.model)
+        self._update_loss_scale(self.scaler)
         return scale
+
+    def _update_loss_scale(self, scaler: LossScaler) -> None:
+        before = scaler.value
+        scaler.update()
+        if scaler.value != before:
+            rescale_gradient_history(self.model, scaler.value / before)
 
     def _lower_loss_scale(self, log: MetricsLog) -> bool:
         """After gradients that are not finite: whether there is a smaller scale to try, which is set then."""
         if self.scaler is None or self.scaler.value == self.scaler.floor:
             return False
         log.write("overflow", self.step + 1, loss_scale=self.scaler.value)
-        self._update()
+        discard_step(self.model)
+        self._update_loss_scale(self.scaler)
         self.emit(Notice(text=f"step {self.step + 1}: a gradient overflowed; loss scale {self.scaler.value:g} now"))
         return True
 

@@ -5,13 +5,14 @@ neither does dynamic FP8: it measures each gradient, so a power of two in front 
 the codes as they are.
 
 ``torch.amp.GradScaler`` does the work. This class adds what it leaves out: bounds of the scale (one number for both
-makes it static), an answer whether the gradients were finite, and a state of two numbers.
+makes it static), an answer whether the gradients are finite once they are divided, and a state of two numbers.
 
 References: Micikevicius et al., arXiv 1710.03740, section 3.2; torch's documentation, "Automatic Mixed Precision".
 """
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class LossScaler:
         device: of the gradients.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value out of range, or CUDA is asked for and there is none.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -64,17 +65,23 @@ class LossScaler:
             initial = floor = ceiling = _positive("a static loss scale", scale)
         self.floor = _positive("floor", floor)
         self.ceiling = math.inf if ceiling is None else _positive("ceiling", ceiling)
-        if not self.floor <= _positive("initial", initial) <= self.ceiling:
+        initial = _positive("initial", initial)
+        if not self.floor <= initial <= self.ceiling:
             raise ConfigError(f"initial must be between floor {floor} and ceiling {ceiling}, not {initial}")
-        if isinstance(growth_interval, bool) or growth_interval < 1:
+        if not _is_whole(growth_interval) or growth_interval < 1:
             raise ConfigError(f"growth_interval must be a whole number of at least 1, not {growth_interval!r}")
+        kind = torch.device(device).type
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("a loss scaler for 'cuda' needs a CUDA device, and torch sees none; use device='cpu'")
+        self.growth_interval = growth_interval
         self._scaler = torch.amp.GradScaler(
-            torch.device(device).type,
+            kind,
             init_scale=initial,
             growth_factor=GROWTH,
             backoff_factor=BACKOFF,
             growth_interval=growth_interval,
         )
+        self._has_scaled = False
         self._finite: dict[int, bool] = {}  # of the optimizers whose gradients are divided already, until update
 
     @property
@@ -84,6 +91,7 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss · scale``, to call ``backward`` on; a sum of micro-batches takes the same scale for each."""
+        self._has_scaled = True
         return self._scaler.scale(loss)
 
     def unscale_(self, optimizer: Optimizer) -> bool:
@@ -93,14 +101,18 @@ class LossScaler:
             Whether all of them are finite.
 
         Raises:
-            ConfigError: their parameters are FP16; keep those in FP32 and compute in FP16 by ``torch.autocast``.
+            ConfigError: there are none, or their parameters are FP16; keep those in FP32 and compute in FP16 by
+                ``torch.autocast``.
         """
         if id(optimizer) not in self._finite:
-            if any(gradient.dtype is torch.float16 for gradient in _gradients(optimizer)):
+            dtypes = {gradient.dtype for gradient in _gradients(optimizer)}
+            if torch.float16 in dtypes:
                 raise ConfigError(
                     "gradients of FP16 parameters cannot be divided by the loss scale without losing small ones; keep "
                     "the parameters in FP32 and compute in FP16 by torch.autocast"
                 )
+            if not dtypes or not self._has_scaled:
+                raise ConfigError("there is no gradient of a scaled loss; call scale(loss).backward() first")
             self._scaler.unscale_(optimizer)
             self._finite[id(optimizer)] = all(bool(gradient.isfinite().all()) for gradient in _gradients(optimizer))
         return self._finite[id(optimizer)]
@@ -112,16 +124,26 @@ class LossScaler:
             Whether the step was made.
         """
         finite = self.unscale_(optimizer)
-        self._scaler.step(optimizer)
+        if finite:
+            self._scaler.step(optimizer)
         return finite
 
     def update(self) -> None:
-        """Set the next step's scale; once after all optimizers' steps."""
+        """Set the next step's scale, once after all optimizers' steps, or after ``unscale_`` where none is made.
+
+        Raises:
+            ConfigError: neither was called since the last time.
+        """
+        if not self._finite:
+            raise ConfigError("a loss scale is updated after unscale_(optimizer) or step(optimizer); call one first")
+        before, finite = self.value, all(self._finite.values())
         self._scaler.update()
         self._finite.clear()
-        bounded = min(max(self.value, self.floor), self.ceiling)
-        if bounded != self.value:
-            self._scaler.update(bounded)
+        if finite:
+            state = self.state_dict()
+        else:  # also where only the division overflowed, which GradScaler does not look at
+            state = {"scale": before * BACKOFF, "clean_steps": 0}
+        self._set(min(max(state["scale"], self.floor), self.ceiling), int(state["clean_steps"]))
 
     def state_dict(self) -> dict[str, float]:
         """The scale, and the finite steps since it last changed."""
@@ -134,16 +156,35 @@ class LossScaler:
         Raises:
             CheckpointError: other keys, or values that no state has.
         """
-        if state.keys() != {"scale", "clean_steps"}:
-            raise CheckpointError(f"a loss scaler's state is scale and clean_steps, not {sorted(state)}")
-        scale, clean_steps = state["scale"], state["clean_steps"]
-        if not self.floor <= scale <= self.ceiling or not math.isfinite(scale) or clean_steps < 0:
+        scale, clean_steps = _checked_state(state)
+        if not self.floor <= scale <= self.ceiling:
             raise CheckpointError(
-                f"a loss scale of {scale} after {clean_steps} steps does not fit this scaler, which keeps it from "
-                f"{self.floor} to {self.ceiling}"
+                f"a loss scale of {scale} does not fit this scaler, which keeps it from {self.floor} to "
+                f"{self.ceiling}; give it the bounds it was saved under"
             )
+        # A shorter interval than the saved one is over with the next step: GradScaler would wait for ever.
+        self._set(scale, min(clean_steps, self.growth_interval - 1))
+
+    def _set(self, scale: float, clean_steps: int) -> None:
         own = self._scaler.state_dict()
-        self._scaler.load_state_dict(own | {"scale": float(scale), "_growth_tracker": int(clean_steps)})
+        self._scaler.load_state_dict(own | {"scale": scale, "_growth_tracker": clean_steps})
+
+
+def _checked_state(state: object) -> tuple[float, int]:
+    """The scale and the clean steps of a saved state."""
+    if not isinstance(state, Mapping) or set(state) != {"scale", "clean_steps"}:
+        given = sorted(map(str, state)) if isinstance(state, Mapping) else repr(state)
+        raise CheckpointError(
+            f"the state of a loss scale is scale and clean_steps, not {given}; save state_dict() of the scaler"
+        )
+    scale, clean_steps = state["scale"], state["clean_steps"]
+    largest = torch.finfo(torch.float32).max
+    if not _is_number(scale) or not 0 < scale <= largest or not _is_whole(clean_steps) or clean_steps < 0:
+        raise CheckpointError(
+            f"a loss scale of {scale!r} after {clean_steps!r} clean steps is none that was saved; "
+            "a scale is positive and finite, steps are a whole number"
+        )
+    return float(scale), int(clean_steps)
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -154,6 +195,16 @@ def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _positive(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a positive number, not {value!r}")
-    return float(value)
+    """``value`` as float32, which a scale is."""
+    limits = torch.finfo(torch.float32)
+    if not _is_number(value) or not limits.tiny <= value <= limits.max:
+        raise ConfigError(f"{name} must be a positive number that FP32 holds, not {value!r}")
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

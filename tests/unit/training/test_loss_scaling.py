@@ -129,6 +129,10 @@ def test_a_state_goes_on_where_it_was():
         {"ceiling": 8.0},
         {"initial": 0.5},
         {"growth_interval": 0},
+        {"growth_interval": 2.5},
+        {"growth_interval": "9"},
+        {"initial": 1e300},
+        {"floor": 1e-300},
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments):
@@ -136,12 +140,91 @@ def test_arguments_out_of_range_are_refused(arguments):
         LossScaler(**arguments)
 
 
+def test_cuda_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees none; use device='cpu'"):
+        LossScaler(device="cuda")
+
+
 @pytest.mark.parametrize(
-    "state", [{}, {"scale": 2.0}, {"scale": 0.5, "clean_steps": 0}, {"scale": math.nan, "clean_steps": 0}]
+    "state",
+    [
+        {},
+        None,
+        [1.0, 2],
+        {"scale": 2.0},
+        {"scale": 0.5, "clean_steps": 0},
+        {"scale": math.nan, "clean_steps": 0},
+        {"scale": 1e300, "clean_steps": 0},
+        {"scale": "x", "clean_steps": 0},
+        {"scale": True, "clean_steps": 0},
+        {"scale": 2.0, "clean_steps": math.nan},
+        {"scale": 2.0, "clean_steps": 1.5},
+        {"scale": 2.0, "clean_steps": "9"},
+        {"scale": 2.0, "clean_steps": -1},
+    ],
+    ids=str,
 )
 def test_a_state_that_no_scaler_has_is_refused(state):
+    scaler = LossScaler()
     with pytest.raises(CheckpointError, match="loss scale"):
-        LossScaler().load_state_dict(state)
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == {"scale": 2.0**16, "clean_steps": 0}
+
+
+def test_updating_without_gradients_of_a_scaled_loss_is_refused():
+    scaler, optimizer = LossScaler(), _optimizer()
+    (weight,) = optimizer.param_groups[0]["params"]
+    for call in (lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer), scaler.update):
+        with pytest.raises(ConfigError, match="call "):
+            call()
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ConfigError, match=r"call scale\(loss\).backward\(\) first"):
+        scaler.step(optimizer)
+    assert _step(scaler, optimizer, CLEAN) == (True, True)
+    with pytest.raises(ConfigError, match="call one first"):
+        scaler.update()
+
+
+@pytest.mark.parametrize("slope", [BAD, math.nan])
+def test_a_step_left_out_lowers_the_scale_all_the_same(slope):
+    scaler, optimizer = LossScaler(), _optimizer()
+    (weight,) = optimizer.param_groups[0]["params"]
+    scaler.scale((weight * slope).sum()).backward()
+    assert not scaler.unscale_(optimizer)
+    scaler.update()
+    assert scaler.state_dict() == {"scale": 2.0**15, "clean_steps": 0}
+    assert weight.tolist() == [1.0] * 3
+
+
+def test_a_division_that_overflows_is_a_bad_step():
+    """A scale below 1 multiplies: the gradient was finite and is not after it."""
+    scaler, optimizer = LossScaler(initial=2.0**-8, floor=2.0**-12, growth_interval=1), _optimizer()
+    assert _step(scaler, optimizer, 2.0**127) == (True, True)
+    optimizer.zero_grad()
+    scaler.load_state_dict({"scale": 2.0**-8, "clean_steps": 0})
+    (weight,) = optimizer.param_groups[0]["params"]
+    before = weight.detach().clone()
+    scaler.scale(weight.sum()).backward()
+    weight.grad.fill_(2.0**127)
+    assert not scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, before)
+    assert scaler.value == 2.0**-9
+
+
+def test_a_scale_that_is_no_power_of_two_is_the_float32_it_is_kept_as():
+    scaler, optimizer = LossScaler(0.1), _optimizer()
+    _step(scaler, optimizer, BAD)
+    assert scaler.value == scaler.floor == scaler.ceiling == torch.tensor(0.1).item()
+    LossScaler(0.1).load_state_dict(scaler.state_dict())
+
+
+def test_a_state_of_a_longer_interval_grows_at_the_next_clean_step():
+    scaler, optimizer = LossScaler(growth_interval=3), _optimizer()
+    scaler.load_state_dict({"scale": 4.0, "clean_steps": 1500})
+    _step(scaler, optimizer, CLEAN)
+    assert scaler.state_dict() == {"scale": 8.0, "clean_steps": 0}
 
 
 def test_fp16_parameters_are_refused():
