@@ -10,12 +10,9 @@ which tensors, one below the other, make one of octavo's:
 A weight that was saved fused may have its rows interleaved: the query heads of a group, its key head, its value head,
 and so on. They are put in octavo's order: all query heads, all key heads, all value heads.
 
-What a module saves beside its parameters (``_extra_state``: scales and amaxes) is a pickle, as bytes or inside a uint8
-tensor. A pickle can run any code, so octavo never opens one: tensors are left out, with a warning if there is anything
-in them, and scaling starts anew; other objects are refused.
+What a module saves beside its parameters is read by ``extra_state.py``.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import CheckpointError
+from octavo.compat.transformer_engine.pytorch.extra_state import read_extra_state
 
-__all__ = ["Heads", "Row", "attention_rows", "drop_extra_state", "linear_rows", "mlp_rows", "read_names", "rename"]
+__all__ = ["Heads", "Row", "attention_rows", "linear_rows", "mlp_rows", "read_names", "rename"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +115,22 @@ def read_names(module: nn.Module, rows: Sequence[Row]) -> None:
     module.register_load_state_dict_pre_hook(partial(_translate, tuple(rows)))
 
 
-def _translate(rows: Sequence[Row], _: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
-    drop_extra_state(state, prefix)
+def _translate(rows: Sequence[Row], module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    read_extra_state(module, state, prefix, _layers(module, rows))
     rename(state, prefix, rows)
+
+
+def _layers(module: nn.Module, rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The paths of ``module``'s linear layers, by the prefix that the checkpoint has for their weights."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        path, _, kind = row.name.rpartition(".")
+        if kind == "weight" and isinstance(module.get_submodule(path), nn.Linear):
+            source = row.sources[0].rpartition(".")[0]
+            paths = found.setdefault(f"{source}." if source else "", [])
+            if path not in paths:
+                paths.append(path)
+    return found
 
 
 def rename(state: dict[str, Any], prefix: str, rows: Sequence[Row]) -> None:
@@ -138,27 +148,3 @@ def rename(state: dict[str, Any], prefix: str, rows: Sequence[Row]) -> None:
             parts = [state.pop(source) for source in sources]
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
             state[f"{prefix}{row.name}"] = joined if row.heads is None else row.heads.in_order(joined)
-
-
-def drop_extra_state(state: dict[str, Any], prefix: str) -> None:
-    """Remove, in place, what modules under ``prefix`` saved beside their parameters.
-
-    Raises:
-        CheckpointError: it is neither a tensor nor empty.
-    """
-    full = False
-    for key in [key for key in state if key.startswith(prefix) and key.endswith("_extra_state")]:
-        value = state[key]
-        if value is not None and not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{key!r} is a pickle ({type(value).__name__}), which could run any code, and octavo does not open it; "
-                "delete the keys that end with _extra_state from the checkpoint"
-            )
-        full = full or (value is not None and value.numel() > 0)
-        del state[key]
-    if full:
-        warnings.warn(
-            "the checkpoint's FP8 scales and amaxes (_extra_state) are pickles, which octavo does not open; they are "
-            "left out, and scaling starts anew",
-            stacklevel=2,
-        )

@@ -1,16 +1,13 @@
-"""Checkpoints as Transformer Engine writes them: its names, its order of rows, its pickles beside the weights."""
+"""Checkpoints as Transformer Engine writes them: its names and its order of rows."""
 
 import copy
-import io
 import pickle
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from octavo.compat.transformer_engine import pytorch as te
-from octavo.errors import CheckpointError
 
 HIDDEN, FFN, HEADS, GROUPS, D = 12, 20, 4, 2, 3
 
@@ -145,36 +142,3 @@ def test_copies_read_the_names_too(again):
     state, copied = _checkpoint(), again(_layer())
     copied.load_state_dict(state)
     assert torch.equal(copied.layer.mlp.fc1.weight, state["layernorm_mlp.fc1_weight"])
-
-
-class Explosive:
-    """What a hostile pickle does: call something when it is opened."""
-
-    def __reduce__(self):
-        return (pytest.fail, ("a pickle was opened",))
-
-
-EXTRA = "self_attention.layernorm_qkv._extra_state"
-
-
-def test_empty_extra_state_is_left_out_silently():
-    state = _checkpoint() | {EXTRA: torch.empty(0, dtype=torch.uint8), "layernorm_mlp._extra_state": None}
-    state |= {"self_attention.core_attention._extra_state": torch.empty(0)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _layer().load_state_dict(state)
-
-
-def test_a_pickle_in_a_tensor_is_never_opened():
-    data = torch.frombuffer(bytearray(pickle.dumps(Explosive())), dtype=torch.uint8)
-    with pytest.warns(UserWarning, match="scaling starts anew"):
-        _layer().load_state_dict(_checkpoint() | {EXTRA: data})
-
-
-@pytest.mark.parametrize("wrap", [bytes, io.BytesIO], ids=["bytes", "BytesIO"])
-def test_a_pickle_is_refused_with_the_reason(wrap):
-    layer = _layer()
-    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    with pytest.raises(CheckpointError, match="could run any code"):
-        layer.load_state_dict(_checkpoint() | {EXTRA: wrap(pickle.dumps(Explosive()))})
-    assert all(torch.equal(before[name], tensor) for name, tensor in layer.state_dict().items())
