@@ -57,6 +57,7 @@ def main() -> None:
         )
     lines += ["", f"{arguments.steps} steps, seed {config.training.seed}, {arguments.threads or 'all'} threads."]
     lines += [f"Step times: median of {arguments.rounds} interleaved rounds (quartiles)."]
+    lines += ["They are a verdict only where the load average above is near 0; losses and bytes do not depend on it."]
     lines += ["", *(f"- {name}: {fact}" for name, fact in study.facts.items())]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if not arguments.no_write:
