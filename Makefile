@@ -17,7 +17,7 @@ STAMP := .venv/.installed
 venv: $(STAMP)
 
 # The stamp is written last, so an interrupted installation is taken up again by the next call.
-$(STAMP): requirements.lock pyproject.toml scripts/venv.sh
+$(STAMP): requirements.lock pyproject.toml scripts/venv.sh CMakeLists.txt $(wildcard src/octavo/kernels/native/*)
 	@PYTHON="$(PYTHON)" scripts/venv.sh
 	@touch $@
 

@@ -35,6 +35,13 @@ echo "venv: $torch_pin"
 pip_install "$torch_pin"
 echo "venv: $(grep -c '==' requirements.lock) packages of requirements.lock"
 pip_install -r requirements.lock
-echo "venv: octavo"
-# The lock holds every dependency and the build backend, so nothing is resolved or downloaded here.
-pip_install --no-deps --no-build-isolation --editable .
+echo "venv: octavo, whose kernels are compiled"
+# The lock holds every dependency and the build tools, so nothing is resolved or downloaded here.
+PATH="$PWD/.venv/bin:$PATH" pip_install --no-deps --no-build-isolation --editable .
+.venv/bin/python - <<'PY'
+from octavo.kernels import cpu
+
+if cpu.why_absent():
+    print(f"venv: there are no native kernels ({cpu.why_absent()}); casts take several times as long without them.")
+    print("venv: install a C++ compiler and Python's headers, then: make clean venv")
+PY

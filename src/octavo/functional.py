@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
-from octavo.kernels import high_precision_mm, quantize, scaled_mm
-from octavo.numerics import Accumulate, QuantizedTensor, measure
+from octavo.kernels import ScaleRule, high_precision_mm, quantize_and_measure, scaled_mm
+from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.cast import can_be_asked
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
@@ -82,28 +82,21 @@ def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -
     if spec is None:
         return x
     tap = RoleTap() if tap is None else tap
-    found = measure(x.detach(), spec.granularity)
-    tap.record(x, found)
-    amax = scale = None
-    if spec.scaling == Scaling.DELAYED and tap.amax is not None:
-        amax = torch.where(tap.amax > 0, tap.amax, found.amax)
-    elif spec.scaling == Scaling.STATIC:
-        scale = tap.scale
-        if scale is None:
-            raise ConfigError("a static cast has no scale; calibrate the model, or load its scaling state")
-    return quantize(
+    if spec.scaling == Scaling.STATIC and tap.scale is None:
+        raise ConfigError("a static cast has no scale; calibrate the model, or load its scaling state")
+    quantized, found = quantize_and_measure(
         x,
         spec.format,
-        granularity=spec.granularity,
-        amax=amax,
-        scale=scale,
-        scale_rounding=spec.scale_rounding,
+        spec.granularity,
+        ScaleRule(spec.scale_rounding, spec.amax_floor, spec.margin),
         scale_format=spec.scale_format,
-        amax_floor=spec.amax_floor,
-        margin=spec.margin,
         nonfinite=spec.nonfinite,
-        measurement=found,
+        amax=tap.amax if spec.scaling == Scaling.DELAYED else None,
+        scale=tap.scale if spec.scaling == Scaling.STATIC else None,
+        zero_is_unknown=True,
     )
+    tap.record(x, found)
+    return quantized
 
 
 class WeightOperands:

@@ -23,9 +23,9 @@ def tracked_files() -> list[Path]:
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name → file, for every Python file under src/."""
+    """Dotted name → file, for every Python file under src/, and for the stubs of compiled modules."""
     found = {}
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted([*SOURCE.rglob("*.py"), *SOURCE.rglob("*.pyi")]):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

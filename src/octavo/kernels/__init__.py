@@ -1,7 +1,18 @@
 """Who executes quantize and scaled_mm: backends, and the choice between them."""
 
+from octavo.kernels.casting import quantize, quantize_and_measure
+from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.dispatch import explain, scaled_mm, selections
 from octavo.kernels.torch_native import high_precision_mm, needs_widening, probe_cpu
-from octavo.numerics import quantize
 
-__all__ = ["explain", "high_precision_mm", "needs_widening", "probe_cpu", "quantize", "scaled_mm", "selections"]
+__all__ = [
+    "ScaleRule",
+    "explain",
+    "high_precision_mm",
+    "needs_widening",
+    "probe_cpu",
+    "quantize",
+    "quantize_and_measure",
+    "scaled_mm",
+    "selections",
+]

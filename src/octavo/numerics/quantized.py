@@ -26,7 +26,7 @@ from octavo.numerics.scaling import (
     scale_from_e8m0,
 )
 
-__all__ = ["QuantizedTensor", "dequantize", "fake_quantize", "quantize"]
+__all__ = ["QuantizedTensor", "check_cast", "dequantize", "fake_quantize", "quantize", "stored_scale"]
 
 _FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 _SCALE_DTYPES = (torch.float32, torch.uint8)
@@ -158,22 +158,14 @@ def quantize(
 
     Source: formula of numerics/scaling.py; rounding of numerics/cast.py.
     """
-    check_float(x, "the tensor to quantize")
-    check_fp8_format(fmt)
     groups = granularity_or_default(granularity)
+    check_cast(x, fmt, groups, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format)
     check_policy(nonfinite, Nonfinite)
-    if scale_format not in (FP32, E8M0):
-        raise ConfigError(f"scale_format must be FP32 or E8M0, not {scale_format}")
     x = x.detach()
-    if scale is not None and amax is not None:
-        raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
     if scale is not None:
-        _check_given("scale", scale, zero_allowed=False)
-        stored = _as_given(scale.detach().float(), scale_format)
+        stored = scale.detach().float()
         encode_scale = stored.reciprocal().clamp(max=torch.finfo(torch.float32).max)
     else:
-        if amax is not None:
-            _check_given("amax", amax, zero_allowed=True)
         if measurement is None and amax is None:
             measurement = measure(x, groups)
         if measurement is not None:
@@ -181,27 +173,53 @@ def quantize(
             if measurement.nonfinite is None:
                 nonfinite = Nonfinite.SATURATE  # nothing to propagate: saves the cast another look
         assert amax is not None
-        if scale_format == E8M0 and scale_rounding == ScaleRounding.FP32:
-            raise ConfigError("E8M0 holds powers of two; give scale_rounding='rceil', 'floor' or 'even'")
         encode_scale = encode_scale_from_amax(amax, fmt, rounding=scale_rounding, amax_floor=amax_floor, margin=margin)
         stored = encode_scale.reciprocal()
-    expected = groups.scale_shape(x.shape)
-    if stored.shape != expected:
-        raise ConfigError(
-            f"{groups} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(stored.shape)}"
-        )
     data = cast_nearest(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
-    return QuantizedTensor(data, e8m0_from_scale(stored) if scale_format == E8M0 else stored, groups, x.dtype)
+    return QuantizedTensor(data, stored_scale(stored, scale_format), groups, x.dtype)
 
 
-def _as_given(scale: Tensor, fmt: Format) -> Tensor:
-    """A given scale, refused where its format cannot hold it."""
-    if fmt != E8M0:
-        return scale
+def check_cast(
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    *,
+    scale_rounding: ScaleRounding,
+    scale_format: Format,
+) -> None:
+    """Raise ConfigError for what :func:`quantize` refuses; values are looked at where that costs nothing."""
+    check_float(x, "the tensor to quantize")
+    check_fp8_format(fmt)
+    if scale_format not in (FP32, E8M0):
+        raise ConfigError(f"scale_format must be FP32 or E8M0, not {scale_format}")
+    if scale is not None and amax is not None:
+        raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
+    if scale is None and scale_format == E8M0 and scale_rounding == ScaleRounding.FP32:
+        raise ConfigError("E8M0 holds powers of two; give scale_rounding='rceil', 'floor' or 'even'")
+    expected = granularity.scale_shape(x.shape)
+    for name, given in (("amax", amax), ("scale", scale)):
+        if given is None:
+            continue
+        _check_given(name, given, zero_allowed=name == "amax")
+        if given.shape != expected:
+            raise ConfigError(
+                f"{granularity} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(given.shape)}"
+            )
+    if scale is not None and scale_format == E8M0:
+        _check_power_of_two(scale.detach().float())
+
+
+def stored_scale(scale: Tensor, scale_format: Format) -> Tensor:
+    """A float32 scale as it is kept: itself, or E8M0 bytes."""
+    return e8m0_from_scale(scale) if scale_format == E8M0 else scale
+
+
+def _check_power_of_two(scale: Tensor) -> None:
     held = scale_from_e8m0(e8m0_from_scale(scale))
     if can_be_asked(scale) and not torch.equal(held, scale):
         raise ConfigError(f"E8M0 holds powers of two, not the scale {scale[held != scale][0].item()}")
-    return held
 
 
 def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "Measurement",
     "ScaleRounding",
     "amax",
+    "check_scale_options",
     "e8m0_from_scale",
     "encode_scale_from_amax",
     "measure",
@@ -150,7 +151,7 @@ def encode_scale_from_amax(
         tensor(1.)
     """
     if not torch.compiler.is_compiling():  # a graph with dynamic shapes cannot compare numbers it has made symbols of
-        _check_options(rounding, amax_floor, margin)
+        check_scale_options(rounding, amax_floor, margin)
     largest = amax.double().clamp(min=max(amax_floor, torch.finfo(torch.float64).tiny))  # never 0 / 0
     if rounding in (ScaleRounding.FLOOR, ScaleRounding.EVEN):
         return _encode_exponent(largest, fmt, margin, even=rounding == ScaleRounding.EVEN)
@@ -159,7 +160,8 @@ def encode_scale_from_amax(
     return power_of_two_floor(encode_scale) if rounding == ScaleRounding.RCEIL else encode_scale
 
 
-def _check_options(rounding: ScaleRounding, amax_floor: float, margin: int) -> None:
+def check_scale_options(rounding: ScaleRounding, amax_floor: float, margin: int) -> None:
+    """Raise ConfigError for a rounding, floor or margin that no scale is made with."""
     check_policy(rounding, ScaleRounding, "rounding")
     if margin < 0 or margin % 1:
         raise ConfigError(f"margin must be 0 or more binades, not {margin}")

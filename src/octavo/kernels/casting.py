@@ -1,0 +1,202 @@
+"""Who casts: native kernels for E4M3 and E5M2 on a CPU, octavo.numerics for everything else; the numbers are the same.
+
+In a traced graph a native cast is one operator, ``octavo::cast``: a compiler would write a slower loop of its own.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.formats import FP32, Format, format_of
+from octavo.kernels import cpu
+from octavo.numerics import (
+    Granularity,
+    Measurement,
+    Nonfinite,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QuantizedTensor,
+    ScaleRounding,
+    measure,
+)
+from octavo.numerics import quantize as quantize_by_torch
+from octavo.numerics.cast import check_policy
+from octavo.numerics.granularity import granularity_or_default
+from octavo.numerics.quantized import check_cast, stored_scale
+from octavo.numerics.scaling import AMAX_FLOOR, check_scale_options
+
+__all__ = ["quantize", "quantize_and_measure"]
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    granularity: Granularity | None = None,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    scale_rounding: ScaleRounding = ScaleRounding.FP32,
+    scale_format: Format = FP32,
+    amax_floor: float = AMAX_FLOOR,
+    margin: int = 0,
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+) -> QuantizedTensor:
+    """Scale into the format's range and round to nearest even, saturating.
+
+        encode_scale = maximum · 2^-margin / amax;  data = cast(fp32(x) · encode_scale);  scale = 1 / encode_scale
+
+    Args:
+        x: float16, bfloat16, float32 or float64 (taken as float32); any shape the granularity allows. No gradient
+            passes through; :func:`octavo.fake_quantize` lets one.
+        fmt: one of the FP8 formats.
+        granularity: which elements share a scale; None is one scale for the tensor.
+        amax: the largest magnitude to provide for, in the scale's shape; None measures ``x`` (dynamic scaling). What
+            lies beyond saturates.
+        scale: a fixed decode scale instead (static scaling); ``scale_rounding``, ``amax_floor`` and ``margin`` play no
+            part then.
+        scale_rounding: which numbers the scale may be; the rules stand in numerics/scaling.py.
+        scale_format: FP32, or E8M0 for one byte a scale, which must be a power of two.
+        amax_floor: smaller amaxes count as this.
+        margin: binades to leave free above amax.
+        nonfinite: what an infinite element becomes; NaN stays NaN. Neither changes any other element.
+
+    Raises:
+        ConfigError: not a float tensor, not an FP8 format, a scale of the wrong shape or not positive and finite, an
+            amax that is negative or not finite, both ``amax`` and ``scale``, or a negative margin or floor.
+
+    Example:
+        >>> import octavo
+        >>> q = quantize(torch.tensor([0.1, -0.2, 0.4]), octavo.E4M3)
+        >>> q.dequantize()
+        tensor([ 0.1000, -0.2000,  0.4000])
+
+    Source: formula of numerics/scaling.py; rounding of numerics/cast.py.
+    """
+    groups = granularity_or_default(granularity)
+    check_cast(x, fmt, groups, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format)
+    check_policy(nonfinite, Nonfinite)
+    check_scale_options(scale_rounding, amax_floor, margin)
+    rule = cpu.ScaleRule(scale_rounding, amax_floor, margin)
+    return quantize_and_measure(
+        x, fmt, groups, rule, scale_format=scale_format, nonfinite=nonfinite, amax=amax, scale=scale
+    )[0]
+
+
+def quantize_and_measure(
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    rule: cpu.ScaleRule,
+    *,
+    scale_format: Format = FP32,
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_is_unknown: bool = False,
+) -> tuple[QuantizedTensor, Measurement]:
+    """:func:`quantize` without its checks, and what was found in ``x`` on the way.
+
+    Args:
+        x: as there.
+        fmt: as there.
+        granularity: as there.
+        rule: how amaxes become scales.
+        scale_format: as there.
+        nonfinite: as there.
+        amax: as there.
+        scale: as there.
+        zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
+    """
+    if not cpu.supports(x, fmt):
+        found = measure(x.detach(), granularity)
+        if amax is not None and zero_is_unknown:
+            amax = torch.where(amax > 0, amax, found.amax)
+        quantized = quantize_by_torch(
+            x,
+            fmt,
+            granularity=granularity,
+            amax=amax,
+            scale=scale,
+            scale_rounding=rule.rounding,
+            scale_format=scale_format,
+            amax_floor=rule.amax_floor,
+            margin=rule.margin,
+            nonfinite=nonfinite,
+            measurement=found,
+        )
+        return quantized, found
+    if cpu.is_traced(x):
+        codes, made, measured, count = torch.ops.octavo.cast(
+            x.detach(),
+            fmt.torch_dtype,
+            _block_of(granularity),
+            *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
+            *(amax, scale, zero_is_unknown),
+        )
+        found = Measurement(measured, count)
+    else:
+        cast = cpu.quantize(
+            x,
+            fmt,
+            granularity,
+            rule,
+            nonfinite=nonfinite,
+            amax=amax,
+            scale=scale,
+            zero_is_unknown=zero_is_unknown,
+        )
+        codes, made = cast.codes, cast.scale
+        found = Measurement(cast.amax, torch.tensor(cast.nonfinite) if cast.nonfinite else None)
+    return QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype), found
+
+
+def _block_of(granularity: Granularity) -> list[int]:
+    """A granularity as an operator's argument."""
+    if isinstance(granularity, PerBlock):
+        return [granularity.rows, granularity.columns]
+    return [1] if isinstance(granularity, PerRow) else []
+
+
+def _granularity_of(block: list[int]) -> Granularity:
+    return PerBlock(*block) if len(block) == 2 else PerRow() if block else PerTensor()
+
+
+def _cast(  # noqa: PLR0917 (an operator's schema)
+    x: Tensor,
+    dtype: torch.dtype,
+    block: list[int],
+    rounding: str,
+    amax_floor: float,
+    margin: int,
+    propagate: bool,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    zero_is_unknown: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    cast = cpu.quantize(
+        x,
+        format_of(dtype),
+        _granularity_of(block),
+        cpu.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
+        nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
+        amax=amax,
+        scale=scale,
+        zero_is_unknown=zero_is_unknown,
+    )
+    made = cast.scale if scale is None else cast.scale.clone()  # an operator's output is no view of its input
+    return cast.codes, made, cast.amax, torch.tensor(cast.nonfinite)
+
+
+def _cast_shapes(x: Tensor, dtype: torch.dtype, block: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    codes = torch.empty_strided(x.shape, cpu.codes_strides(x), dtype=dtype, device=x.device)
+    scale = x.new_empty(_granularity_of(block).scale_shape(x.shape), dtype=torch.float32)
+    return codes, scale, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
+
+
+torch.library.define(
+    "octavo::cast",
+    "(Tensor x, ScalarType dtype, int[] block, str rounding, float amax_floor, int margin, bool propagate, "
+    "Tensor? amax, Tensor? scale, bool zero_is_unknown) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.impl("octavo::cast", "CPU")(_cast)
+torch.library.register_fake("octavo::cast")(_cast_shapes)

@@ -1,0 +1,234 @@
+"""The native CPU kernels, as Python sees them: what they can do, and calls with addresses instead of tensors.
+
+The C++ in native/ knows nothing of torch, so one build serves every release of it. It is compiled once for each
+instruction-set level; the best one this processor has is taken, and every function here takes another by name, so that
+all of them can be compared. Codes and scales are those of :mod:`octavo.numerics`, bit for bit. Where the extension
+could not be built, the same numbers come from torch's operations, several times slower.
+
+Threads are torch's own: as many as ``torch.set_num_threads`` allows, of the runtime it brought along.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.errors import BackendError
+from octavo.formats import E4M3, E5M2, Format
+from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, ScaleRounding
+
+try:
+    from octavo.kernels import _native
+except ImportError as error:
+    _native, _absence = None, str(error)  # type: ignore[assignment] # not built, or not for this interpreter
+
+__all__ = [
+    "Cast",
+    "ScaleRule",
+    "codes_strides",
+    "dequantize",
+    "is_traced",
+    "levels",
+    "quantize",
+    "supports",
+    "why_absent",
+]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of native/kernels.h
+_FORMATS = (E4M3, E5M2)
+_ROUNDINGS = tuple(ScaleRounding)
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRule:
+    """How amaxes become scales; the fields are those of :func:`octavo.numerics.encode_scale_from_amax`."""
+
+    rounding: ScaleRounding
+    amax_floor: float
+    margin: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """What a cast gives.
+
+    Attributes:
+        codes: in the format's dtype, shaped like the input.
+        scale: float32, in the granularity's shape.
+        amax: float32, largest finite magnitude of every group, in the same shape.
+        nonfinite: number of NaN and ±Inf elements.
+        saturated: number of finite elements beyond the format's maximum after scaling; 0 if not counted.
+        underflowed: number of nonzero elements whose code is zero; 0 if not counted.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    amax: Tensor
+    nonfinite: int
+    saturated: int
+    underflowed: int
+
+
+def levels() -> tuple[str, ...]:
+    """The instruction-set levels that this build and this processor have, slowest first; none without the extension."""
+    return () if _native is None else tuple(_native.levels())
+
+
+def why_absent() -> str | None:
+    """Why there are no native kernels, or None."""
+    return _absence if _native is None else None
+
+
+def supports(x: Tensor, fmt: Format) -> bool:
+    """Whether :func:`quantize` can cast ``x``."""
+    return _native is not None and x.device.type == "cpu" and fmt in _FORMATS and x.numel() > 0
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    rule: ScaleRule,
+    *,
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_is_unknown: bool = False,
+    counting: bool = False,
+    level: str | None = None,
+) -> Cast:
+    """Measure and cast in one call; memory is read once, or twice for one dynamic scale a tensor.
+
+    Args:
+        x: as :func:`supports` allows; float64 as float32.
+        fmt: E4M3 or E5M2.
+        granularity: the scaling groups.
+        rule: how amaxes become scales.
+        nonfinite: what an infinite element becomes.
+        amax: float32 in the scale's shape, to provide for instead of what is measured.
+        scale: float32 in the scale's shape, used as it is.
+        zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
+        counting: count saturated and underflowed elements, which takes several times as long.
+        level: an instruction-set level; None is the best.
+    """
+    matrix, transposed = _as_matrix(x.detach(), granularity)
+    rows, columns = matrix.shape
+    block_rows, block_columns = _block(granularity, rows, columns, transposed=transposed)
+    groups = (-(-rows // block_rows), -(-columns // block_columns))
+    codes = torch.empty((rows, columns), dtype=fmt.torch_dtype)
+    measured = torch.empty(groups)
+    given_scale = None if scale is None else _as_groups(scale, groups, transposed=transposed)
+    given_amax = None if amax is None else _as_groups(amax, groups, transposed=transposed)
+    made = torch.empty(groups) if given_scale is None else given_scale
+    counts = _native.quantize(
+        _level(level),
+        *(matrix.data_ptr(), _DTYPES.index(matrix.dtype), rows, columns, matrix.stride(0)),
+        *(_FORMATS.index(fmt), block_rows, block_columns, nonfinite == Nonfinite.PROPAGATE),
+        *(_ROUNDINGS.index(rule.rounding), rule.amax_floor, rule.margin),
+        *(_address(given_amax), zero_is_unknown, _address(given_scale)),
+        *(codes.data_ptr(), _address(None if given_scale is made else made), measured.data_ptr(), counting),
+    )
+    shape = granularity.scale_shape(x.shape)
+    if transposed:
+        codes, made, measured = codes.t(), made.t(), measured.t()
+    return Cast(codes.reshape(x.shape), made.reshape(shape), measured.reshape(shape), *counts)
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    granularity: Granularity,
+    out_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    level: str | None = None,
+) -> Tensor:
+    """``fp32(codes) · scale``, rounded once to ``out_dtype``.
+
+    Args:
+        codes: E4M3 or E5M2, on a CPU.
+        scale: float32, in the granularity's shape.
+        granularity: the scaling groups.
+        out_dtype: float32, bfloat16 or float16.
+        out: where to write, contiguous and shaped like ``codes``; None makes a new tensor.
+        level: an instruction-set level; None is the best.
+    """
+    matrix, transposed = _as_matrix(codes, granularity, may_transpose=out is None)
+    rows, columns = matrix.shape
+    block_rows, block_columns = _block(granularity, rows, columns, transposed=transposed)
+    groups = (-(-rows // block_rows), -(-columns // block_columns))
+    scales = _as_groups(scale, groups, transposed=transposed)
+    result = torch.empty((rows, columns), dtype=out_dtype) if out is None else out
+    _native.dequantize(
+        _level(level),
+        *(matrix.data_ptr(), _FORMATS.index(_format_of(codes)), rows, columns, matrix.stride(0)),
+        *(block_rows, block_columns, scales.data_ptr(), result.data_ptr(), _DTYPES.index(out_dtype)),
+    )
+    if out is not None:
+        return out
+    return (result.t() if transposed else result).reshape(codes.shape)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether ``x`` is a stand-in, or its operations are watched: then it has no address, and operators are called."""
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
+    return watched or type(x) not in _PLAIN_TENSORS
+
+
+def codes_strides(x: Tensor) -> list[int]:
+    """Strides of the codes of ``x``: a matrix whose rows lie side by side keeps its order, the rest is contiguous."""
+    if _is_transposed(x):
+        return [1, x.shape[0]]
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides[: x.ndim]
+
+
+def _as_matrix(x: Tensor, granularity: Granularity, *, may_transpose: bool = True) -> tuple[Tensor, bool]:
+    """``x`` as a matrix whose columns lie side by side, and whether it is the transpose of ``x``."""
+    x = x.float() if x.dtype is torch.float64 else x
+    if may_transpose and _is_transposed(x):
+        return x.t(), True
+    if x.ndim != 2:
+        x = x.reshape(-1, x.shape[-1]) if isinstance(granularity, PerRow) else x.reshape(1, -1)
+    return (x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()), False
+
+
+def _is_transposed(x: Tensor) -> bool:
+    return x.ndim == 2 and x.stride(0) == 1 and x.shape[1] > 1 and x.stride(1) > 1
+
+
+def _block(granularity: Granularity, rows: int, columns: int, *, transposed: bool) -> tuple[int, int]:
+    """Rows and columns of a group of the matrix that is worked on."""
+    if isinstance(granularity, PerRow):
+        return (rows, 1) if transposed else (1, columns)
+    if isinstance(granularity, PerBlock):
+        block = (granularity.rows, granularity.columns)
+        return (block[1], block[0]) if transposed else block
+    return rows, columns
+
+
+def _as_groups(values: Tensor, groups: Sequence[int], *, transposed: bool) -> Tensor:
+    """Scales or amaxes in the order the kernels read them."""
+    values = values.t() if transposed and values.ndim == 2 else values
+    return values.detach().float().reshape(tuple(groups)).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _format_of(codes: Tensor) -> Format:
+    return E4M3 if codes.dtype is E4M3.torch_dtype else E5M2
+
+
+def _level(name: str | None) -> int:
+    if name is None:
+        return -1
+    known = levels()
+    if name not in known:
+        raise BackendError(f"there is no level {name!r} here; use one of {', '.join(known) or 'none'}")
+    return known.index(name)

@@ -1,0 +1,117 @@
+// FP8 codes: one vector of FP32 numbers to codes and back. numerics/cast.py says what every code must be.
+#pragma once
+
+#include "simd.h"
+
+namespace octavo {
+namespace {
+
+struct E4M3 {
+    static constexpr int mantissa_bits = 3, min_exponent = -6;
+    static constexpr float max = 448.0f;
+    static constexpr int max_exponent = 8;  // floor(log2 max)
+    static constexpr uint32_t nan_code = 0x7f, inf_code = 0x7f, max_code = 0x7e;
+};
+
+struct E5M2 {
+    static constexpr int mantissa_bits = 2, min_exponent = -14;
+    static constexpr float max = 57344.0f;
+    static constexpr int max_exponent = 15;
+    static constexpr uint32_t nan_code = 0x7f, inf_code = 0x7c, max_code = 0x7b;
+};
+
+constexpr uint32_t MAGNITUDE = 0x7fffffff, EXPONENT = 0x7f800000, MANTISSA = 0x007fffff;
+
+// RNE(scaled), saturating; x is the input that `scaled` was made of, and decides what is infinite. Where every element is
+// known to be FINITE, nobody looks.
+//
+// A quantum is the distance of two codes around `a`. Added to 2^23 quanta, `a` is rounded to whole quanta by the addition
+// itself, ties to even; their number is what the sum's bits hold beyond 2^23's.
+template <class F, bool FINITE>
+inline u32v encode(f32v scaled, f32v x, uint32_t code_of_inf) {
+    constexpr uint32_t smallest = uint32_t(127 + F::min_exponent) << 23;
+    constexpr int dropped = 23 - F::mantissa_bits;
+    const u32v bits = bits_as<u32v>(scaled), sign = (bits >> 24) & 0x80;
+    const f32v limited = least(bits_as<f32v>(bits & MAGNITUDE), all(F::max));
+    const u32v exponent = largest(bits_as<u32v>(limited) & EXPONENT, all(smallest));
+    const u32v quanta_2_23 = exponent + (uint32_t(dropped) << 23);
+    const u32v quanta = bits_as<u32v>(limited + bits_as<f32v>(quanta_2_23)) - quanta_2_23;
+    const u32v finite = quanta + ((exponent - smallest) >> dropped);
+    if (FINITE) return finite | sign;
+    const u32v given = bits_as<u32v>(x) & MAGNITUDE;
+    const u32v special = given > EXPONENT ? all(F::nan_code) : all(code_of_inf);
+    return (given >= EXPONENT ? special : finite) | sign;
+}
+
+// The value of LANES codes in FP32, exactly; NaN and Inf included.
+template <class F>
+inline f32v decode(u32v codes) {
+    constexpr uint32_t normals = uint32_t(127 + F::min_exponent - 1) << 23;  // what a code's exponent field lacks
+    constexpr int dropped = 23 - F::mantissa_bits;
+    const float min_normal = bits_as<float>(normals + (1u << 23));
+    const u32v sign = (codes & 0x80) << 24, magnitude = codes & 0x7f;
+    const u32v shifted = magnitude << dropped;
+    const u32v is_subnormal = (u32v)(magnitude < (1u << F::mantissa_bits));
+    // A subnormal is read one binade up, where its mantissa has a hidden bit, and loses that bit's value again.
+    const f32v normal = bits_as<f32v>(shifted + normals);
+    const f32v subnormal = bits_as<f32v>(shifted + normals + (1u << 23)) - min_normal;
+    u32v bits = bits_as<u32v>(is_subnormal ? subnormal : normal);
+    const u32v last = magnitude >= F::inf_code ? (magnitude == F::inf_code && F::inf_code != F::nan_code ? all(EXPONENT) : all(0x7fc00000u)) : bits;
+    return bits_as<f32v>(last | sign);
+}
+
+template <class F>
+inline f32v decode(const uint8_t* codes) {
+    return decode<F>(widen(codes));
+}
+
+template <class F>
+inline f32v decode(const uint8_t* codes, int64_t count) {
+    uint8_t buffer[LANES] = {};
+    std::memcpy(buffer, codes, count);
+    return decode<F>(buffer);
+}
+
+// The values of 2 · LANES codes, divided by HALF_SCALE<F>. Where FP16 is converted in hardware, a code is shifted into an
+// FP16 number, whose exponents reach further: E5M2 is the upper half of one, E4M3 one divided by 2^8.
+struct Pair {
+    f32v low, high;
+};
+
+#if defined(__AVX2__)
+template <class F>
+constexpr float HALF_SCALE = F::mantissa_bits == 3 ? 256.0f : 1.0f;
+
+inline __m256i halves_of_16(const uint8_t* codes, E5M2) {
+    return _mm256_slli_epi16(_mm256_cvtepu8_epi16(load<__m128i>(codes)), 8);
+}
+
+inline __m256i halves_of_16(const uint8_t* codes, E4M3) {
+    const __m256i extended = _mm256_cvtepi8_epi16(load<__m128i>(codes));  // the sign in all upper bits
+    const __m256i shifted = _mm256_and_si256(_mm256_slli_epi16(extended, 7), _mm256_set1_epi16(short(0xbfff)));
+    const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(shifted, _mm256_set1_epi16(0x3fff)), _mm256_set1_epi16(0x3f80));
+    return _mm256_or_si256(shifted, is_nan);  // all ones are a NaN of FP16
+}
+
+template <class F>
+inline Pair decode_pair(const uint8_t* codes) {
+#if defined(__AVX512F__)
+    return {(f32v)_mm512_cvtph_ps(halves_of_16(codes, F{})), (f32v)_mm512_cvtph_ps(halves_of_16(codes + 16, F{}))};
+#else
+    const __m256i halves = halves_of_16(codes, F{});
+    return {(f32v)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+            (f32v)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+#endif
+}
+#else
+template <class F>
+constexpr float HALF_SCALE = 1.0f;
+
+template <class F>
+inline Pair decode_pair(const uint8_t* codes) {
+    return {decode<F>(codes), decode<F>(codes + LANES)};
+}
+#endif
+
+}  // namespace
+}  // namespace octavo

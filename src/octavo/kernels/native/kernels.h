@@ -1,0 +1,71 @@
+// What every instruction-set level offers: one table of functions, filled once per level by level.cpp.
+//
+// Nothing here knows of torch or Python: pointers, sizes in elements, strides in elements. The Python side checks dtypes
+// and shapes; these functions trust their arguments.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo {
+
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+enum class Format : int { e4m3 = 0, e5m2 = 1 };
+// The names and rules are those of numerics/scaling.py.
+enum class ScaleRounding : int { fp32 = 0, rceil = 1, floor = 2, even = 3 };
+
+// A matrix of high-precision elements: columns lie side by side, rows are `stride` elements apart.
+struct Matrix {
+    const void* data;
+    Dtype dtype;
+    int64_t rows, columns, stride;
+};
+
+struct Counts {
+    int64_t nonfinite;  // NaN and Inf elements of the input
+    int64_t saturated;  // finite elements beyond the format's maximum after scaling
+    int64_t underflowed;  // nonzero elements whose code is zero
+};
+
+// How amaxes become scales; numerics/scaling.py is the definition.
+struct ScaleRule {
+    ScaleRounding rounding;
+    double amax_floor;
+    int margin;
+};
+
+// Groups are `block_rows` x `block_columns`, edge groups smaller; scales and amaxes are [row groups, column groups].
+struct QuantizeProblem {
+    Matrix x;
+    Format format;
+    int64_t block_rows, block_columns;
+    bool propagate;             // an infinite input becomes Inf (NaN in E4M3) instead of the maximum
+    ScaleRule rule;
+    const float* given_amax;    // null, or what to provide for instead of what is measured
+    bool zero_is_unknown;       // a given amax of 0 leaves its group to what is measured
+    const float* given_scale;   // null, or fixed decode scales; amaxes and the rule play no part then
+    uint8_t* codes;             // [rows, columns], dense
+    float* scale;               // written unless scales are given
+    float* measured;            // amax of every group's finite elements
+    bool counting;              // saturated and underflowed elements too
+    Counts* counts;
+};
+
+struct DequantizeProblem {
+    const uint8_t* codes;
+    Format format;
+    int64_t rows, columns, stride;
+    int64_t block_rows, block_columns;
+    const float* scale;
+    void* out;  // [rows, columns], dense
+    Dtype out_dtype;
+};
+
+struct Kernels {
+    const char* name;
+    void (*quantize)(const QuantizeProblem&);
+    void (*dequantize)(const DequantizeProblem&);
+};
+
+extern const Kernels baseline_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;  // the x86 ones on x86 only
+
+}  // namespace octavo

@@ -1,0 +1,73 @@
+#include "parallel.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+
+namespace octavo {
+namespace {
+
+// GNU's entry point, which the runtimes of LLVM and Intel have too.
+struct Runtime {
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+    int (*max_threads)() = nullptr;
+    int (*thread_number)() = nullptr;
+    int (*team_size)() = nullptr;
+    int (*in_parallel)() = nullptr;
+
+    Runtime() {
+        find(parallel, "GOMP_parallel");
+        find(max_threads, "omp_get_max_threads");
+        find(thread_number, "omp_get_thread_num");
+        find(team_size, "omp_get_num_threads");
+        find(in_parallel, "omp_in_parallel");
+    }
+
+    bool complete() const { return parallel && max_threads && thread_number && team_size && in_parallel; }
+
+private:
+    template <class F>
+    static void find(F& function, const char* name) {
+        function = reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
+    }
+};
+
+const Runtime& runtime() {
+    static const Runtime found;
+    return found;
+}
+
+struct Region {
+    Body body;
+    void* context;
+    int64_t count;
+};
+
+void run_part(void* argument) {
+    const Region& region = *static_cast<Region*>(argument);
+    const int64_t threads = runtime().team_size(), own = runtime().thread_number();
+    const int64_t begin = region.count * own / threads, end = region.count * (own + 1) / threads;
+    if (begin < end) region.body(region.context, begin, end);
+}
+
+}  // namespace
+
+bool has_threads() { return runtime().complete(); }
+
+int max_threads() {
+    const Runtime& r = runtime();
+    return r.complete() && !r.in_parallel() ? std::max(1, r.max_threads()) : 1;
+}
+
+void parallel_for(int64_t count, int64_t grain, Body body, void* context) {
+    const int64_t parts = count / std::max<int64_t>(grain, 1);
+    const int threads = static_cast<int>(std::min<int64_t>(max_threads(), parts));
+    if (threads <= 1) {
+        if (count > 0) body(context, 0, count);
+        return;
+    }
+    Region region{body, context, count};
+    runtime().parallel(run_part, &region, static_cast<unsigned>(threads), 0);
+}
+
+}  // namespace octavo

@@ -1,0 +1,31 @@
+// Threads: those of the OpenMP runtime that torch has brought into the process.
+//
+// A runtime of our own would put a second team of threads beside torch's, which spin for a while after each of its
+// operations: two teams on one set of cores make both many times slower. torch makes its runtime's symbols global, so
+// they are found at run time and nothing is linked. Where there are none, everything runs on the calling thread.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo {
+
+// Whether torch's runtime was found.
+bool has_threads();
+
+// What torch.set_num_threads says, 1 without a runtime and inside another parallel region.
+int max_threads();
+
+using Body = void (*)(void* context, int64_t begin, int64_t end);
+
+// Runs body(context, begin, end) over [0, count) in parts of at least `grain`, on at most max_threads() threads.
+void parallel_for(int64_t count, int64_t grain, Body body, void* context);
+
+template <class F>
+void parallel_for(int64_t count, int64_t grain, const F& f) {
+    parallel_for(
+        count, grain,
+        [](void* context, int64_t begin, int64_t end) { (*static_cast<const F*>(context))(begin, end); },
+        const_cast<void*>(static_cast<const void*>(&f)));
+}
+
+}  // namespace octavo

@@ -1,0 +1,204 @@
+// Vectors of one level's width, in GCC's vector extension: plain operators, and the compiler picks the instructions.
+//
+// Included by level.cpp only, which is compiled once for every level. Everything stands in an unnamed namespace: two
+// levels must never share a function, or the linker might keep the copy whose instructions this processor lacks.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define OCTAVO_WIDTH 64
+#elif defined(__AVX2__)
+#define OCTAVO_WIDTH 32
+#else
+#define OCTAVO_WIDTH 16
+#endif
+
+namespace octavo {
+namespace {
+
+constexpr int LANES = OCTAVO_WIDTH / 4;  // of 32 bits
+
+typedef float f32v __attribute__((vector_size(OCTAVO_WIDTH)));
+typedef uint32_t u32v __attribute__((vector_size(OCTAVO_WIDTH)));
+typedef int32_t i32v __attribute__((vector_size(OCTAVO_WIDTH)));
+typedef uint16_t u16v __attribute__((vector_size(OCTAVO_WIDTH)));
+typedef uint16_t u16h __attribute__((vector_size(OCTAVO_WIDTH / 2)));  // as many lanes as f32v
+typedef uint8_t u8q __attribute__((vector_size(OCTAVO_WIDTH / 4)));
+typedef uint8_t u8v __attribute__((vector_size(OCTAVO_WIDTH)));
+
+template <class V, class T>
+inline V load(const T* from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <class V, class T>
+inline void store(T* to, V value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
+template <class To, class From>
+inline To bits_as(From value) {
+    static_assert(sizeof(To) == sizeof(From), "a view of the same bits");
+    To result;
+    std::memcpy(&result, &value, sizeof result);
+    return result;
+}
+
+inline f32v all(float value) { return f32v{} + value; }
+inline u32v all(uint32_t value) { return u32v{} + value; }
+
+template <class V>
+inline V largest(V a, V b) {
+    return a > b ? a : b;
+}
+
+template <class T>
+inline T least_of(T a, T b) {
+    return a < b ? a : b;
+}
+
+// Lane by lane a < b ? a : b, which for a NaN in `a` is `b`.
+inline f32v least(f32v a, f32v b) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (f32v)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+// LANES bytes or 16-bit words, zero-extended. GCC would take __builtin_convertvector apart into single elements.
+inline u32v widen(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (u32v)_mm512_cvtepu8_epi32(load<__m128i>(from));
+#elif defined(__AVX2__)
+    return (u32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    return __builtin_convertvector(load<u8q>(from), u32v);
+#endif
+}
+
+inline u32v widen(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (u32v)_mm512_cvtepu16_epi32(load<__m256i>(from));
+#elif defined(__AVX2__)
+    return (u32v)_mm256_cvtepu16_epi32(load<__m128i>(from));
+#else
+    return __builtin_convertvector(load<u16h>(from), u32v);
+#endif
+}
+
+// The low halves of the lanes, which hold no more.
+inline void store_words(uint16_t* to, u32v value) {
+#if defined(__AVX512F__)
+    store(to, _mm512_cvtepi32_epi16((__m512i)value));
+#elif defined(__AVX2__)
+    const __m256i packed = _mm256_packus_epi32((__m256i)value, (__m256i)value);
+    store(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+    store(to, __builtin_convertvector(value, u16h));
+#endif
+}
+
+// Elements in memory. A wide load reads LANES elements.
+
+struct Bf16 { uint16_t bits; };
+struct F16 { uint16_t bits; };
+
+inline f32v load_f32(const float* from) { return load<f32v>(from); }
+
+inline f32v load_f32(const Bf16* from) {
+    return bits_as<f32v>(widen(&from->bits) << 16);
+}
+
+inline f32v load_f32(const F16* from) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_cvtph_ps((__m256i)load<u16h>(from));
+#elif defined(__F16C__)
+    return (f32v)_mm256_cvtph_ps((__m128i)load<u16h>(from));
+#else
+    f32v value;
+    for (int i = 0; i < LANES; ++i) value[i] = static_cast<float>(bits_as<_Float16>(from[i].bits));
+    return value;
+#endif
+}
+
+// Round to nearest even; a NaN stays one.
+inline void store_f32(float* to, f32v value) { store(to, value); }
+
+inline void store_f32(Bf16* to, f32v value) {
+    const u32v bits = bits_as<u32v>(value);
+    const u32v rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const u32v is_nan = (u32v)((bits & 0x7fffffff) > 0x7f800000);
+    store_words(&to->bits, is_nan ? (bits >> 16) | 0x40 : rounded);
+}
+
+inline void store_f32(F16* to, f32v value) {
+#if defined(__AVX512F__)
+    store(to, (u16h)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+    store(to, (u16h)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int i = 0; i < LANES; ++i) to[i].bits = bits_as<uint16_t>(static_cast<_Float16>(value[i]));
+#endif
+}
+
+// Fewer than LANES elements, through a buffer: what lies beyond is zero, and is not written.
+template <class T>
+inline f32v load_f32(const T* from, int64_t count) {
+    T buffer[LANES] = {};
+    std::memcpy(buffer, from, count * sizeof(T));
+    return load_f32(buffer);
+}
+
+template <class T>
+inline void store_f32(T* to, f32v value, int64_t count) {
+    T buffer[LANES];
+    store_f32(buffer, value);
+    std::memcpy(to, buffer, count * sizeof(T));
+}
+
+// The low byte of every lane.
+inline void store_bytes(uint8_t* to, u32v value) {
+#if defined(__AVX512F__)
+    store(to, _mm512_cvtepi32_epi8((__m512i)value));
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_packus_epi32((__m256i)value, (__m256i)value);
+    const __m256i bytes = _mm256_packus_epi16(words, words);
+    const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+    _mm_storel_epi64((__m128i*)to, _mm256_castsi256_si128(ordered));
+#else
+    store(to, __builtin_convertvector(value, u8q));
+#endif
+}
+
+// Four vectors of bytes at once, which is cheaper where bytes are packed across halves of a register.
+inline void store_bytes(uint8_t* to, u32v a, u32v b, u32v c, u32v d) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i ab = _mm256_packus_epi32((__m256i)a, (__m256i)b), cd = _mm256_packus_epi32((__m256i)c, (__m256i)d);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), order));
+#else
+    store_bytes(to, a);
+    store_bytes(to + LANES, b);
+    store_bytes(to + 2 * LANES, c);
+    store_bytes(to + 3 * LANES, d);
+#endif
+}
+
+inline void store_bytes(uint8_t* to, u32v value, int64_t count) {
+    uint8_t buffer[LANES];
+    store_bytes(buffer, value);
+    std::memcpy(to, buffer, count);
+}
+
+}  // namespace
+}  // namespace octavo

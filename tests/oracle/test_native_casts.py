@@ -1,0 +1,203 @@
+"""The native casts against octavo.numerics, bit for bit: every level, dtype, format, layout, granularity and rule."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from octavo.formats import E4M3, E5M2
+from octavo.kernels import cpu
+from octavo.numerics import Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure, quantize
+
+FORMATS = (E4M3, E5M2)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GRANULARITIES = (
+    PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(32, 1), PerBlock(128, 1),
+    PerBlock(3, 7), PerBlock(1000, 1),
+)  # fmt: skip
+RULE = cpu.ScaleRule(ScaleRounding.FP32, 1e-12, 0)
+needs_extension = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+pytestmark = needs_extension
+
+
+def assert_same_cast(x, fmt, granularity, rule=RULE, *, nonfinite=Nonfinite.PROPAGATE, **given):
+    """Codes (a NaN is a NaN), scales, amaxes and the count of what is not finite, at every level of this machine."""
+    options = {"scale_rounding": rule.rounding, "amax_floor": rule.amax_floor, "margin": rule.margin}
+    wanted = quantize(x, fmt, granularity=granularity, nonfinite=nonfinite, **options, **given)
+    found = measure(x, granularity)
+    for level in cpu.levels():
+        cast = cpu.quantize(x, fmt, granularity, rule, nonfinite=nonfinite, **given, level=level)
+        assert_same_codes(cast.codes, wanted.data, level)
+        assert torch.equal(cast.scale, wanted.scale), level
+        assert torch.equal(cast.amax, found.amax), level
+        assert cast.nonfinite == (~x.isfinite()).sum(), level
+
+
+def assert_same_codes(codes, wanted, note):
+    assert (codes.dtype, codes.shape) == (wanted.dtype, wanted.shape)
+    is_nan = wanted.float().isnan()
+    assert torch.equal(codes.float().isnan(), is_nan), note
+    assert torch.equal(codes.view(torch.uint8)[~is_nan], wanted.view(torch.uint8)[~is_nan]), note
+
+
+def numbers(*shape, dtype=torch.float32):
+    """Nine decades, some zeros, one outlier."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator) * 10 ** torch.empty(shape).uniform_(-6, 3, generator=generator)
+    x[torch.rand(shape, generator=generator) < 0.05] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 3.7e-3, 2.0**-9, 2.0**8])
+def test_every_16_bit_input(fmt, dtype, scale):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    for policy in Nonfinite:
+        assert_same_cast(x, fmt, PerTensor(), nonfinite=policy, scale=torch.tensor(scale))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_midpoint_and_its_neighbours(fmt):
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.torch_dtype).float()
+    values = codes[codes.isfinite()].sort().values
+    middles = torch.cat([(values[1:] + values[:-1]) / 2, torch.tensor([fmt.max * 1.0625, 3e38, 2.0**-149, 2.0**-126])])
+    x = torch.cat([values, middles, -middles])
+    x = torch.cat([x, x.nextafter(torch.tensor(math.inf)), x.nextafter(torch.tensor(-math.inf))])
+    assert_same_cast(x, fmt, PerTensor(), scale=torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (7, 33), (130, 261)], ids=str)
+def test_every_granularity_and_rule(granularity, dtype, shape):
+    x = numbers(*shape, dtype=dtype)
+    for fmt, rounding, margin in itertools.product(FORMATS, ScaleRounding, (0, 2)):
+        assert_same_cast(x, fmt, granularity, cpu.ScaleRule(rounding, 0.0, margin))
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.t().contiguous().t(),
+    "part of a matrix": lambda x: x.repeat(1, 4)[:, 3 : 3 + x.shape[1]],
+    "part of a transposed one": lambda x: x.repeat(6, 1).t().contiguous().t()[5 : 5 + x.shape[0]],
+    "every second column": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+    "one row again and again": lambda x: x[:1].expand(x.shape),
+    "one element again and again": lambda x: x[:1, :1].expand(x.shape),
+    "misaligned": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].reshape(x.shape),
+}
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(granularity, layout):
+    for shape in ((1, 40), (40, 1), (70, 290)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = LAYOUTS[layout](numbers(*shape, dtype=dtype))
+            before = x.clone()
+            assert_same_cast(x, E4M3, granularity)
+            assert torch.equal(x, before), "the input was written to"
+
+
+def test_more_dimensions():
+    x = numbers(3, 5, 70)
+    for view in (x, x.transpose(0, 1), x.permute(2, 0, 1), x[:, :, ::3]):
+        for granularity in (PerTensor(), PerRow()):
+            assert_same_cast(view, E5M2, granularity)
+    for granularity in (PerTensor(), PerRow()):
+        assert_same_cast(numbers(50), E4M3, granularity)
+    assert_same_cast(numbers(1, 1).reshape(()), E4M3, PerTensor())
+    assert_same_cast(numbers(9, 30).double(), E4M3, PerRow())
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_takes_no_part_in_the_scale(granularity, dtype):
+    x = numbers(140, 270, dtype=dtype)
+    x[3, 5], x[3, 200], x[100, 5], x[:, 77], x[139] = math.nan, math.inf, -math.inf, math.nan, math.inf
+    for view, fmt, policy in itertools.product((x, x.t()), FORMATS, Nonfinite):
+        assert_same_cast(view, fmt, granularity, nonfinite=policy)
+    assert_same_cast(torch.full_like(x, math.nan), E4M3, granularity)
+    assert_same_cast(torch.zeros_like(x), E4M3, granularity)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_magnitudes_at_both_ends(granularity):
+    info = torch.finfo(torch.float32)
+    for value in (info.max, info.tiny, 2.0**-149, 2.0**-140, 448.0, 449.0, 2.0**-127 * 448):
+        for rounding in ScaleRounding:
+            x = numbers(9, 40).clamp(-1, 1) * value
+            x[2, 3] = value
+            assert_same_cast(x, E4M3, granularity, cpu.ScaleRule(rounding, 0.0, 0))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_given_amaxes_and_scales(granularity):
+    x = numbers(66, 140)
+    shape = granularity.scale_shape(x.shape)
+    for given in (torch.rand(shape) * 10, torch.zeros(shape), torch.full(shape, 1e-30)):
+        assert_same_cast(x, E4M3, granularity, amax=given)
+        assert_same_cast(
+            x.t().contiguous().t(), E5M2, granularity, cpu.ScaleRule(ScaleRounding.RCEIL, 0.0, 1), amax=given
+        )
+    assert_same_cast(x, E4M3, granularity, scale=torch.rand(shape) + 1e-3)
+    assert_same_cast(x, E4M3, granularity, scale=torch.full(shape, 1e-39))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_a_group_without_an_amax_provides_for_its_own(granularity):
+    x = numbers(66, 140)
+    own = measure(x, granularity).amax
+    given = torch.where(torch.rand(own.shape) < 0.5, 0.0, own * 3)
+    wanted = quantize(x, E4M3, granularity=granularity, amax=torch.where(given > 0, given, own))
+    for level in cpu.levels():
+        cast = cpu.quantize(x, E4M3, granularity, RULE, amax=given, zero_is_unknown=True, level=level)
+        assert_same_codes(cast.codes, wanted.data, level)
+        assert torch.equal(cast.amax, own)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_counts(granularity, fmt):
+    x = numbers(60, 100)
+    x[0, 0], x[5, 5] = math.inf, math.nan
+    amax = measure(x, granularity).amax / 4
+    scaled = x * granularity.expand(fmt.max / amax, x.shape)
+    for level in cpu.levels():
+        cast = cpu.quantize(x, fmt, granularity, RULE, amax=amax, counting=True, level=level)
+        assert_same_codes(cast.codes, quantize(x, fmt, granularity=granularity, amax=amax).data, level)
+        finite = x.isfinite()
+        assert cast.nonfinite == 2
+        assert cast.saturated == (finite & (scaled.abs() > fmt.max)).sum()
+        assert cast.underflowed == (finite & (x != 0) & (cast.codes.float() == 0)).sum()
+        assert cast.underflowed > 0
+        assert cast.saturated > 0
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_dequantize(fmt, dtype, granularity):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(30)[: 21 * 261].reshape(21, 261).view(fmt.torch_dtype)
+    for exponent in (-140, -20, 0, 100):
+        for view in (codes, codes.view(torch.uint8).t().contiguous().t().view(fmt.torch_dtype), codes[:, 4:200]):
+            scale = torch.rand(granularity.scale_shape(view.shape)) * 2.0 ** (exponent // 2) * 2.0 ** (exponent // 2)
+            wanted = QuantizedTensor(view, scale, granularity, dtype).dequantize()
+            for level in cpu.levels():
+                found = cpu.dequantize(view, scale, granularity, dtype, level=level)
+                torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+                out = torch.full(view.shape, 7.0, dtype=dtype)
+                assert cpu.dequantize(view, scale, granularity, dtype, out=out, level=level) is out
+                torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_threads_change_nothing():
+    x = numbers(300, 1001)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            for granularity in GRANULARITIES:
+                assert_same_cast(x, E4M3, granularity)
+    finally:
+        torch.set_num_threads(before)
