@@ -2,6 +2,9 @@
 
 import copy
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +13,62 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import octavo
+from octavo.kernels.dispatch import BACKENDS
 from octavo.nn import Linear
+from octavo.numerics import QuantizedTensor
+from octavo.recipes import GemmSpec
 
-RECIPES = tuple(name for name in octavo.recipes.names() if not octavo.recipes.get(name).has_static_input)
+RECIPES = tuple(octavo.recipes.names())
+INPUT_SCALE = 2.0**-6  # of a static recipe: saturates at 7
+
+
+def _linear(in_features: int, out_features: int, recipe: str = "tensorwise", **options: Any) -> Linear:
+    layer = Linear(in_features, out_features, recipe=recipe, **options)
+    layer.input_scale.fill_(INPUT_SCALE)
+    return layer
+
+
+@torch.library.custom_op("octavo_tests::seen", mutates_args=())
+def _seen(codes: Tensor, scale: Tensor) -> Tensor:
+    """What a compiled graph cannot look through or leave out: notes the codes and hands the scale on."""
+    _noted.append((tuple(codes.shape), codes.contiguous().numpy().tobytes(), scale.numpy().tobytes()))
+    return scale.clone()
+
+
+@_seen.register_fake
+def _(_codes: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(scale)
+
+
+_noted: list[tuple[tuple[int, ...], bytes, bytes]] = []
+
+
+def _noting(operand: QuantizedTensor) -> QuantizedTensor:
+    scale = operand.scale.view(torch.uint8) if operand.scale.itemsize == 1 else operand.scale
+    scale = _seen(operand.data.view(torch.uint8), scale).view(operand.scale.dtype)
+    return QuantizedTensor(operand.data, scale, operand.granularity, operand.hp_dtype)
+
+
+@contextmanager
+def operands_seen() -> Iterator[list[tuple[tuple[int, ...], bytes, bytes]]]:
+    """Codes and scales of every operand that meets another inside the block, eager or compiled in it.
+
+    A compiler may note two equal ones once.
+    """
+    found: list[tuple[tuple[int, ...], bytes, bytes]] = []
+    _noted.clear()
+    torch.compiler.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in {type(backend) for backend in BACKENDS}:
+            original = kind.scaled_mm
+            patch.setattr(
+                kind,
+                "scaled_mm",
+                lambda self, a, b, *rest, original=original: original(self, _noting(a), _noting(b), *rest),
+            )
+        yield found
+    torch.compiler.reset()
+    found.extend(_noted)
 
 
 class Parallel(nn.Module):
@@ -20,7 +76,7 @@ class Parallel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({recipe: Linear(32, 16, recipe=recipe) for recipe in RECIPES})
+        self.layers = nn.ModuleDict({recipe: _linear(32, 16, recipe) for recipe in RECIPES})
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {recipe: layer(x) for recipe, layer in self.layers.items()}
@@ -48,22 +104,81 @@ def test_compiled_without_graph_breaks_it_computes_the_same():
     eager = Parallel()
     compiled = Parallel()
     compiled.load_state_dict(eager.state_dict())
-    expected = _steps(eager, 3)
-    actual = _steps(torch.compile(compiled, fullgraph=True), 3)  # type: ignore[arg-type]
+    with operands_seen() as expected_operands:
+        expected = _steps(eager, 3)
+    with operands_seen() as operands:
+        actual = _steps(torch.compile(compiled, fullgraph=True), 3)  # type: ignore[arg-type]
     for step, wanted in zip(actual, expected, strict=True):
         found = {key.replace("_orig_mod.", ""): value for key, value in step.items()}
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5 * value.abs().max().item(), msg=key)
+    assert set(operands) == set(expected_operands)
+    assert len(expected_operands) == 3 * 2 * sum(len(_products(recipe)) for recipe in RECIPES)
     state, same = octavo.scaling_state(eager), octavo.scaling_state(compiled)
     assert state
     assert all(torch.equal(state[key], same[key]) for key in state), "the histories differ"
+
+
+def _products(recipe: str) -> list[GemmSpec]:
+    """The products that take codes."""
+    known = octavo.recipes.get(recipe)
+    return [gemm for gemm in (known.output, known.grad_input, known.grad_weight) if gemm.a is not None]
+
+
+def test_compiled_steps_end_with_their_autocast_block():
+    """Not with each backward pass in it, and without a graph for every block: its number is read at run time."""
+    eager = Linear(32, 16, recipe="delayed_te")
+    plain = copy.deepcopy(eager)
+    seen = []
+    for layer, compile_it in ((eager, False), (plain, True)):
+        generator = torch.Generator().manual_seed(3)
+        with operands_seen() as operands:
+            model = torch.compile(layer, fullgraph=True) if compile_it else layer
+            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            for step in range(3):
+                with octavo.autocast():
+                    for micro in range(2):
+                        x = torch.randn(4, 32, generator=generator) * 3.0 ** (step + micro)
+                        with octavo.autocast():
+                            model(x.requires_grad_()).square().sum().backward()
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+            assert graphs == compile_it
+        seen.append((operands, octavo.scaling_state(layer)))
+    (operands, state), (same_operands, same) = seen
+    assert set(operands) == set(same_operands)
+    assert len(operands) == 3 * 2 * 6
+    assert state["input.steps"].item() == 3
+    assert all(torch.equal(state[key], same[key]) for key in state)
+
+
+def test_a_block_inside_of_a_graph_is_one_too():
+    layer = Linear(32, 16, recipe="delayed_te")
+    twin = copy.deepcopy(layer)
+
+    def in_blocks(model: Linear, x: Tensor) -> Tensor:
+        with octavo.autocast():
+            y = model(x)
+        with octavo.autocast():
+            return y + model(2 * x)
+
+    compiled = torch.compile(in_blocks, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x = torch.randn(4, 32)
+        for model, function in ((layer, in_blocks), (twin, compiled)):
+            function(model, x).sum().backward()
+    state, same = octavo.scaling_state(layer), octavo.scaling_state(twin)
+    assert state["input.steps"].item() == 4
+    assert all(torch.equal(state[key], same[key]) for key in state)
 
 
 def _chain(recipe: str) -> nn.Sequential:
     torch.manual_seed(7)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
     octavo.convert(model, recipe)
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.input_scale.fill_(INPUT_SCALE)
     return model
 
 
@@ -115,7 +230,7 @@ def test_checkpointing_repeats_the_recipe_of_the_first_time(override, backward):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_accumulate(recipe):
     """The sum of micro-batches' gradients is what the parameter holds after them."""
-    model = Linear(16, 8, recipe=recipe, manual_scale_updates=octavo.recipes.get(recipe).is_delayed)
+    model = _linear(16, 8, recipe, manual_scale_updates=octavo.recipes.get(recipe).is_delayed)
     batches = [torch.randn(4, 16) for _ in range(3)]
     alone = []
     for batch in batches:
@@ -134,7 +249,7 @@ def test_gradients_accumulate(recipe):
 def test_threads_train_as_if_alone(recipe):
     def train(seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        model = Linear(32, 32, recipe="tensorwise")
+        model = _linear(32, 32)
         nn.init.normal_(model.weight, generator=generator)
         nn.init.zeros_(model.bias)
         with octavo.autocast(recipe):
@@ -154,7 +269,7 @@ def test_threads_train_as_if_alone(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_functional_call_takes_other_weights(recipe):
-    layer, x = Linear(16, 8, recipe=recipe).eval(), torch.randn(4, 16)
+    layer, x = _linear(16, 8, recipe).eval(), torch.randn(4, 16)
     other = {"weight": torch.randn(8, 16), "bias": torch.zeros(8)}
     result = torch.func.functional_call(layer, other, (x,))
     layer.load_state_dict(other)
@@ -174,10 +289,14 @@ def _broken_step(layer: nn.Module, *, checkpointed: bool | None = None) -> None:
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_non_finite_elements_are_counted_once_a_call(recipe):
-    layer = Linear(16, 8, recipe=recipe)
+    layer = _linear(16, 8, recipe)
+    counted = [] if octavo.recipes.get(recipe).grad_input.a is None else ["grad_output"]
     for calls, checkpointed in enumerate((None, False, True), start=1):
         _broken_step(layer, checkpointed=checkpointed)
-        assert octavo.nonfinite_counts(layer) == {"input": 2 * calls, "grad_output": calls}
+        assert octavo.nonfinite_counts(layer) == {
+            "input": 2 * calls,
+            **dict.fromkeys(counted, calls),
+        }
     layer.eval()
     layer(torch.full((1, 16), float("nan")))
     assert octavo.nonfinite_counts(layer)["input"] == 6, "evaluation counts nothing"

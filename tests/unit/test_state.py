@@ -7,7 +7,7 @@ from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import CheckpointError, ConfigError
 from octavo.observers import EMPTY, ROLES
-from octavo.state import discard_step
+from octavo.state import discard_step, rescale_gradient_history
 
 
 def _model(*, manual: bool = False, **options) -> nn.Sequential:
@@ -354,3 +354,33 @@ def test_safetensors_take_the_state(tmp_path):
     octavo.load_scaling_state(other, loaded)
     again = octavo.scaling_state(other)
     assert all(torch.equal(again[key], state[key]) for key in state)
+
+
+def test_a_loop_with_grad_scaler_is_one_without_if_the_history_follows_the_scale():
+    """As docs/delayed-scaling.md has it; a batch whose gradients overflow is one that the other loop never saw."""
+    batches = _batches(9, seed=3)
+    broken = batches[4].clone()
+    broken[0, 0] = float("inf")
+    plain, scaled = _model(manual=True, backoff=0.5), _model(manual=True, backoff=0.5)
+    expected = _train(plain, batches, manual=True)
+    optimizer = torch.optim.SGD(scaled.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    losses, scales = [], []
+    for batch in [*batches[:4], broken, *batches[4:]]:
+        optimizer.zero_grad()
+        loss = scaled(batch).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        after = scaler.get_scale()
+        if after < before:
+            discard_step(scaled)
+        else:
+            octavo.update_scales(scaled)
+            losses.append(loss.item())
+        if after != before:
+            rescale_gradient_history(scaled, after / before)
+        scales.append(after / 2**10)
+    assert scales == [1, 2, 2, 4, 2, 2, 4, 4, 8, 8]
+    assert losses == expected

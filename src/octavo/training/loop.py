@@ -7,9 +7,9 @@ hence an interrupted and resumed run writes the same metrics.jsonl as an uninter
 the times (on the same number of threads, which decides the order of some sums).
 
 With a loss scale, a step whose gradients overflow is made again with half the scale, on the same batches: no text is
-passed over, the run still has as many updates as it was asked for, and nothing but the scale tells that it happened:
-delayed scaling forgets what the failed attempt recorded. A gradient norm that overflows though every element is finite
-stops the run: no loss scale mends it.
+passed over, the run still has as many updates as it was asked for, and delayed scaling forgets what the failed attempt
+recorded: in FP32 the run is, but for the scale, one in which nothing happened. A gradient norm that overflows though
+every element is finite stops the run: no loss scale mends it.
 """
 
 import math
