@@ -14,11 +14,19 @@ Weights = dict[str, Tensor]
 FUNCTIONS = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "qgelu": lambda x: x / (1 + torch.exp(-1.702 * x)),
     "relu": lambda x: torch.where(x > 0, x, 0.0),
     "silu": lambda x: x / (1 + torch.exp(-x)),
     "srelu": lambda x: torch.where(x > 0, x * x, 0.0),
 }
-GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "swiglu": "silu"}
+GATED = {
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

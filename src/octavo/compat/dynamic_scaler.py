@@ -64,16 +64,18 @@ class DynamicScaler:
         self._backed_off = False
 
     @torch.no_grad()
-    def scale_tensor(self, x: Tensor) -> tuple[Tensor, float]:
+    def scale_tensor(self, x: Tensor, update_freq: int | None = None) -> tuple[Tensor, float]:
         """Cast ``x`` and, every ``update_freq`` calls, let its amax enter the window first.
 
         Args:
             x: float16, bfloat16, float32 or float64. Zeros stay zeros, NaN and ±Inf stay what they are.
+            update_freq: of this call; None is the scaler's.
 
         Returns:
             float8_e5m2 codes, saturated at ±57344, and the scale that multiplied: exactly a float32.
         """
-        due = self.iteration % self.update_freq == 0 or not self.history
+        check_sizes(update_freq=update_freq)
+        due = self.iteration % (update_freq or self.update_freq) == 0 or not self.history
         if due and not self._backed_off:
             self._update(amax(x))
         self.iteration += 1

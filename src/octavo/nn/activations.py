@@ -4,13 +4,13 @@ A gated activation reads twice the width that it returns: the **first** half of 
 goes through the function, the second half is multiplied by it. One linear layer makes both halves, so that their
 common input is quantized once.
 
-| name                                     | y                           | gated |
-|------------------------------------------|-----------------------------|-------|
-| `gelu`, `gelu_tanh`, `relu`, `silu`      | f(x)                        | no    |
-| `srelu`                                  | relu(x)²                    | no    |
-| `geglu`, `geglu_tanh`, `reglu`, `swiglu` | f(first half) · second half | yes  |
+| name                                                         | y                           | gated |
+|--------------------------------------------------------------|-----------------------------|-------|
+| `gelu`, `gelu_tanh`, `qgelu`, `relu`, `silu`                 | f(x)                        | no    |
+| `srelu`                                                      | relu(x)²                    | no    |
+| `geglu`, `geglu_tanh`, `qgeglu`, `reglu`, `sreglu`, `swiglu` | f(first half) · second half | yes   |
 
-`gelu` is x·Φ(x); `gelu_tanh` approximates Φ by a tanh, as GPT-2 does.
+`gelu` is x·Φ(x); `gelu_tanh` approximates Φ(x) by a tanh, as GPT-2 does, `qgelu` by sigmoid(1.702 x).
 
 References: Hendrycks and Gimpel, arXiv 1606.08415 (GELU); Shazeer, arXiv 2002.05202, equations 5 and 6 (gated ones); So
 et al., arXiv 2109.08668 (squared ReLU).
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -54,16 +55,23 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
 ACTIVATIONS = {
     "gelu": Activation(function=F.gelu),
     "gelu_tanh": Activation(function=_gelu_tanh),
+    "qgelu": Activation(function=_quick_gelu),
     "relu": Activation(function=F.relu),
     "silu": Activation(function=F.silu),
     "srelu": Activation(function=_squared_relu),
     "geglu": Activation(function=F.gelu, gated=True),
     "geglu_tanh": Activation(function=_gelu_tanh, gated=True),
+    "qgeglu": Activation(function=_quick_gelu, gated=True),
     "reglu": Activation(function=F.relu, gated=True),
+    "sreglu": Activation(function=_squared_relu, gated=True),
     "swiglu": Activation(function=F.silu, gated=True),
 }

@@ -21,8 +21,8 @@ class LayerNormMLP(nn.Module):
     Args:
         hidden_size: of input and output, H.
         ffn_hidden_size: between the two layers, F.
-        activation: a name of ``octavo.nn.activations``: gelu, gelu_tanh, relu, silu, srelu, geglu, geglu_tanh, reglu,
-            swiglu.
+        activation: a name of ``octavo.nn.activations``: gelu, gelu_tanh, qgelu, relu, silu, srelu, geglu, geglu_tanh,
+            qgeglu, reglu, sreglu, swiglu.
         bias: whether the linear layers have biases.
         normalization: "layernorm", "rmsnorm" or "none".
         eps: of the norm.

@@ -42,6 +42,17 @@ def test_every_fourth_tensor_enters_a_window_of_scales():
         assert scale == _mean([_scale_of(one) for one in seen])
 
 
+def test_a_call_may_say_how_often_as_the_articles_does():
+    """update_freq is an argument of the article's scale_tensor, and not of its constructor."""
+    scaler, amaxes = DynamicScaler(2), [2.0 ** (i % 5) for i in range(12)]
+    for step, amax in enumerate(amaxes):
+        _, scale = scaler.scale_tensor(_tensor(amax), update_freq=3)
+        assert scale == _mean([_scale_of(one) for one in amaxes[: step + 1 : 3][-2:]])
+    for wrong in (0, 1.5, "4"):
+        with pytest.raises(ConfigError, match="update_freq must be a whole number"):
+            scaler.scale_tensor(_tensor(1.0), update_freq=wrong)
+
+
 def test_no_seed_bends_the_first_scale():
     _, scale = DynamicScaler().scale_tensor(_tensor(0.5))
     assert scale == 2 * E5M2.max

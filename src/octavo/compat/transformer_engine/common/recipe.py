@@ -16,6 +16,7 @@ Reference: Transformer Engine's documentation, "Common API".
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from octavo import formats, recipes
 from octavo.errors import ConfigError
@@ -25,12 +26,24 @@ from octavo.recipes import CastSpec, GemmSpec
 __all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MXFP8BlockScaling", "Recipe"]
 
 
-class Format(Enum):
-    """The formats of forward and backward casts."""
+class Maxima(NamedTuple):
+    """The largest values of the formats of forward and backward casts."""
 
-    E4M3 = (formats.E4M3, formats.E4M3)
-    E5M2 = (formats.E5M2, formats.E5M2)  # no recipe takes it
-    HYBRID = (formats.E4M3, formats.E5M2)
+    fwd: float
+    bwd: float
+
+
+class Format(Enum):
+    """The formats of forward and backward casts, by their largest values.
+
+    Example:
+        >>> Format.HYBRID.value.fwd, Format.HYBRID.value.bwd
+        (448.0, 57344.0)
+    """
+
+    E4M3 = Maxima(formats.E4M3.max, formats.E4M3.max)
+    E5M2 = Maxima(formats.E5M2.max, formats.E5M2.max)  # no recipe takes it
+    HYBRID = Maxima(formats.E4M3.max, formats.E5M2.max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +72,31 @@ class Recipe:
     def octavo_recipe(self) -> recipes.Recipe:
         """The same casts and GEMMs as an octavo recipe."""
         raise NotImplementedError
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether this is :class:`DelayedScaling`."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether this is :class:`Float8CurrentScaling`."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale."""
+        return cls.delayed() or cls.float8_current_scaling()
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether this is :class:`Float8BlockScaling`."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether this is :class:`MXFP8BlockScaling`."""
+        return issubclass(cls, MXFP8BlockScaling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +248,7 @@ def _each_cast(recipe: recipes.Recipe, change: Callable[[CastSpec], CastSpec]) -
 
 def _with_gradients_in(recipe: recipes.Recipe, fp8_format: Format) -> recipes.Recipe:
     """``recipe`` with both casts of the gradient to the backward format; under another name if that changes it."""
-    _, backward = fp8_format.value
+    backward = formats.E5M2 if fp8_format is Format.HYBRID else formats.E4M3
     grad_input, grad_weight = recipe.grad_input, recipe.grad_weight
     assert grad_input.a is not None
     assert grad_weight.a is not None

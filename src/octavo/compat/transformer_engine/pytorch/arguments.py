@@ -1,7 +1,8 @@
 """Transformer Engine's arguments: what octavo calls them, and which have no effect or are refused.
 
-An argument that a module here names is honoured. All others are in one of two tables: what concerns speed, memory,
-names or processes alone is accepted and has no effect; the rest is accepted at its default and refused otherwise.
+An argument that a module here names is honoured. All others are in one of three tables: what concerns speed, memory,
+names or processes alone is accepted and has no effect; a word must be one of some; the rest is accepted at its default
+and refused otherwise.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,12 +32,15 @@ _T = TypeVar("_T")
 NO_EFFECT = frozenset({
     "checkpoint_core_attention", "cp_comm_type", "cp_global_ranks", "cp_stream", "distribute_saved_activations",
     "fast_zero_fill", "fuse_qkv_params", "get_rng_state_tracker", "is_first_microbatch", "layer_number",
-    "max_seqlen_kv", "max_seqlen_q", "micro_batch_size", "name", "num_splits", "parallel_mode",
+    "max_seqlen_kv", "max_seqlen_q", "micro_batch_size", "name", "num_splits",
     "preserve_high_precision_init_val", "rng_tracker_name", "seq_length", "sequence_parallel",
     "set_parallel_mode", "ub_atomic_gemm_ag", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name", "ub_overlap_ag",
     "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_split_ag", "ub_split_rs", "ub_tp_comm_overlap", "use_reentrant",
 })  # fmt: skip
 """They concern speed, memory, names, or parts of a tensor-parallel group, which has one member here."""
+
+ONE_OF: Mapping[str, tuple[object, ...]] = {"parallel_mode": (None, "column", "row")}
+"""Words that have no effect, among their like."""
 
 ONLY_DEFAULT: Mapping[str, object] = {
     "activation_params": None,
@@ -58,10 +62,13 @@ ONLY_DEFAULT: Mapping[str, object] = {
     "output_layernorm": False,
     "pad_between_seqs": None,
     "parameters_split": None,
+    "qk_norm_before_rope": False,
+    "qk_norm_eps": 1e-6,
     "qk_norm_type": None,
     "return_bias": False,
     "return_max_logit": False,
     "rotary_pos_interleaved": False,
+    "save_original_input": False,
     "softmax_type": "vanilla",
     "symmetric_ar_type": None,
     "tp_group": None,
@@ -71,7 +78,7 @@ ONLY_DEFAULT: Mapping[str, object] = {
 _ACTIVATIONS = {
     "gelu": "gelu_tanh",
     "geglu": "geglu_tanh",
-    **{same: same for same in ("relu", "reglu", "silu", "srelu", "swiglu")},
+    **{same: same for same in ("qgelu", "qgeglu", "relu", "reglu", "silu", "srelu", "sreglu", "swiglu")},
 }
 _NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _CAUSAL = {
@@ -98,7 +105,7 @@ def check_others(what: str, others: Mapping[str, object]) -> None:
 
     Raises:
         TypeError: no such argument.
-        ConfigError: arguments of :data:`ONLY_DEFAULT` at other values.
+        ConfigError: arguments of :data:`ONE_OF` or :data:`ONLY_DEFAULT` at other values.
 
     Example:
         >>> check_others("Linear", {"tp_size": 2})
@@ -108,6 +115,10 @@ def check_others(what: str, others: Mapping[str, object]) -> None:
     """
     for name, value in others.items():
         if name in NO_EFFECT:
+            continue
+        if name in ONE_OF:
+            if value not in ONE_OF[name]:
+                raise ConfigError(f"{name} must be one of {', '.join(map(repr, ONE_OF[name]))}, not {value!r}")
             continue
         if name not in ONLY_DEFAULT:
             raise TypeError(f"octavo's {what} has no argument {name!r}")

@@ -40,7 +40,7 @@ class DotProductAttention(nn.Module):
         attn_mask_type: "no_mask", "causal", "padding", "padding_causal", either causal one with "_bottom_right", or
             "arbitrary".
         window_size: (left, right), -1 is no limit.
-        attention_type: has no effect.
+        attention_type: "self" or "cross"; only for the record.
         softmax_scale: of the scores; None is 1 / sqrt(D).
         others: see ``arguments.py``.
 
@@ -67,6 +67,7 @@ class DotProductAttention(nn.Module):
         check_others("DotProductAttention", others)
         is_causal(attn_mask_type)
         batch_first(qkv_format)
+        _is_cross(attention_type)
         super().__init__()
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
         self.attention = octavo_nn.DotProductAttention(dropout=attention_dropout, scale=softmax_scale)

@@ -80,6 +80,7 @@ class LayerNorm(octavo_nn.LayerNorm):
         normalized_shape: its size.
         eps: added to the variance.
         zero_centered_gamma: store the weight as w - 1.
+        hidden_size: ``normalized_shape`` by its older name; one of the two.
         params_dtype: of the parameters.
         device: of the parameters.
         others: see ``arguments.py``.
@@ -91,19 +92,31 @@ class LayerNorm(octavo_nn.LayerNorm):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         *,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
         check_others("LayerNorm", others)
         super().__init__(
-            normalized_shape, eps=eps, zero_centered=zero_centered_gamma, device=device, dtype=params_dtype
+            _one_size(normalized_shape, hidden_size),
+            eps=eps,
+            zero_centered=zero_centered_gamma,
+            device=device,
+            dtype=params_dtype,
         )
         read_names(self, [])
+
+
+def _one_size(normalized_shape: int | None, hidden_size: int | None) -> int:
+    sizes = [size for size in (normalized_shape, hidden_size) if size is not None]
+    if len(sizes) != 1:
+        raise ConfigError(f"a norm takes normalized_shape or hidden_size, one of them, not {len(sizes)}")
+    return sizes[0]
 
 
 class RMSNorm(octavo_nn.RMSNorm):
@@ -116,19 +129,28 @@ class RMSNorm(octavo_nn.RMSNorm):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         *,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
         check_others("RMSNorm", others)
         super().__init__(
-            normalized_shape, eps=eps, zero_centered=zero_centered_gamma, device=device, dtype=params_dtype
+            _one_size(normalized_shape, hidden_size),
+            eps=eps,
+            zero_centered=zero_centered_gamma,
+            device=device,
+            dtype=params_dtype,
         )
         read_names(self, [])
+
+
+def _bias_of(norm: nn.Module) -> Tensor | None:
+    return norm.bias if isinstance(norm, octavo_nn.LayerNorm) else None
 
 
 class LayerNormLinear(nn.Module):
@@ -186,6 +208,26 @@ class LayerNormLinear(nn.Module):
         initialize(self.layer, init_method)
         read_names(self, linear_rows("layer.linear.", "", norm="layer.norm."))
 
+    @property
+    def weight(self) -> Tensor:
+        """[N, K]."""
+        return self.layer.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[N] or None."""
+        return self.layer.linear.bias
+
+    @property
+    def layer_norm_weight(self) -> Tensor:
+        """[K]."""
+        return self.layer.norm.weight
+
+    @property
+    def layer_norm_bias(self) -> Tensor | None:
+        """[K] or None."""
+        return _bias_of(self.layer.norm)
+
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -204,7 +246,8 @@ class LayerNormMLP(nn.Module):
         eps: of the norm.
         bias: whether the linear layers have biases.
         normalization: "LayerNorm" or "RMSNorm".
-        activation: "gelu" and "geglu" (both by tanh), "relu", "reglu", "silu", "swiglu" or "srelu".
+        activation: "gelu" and "geglu" (both by tanh), "qgelu", "qgeglu", "relu", "reglu", "silu", "swiglu", "srelu" or
+            "sreglu".
         init_method: of the first layer's weight; see :class:`Linear`.
         output_layer_init_method: of the second's.
         return_layernorm_output: only False.
@@ -253,6 +296,36 @@ class LayerNormMLP(nn.Module):
         )
         initialize(self.layer, init_method, output_layer_init_method)
         read_names(self, mlp_rows("layer.", ""))
+
+    @property
+    def fc1_weight(self) -> Tensor:
+        """[F or 2 F, H]."""
+        return self.layer.fc1.weight
+
+    @property
+    def fc1_bias(self) -> Tensor | None:
+        """[F or 2 F] or None."""
+        return self.layer.fc1.bias
+
+    @property
+    def fc2_weight(self) -> Tensor:
+        """[H, F]."""
+        return self.layer.fc2.weight
+
+    @property
+    def fc2_bias(self) -> Tensor | None:
+        """[H] or None."""
+        return self.layer.fc2.bias
+
+    @property
+    def layer_norm_weight(self) -> Tensor:
+        """[H]."""
+        return self.layer.norm.weight
+
+    @property
+    def layer_norm_bias(self) -> Tensor | None:
+        """[H] or None."""
+        return _bias_of(self.layer.norm)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Tensor:
         """[..., H] to the same."""

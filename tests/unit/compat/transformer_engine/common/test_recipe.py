@@ -107,3 +107,18 @@ def test_recipes_cannot_be_changed():
     """A shared recipe object that a constructor changed once turned E5M2 gradients into E4M3."""
     with pytest.raises(FrozenInstanceError):
         DelayedScaling().fp8_format = Format.E4M3  # type: ignore[misc]
+
+
+def test_a_recipe_says_which_it_is():
+    names = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8")
+    for kind, own in zip(ALL, names, strict=True):
+        for recipe in (kind, kind()):
+            assert [name for name in names if getattr(recipe, name)()] == [own]
+            assert recipe.float8_per_tensor_scaling() == (kind in (DelayedScaling, Float8CurrentScaling))
+
+
+def test_a_formats_value_has_its_largest_numbers():
+    assert Format.HYBRID.value == (E4M3.max, E5M2.max)
+    assert (Format.HYBRID.value.fwd, Format.HYBRID.value.bwd) == (448, 57344)
+    assert (Format.E4M3.value.bwd, Format.E5M2.value.fwd) == (448, 57344)
+    assert len(Format) == 3

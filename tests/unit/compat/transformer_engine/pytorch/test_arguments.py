@@ -48,6 +48,8 @@ def test_what_has_no_effect_is_accepted(kind):
         ("tp_group", object()),
         ("fuse_wgrad_accumulation", True),
         ("return_bias", True),
+        ("save_original_input", True),
+        ("qk_norm_eps", 1e-5),
         ("drop_path_rate", 0.1),
         ("alibi_slopes", torch.ones(2)),
     ],
@@ -55,6 +57,14 @@ def test_what_has_no_effect_is_accepted(kind):
 def test_what_cannot_be_honoured_is_named(kind, name, value):
     with pytest.raises(ConfigError, match=f"{kind.__name__} cannot honour {name}="):
         kind(*SIZES[kind], **{name: value})
+
+
+@MODULES
+def test_words_are_checked(kind):
+    for mode in (None, "column", "row"):
+        kind(*SIZES[kind], parallel_mode=mode)
+    with pytest.raises(ConfigError, match="parallel_mode must be one of None, 'column', 'row', not 'nonsense'"):
+        kind(*SIZES[kind], parallel_mode="nonsense")
 
 
 @MODULES
@@ -107,8 +117,8 @@ def test_gelu_is_the_approximation():
         "geglu_tanh",
         "swiglu",
     )
-    with pytest.raises(ConfigError, match=r"activation must be one of .*, not 'qgelu'"):
-        activation_name("qgelu")
+    with pytest.raises(ConfigError, match=r"activation must be one of .*, not 'mish'"):
+        activation_name("mish")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ ACTIVATIONS = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "srelu": lambda x: F.relu(x) ** 2,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "qgeglu": lambda x: x[..., :12] * torch.sigmoid(1.702 * x[..., :12]) * x[..., 12:],
+    "sreglu": lambda x: F.relu(x[..., :12]) ** 2 * x[..., 12:],
     "geglu": lambda x: F.gelu(x[..., :12], approximate="tanh") * x[..., 12:],
     "reglu": lambda x: F.relu(x[..., :12]) * x[..., 12:],
     "swiglu": lambda x: F.silu(x[..., :12]) * x[..., 12:],
@@ -69,6 +72,31 @@ def test_layernorm_mlp(name):
     normed = _norm("LayerNorm", x, inner.norm, eps=1e-2, centred=False)
     hidden = ACTIVATIONS[name](F.linear(normed, inner.fc1.weight, inner.fc1.bias))
     torch.testing.assert_close(module(x), F.linear(hidden, inner.fc2.weight, inner.fc2.bias))
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_parameters_are_attributes_by_their_published_names(normalization, bias):
+    linear = LayerNormLinear(8, 6, normalization=normalization, bias=bias)
+    mlp = LayerNormMLP(8, 12, normalization=normalization, bias=bias)
+    for module, names in ((linear, ("",)), (mlp, ("fc1_", "fc2_"))):
+        named = {f"{name}{kind}" for name in (*names, "layer_norm_") for kind in ("weight", "bias")}
+        found = {name: getattr(module, name) for name in named}
+        parameters = {id(parameter) for parameter in module.parameters()}
+        assert {id(tensor) for tensor in found.values() if tensor is not None} == parameters
+        missing = {f"{name}bias" for name in names if not bias}
+        missing |= {"layer_norm_bias"} if normalization == "RMSNorm" else set()
+        assert {name for name, tensor in found.items() if tensor is None} == missing
+    assert mlp.fc1_weight.shape == (12, 8)
+    assert mlp.fc2_weight.shape == (8, 12)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_a_norms_size_has_two_names(kind):
+    assert kind(hidden_size=8).size == kind(8).size == kind(normalized_shape=8).size
+    for sizes in ({}, {"hidden_size": 8, "normalized_shape": 8}):
+        with pytest.raises(ConfigError, match="normalized_shape or hidden_size, one of them"):
+            kind(**sizes)
 
 
 def test_what_they_cannot_return_is_refused():
