@@ -142,9 +142,12 @@ def test_the_same_delayed_recipe_again_keeps_the_history():
     octavo.convert(model, "delayed")
     model(torch.randn(4, 8)).sum().backward()
     state = octavo.scaling_state(model)
-    octavo.convert(model, "delayed", scale_updates="manual")
-    kept = octavo.scaling_state(model)
-    assert all(torch.equal(state[key], kept[key]) for key in state)
+    for scale_updates in ("automatic", "manual"):
+        octavo.convert(model, "delayed", scale_updates=scale_updates)
+        if scale_updates == "manual":
+            octavo.update_scales(model)
+        kept = octavo.scaling_state(model)
+        assert all(torch.equal(state[key], kept[key]) for key in state)
     octavo.convert(model, octavo.recipes.get("delayed", history_length=3))
     assert octavo.scaling_state(model)["0.input.steps"].item() == 0
 

@@ -1,6 +1,7 @@
 """The oracle is the article's rule in Python floats, with the format's own maximum."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def test_a_call_may_say_how_often_as_the_articles_does():
     for step, amax in enumerate(amaxes):
         _, scale = scaler.scale_tensor(_tensor(amax), update_freq=3)
         assert scale == _mean([_scale_of(one) for one in amaxes[: step + 1 : 3][-2:]])
+    wrong: Any
     for wrong in (0, 1.5, "4"):
         with pytest.raises(ConfigError, match="update_freq must be a whole number"):
             scaler.scale_tensor(_tensor(1.0), update_freq=wrong)

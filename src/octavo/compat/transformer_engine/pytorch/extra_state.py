@@ -65,7 +65,7 @@ def read_extra_state(module: nn.Module, state: dict[str, Any], prefix: str, laye
     Raises:
         CheckpointError: a pickle, or tensors of other names, shapes or values; no layer has changed then.
     """
-    found = {}
+    found: dict[str, dict[str, Tensor]] = {}
     for key in [key for key in state if key.startswith(prefix) and SUFFIX in key.split(".")]:
         source, _, name = key.removeprefix(prefix).partition(SUFFIX)
         given = _plain(key, state[key], name.removeprefix("."), len(layers.get(source, ())))

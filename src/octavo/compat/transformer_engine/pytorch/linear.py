@@ -221,7 +221,7 @@ class LayerNormLinear(nn.Module):
     @property
     def layer_norm_weight(self) -> Tensor:
         """[K]."""
-        return self.layer.norm.weight
+        return self.layer.norm.get_parameter("weight")
 
     @property
     def layer_norm_bias(self) -> Tensor | None:
@@ -320,7 +320,7 @@ class LayerNormMLP(nn.Module):
     @property
     def layer_norm_weight(self) -> Tensor:
         """[H]."""
-        return self.layer.norm.weight
+        return self.layer.norm.get_parameter("weight")
 
     @property
     def layer_norm_bias(self) -> Tensor | None:

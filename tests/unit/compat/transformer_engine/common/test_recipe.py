@@ -109,12 +109,17 @@ def test_recipes_cannot_be_changed():
         DelayedScaling().fp8_format = Format.E4M3  # type: ignore[misc]
 
 
-def test_a_recipe_says_which_it_is():
-    names = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8")
-    for kind, own in zip(ALL, names, strict=True):
-        for recipe in (kind, kind()):
-            assert [name for name in names if getattr(recipe, name)()] == [own]
-            assert recipe.float8_per_tensor_scaling() == (kind in (DelayedScaling, Float8CurrentScaling))
+@pytest.mark.parametrize("kind", ALL)
+def test_a_recipe_says_which_it_is(kind):
+    names = {
+        "delayed": DelayedScaling,
+        "float8_current_scaling": Float8CurrentScaling,
+        "float8_block_scaling": Float8BlockScaling,
+        "mxfp8": MXFP8BlockScaling,
+    }
+    for recipe in (kind, kind()):
+        assert [own for name, own in names.items() if getattr(recipe, name)()] == [kind]
+        assert recipe.float8_per_tensor_scaling() == (kind in (DelayedScaling, Float8CurrentScaling))
 
 
 def test_a_formats_value_has_its_largest_numbers():

@@ -159,7 +159,7 @@ def test_the_device_is_the_parameters(kind):
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
 
 
-DOT_PRODUCT = {
+DOT_PRODUCT: dict[str, tuple[Any, dict[str, Any]]] = {
     "attention_dropout": (0.5, {"dropout": 0.5}),
     "softmax_scale": (0.1, {"scale": 0.1}),
     "attn_mask_type": ("no_mask", {"causal": False}),
@@ -177,8 +177,9 @@ def test_an_argument_of_dot_product_attention_does_what_octavos_does(argument):
     value, octavos = DOT_PRODUCT[argument]
     operands = torch.randn(3, 2, 5, 4, 8)
     results = []
+    changed: dict[str, Any] = {argument: value}
     for attention in (
-        te.DotProductAttention(4, 8, qkv_format="bshd", **{argument: value}),
+        te.DotProductAttention(4, 8, qkv_format="bshd", **changed),
         octavo_nn.DotProductAttention(**octavos),
         te.DotProductAttention(4, 8, qkv_format="bshd"),
     ):
