@@ -336,6 +336,15 @@ class TestTransformerEngines:
         ]
         assert octavo.scaling_state(layer)["input.amax_history"].tolist() == [4.0, 2.0, 8.0, 1.0]
 
+    def test_an_inner_block_does_not_end_what_the_outer_one_began(self):
+        layer = Linear(2, 2, bias=False, recipe="delayed_te")
+        with octavo.autocast():
+            layer(torch.full((1, 2), 3.0))
+            with octavo.autocast():
+                layer(torch.full((1, 2), 5.0))
+            layer(torch.full((1, 2), 1.0))
+        assert octavo.scaling_state(layer)["input.amax_history"][:2].tolist() == [5.0, -1.0]
+
     def test_the_window_forgets_after_its_length(self):
         layer = Linear(2, 2, bias=False, recipe=octavo.recipes.get("delayed_te", history_length=2))
         for amax in (64.0, 1.0, 2.0):

@@ -202,17 +202,17 @@ def test_the_running_step_is_forgotten(forget):
     assert one["0.input.steps"].item() == 3
 
 
-def _octavo_layers() -> nn.Module:
+def _octavo_layers() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(octavo.nn.Linear(8, 16), nn.ReLU(), octavo.nn.Linear(16, 4), octavo.nn.Linear(4, 4))
 
 
-def _compat_layers() -> nn.Module:
+def _compat_layers() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(te.LayerNormMLP(8, 16), te.Linear(8, 4), te.Linear(4, 4))
 
 
-def _train_under(recipe, model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
+def _train_under(recipe, model: nn.Sequential, batches: list[torch.Tensor]) -> list[float]:
     """All layers but the last, which never runs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
