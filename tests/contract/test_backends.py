@@ -281,7 +281,8 @@ class TestHopperModel:
         with recorded_products() as products:
             for accumulate in Accumulate:
                 scaled_mm(a, b, accumulate=accumulate)
-        assert [product.backend for product in products] == ["torch_cpu", "hopper_model", "hopper_model"]
+        fp32, *others = [product.backend for product in products]
+        assert (fp32 != "hopper_model", others) == (True, ["hopper_model", "hopper_model"])
 
     def test_what_no_tensor_core_sums_is_refused_by_every_backend(self):
         fnuz = _operand(_codes(4, 32, FP8_FORMATS[2]), PerTensor())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.numerics import Accumulate, Granularity, PerBlock, QuantizedTensor
 
-__all__ = ["Backend", "MatmulProblem", "rows_of_scales"]
+__all__ = ["Backend", "MatmulProblem", "block_widths", "rows_of_scales"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +75,8 @@ def rows_of_scales(q: QuantizedTensor) -> Tensor:
     if isinstance(q.granularity, PerBlock):
         return scale.repeat_interleave(q.granularity.rows, dim=0)[: q.shape[0]]
     return scale.reshape(-1, 1)
+
+
+def block_widths(problem: MatmulProblem) -> set[int]:
+    """How wide along K the blocks are that share a scale; empty where the scales apply to the finished sums."""
+    return {g.columns for g in (problem.a_granularity, problem.b_granularity) if isinstance(g, PerBlock)}

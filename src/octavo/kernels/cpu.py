@@ -18,17 +18,20 @@ from octavo.errors import BackendError
 from octavo.formats import E4M3, E5M2, Format
 from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, ScaleRounding
 
+_absence: str | None = None
 try:
     from octavo.kernels import _native
-except ImportError as error:
-    _native, _absence = None, str(error)  # type: ignore[assignment] # not built, or not for this interpreter
+except ImportError as error:  # not built, or not for this interpreter
+    _absence = str(error)
 
 __all__ = [
     "Cast",
     "ScaleRule",
     "codes_strides",
     "dequantize",
+    "gemm",
     "is_traced",
+    "knows",
     "levels",
     "quantize",
     "supports",
@@ -73,17 +76,17 @@ class Cast:
 
 def levels() -> tuple[str, ...]:
     """The instruction-set levels that this build and this processor have, slowest first; none without the extension."""
-    return () if _native is None else tuple(_native.levels())
+    return () if _absence else tuple(_native.levels())
 
 
 def why_absent() -> str | None:
     """Why there are no native kernels, or None."""
-    return _absence if _native is None else None
+    return _absence
 
 
 def supports(x: Tensor, fmt: Format) -> bool:
     """Whether :func:`quantize` can cast ``x``."""
-    return _native is not None and x.device.type == "cpu" and fmt in _FORMATS and x.numel() > 0
+    return not _absence and x.device.type == "cpu" and fmt in _FORMATS and x.numel() > 0
 
 
 def quantize(
@@ -124,11 +127,25 @@ def quantize(
     made = torch.empty(groups) if given_scale is None else given_scale
     counts = _native.quantize(
         _level(level),
-        *(matrix.data_ptr(), _DTYPES.index(matrix.dtype), rows, columns, matrix.stride(0)),
-        *(_FORMATS.index(fmt), block_rows, block_columns, nonfinite == Nonfinite.PROPAGATE),
-        *(_ROUNDINGS.index(rule.rounding), rule.amax_floor, rule.margin),
-        *(_address(given_amax), zero_is_unknown, _address(given_scale)),
-        *(codes.data_ptr(), _address(None if given_scale is made else made), measured.data_ptr(), counting),
+        matrix.data_ptr(),
+        _DTYPES.index(matrix.dtype),
+        rows,
+        columns,
+        matrix.stride(0),
+        _FORMATS.index(fmt),
+        block_rows,
+        block_columns,
+        nonfinite == Nonfinite.PROPAGATE,
+        _ROUNDINGS.index(rule.rounding),
+        rule.amax_floor,
+        rule.margin,
+        _address(given_amax),
+        zero_is_unknown,
+        _address(given_scale),
+        codes.data_ptr(),
+        _address(None if given_scale is made else made),
+        measured.data_ptr(),
+        counting,
     )
     shape = granularity.scale_shape(x.shape)
     if transposed:
@@ -163,12 +180,84 @@ def dequantize(
     result = torch.empty((rows, columns), dtype=out_dtype) if out is None else out
     _native.dequantize(
         _level(level),
-        *(matrix.data_ptr(), _FORMATS.index(_format_of(codes)), rows, columns, matrix.stride(0)),
-        *(block_rows, block_columns, scales.data_ptr(), result.data_ptr(), _DTYPES.index(out_dtype)),
+        matrix.data_ptr(),
+        _FORMATS.index(_format_of(codes)),
+        rows,
+        columns,
+        matrix.stride(0),
+        block_rows,
+        block_columns,
+        scales.data_ptr(),
+        result.data_ptr(),
+        _DTYPES.index(out_dtype),
     )
     if out is not None:
         return out
     return (result.t() if transposed else result).reshape(codes.shape)
+
+
+def knows(*dtypes: torch.dtype) -> bool:
+    """Whether these are dtypes of codes that the kernels read."""
+    return set(dtypes) <= {fmt.torch_dtype for fmt in _FORMATS}
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    block: int = 0,
+    level: str | None = None,
+) -> Tensor:
+    """``(a @ b.T) · scales + bias``: products of codes summed in FP32, scaled, rounded once.
+
+    Args:
+        a: codes [M, K], E4M3 or E5M2; nothing is empty.
+        b: codes [N, K].
+        a_scale: float32 [M or 1, blocks of K or 1].
+        b_scale: float32 [N or 1, blocks of K or 1].
+        out_dtype: float32, bfloat16 or float16.
+        bias: [N] or None; added in FP32.
+        block: columns of K that share a scale, 0 if all do; the sums of a block are scaled before they are added.
+        level: an instruction-set level; None is the best.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    blocks = -(-k // block) if block else 1
+    out = torch.empty((m, n), dtype=out_dtype)
+    left, right = (_dense_one_way(codes) for codes in (a, b))
+    a_scales, b_scales = (scale.detach().expand(-1, blocks).contiguous() for scale in (a_scale, b_scale))
+    added = None if bias is None else bias.detach().float().contiguous()
+    _native.gemm(
+        _level(level),
+        left.data_ptr(),
+        _FORMATS.index(_format_of(left)),
+        left.stride(0),
+        left.stride(1),
+        a_scales.data_ptr(),
+        a_scales.shape[0] > 1,
+        right.data_ptr(),
+        _FORMATS.index(_format_of(right)),
+        right.stride(0),
+        right.stride(1),
+        b_scales.data_ptr(),
+        b_scales.shape[0] > 1,
+        m,
+        n,
+        k,
+        block,
+        _address(added),
+        out.data_ptr(),
+        _DTYPES.index(out_dtype),
+    )
+    return out
+
+
+def _dense_one_way(codes: Tensor) -> Tensor:
+    """A matrix whose rows or columns lie side by side."""
+    return codes.detach() if 1 in codes.stride() else codes.detach().contiguous()
 
 
 def is_traced(x: Tensor) -> bool:

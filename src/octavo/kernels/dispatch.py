@@ -1,4 +1,4 @@
-"""Who runs what: quantize and scaled_mm as users call them, and the choice of a backend with its reasons.
+"""Who multiplies: scaled_mm as users call it, and the choice of a backend with its reasons.
 
 Backends are asked in order; the first without an objection runs. The choice is recorded with what the others objected,
 and :func:`explain` gives it for any problem without running it.
@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.errors import BackendError, ConfigError
 from octavo.kernels.backend import Backend, MatmulProblem
 from octavo.kernels.hopper_model import HopperModelBackend
+from octavo.kernels.native_backend import NativeBackend
 from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.torch_native import CpuBackend, CudaBackend
 from octavo.numerics import Accumulate, QuantizedTensor
@@ -21,6 +22,7 @@ __all__ = ["BACKENDS", "Selection", "explain", "scaled_mm", "selections"]
 
 BACKENDS: tuple[Backend, ...] = (
     CudaBackend(),
+    NativeBackend(),
     CpuBackend(),
     HopperModelBackend(),
     ReferenceBackend(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.backend import MatmulProblem, rows_of_scales
+from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
 from octavo.numerics import Accumulate, PerBlock, QuantizedTensor, hopper_chains, hopper_sums
 from octavo.numerics.accumulate import CHAIN
 
@@ -27,8 +27,7 @@ class HopperModelBackend:
             return "it sums as a tensor core does, and FP32 sums were asked for"
         if {problem.a_dtype, problem.b_dtype} - {E4M3.torch_dtype, E5M2.torch_dtype}:
             return "Hopper multiplies E4M3 and E5M2"
-        widths = {g.columns for g in (problem.a_granularity, problem.b_granularity) if isinstance(g, PerBlock)}
-        if widths - {CHAIN}:
+        if (widths := block_widths(problem)) - {CHAIN}:
             return f"Hopper's sums can be scaled every {CHAIN} of K, not every {min(widths)}"
         return None
 

@@ -20,8 +20,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from octavo.kernels.backend import MatmulProblem, rows_of_scales
-from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
+from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
+from octavo.numerics import Accumulate, PerRow, QuantizedTensor
 
 __all__ = ["CpuBackend", "CudaBackend", "high_precision_mm", "needs_widening", "probe_cpu", "widen"]
 
@@ -40,13 +40,13 @@ class CpuBackend:
             return f"it runs on a CPU, and the operands are on {problem.device}"
         if problem.accumulate is not Accumulate.FP32:
             return "it sums in FP32, not as a tensor core does"
-        if len(widths := _block_widths(problem)) > 1:
+        if len(widths := block_widths(problem)) > 1:
             return f"its blocks of K are as wide in both operands, not {' and '.join(map(str, sorted(widths)))}"
         return None
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        block = max(_block_widths(problem), default=0)
+        block = max(block_widths(problem), default=0)
         # The operator is the same function behind 20 µs of dispatch.
         multiply = torch.ops.octavo.widened_mm if torch.compiler.is_compiling() else _widened_mm
         result: Tensor = multiply(a.data, rows_of_scales(a), b.data, rows_of_scales(b), bias, problem.out_dtype, block)
@@ -162,11 +162,6 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
     return _multiplied[dtype]
 
 
-def _block_widths(problem: MatmulProblem) -> set[int]:
-    """How wide along K the blocks are that share a scale; empty where the scales apply to the finished sums."""
-    return {g.columns for g in (problem.a_granularity, problem.b_granularity) if isinstance(g, PerBlock)}
-
-
 def _cuda_objections(problem: MatmulProblem) -> Iterator[str]:
     if problem.device != "cuda":
         yield f"it runs on CUDA, and the operands are on {problem.device}"
@@ -174,7 +169,7 @@ def _cuda_objections(problem: MatmulProblem) -> Iterator[str]:
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         yield f"FP8 tensor cores need compute capability 8.9, and this device has {capability[0]}.{capability[1]}"
-    if _block_widths(problem):
+    if block_widths(problem):
         yield "cuBLAS here takes per-tensor and per-row scales, not block scales"
     if problem.accumulate is not Accumulate.FP32 and capability[0] != 9:
         yield f"only Hopper sums as Hopper does, and this device has compute capability {capability[0]}.{capability[1]}"

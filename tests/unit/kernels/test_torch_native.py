@@ -53,7 +53,7 @@ def test_the_gemm_precision_setting_is_put_back(has_bf16, monkeypatch):
     monkeypatch.setattr(torch_native, "_cpu_multiplies", lambda _: has_bf16)
     q = octavo.quantize(torch.randn(4, 8), octavo.E4M3)
     before = _settings()
-    octavo.scaled_mm(q, q)
+    octavo.scaled_mm(q, q, backend="torch_cpu")
     assert _settings() == before
     with pytest.raises(RuntimeError):  # shapes that the GEMM itself refuses
         torch.ops.octavo.widened_mm(
@@ -73,7 +73,7 @@ def test_the_gemm_may_round_operands_where_that_is_exact(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", recording)
     q = octavo.quantize(torch.randn(4, 8), octavo.E4M3)
-    octavo.scaled_mm(q, q)
+    octavo.scaled_mm(q, q, backend="torch_cpu")
     assert seen == ["bf16"]
     assert _settings() != "bf16"
 
@@ -82,7 +82,7 @@ def test_the_gemm_precision_setting_survives_threads(monkeypatch):
     monkeypatch.setattr(torch_native, "_cpu_multiplies", lambda _: True)
     q = octavo.quantize(torch.randn(64, 512), octavo.E4M3)
     before = _settings()
-    threads = [threading.Thread(target=lambda: [octavo.scaled_mm(q, q) for _ in range(40)]) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: [octavo.scaled_mm(q, q, backend="torch_cpu") for _ in range(40)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -82,12 +82,10 @@ struct Pair {
 template <class F>
 constexpr float HALF_SCALE = F::mantissa_bits == 3 ? 256.0f : 1.0f;
 
-inline __m256i halves_of_16(const uint8_t* codes, E5M2) {
-    return _mm256_slli_epi16(_mm256_cvtepu8_epi16(load<__m128i>(codes)), 8);
-}
+inline __m256i halves_of_16(__m128i codes, E5M2) { return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8); }
 
-inline __m256i halves_of_16(const uint8_t* codes, E4M3) {
-    const __m256i extended = _mm256_cvtepi8_epi16(load<__m128i>(codes));  // the sign in all upper bits
+inline __m256i halves_of_16(__m128i codes, E4M3) {
+    const __m256i extended = _mm256_cvtepi8_epi16(codes);  // the sign in all upper bits
     const __m256i shifted = _mm256_and_si256(_mm256_slli_epi16(extended, 7), _mm256_set1_epi16(short(0xbfff)));
     const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(shifted, _mm256_set1_epi16(0x3fff)), _mm256_set1_epi16(0x3f80));
     return _mm256_or_si256(shifted, is_nan);  // all ones are a NaN of FP16
@@ -96,9 +94,10 @@ inline __m256i halves_of_16(const uint8_t* codes, E4M3) {
 template <class F>
 inline Pair decode_pair(const uint8_t* codes) {
 #if defined(__AVX512F__)
-    return {(f32v)_mm512_cvtph_ps(halves_of_16(codes, F{})), (f32v)_mm512_cvtph_ps(halves_of_16(codes + 16, F{}))};
+    return {(f32v)_mm512_cvtph_ps(halves_of_16(load<__m128i>(codes), F{})),
+            (f32v)_mm512_cvtph_ps(halves_of_16(load<__m128i>(codes + 16), F{}))};
 #else
-    const __m256i halves = halves_of_16(codes, F{});
+    const __m256i halves = halves_of_16(load<__m128i>(codes), F{});
     return {(f32v)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
             (f32v)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 #endif

@@ -60,10 +60,30 @@ struct DequantizeProblem {
     Dtype out_dtype;
 };
 
+// One operand of y = a · bᵀ: codes [rows, K]. One of the strides is 1.
+struct Operand {
+    const uint8_t* codes;
+    Format format;
+    int64_t row_stride, column_stride;
+    const float* scale;         // [rows or 1, blocks of K or 1]
+    bool scale_per_row;
+};
+
+// Sums are FP32. Scales that change along K meet the sums of their block, other scales the finished sums.
+struct GemmProblem {
+    Operand a, b;
+    int64_t m, n, k;
+    int64_t block;              // columns of K that share a scale; 0 if all do
+    const float* bias;          // [n], or null
+    void* out;                  // [m, n], dense
+    Dtype out_dtype;
+};
+
 struct Kernels {
     const char* name;
     void (*quantize)(const QuantizeProblem&);
     void (*dequantize)(const DequantizeProblem&);
+    void (*gemm)(const GemmProblem&);
 };
 
 extern const Kernels baseline_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;  // the x86 ones on x86 only

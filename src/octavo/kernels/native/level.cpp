@@ -1,6 +1,7 @@
 // Every kernel at one instruction-set level. The build compiles this file once a level, with that level's flags and its
 // name as OCTAVO_LEVEL.
 #include "dequantize.h"
+#include "gemm.h"
 #include "quantize.h"
 
 #define OCTAVO_JOINED(level) level##_kernels
@@ -10,6 +11,6 @@
 
 namespace octavo {
 
-const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize};
+const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, gemm};
 
 }  // namespace octavo

@@ -8,6 +8,8 @@
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -51,8 +53,30 @@ inline To bits_as(From value) {
     return result;
 }
 
-inline f32v all(float value) { return f32v{} + value; }
+inline f32v all(float value) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_set1_ps(value);
+#elif defined(__AVX2__)
+    return (f32v)_mm256_set1_ps(value);
+#else
+    return f32v{value, value, value, value};
+#endif
+}
+
 inline u32v all(uint32_t value) { return u32v{} + value; }
+
+// a · b + c, rounded once where the level has an instruction for it.
+inline f32v fused(f32v a, f32v b, f32v c) {
+#if defined(__AVX512F__)
+    return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+    return (f32v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 
 template <class V>
 inline V largest(V a, V b) {
@@ -151,9 +175,10 @@ inline void store_f32(F16* to, f32v value) {
 #endif
 }
 
-// Fewer than LANES elements, through a buffer: what lies beyond is zero, and is not written.
+// LANES elements or fewer, those through a buffer: what lies beyond is zero, and is not written.
 template <class T>
 inline f32v load_f32(const T* from, int64_t count) {
+    if (count == LANES) return load_f32(from);
     T buffer[LANES] = {};
     std::memcpy(buffer, from, count * sizeof(T));
     return load_f32(buffer);
@@ -161,6 +186,7 @@ inline f32v load_f32(const T* from, int64_t count) {
 
 template <class T>
 inline void store_f32(T* to, f32v value, int64_t count) {
+    if (count == LANES) return store_f32(to, value);
     T buffer[LANES];
     store_f32(buffer, value);
     std::memcpy(to, buffer, count * sizeof(T));

@@ -1,0 +1,98 @@
+"""The native GEMM against exact sums, within what FP32 sums may lose: every level, layout, pair of formats and scale."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from octavo.formats import E4M3, E5M2
+from octavo.kernels import cpu
+from octavo.kernels.backend import rows_of_scales
+from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor
+from tests.contract.gemm_oracle import assert_product
+
+pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+
+# One of each: smaller than a panel, ragged panels, several tiles, K beyond a chunk of 256 and no multiple of 8.
+SHAPES = ((1, 1, 1), (7, 33, 19), (100, 130, 300), (13, 257, 700), (193, 129, 257))
+GRANULARITIES = (PerTensor(), PerRow(), PerBlock(1, 32), PerBlock(1, 128), PerBlock(128, 128), PerBlock(5, 300))
+
+
+def operand(rows, columns, fmt, granularity, *, transposed=False, exponent=0):
+    values = torch.randn(rows, columns).to(fmt.torch_dtype)
+    if transposed:
+        values = values.view(torch.uint8).t().contiguous().t().view(fmt.torch_dtype)
+    scale = (torch.rand(granularity.scale_shape(values.shape)) + 0.5) * 2.0**exponent
+    return QuantizedTensor(values, scale, granularity, torch.float32)
+
+
+def product(a, b, bias, out_dtype, level):
+    block = max((g.columns for g in (a.granularity, b.granularity) if isinstance(g, PerBlock)), default=0)
+    scales = {"a_scale": rows_of_scales(a), "b_scale": rows_of_scales(b)}
+    return cpu.gemm(a.data, b.data, **scales, out_dtype=out_dtype, bias=bias, block=block, level=level)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_every_layout_and_pair_of_formats(shape, granularity):
+    M, N, K = shape
+    for formats, turned in itertools.product(
+        ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)), itertools.product((False, True), repeat=2)
+    ):
+        a, b = (
+            operand(rows, K, fmt, granularity, transposed=t)
+            for rows, fmt, t in zip((M, N), formats, turned, strict=True)
+        )
+        for level in cpu.levels():
+            for out_dtype, bias in ((torch.float32, None), (torch.bfloat16, torch.randn(N)), (torch.float16, None)):
+                assert_product(product(a, b, bias, out_dtype, level), a, b, bias)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_scales_that_leave_fp32_one_by_one_meet_inside(granularity):
+    a, b = operand(20, 300, E4M3, granularity, exponent=-100), operand(40, 300, E4M3, granularity, exponent=90)
+    for level in cpu.levels():
+        assert_product(product(a, b, None, torch.float32, level), a, b, None)
+
+
+def test_every_code_is_read():
+    """One times each of the 256 codes is that code, NaN and infinities included, in every place of a panel."""
+    for fmt in (E4M3, E5M2):
+        codes = torch.arange(256, dtype=torch.uint8).view(fmt.torch_dtype)
+        unit = torch.eye(40).to(fmt.torch_dtype)
+        one = torch.ones(1, 1)
+        for level in cpu.levels():
+            column = cpu.gemm(
+                codes[:, None], unit[:1, :1], a_scale=one, b_scale=one, out_dtype=torch.float32, level=level
+            )
+            torch.testing.assert_close(column[:, 0], codes.float(), rtol=0, atol=0, equal_nan=True)
+            finite = codes[codes.float().isfinite()][: 40 * 6].reshape(6, 40)
+            same = cpu.gemm(finite, unit, a_scale=one, b_scale=one, out_dtype=torch.float32, level=level)
+            assert torch.equal(same, finite.float())
+
+
+def test_an_infinity_stays_in_its_row_and_column():
+    a, b = operand(30, 70, E5M2, PerTensor()), operand(50, 70, E4M3, PerTensor())
+    a.data[4, 7] = math.inf
+    b.data[9, 3] = math.nan
+    for level in cpu.levels():
+        found = product(a, b, None, torch.float32, level)
+        is_bad = ~found.isfinite()
+        assert is_bad[4].all()
+        assert is_bad[:, 9].all()
+        assert is_bad.sum() == 50 + 30 - 1
+
+
+def test_threads_change_nothing():
+    a, b = operand(500, 700, E4M3, PerRow()), operand(300, 700, E5M2, PerRow())
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(product(a, b, None, torch.float32, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
