@@ -1,4 +1,4 @@
-"""The native GEMM against exact sums, within what FP32 sums may lose: every level, layout, pair of formats and scale."""
+"""The native GEMM against exact sums, within what FP32 sums may lose: every level, layout, format pair and scale."""
 
 import itertools
 import math

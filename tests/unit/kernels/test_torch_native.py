@@ -82,7 +82,10 @@ def test_the_gemm_precision_setting_survives_threads(monkeypatch):
     monkeypatch.setattr(torch_native, "_cpu_multiplies", lambda _: True)
     q = octavo.quantize(torch.randn(64, 512), octavo.E4M3)
     before = _settings()
-    threads = [threading.Thread(target=lambda: [octavo.scaled_mm(q, q, backend="torch_cpu") for _ in range(40)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [octavo.scaled_mm(q, q, backend="torch_cpu") for _ in range(40)])
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
