@@ -4,8 +4,8 @@ from octavo import nn, recipes
 from octavo.context import autocast
 from octavo.convert import convert, restore
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import quantize, scaled_mm
-from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, fake_quantize
+from octavo.kernels import fake_quantize, quantize, scaled_mm
+from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize
 from octavo.state import load_scaling_state, nonfinite_counts, scaling_state, update_scales
 
 __all__ = [

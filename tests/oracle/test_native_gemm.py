@@ -15,7 +15,8 @@ from tests.contract.gemm_oracle import assert_product
 pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
 
 # One of each: smaller than a panel, ragged panels, several tiles, K beyond a chunk of 256 and no multiple of 8.
-SHAPES = ((1, 1, 1), (7, 33, 19), (100, 130, 300), (13, 257, 700), (193, 129, 257))
+# With up to eight rows, another kernel.
+SHAPES = ((1, 1, 1), (7, 33, 19), (1, 40, 1000), (5, 70, 300), (100, 130, 300), (13, 257, 700), (193, 129, 257))
 GRANULARITIES = (PerTensor(), PerRow(), PerBlock(1, 32), PerBlock(1, 128), PerBlock(128, 128), PerBlock(5, 300))
 
 
@@ -72,8 +73,9 @@ def test_every_code_is_read():
             assert torch.equal(same, finite.float())
 
 
-def test_an_infinity_stays_in_its_row_and_column():
-    a, b = operand(30, 70, E5M2, PerTensor()), operand(50, 70, E4M3, PerTensor())
+@pytest.mark.parametrize("rows", [5, 30])
+def test_an_infinity_stays_in_its_row_and_column(rows):
+    a, b = operand(rows, 70, E5M2, PerTensor()), operand(50, 70, E4M3, PerTensor())
     a.data[4, 7] = math.inf
     b.data[9, 3] = math.nan
     for level in cpu.levels():
@@ -81,7 +83,7 @@ def test_an_infinity_stays_in_its_row_and_column():
         is_bad = ~found.isfinite()
         assert is_bad[4].all()
         assert is_bad[:, 9].all()
-        assert is_bad.sum() == 50 + 30 - 1
+        assert is_bad.sum() == 50 + rows - 1
 
 
 def test_threads_change_nothing():
@@ -96,3 +98,27 @@ def test_threads_change_nothing():
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 7, 40])
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(128, 128)], ids=str)
+def test_high_precision_times_codes(dtype, rows, granularity):
+    """Weights in FP8, activations as they are; and the product with the transposed weight, as backward needs it."""
+    weight = operand(130, 300, E4M3, granularity)
+    for level in cpu.levels():
+        x, bias = torch.randn(rows, 300).to(dtype), torch.randn(130)
+        exact = x.double() @ weight.dequantize().double().t() + bias
+        block = granularity.columns if isinstance(granularity, PerBlock) else 0
+        found = cpu.gemm(
+            x, weight.data, b_scale=rows_of_scales(weight), out_dtype=torch.float32, bias=bias, block=block, level=level
+        )
+        bound = 300 * 2.0**-24 * (x.double().abs() @ weight.dequantize().double().abs().t() + bias.abs())
+        assert ((found - exact).abs() <= bound).all()
+        strided = cpu.gemm(x.t().contiguous().t(), weight.data, out_dtype=torch.float32, level=level)
+        plain = x.double() @ weight.data.double().t()
+        assert ((strided - plain).abs() <= 300 * 2.0**-24 * (x.double().abs() @ weight.data.double().abs().t())).all()
+        grad = torch.randn(rows, 130).to(dtype)
+        back = cpu.gemm(grad, weight.data.t(), out_dtype=torch.float32, level=level)
+        exact = grad.double() @ weight.data.double()
+        assert ((back - exact).abs() <= 130 * 2.0**-24 * (grad.double().abs() @ weight.data.double().abs())).all()

@@ -1,6 +1,6 @@
 """Who executes quantize and scaled_mm: backends, and the choice between them."""
 
-from octavo.kernels.casting import quantize, quantize_and_measure
+from octavo.kernels.casting import fake_quantize, quantize, quantize_and_measure
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.dispatch import explain, scaled_mm, selections
 from octavo.kernels.torch_native import high_precision_mm, needs_widening, probe_cpu
@@ -8,6 +8,7 @@ from octavo.kernels.torch_native import high_precision_mm, needs_widening, probe
 __all__ = [
     "ScaleRule",
     "explain",
+    "fake_quantize",
     "high_precision_mm",
     "needs_widening",
     "probe_cpu",

@@ -5,6 +5,7 @@ In a traced graph a native cast is one operator, ``octavo::cast``: a compiler wo
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from octavo.formats import FP32, Format, format_of
 from octavo.kernels import cpu
@@ -12,20 +13,18 @@ from octavo.numerics import (
     Granularity,
     Measurement,
     Nonfinite,
-    PerBlock,
-    PerRow,
-    PerTensor,
     QuantizedTensor,
     ScaleRounding,
+    dequantize,
     measure,
 )
 from octavo.numerics import quantize as quantize_by_torch
 from octavo.numerics.cast import check_policy
-from octavo.numerics.granularity import granularity_or_default
-from octavo.numerics.quantized import check_cast, stored_scale
+from octavo.numerics.granularity import granularity_as_list, granularity_from_list, granularity_or_default
+from octavo.numerics.quantized import check_cast, dequantize_by_torch, stored_scale
 from octavo.numerics.scaling import AMAX_FLOOR, check_scale_options
 
-__all__ = ["quantize", "quantize_and_measure"]
+__all__ = ["fake_quantize", "quantize", "quantize_and_measure"]
 
 
 def quantize(
@@ -129,7 +128,7 @@ def quantize_and_measure(
         codes, made, measured, count = torch.ops.octavo.cast(
             x.detach(),
             fmt.torch_dtype,
-            _block_of(granularity),
+            granularity_as_list(granularity),
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
             *(amax, scale, zero_is_unknown),
         )
@@ -150,15 +149,38 @@ def quantize_and_measure(
     return QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype), found
 
 
-def _block_of(granularity: Granularity) -> list[int]:
-    """A granularity as an operator's argument."""
-    if isinstance(granularity, PerBlock):
-        return [granularity.rows, granularity.columns]
-    return [1] if isinstance(granularity, PerRow) else []
+def fake_quantize(
+    x: Tensor,
+    fmt: Format,
+    *,
+    granularity: Granularity | None = None,
+    scale_rounding: ScaleRounding = ScaleRounding.FP32,
+) -> Tensor:
+    """Quantize and dequantize: the values FP8 would hold, in ``x``'s dtype; the gradient passes straight through.
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> x = torch.tensor([0.3, 448.0], requires_grad=True)
+        >>> y = fake_quantize(x, E4M3)
+        >>> y.sum().backward()
+        >>> y.tolist(), x.grad.tolist()
+        ([0.3125, 448.0], [1.0, 1.0])
+    """
+    result: Tensor = _FakeQuantize.apply(x, fmt, granularity, scale_rounding)  # type: ignore[no-untyped-call]
+    return result
 
 
-def _granularity_of(block: list[int]) -> Granularity:
-    return PerBlock(*block) if len(block) == 2 else PerRow() if block else PerTensor()
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding
+    ) -> Tensor:
+        return dequantize(quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad_output, None, None, None
 
 
 def _cast(  # noqa: PLR0917 (an operator's schema)
@@ -176,7 +198,7 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
     cast = cpu.quantize(
         x,
         format_of(dtype),
-        _granularity_of(block),
+        granularity_from_list(block),
         cpu.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
         nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
         amax=amax,
@@ -189,7 +211,7 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
 
 def _cast_shapes(x: Tensor, dtype: torch.dtype, block: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes = torch.empty_strided(x.shape, cpu.codes_strides(x), dtype=dtype, device=x.device)
-    scale = x.new_empty(_granularity_of(block).scale_shape(x.shape), dtype=torch.float32)
+    scale = x.new_empty(granularity_from_list(block).scale_shape(x.shape), dtype=torch.float32)
     return codes, scale, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
 
 
@@ -200,3 +222,12 @@ torch.library.define(
 )
 torch.library.impl("octavo::cast", "CPU")(_cast)
 torch.library.register_fake("octavo::cast")(_cast_shapes)
+
+
+def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
+    if not cpu.decodes(codes, dtype):
+        return dequantize_by_torch(codes, scale, granularity, dtype)
+    return cpu.dequantize(codes, scale, granularity_from_list(granularity), dtype)
+
+
+torch.library.impl("octavo::dequantize", "CPU")(_dequantize)

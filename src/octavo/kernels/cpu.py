@@ -28,6 +28,7 @@ __all__ = [
     "Cast",
     "ScaleRule",
     "codes_strides",
+    "decodes",
     "dequantize",
     "gemm",
     "is_traced",
@@ -40,6 +41,7 @@ __all__ = [
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of native/kernels.h
 _FORMATS = (E4M3, E5M2)
+_ELEMENTS = (E4M3.torch_dtype, E5M2.torch_dtype, *_DTYPES)
 _ROUNDINGS = tuple(ScaleRounding)
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
@@ -196,6 +198,11 @@ def dequantize(
     return (result.t() if transposed else result).reshape(codes.shape)
 
 
+def decodes(codes: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`dequantize` can decode these codes to ``dtype``."""
+    return not _absence and knows(codes.dtype) and dtype in _DTYPES and codes.numel() > 0
+
+
 def knows(*dtypes: torch.dtype) -> bool:
     """Whether these are dtypes of codes that the kernels read."""
     return set(dtypes) <= {fmt.torch_dtype for fmt in _FORMATS}
@@ -205,20 +212,22 @@ def gemm(
     a: Tensor,
     b: Tensor,
     *,
-    a_scale: Tensor,
-    b_scale: Tensor,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     block: int = 0,
     level: str | None = None,
 ) -> Tensor:
-    """``(a @ b.T) · scales + bias``: products of codes summed in FP32, scaled, rounded once.
+    """``(a @ b.T) · scales + bias``: products summed in FP32, scaled, rounded once.
+
+    With few rows of ``a``, the codes of ``b`` are read once, in the order of memory.
 
     Args:
-        a: codes [M, K], E4M3 or E5M2; nothing is empty.
-        b: codes [N, K].
-        a_scale: float32 [M or 1, blocks of K or 1].
-        b_scale: float32 [N or 1, blocks of K or 1].
+        a: [M, K], E4M3 or E5M2 codes, or float32, bfloat16 or float16; nothing is empty.
+        b: [N, K], any of these too.
+        a_scale: float32 [M or 1, blocks of K or 1]; None is 1.
+        b_scale: float32 [N or 1, blocks of K or 1]; None is 1.
         out_dtype: float32, bfloat16 or float16.
         bias: [N] or None; added in FP32.
         block: columns of K that share a scale, 0 if all do; the sums of a block are scaled before they are added.
@@ -227,19 +236,22 @@ def gemm(
     (m, k), n = a.shape, b.shape[0]
     blocks = -(-k // block) if block else 1
     out = torch.empty((m, n), dtype=out_dtype)
-    left, right = (_dense_one_way(codes) for codes in (a, b))
-    a_scales, b_scales = (scale.detach().expand(-1, blocks).contiguous() for scale in (a_scale, b_scale))
+    left, right = (_dense_one_way(matrix) for matrix in (a, b))
+    one = torch.ones(1, 1)
+    a_scales, b_scales = (
+        (one if scale is None else scale.detach()).expand(-1, blocks).contiguous() for scale in (a_scale, b_scale)
+    )
     added = None if bias is None else bias.detach().float().contiguous()
     _native.gemm(
         _level(level),
         left.data_ptr(),
-        _FORMATS.index(_format_of(left)),
+        _ELEMENTS.index(left.dtype),
         left.stride(0),
         left.stride(1),
         a_scales.data_ptr(),
         a_scales.shape[0] > 1,
         right.data_ptr(),
-        _FORMATS.index(_format_of(right)),
+        _ELEMENTS.index(right.dtype),
         right.stride(0),
         right.stride(1),
         b_scales.data_ptr(),
@@ -255,9 +267,9 @@ def gemm(
     return out
 
 
-def _dense_one_way(codes: Tensor) -> Tensor:
+def _dense_one_way(matrix: Tensor) -> Tensor:
     """A matrix whose rows or columns lie side by side."""
-    return codes.detach() if 1 in codes.stride() else codes.detach().contiguous()
+    return matrix.detach() if 1 in matrix.stride() else matrix.detach().contiguous()
 
 
 def is_traced(x: Tensor) -> bool:

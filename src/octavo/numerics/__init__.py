@@ -4,7 +4,7 @@ from octavo.numerics.accumulate import Accumulate, hopper_chains, hopper_sums
 from octavo.numerics.cast import Nonfinite, Overflow, cast_nearest, cast_stochastic
 from octavo.numerics.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_fraction, sqnr_db, underflow_fraction
-from octavo.numerics.quantized import QuantizedTensor, dequantize, fake_quantize, quantize
+from octavo.numerics.quantized import QuantizedTensor, dequantize, quantize
 from octavo.numerics.scaling import (
     Measurement,
     ScaleRounding,
@@ -31,7 +31,6 @@ __all__ = [
     "cast_stochastic",
     "dequantize",
     "encode_scale_from_amax",
-    "fake_quantize",
     "flushed_energy",
     "hopper_chains",
     "hopper_sums",

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 
-__all__ = ["Granularity", "PerBlock", "PerRow", "PerTensor", "granularity_or_default"]
+__all__ = [
+    "Granularity",
+    "PerBlock",
+    "PerRow",
+    "PerTensor",
+    "granularity_as_list",
+    "granularity_from_list",
+    "granularity_or_default",
+]
 
 
 class Granularity(Protocol):
@@ -163,3 +171,20 @@ def granularity_or_default(granularity: Granularity | None) -> Granularity:
 def _check_dimensions(shape: torch.Size, least: int, name: str) -> None:
     if len(shape) < least:
         raise ConfigError(f"{name} needs a tensor of at least {least} dimension(s), not shape {tuple(shape)}")
+
+
+def granularity_as_list(granularity: Granularity) -> list[int]:
+    """A granularity as an operator's argument: [] per tensor, [1] per row, [rows, columns] of a block.
+
+    Example:
+        >>> granularity_as_list(PerBlock(1, 128)), granularity_from_list([1])
+        ([1, 128], PerRow())
+    """
+    if isinstance(granularity, PerBlock):
+        return [granularity.rows, granularity.columns]
+    return [1] if isinstance(granularity, PerRow) else []
+
+
+def granularity_from_list(values: list[int]) -> Granularity:
+    """What :func:`granularity_as_list` wrote."""
+    return PerBlock(*values) if len(values) == 2 else PerRow() if values else PerTensor()

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
 from octavo.formats import E8M0, FP8_FORMATS, FP32, Format, format_of
 from octavo.numerics.cast import Nonfinite, can_be_asked, cast_nearest, check_float, check_fp8_format, check_policy
-from octavo.numerics.granularity import Granularity, granularity_or_default
+from octavo.numerics.granularity import (
+    Granularity,
+    granularity_as_list,
+    granularity_from_list,
+    granularity_or_default,
+)
 from octavo.numerics.scaling import (
     AMAX_FLOOR,
     Measurement,
@@ -26,7 +30,7 @@ from octavo.numerics.scaling import (
     scale_from_e8m0,
 )
 
-__all__ = ["QuantizedTensor", "check_cast", "dequantize", "fake_quantize", "quantize", "stored_scale"]
+__all__ = ["QuantizedTensor", "check_cast", "dequantize", "dequantize_by_torch", "quantize", "stored_scale"]
 
 _FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 _SCALE_DTYPES = (torch.float32, torch.uint8)
@@ -131,7 +135,7 @@ def quantize(
 
     Args:
         x: float16, bfloat16, float32 or float64 (taken as float32); any shape the granularity allows. No gradient
-            passes through; :func:`fake_quantize` lets one.
+            passes through.
         fmt: one of the FP8 formats.
         granularity: which elements share a scale; None is one scale for the tensor.
         amax: the largest magnitude to provide for, in the scale's shape; None measures ``x`` (dynamic scaling). Delayed
@@ -237,6 +241,8 @@ def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:
 def dequantize(q: QuantizedTensor) -> Tensor:
     """``fp32(data) · scale`` in FP32, then cast to ``q.hp_dtype``; NaN and ±Inf codes decode to themselves.
 
+    A finite code whose value lies beyond ``hp_dtype`` becomes ±Inf, as any cast to it does.
+
     Example:
         >>> from octavo.formats import E5M2
         >>> dequantize(quantize(torch.tensor([3.0, 1.0], dtype=torch.bfloat16), E5M2))
@@ -244,38 +250,23 @@ def dequantize(q: QuantizedTensor) -> Tensor:
     """
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"dequantize takes a QuantizedTensor, not {type(q).__name__}; octavo.quantize makes one")
-    return (q.data.float() * q.granularity.expand(q.fp32_scale, q.data.shape)).to(q.hp_dtype)
-
-
-def fake_quantize(
-    x: Tensor,
-    fmt: Format,
-    *,
-    granularity: Granularity | None = None,
-    scale_rounding: ScaleRounding = ScaleRounding.FP32,
-) -> Tensor:
-    """Quantize and dequantize: the values FP8 would hold, in ``x``'s dtype; the gradient passes straight through.
-
-    Example:
-        >>> from octavo.formats import E4M3
-        >>> x = torch.tensor([0.3, 448.0], requires_grad=True)
-        >>> y = fake_quantize(x, E4M3)
-        >>> y.sum().backward()
-        >>> y.tolist(), x.grad.tolist()
-        ([0.3125, 448.0], [1.0, 1.0])
-    """
-    result: Tensor = _FakeQuantize.apply(x, fmt, granularity, scale_rounding)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling() or q.scale.requires_grad:  # a formula can be fused, and differentiated
+        return _decoded(q.data, q.granularity.expand(q.fp32_scale, q.data.shape), q.hp_dtype)
+    result: Tensor = torch.ops.octavo.dequantize(q.data, q.fp32_scale, granularity_as_list(q.granularity), q.hp_dtype)
     return result
 
 
-class _FakeQuantize(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding
-    ) -> Tensor:
-        return dequantize(quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding))
+def _decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes.float() * scale).to(dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad_output, None, None, None
+
+def dequantize_by_torch(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
+    """The formula, for every device and format."""
+    return _decoded(codes, granularity_from_list(granularity).expand(scale, codes.shape), dtype)
+
+
+# An operator, for which a device may have a faster kernel than this formula.
+torch.library.define(
+    "octavo::dequantize", "(Tensor codes, Tensor scale, int[] granularity, ScalarType dtype) -> Tensor"
+)
+torch.library.impl("octavo::dequantize", "CompositeExplicitAutograd")(dequantize_by_torch)

@@ -18,7 +18,6 @@ from octavo.numerics import (
     ScaleRounding,
     cast_nearest,
     dequantize,
-    fake_quantize,
     quantize,
 )
 from tests.oracle.rounding_table import assert_same_codes, expected_codes
@@ -235,25 +234,6 @@ def test_only_a_matrix_has_a_transpose():
         quantize(torch.randn(2, 3, 4), E4M3).t()
 
 
-@every_granularity
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_fake_quantize_rounds_forward_and_passes_gradients(granularity, dtype):
-    x = torch.randn(5, 7).to(dtype).requires_grad_()
-    y = fake_quantize(x, E4M3, granularity=granularity, scale_rounding=ScaleRounding.RCEIL)
-    assert torch.equal(y, quantize(x, E4M3, granularity=granularity, scale_rounding=ScaleRounding.RCEIL).dequantize())
-    upstream = torch.randn(5, 7).to(dtype)
-    y.backward(upstream)
-    assert x.grad is not None
-    assert torch.equal(x.grad, upstream)
-
-
-def test_fake_quantize_has_no_second_derivative():
-    x = torch.randn(3, requires_grad=True)
-    (grad,) = torch.autograd.grad(fake_quantize(x, E4M3).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def test_quantize_passes_no_gradient():
     parameter = torch.nn.Parameter(torch.randn(3, 4))
     q = quantize(parameter, E4M3, granularity=PerRow())
@@ -304,11 +284,6 @@ def test_refuses_what_is_not_high_precision(x):
 def test_refusals_say_what_was_given_and_what_is_allowed(options, message):
     with pytest.raises(ConfigError, match=message):
         quantize(torch.ones(4, 6), **{"fmt": E4M3, **options})
-
-
-def test_fake_quantize_refuses_integers():
-    with pytest.raises(ConfigError, match=r"not torch\.int64"):
-        fake_quantize(torch.arange(3), E4M3)
 
 
 def test_a_quantized_tensor_checks_its_scale():

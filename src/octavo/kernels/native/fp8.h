@@ -82,35 +82,46 @@ struct Pair {
 template <class F>
 constexpr float HALF_SCALE = F::mantissa_bits == 3 ? 256.0f : 1.0f;
 
-inline __m256i halves_of_16(__m128i codes, E5M2) { return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8); }
+// NaN codes of E4M3 are read as 480 here.
+inline __m256i finite_halves_of_16(__m128i codes, E5M2) { return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8); }
 
-inline __m256i halves_of_16(__m128i codes, E4M3) {
+inline __m256i finite_halves_of_16(__m128i codes, E4M3) {
     const __m256i extended = _mm256_cvtepi8_epi16(codes);  // the sign in all upper bits
-    const __m256i shifted = _mm256_and_si256(_mm256_slli_epi16(extended, 7), _mm256_set1_epi16(short(0xbfff)));
-    const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(shifted, _mm256_set1_epi16(0x3fff)), _mm256_set1_epi16(0x3f80));
-    return _mm256_or_si256(shifted, is_nan);  // all ones are a NaN of FP16
+    return _mm256_and_si256(_mm256_slli_epi16(extended, 7), _mm256_set1_epi16(short(0xbfff)));
 }
 
-template <class F>
+inline __m256i halves_of_16(__m128i codes, E5M2 format) { return finite_halves_of_16(codes, format); }
+
+inline __m256i halves_of_16(__m128i codes, E4M3 format) {
+    const __m256i halves = finite_halves_of_16(codes, format);
+    const __m256i magnitude = _mm256_and_si256(halves, _mm256_set1_epi16(0x3fff));
+    return _mm256_or_si256(halves, _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80)));  // all ones are a NaN
+}
+
+template <class F, bool FINITE = false>
 inline Pair decode_pair(const uint8_t* codes) {
+    auto halves = [](const uint8_t* from) {
+        return FINITE ? finite_halves_of_16(load<__m128i>(from), F{}) : halves_of_16(load<__m128i>(from), F{});
+    };
 #if defined(__AVX512F__)
-    return {(f32v)_mm512_cvtph_ps(halves_of_16(load<__m128i>(codes), F{})),
-            (f32v)_mm512_cvtph_ps(halves_of_16(load<__m128i>(codes + 16), F{}))};
+    return {(f32v)_mm512_cvtph_ps(halves(codes)), (f32v)_mm512_cvtph_ps(halves(codes + 16))};
 #else
-    const __m256i halves = halves_of_16(load<__m128i>(codes), F{});
-    return {(f32v)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
-            (f32v)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+    const __m256i both = halves(codes);
+    return {(f32v)_mm256_cvtph_ps(_mm256_castsi256_si128(both)), (f32v)_mm256_cvtph_ps(_mm256_extracti128_si256(both, 1))};
 #endif
 }
 #else
 template <class F>
 constexpr float HALF_SCALE = 1.0f;
 
-template <class F>
+template <class F, bool FINITE = false>
 inline Pair decode_pair(const uint8_t* codes) {
     return {decode<F>(codes), decode<F>(codes + LANES)};
 }
 #endif
+
+// Whether a NaN code of E4M3 is among 4 · LANES codes is kept in the largest magnitude that was seen.
+inline u8v raise_magnitudes(u8v seen, const uint8_t* codes) { return largest_byte(seen, load<u8v>(codes) & uint8_t(0x7f)); }
 
 }  // namespace
 }  // namespace octavo

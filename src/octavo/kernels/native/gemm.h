@@ -1,15 +1,11 @@
-// y = (a · bᵀ) · scales + bias, both operands FP8 codes, sums in FP32.
+// y = (a · bᵀ) · scales + bias, sums in FP32; each operand FP8 codes or numbers in high precision.
 //
 // K is cut into chunks. Of each chunk both operands are decoded once, into panels that a micro-kernel can read in order:
 // ROWS rows of a, COLUMNS of b, K outermost. The micro-kernel keeps ROWS x COLUMNS sums in registers. Where scales change
 // along K, it stops at every change, and its sums are scaled before they are added to those of the blocks before.
 #pragma once
 
-#include <cstdlib>
-
-#include "fp8.h"
-#include "kernels.h"
-#include "parallel.h"
+#include "few_rows.h"
 
 namespace octavo {
 namespace {
@@ -22,26 +18,6 @@ constexpr int ROWS = 6;  // of 16 registers, 12 hold sums
 #endif
 constexpr int64_t CHUNK = 256;                         // of K
 constexpr int64_t TILE_ROWS = 16 * ROWS, TILE_COLUMNS = 128;  // of the output, for one thread at a time
-
-// Memory that a thread keeps between calls: fresh memory would cost more than what is written to it.
-class Scratch {
-public:
-    ~Scratch() { std::free(data_); }
-
-    float* floats(int64_t count) {
-        if (count > size_) {
-            std::free(data_);
-            data_ = static_cast<float*>(std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64));
-            if (!data_) std::abort();
-            size_ = count;
-        }
-        return data_;
-    }
-
-private:
-    float* data_ = nullptr;
-    int64_t size_ = 0;
-};
 
 // Packing.
 
@@ -90,13 +66,13 @@ inline void transpose(const u8x16* rows, u8x16* columns) {
     columns[3] = bits_as<u8x16>(__builtin_shuffle(c, d, high32));
 }
 
-// Rows [row, row + count) and columns [begin, end) of an operand: panel[k][0 ... width), zeros for rows that are not there.
+// Rows [row, row + count) and columns [begin, end) of codes: panel[k][0 ... width), zeros for rows that are not there.
 // Every store writes eight numbers; what lies beyond the width is overwritten by the next k, hence the order.
 template <class F>
-void pack_panel(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, float* panel) {
+void pack_codes(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, float* panel) {
     for (int group = (width - 1) / 8 * 8; group >= 0; group -= 8) {
         const int64_t present = largest<int64_t>(0, least_of<int64_t>(8, count - group));
-        const uint8_t* codes = from.codes + (row + group) * from.row_stride;
+        const uint8_t* codes = static_cast<const uint8_t*>(from.data) + (row + group) * from.row_stride;
         float* to = panel + group;
         if (from.row_stride == 1) {
             for (int64_t k = begin; k < end; k += 2, to += 2 * width) {
@@ -116,9 +92,23 @@ void pack_panel(const Operand& from, int64_t row, int64_t count, int64_t begin, 
     }
 }
 
+// The same of numbers in high precision.
+template <class T>
+void pack_numbers(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, float* panel) {
+    const T* x = static_cast<const T*>(from.data) + row * from.row_stride;
+    for (int64_t r = 0; r < width; ++r)
+        for (int64_t k = begin; k < end; ++k)
+            panel[(k - begin) * width + r] = r < count ? as_f32(x[r * from.row_stride + k * from.column_stride]) : 0.0f;
+}
+
 inline void pack(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, float* panel) {
-    if (from.format == Format::e4m3) pack_panel<E4M3>(from, row, count, begin, end, width, panel);
-    else pack_panel<E5M2>(from, row, count, begin, end, width, panel);
+    switch (from.element) {
+        case Element::e4m3: return pack_codes<E4M3>(from, row, count, begin, end, width, panel);
+        case Element::e5m2: return pack_codes<E5M2>(from, row, count, begin, end, width, panel);
+        case Element::f32: return pack_numbers<float>(from, row, count, begin, end, width, panel);
+        case Element::bf16: return pack_numbers<Bf16>(from, row, count, begin, end, width, panel);
+        case Element::f16: return pack_numbers<F16>(from, row, count, begin, end, width, panel);
+    }
 }
 
 // Sums of products of k columns of two panels. A function of its own, so that all sums stay in registers.
@@ -138,37 +128,15 @@ __attribute__((noinline)) void multiply(const float* a, const float* b, int64_t 
         for (int v = 0; v < VECTORS; ++v) store(out + r * COLUMNS + v * LANES, sums[r][v]);
 }
 
-constexpr float half_scale(Format format) { return format == Format::e4m3 ? HALF_SCALE<E4M3> : HALF_SCALE<E5M2>; }
-
 struct Gemm {
     const GemmProblem& p;
-    const int64_t blocks = p.block ? (p.k + p.block - 1) / p.block : 1;
+    const Scales scales{p};
     const int64_t row_panels = (p.m + ROWS - 1) / ROWS, column_panels = (p.n + COLUMNS - 1) / COLUMNS;
-    const bool wide = reaches_far(p.a, p.m) || reaches_far(p.b, p.n);  // one scale after the other might leave FP32
     float* sums = nullptr;      // [m, n]
     float* a_panels = nullptr;  // of the chunk
     float* b_panels = nullptr;
 
-    const float unshift = half_scale(p.a.format) * half_scale(p.b.format);  // what the panels' numbers were divided by
-
     static int64_t panel_floats(int width) { return (CHUNK + 8) * width + 8; }  // stores come in eights
-
-    bool reaches_far(const Operand& operand, int64_t rows) const {
-        const int64_t count = (operand.scale_per_row ? rows : 1) * blocks;
-        for (int64_t i = 0; i < count; ++i)
-            if (!(operand.scale[i] >= 0x1p-60f && operand.scale[i] <= 0x1p60f)) return true;
-        return false;
-    }
-
-    float scale_of(const Operand& operand, int64_t row, int64_t block) const {
-        return operand.scale[(operand.scale_per_row ? row * blocks : 0) + block];
-    }
-
-    // sum · scale of a · scale of b, in this order, as everywhere; through FP64 where a scale reaches far.
-    float scaled(float sum, int64_t row, int64_t column, int64_t block) const {
-        const float left = scale_of(p.a, row, block), right = scale_of(p.b, column, block);
-        return wide ? static_cast<float>(double(sum) * unshift * left * right) : sum * unshift * left * right;
-    }
 
     void pack_chunk(int64_t begin, int64_t end) const {
         parallel_for(row_panels + column_panels, 8, [&](int64_t first, int64_t last) {
@@ -185,16 +153,16 @@ struct Gemm {
     // Adds ROWS x COLUMNS sums of one block of K to what is there, or begins with them.
     void add(const float* found, int64_t row, int64_t column, int64_t block, bool begins) const {
         const bool inside = row + ROWS <= p.m && column + COLUMNS <= p.n;
-        if (inside && !wide) {
+        if (inside && !scales.wide) {
             f32v right[VECTORS];
             if (p.block)
                 for (int v = 0; v < VECTORS; ++v)
-                    for (int i = 0; i < LANES; ++i) right[v][i] = scale_of(p.b, column + v * LANES + i, block);
+                    for (int i = 0; i < LANES; ++i) right[v][i] = scales.of(p.b, column + v * LANES + i, block);
             for (int r = 0; r < ROWS; ++r)
                 for (int v = 0; v < VECTORS; ++v) {
                     float* to = sums + (row + r) * p.n + column + v * LANES;
                     f32v own = load<f32v>(found + r * COLUMNS + v * LANES);
-                    if (p.block) own = own * all(unshift * scale_of(p.a, row + r, block)) * right[v];
+                    if (p.block) own = own * all(scales.unshift * scales.of(p.a, row + r, block)) * right[v];
                     store(to, begins ? own : load<f32v>(to) + own);
                 }
             return;
@@ -203,7 +171,7 @@ struct Gemm {
             for (int c = 0; c < least_of<int64_t>(COLUMNS, p.n - column); ++c) {
                 float& to = sums[(row + r) * p.n + column + c];
                 const float sum = found[r * COLUMNS + c];
-                const float own = p.block ? scaled(sum, row + r, column + c, block) : sum;
+                const float own = p.block ? scales.apply(sum, row + r, column + c, block) : sum;
                 to = begins ? own : to + own;
             }
     }
@@ -230,10 +198,10 @@ struct Gemm {
                 const int64_t some = least_of<int64_t>(LANES, last_column - c);
                 f32v own = load_f32(from + c, some);
                 if (!p.block) {
-                    if (wide) {
-                        for (int64_t i = 0; i < some; ++i) own[i] = scaled(own[i], r, c + i, 0);
+                    if (scales.wide) {
+                        for (int64_t i = 0; i < some; ++i) own[i] = scales.apply(own[i], r, c + i, 0);
                     } else {
-                        own = own * all(unshift * scale_of(p.a, r, 0));
+                        own = own * all(scales.unshift * scales.of(p.a, r, 0));
                         own = own * (p.b.scale_per_row ? load_f32(p.b.scale + c, some) : all(p.b.scale[0]));
                     }
                 }
@@ -272,6 +240,7 @@ struct Gemm {
 };
 
 void gemm(const GemmProblem& p) {
+    if (takes_few_rows(p)) return few_rows(p);
     static thread_local Scratch panels, sums;
     Gemm work{p};
     const int64_t a_floats = work.row_panels * Gemm::panel_floats(ROWS);

@@ -60,10 +60,13 @@ struct DequantizeProblem {
     Dtype out_dtype;
 };
 
-// One operand of y = a · bᵀ: codes [rows, K]. One of the strides is 1.
+// What an operand of a product is made of.
+enum class Element : int { e4m3 = 0, e5m2 = 1, f32 = 2, bf16 = 3, f16 = 4 };
+
+// One operand of y = a · bᵀ: [rows, K]. One of the strides, in elements, is 1.
 struct Operand {
-    const uint8_t* codes;
-    Format format;
+    const void* data;
+    Element element;
     int64_t row_stride, column_stride;
     const float* scale;         // [rows or 1, blocks of K or 1]
     bool scale_per_row;

@@ -73,12 +73,12 @@ NB_MODULE(_native, m) {
         });
     m.def(
         "gemm",
-        [](int level, uintptr_t a, int a_format, int64_t a_row, int64_t a_column, uintptr_t a_scale, bool a_per_row,
-           uintptr_t b, int b_format, int64_t b_row, int64_t b_column, uintptr_t b_scale, bool b_per_row, int64_t rows,
+        [](int level, uintptr_t a, int a_element, int64_t a_row, int64_t a_column, uintptr_t a_scale, bool a_per_row,
+           uintptr_t b, int b_element, int64_t b_row, int64_t b_column, uintptr_t b_scale, bool b_per_row, int64_t rows,
            int64_t columns, int64_t depth, int64_t block, uintptr_t bias, uintptr_t out, int out_dtype) {
             const GemmProblem problem{
-                {at<const uint8_t>(a), Format(a_format), a_row, a_column, at<const float>(a_scale), a_per_row},
-                {at<const uint8_t>(b), Format(b_format), b_row, b_column, at<const float>(b_scale), b_per_row},
+                {at<const void>(a), Element(a_element), a_row, a_column, at<const float>(a_scale), a_per_row},
+                {at<const void>(b), Element(b_element), b_row, b_column, at<const float>(b_scale), b_per_row},
                 rows, columns, depth, block, at<const float>(bias), at<void>(out), Dtype(out_dtype)};
             nb::gil_scoped_release released;
             kernels(level).gemm(problem);

@@ -19,9 +19,6 @@ constexpr int64_t PARALLEL_ELEMENTS = 16384;  // fewer are not worth another thr
 // Magnitudes, by their bits.
 
 inline uint32_t f32_bits(float value) { return bits_as<uint32_t>(value); }
-inline float as_f32(float value) { return value; }
-inline float as_f32(Bf16 value) { return bits_as<float>(uint32_t(value.bits) << 16); }
-inline float as_f32(F16 value) { return static_cast<float>(bits_as<_Float16>(value.bits)); }
 
 // The largest magnitude of n elements, in FP32 bits; at least EXPONENT where one of them is NaN or Inf.
 inline uint32_t largest_magnitude(const float* x, int64_t n) {

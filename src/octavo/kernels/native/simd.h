@@ -83,6 +83,16 @@ inline V largest(V a, V b) {
     return a > b ? a : b;
 }
 
+inline u8v largest_byte(u8v a, u8v b) {
+#if defined(__AVX512BW__)
+    return (u8v)_mm512_max_epu8((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (u8v)_mm256_max_epu8((__m256i)a, (__m256i)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 template <class T>
 inline T least_of(T a, T b) {
     return a < b ? a : b;
@@ -97,6 +107,14 @@ inline f32v least(f32v a, f32v b) {
 #else
     return a < b ? a : b;
 #endif
+}
+
+template <class V>
+inline bool any(V mask) {  // of a comparison: all bits of a lane, or none
+    uint64_t words[sizeof(V) / 8], found = 0;
+    std::memcpy(words, &mask, sizeof mask);
+    for (uint64_t word : words) found |= word;
+    return found != 0;
 }
 
 // LANES bytes or 16-bit words, zero-extended. GCC would take __builtin_convertvector apart into single elements.
@@ -136,6 +154,10 @@ inline void store_words(uint16_t* to, u32v value) {
 
 struct Bf16 { uint16_t bits; };
 struct F16 { uint16_t bits; };
+
+inline float as_f32(float value) { return value; }
+inline float as_f32(Bf16 value) { return bits_as<float>(uint32_t(value.bits) << 16); }
+inline float as_f32(F16 value) { return static_cast<float>(bits_as<_Float16>(value.bits)); }
 
 inline f32v load_f32(const float* from) { return load<f32v>(from); }
 
