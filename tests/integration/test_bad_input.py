@@ -136,7 +136,7 @@ CONFIGS = {
     "[training]\nrecipe = 'tensorwize'\n": "did you mean 'tensorwise'",
     "[training]\nrecipe = 'delayed'\nrecipe_options = { margin = -1 }\n": "margin",
     "[training]\nrecipe = 'delayed'\nrecipe_options = { history_length = 0 }\n": "length",
-    "[training]\nprecision = 'fp16'\n": "fp32, bf16",
+    "[training]\nprecision = 'fp8'\n": "fp32, bf16",
     "[training\n": "not TOML",
 }
 

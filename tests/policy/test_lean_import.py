@@ -21,7 +21,7 @@ read = []
 class Watched(type(os.environ)):
     def __getitem__(self, key):
         frame = sys._getframe(1)
-        while frame is not None:
+        while frame is not None and "_editable_" not in frame.f_code.co_filename:  # the installer's hook, not octavo
             if frame.f_code.co_filename.startswith(folder):
                 read.append(f"{key} in {frame.f_code.co_filename}:{frame.f_lineno}")
                 break
