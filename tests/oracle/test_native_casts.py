@@ -191,6 +191,22 @@ def test_dequantize(fmt, dtype, granularity):
                 torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+def test_codes_go_where_they_are_wanted(granularity):
+    x = numbers(60, 100)
+    for view in (x, x.t().contiguous().t(), x[:, 3:90], x[:, :1], x[0, 0]):
+        if view.ndim == 0 and not isinstance(granularity, PerTensor):
+            continue
+        wanted = quantize(view, E4M3, granularity=granularity)
+        for level in cpu.levels():
+            out = torch.full((view.numel(),), 7.0).to(E4M3.torch_dtype).as_strided(view.shape, cpu.codes_strides(view))
+            cast = cpu.quantize(view, E4M3, granularity, RULE, out=out, level=level)
+            assert cast.codes.data_ptr() == out.data_ptr(), level
+            assert_same_codes(out, wanted.data, level)
+            assert_same_codes(cast.codes, wanted.data, level)
+            assert torch.equal(cast.scale, wanted.scale), level
+
+
 def test_threads_change_nothing():
     x = numbers(300, 1001)
     before = torch.get_num_threads()

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from octavo.cli.console import complain
 from octavo.cli.data import data
 from octavo.cli.demo import demo
+from octavo.cli.doctor import doctor
 from octavo.cli.evaluate import evaluate
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
@@ -121,6 +122,7 @@ add_command(
     short="Continue a prompt with a trained model.",
     example="runs/demo/tensorwise --prompt 'def main('",
 )
+add_command(doctor, "doctor", short="Show versions, devices, kernels and who multiplies what.", example="--env")
 add_command(data, "data", short="Show a source's documents and bytes, by split and kind.", example="--data my-texts/")
 add_command(formats, "formats", short="Print range, precision and counts of the number formats.", example="--errata")
 

@@ -36,6 +36,7 @@ __all__ = [
     "levels",
     "quantize",
     "supports",
+    "threads",
     "why_absent",
 ]
 
@@ -86,6 +87,11 @@ def why_absent() -> str | None:
     return _absence
 
 
+def threads() -> int:
+    """How many threads the kernels use for large tensors, 1 without torch's OpenMP runtime; 0 without the extension."""
+    return 0 if _absence else _native.max_threads()
+
+
 def supports(x: Tensor, fmt: Format) -> bool:
     """Whether :func:`quantize` can cast ``x``."""
     return not _absence and x.device.type == "cpu" and fmt in _FORMATS and x.numel() > 0
@@ -102,6 +108,7 @@ def quantize(
     scale: Tensor | None = None,
     zero_is_unknown: bool = False,
     counting: bool = False,
+    out: Tensor | None = None,
     level: str | None = None,
 ) -> Cast:
     """Measure and cast in one call; memory is read once, or twice for one dynamic scale a tensor.
@@ -116,13 +123,15 @@ def quantize(
         scale: float32 in the scale's shape, used as it is.
         zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
         counting: count saturated and underflowed elements, which takes several times as long.
+        out: where to write the codes: in the format's dtype, shaped like ``x``, with the strides of
+            :func:`codes_strides`; None makes a new tensor.
         level: an instruction-set level; None is the best.
     """
     matrix, transposed = _as_matrix(x.detach(), granularity)
     rows, columns = matrix.shape
     block_rows, block_columns = _block(granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
-    codes = torch.empty((rows, columns), dtype=fmt.torch_dtype)
+    codes = torch.empty((rows, columns), dtype=fmt.torch_dtype) if out is None else out
     measured = torch.empty(groups)
     given_scale = None if scale is None else _as_groups(scale, groups, transposed=transposed)
     given_amax = None if amax is None else _as_groups(amax, groups, transposed=transposed)
@@ -151,7 +160,8 @@ def quantize(
     )
     shape = granularity.scale_shape(x.shape)
     if transposed:
-        codes, made, measured = codes.t(), made.t(), measured.t()
+        made, measured = made.t(), measured.t()
+        codes = codes.t() if out is None else codes
     return Cast(codes.reshape(x.shape), made.reshape(shape), measured.reshape(shape), *counts)
 
 

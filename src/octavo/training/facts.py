@@ -13,7 +13,7 @@ from octavo.training.data import TokenData
 from octavo.training.precision import resolve_device
 from octavo.training.text import BUILTIN
 
-__all__ = ["facts_of", "processor_name"]
+__all__ = ["facts_of", "own_version", "processor_name"]
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -28,6 +28,14 @@ def processor_name() -> str:
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
+
+
+def own_version() -> str:
+    """The installed version, or that there is none: code that runs from a checkout."""
+    try:
+        return version("octavo")
+    except PackageNotFoundError:
+        return "from a checkout"
 
 
 def _model_facts(config: RunConfig, data: TokenData, parameters: int) -> dict[str, str]:
@@ -57,13 +65,6 @@ def _machine_facts(config: RunConfig) -> dict[str, str]:
         "device": torch.cuda.get_device_name() if on_cuda else f"{processor_name()}, {threads} threads",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "octavo": _own_version(),
+        "octavo": own_version(),
         "measured": datetime.now(tz=UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def _own_version() -> str:
-    try:
-        return version("octavo")
-    except PackageNotFoundError:
-        return "from a checkout"

@@ -1,0 +1,137 @@
+"""``octavo doctor``: what octavo found on this machine, who multiplies here, and why not somebody faster."""
+
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from octavo.cli.console import print_json, print_table, stdout
+from octavo.formats import E4M3
+from octavo.kernels import cpu, explain
+from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.dispatch import BACKENDS
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor
+from octavo.training.facts import own_version, processor_name
+
+__all__ = ["doctor"]
+
+OFFER = "octavo doctor --env shows versions, devices, native kernels and who multiplies; it does not diagnose runs yet."
+ABSENT = "none, {}; torch's operations give the same numbers, with several passes over memory where a kernel makes one"
+
+_TENSORWISE = MatmulProblem(
+    m=1024,
+    n=1024,
+    k=1024,
+    device="cpu",
+    a_dtype=E4M3.torch_dtype,
+    b_dtype=E4M3.torch_dtype,
+    a_granularity=PerTensor(),
+    b_granularity=PerTensor(),
+    out_dtype=torch.bfloat16,
+    bias=False,
+    accumulate=Accumulate.FP32,
+)
+PROBLEMS = {
+    "tensorwise": _TENSORWISE,
+    "rowwise": replace(_TENSORWISE, a_granularity=PerRow(), b_granularity=PerRow()),
+    "blockwise": replace(_TENSORWISE, a_granularity=PerBlock(1, 128), b_granularity=PerBlock(128, 128)),
+    "mxfp8": replace(_TENSORWISE, a_granularity=PerBlock(1, 32), b_granularity=PerBlock(1, 32)),
+    "hopper-fast": replace(_TENSORWISE, accumulate=Accumulate.HOPPER_FAST),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who multiplies a typical problem on a device, every backend that could, and why faster ones were passed over."""
+
+    problem: str
+    device: str
+    backend: str
+    able: tuple[str, ...]
+    passed_over: dict[str, str]
+
+
+def doctor(
+    *,
+    env: Annotated[bool, typer.Option("--env", help="Show versions, devices, native kernels, who multiplies.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what octavo found on this machine: versions, devices, native kernels, and who multiplies what."""
+    if env:
+        _show_environment(as_json=as_json)
+    elif as_json:
+        print_json({"offers": OFFER})
+    else:
+        stdout().print(OFFER, markup=False, soft_wrap=True)
+
+
+def _show_environment(*, as_json: bool) -> None:
+    facts, chosen = environment(), list(choices(_device_types()))
+    if as_json:
+        print_json({"environment": facts, "products": [asdict(choice) for choice in chosen]})
+        return
+    print_table("Environment", ["what", "here"], _fact_rows(facts), left=2)
+    columns = ["scales or sums", "on", "multiplied by", "could also", "passed over, and why"]
+    print_table("Who multiplies E4M3 x E4M3, 1024 x 1024 x 1024", columns, map(_cells, chosen), left=len(columns))
+
+
+def environment() -> dict[str, Any]:
+    """What the machine has, for JSON.
+
+    ``native_threads`` is how many the native kernels use; ``native_level`` is None, and ``native_absence`` says why,
+    where there are none.
+    """
+    return {
+        "octavo": own_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "devices": _devices(),
+        "cpu": processor_name(),
+        "torch_threads": torch.get_num_threads(),
+        "native_threads": cpu.threads(),
+        "native_levels": list(cpu.levels()),
+        "native_level": next(reversed(cpu.levels()), None),
+        "native_absence": cpu.why_absent(),
+    }
+
+
+def choices(devices: tuple[str, ...]) -> Iterator[Choice]:
+    """The choice for every typical problem on every type of device."""
+    for device in devices:
+        for name, typical in PROBLEMS.items():
+            problem = replace(typical, device=device)
+            selection = explain(problem)
+            able = tuple(backend.name for backend in BACKENDS if backend.unsupported_reason(problem) is None)
+            yield Choice(name, device, selection.backend, able, dict(selection.rejected))
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))]
+
+
+def _device_types() -> tuple[str, ...]:
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in ("octavo", "torch", "python"):
+        yield name, facts[name]
+    yield "devices", ", ".join(facts["devices"])
+    yield "CPU", facts["cpu"]
+    yield "threads", f"{facts['torch_threads']} in torch, {facts['native_threads']} in native kernels"
+    yield "native kernels", _native(facts)
+
+
+def _native(facts: dict[str, Any]) -> str:
+    if (absence := facts["native_absence"]) is not None:
+        return ABSENT.format(absence)
+    return f"{facts['native_level']} is used, of {', '.join(facts['native_levels'])}"
+
+
+def _cells(choice: Choice) -> list[str]:
+    others = [name for name in choice.able if name != choice.backend]
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over.items())
+    return [choice.problem, choice.device, choice.backend, ", ".join(others) or "–", reasons or "–"]
