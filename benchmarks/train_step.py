@@ -64,8 +64,15 @@ def config_of(width: int) -> RunConfig:
     if width == config.model.hidden_size:
         return config
     heads = width // 64
-    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_heads": heads, "num_kv_heads": heads // 2}
-    return replace(config, model=replace(config.model, **shape, num_layers=2))
+    model = replace(
+        config.model,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=heads // 2,
+    )
+    return replace(config, model=model)
 
 
 def bar_rows(seconds: Mapping[str, list[float]], width: int) -> Iterator[list[str]]:
