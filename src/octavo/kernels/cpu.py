@@ -16,7 +16,8 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E5M2, Format
-from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, ScaleRounding
+from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, ScaleRounding
+from octavo.numerics.accumulate import CHAIN
 
 _absence: str | None = None
 try:
@@ -30,6 +31,7 @@ __all__ = [
     "codes_strides",
     "dequantize",
     "gemm",
+    "hopper_sums",
     "is_traced",
     "knows",
     "levels",
@@ -232,18 +234,8 @@ def gemm(
     added = None if bias is None else bias.detach().float().contiguous()
     _native.gemm(
         _level(level),
-        left.data_ptr(),
-        _FORMATS.index(_format_of(left)),
-        left.stride(0),
-        left.stride(1),
-        a_scales.data_ptr(),
-        a_scales.shape[0] > 1,
-        right.data_ptr(),
-        _FORMATS.index(_format_of(right)),
-        right.stride(0),
-        right.stride(1),
-        b_scales.data_ptr(),
-        b_scales.shape[0] > 1,
+        *_operand(left, a_scales),
+        *_operand(right, b_scales),
         m,
         n,
         k,
@@ -253,6 +245,50 @@ def gemm(
         _DTYPES.index(out_dtype),
     )
     return out
+
+
+def hopper_sums(
+    a: Tensor,
+    b: Tensor,
+    *,
+    accumulate: Accumulate,
+    scales: tuple[Tensor, Tensor] | None = None,
+    level: str | None = None,
+) -> Tensor:
+    """The sums of ``a @ b.T`` as Hopper's tensor cores make them: :func:`octavo.numerics.hopper_sums`, to the bit.
+
+    Args:
+        a: codes [M, K], E4M3 or E5M2.
+        b: codes [N, K].
+        accumulate: ``hopper-fast`` or ``hopper-slow``.
+        scales: float32 [M or 1, chains or 1] and [N or 1, chains or 1]. Each chain of ``hopper-slow`` is multiplied by
+            its two in FP64, rounded and then added. None leaves the sums as they are.
+        level: an instruction-set level; None is the best.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.zeros(m, n)
+    left, right = (_dense_one_way(codes) for codes in (a, b))
+    chains = -(-k // CHAIN)
+    a_scales, b_scales = (
+        None if scale is None else scale.detach().expand(-1, chains).contiguous() for scale in scales or (None, None)
+    )
+    _native.hopper(
+        _level(level),
+        *_operand(left, a_scales),
+        *_operand(right, b_scales),
+        m,
+        n,
+        k,
+        accumulate is Accumulate.HOPPER_FAST,
+        out.data_ptr(),
+    )
+    return out
+
+
+def _operand(codes: Tensor, scale: Tensor | None) -> tuple[int, int, int, int, int, bool]:
+    """A GEMM's operand as the kernels take it; both tensors must outlive the call."""
+    layout = (codes.data_ptr(), _FORMATS.index(_format_of(codes)), codes.stride(0), codes.stride(1))
+    return (*layout, _address(scale), scale is not None and scale.shape[0] > 1)
 
 
 def _dense_one_way(codes: Tensor) -> Tensor:
