@@ -252,7 +252,8 @@ def hopper_sums(
     b: Tensor,
     *,
     accumulate: Accumulate,
-    scales: tuple[Tensor, Tensor] | None = None,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
     """The sums of ``a @ b.T`` as Hopper's tensor cores make them: :func:`octavo.numerics.hopper_sums`, to the bit.
@@ -261,8 +262,9 @@ def hopper_sums(
         a: codes [M, K], E4M3 or E5M2.
         b: codes [N, K].
         accumulate: ``hopper-fast`` or ``hopper-slow``.
-        scales: float32 [M or 1, chains or 1] and [N or 1, chains or 1]. Each chain of ``hopper-slow`` is multiplied by
-            its two in FP64, rounded and then added. None leaves the sums as they are.
+        a_scale: float32 [M or 1, chains or 1]; each chain of ``hopper-slow`` is multiplied by this and by ``b_scale``
+            in FP64, rounded once, then added. None, in both, leaves the sums as they are.
+        b_scale: float32 [N or 1, chains or 1], or None.
         level: an instruction-set level; None is the best.
     """
     (m, k), n = a.shape, b.shape[0]
@@ -270,7 +272,7 @@ def hopper_sums(
     left, right = (_dense_one_way(codes) for codes in (a, b))
     chains = -(-k // CHAIN)
     a_scales, b_scales = (
-        None if scale is None else scale.detach().expand(-1, chains).contiguous() for scale in scales or (None, None)
+        None if scale is None else scale.detach().expand(-1, chains).contiguous() for scale in (a_scale, b_scale)
     )
     _native.hopper(
         _level(level),

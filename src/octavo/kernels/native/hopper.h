@@ -175,8 +175,12 @@ struct HopperGemm {
         double scales[HOPPER_COLUMNS];
         if (p.b.scale)
             for (int64_t i = 0; i < count; ++i) scales[i] = scale_of(p.b, column + i, begin / HOPPER_CHUNK);
-        for (int64_t row = first_row; row < last_row; ++row)
-            add_row(left[row / HOPPER_ROWS], row, right[panel], count, begin, scales, p.out + row * p.n + column);
+        for (int64_t row = first_row; row < last_row; ++row) {
+            float* out = p.out + row * p.n + column;
+            if (row + 1 < last_row)
+                for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(out + p.n + i, 1);  // its first step waits for it
+            add_row(left[row / HOPPER_ROWS], row, right[panel], count, begin, scales, out);
+        }
     }
 
     void run() const {
