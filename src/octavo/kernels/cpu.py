@@ -16,7 +16,8 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E5M2, Format
-from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, ScaleRounding
+from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, ScaleRounding
+from octavo.numerics.accumulate import CHAIN
 
 _absence: str | None = None
 try:
@@ -31,6 +32,7 @@ __all__ = [
     "decodes",
     "dequantize",
     "gemm",
+    "hopper_sums",
     "is_traced",
     "knows",
     "levels",
@@ -254,18 +256,8 @@ def gemm(
     added = None if bias is None else bias.detach().float().contiguous()
     _native.gemm(
         _level(level),
-        left.data_ptr(),
-        _ELEMENTS.index(left.dtype),
-        left.stride(0),
-        left.stride(1),
-        a_scales.data_ptr(),
-        a_scales.shape[0] > 1,
-        right.data_ptr(),
-        _ELEMENTS.index(right.dtype),
-        right.stride(0),
-        right.stride(1),
-        b_scales.data_ptr(),
-        b_scales.shape[0] > 1,
+        *_operand(left, a_scales),
+        *_operand(right, b_scales),
         m,
         n,
         k,
@@ -275,6 +267,52 @@ def gemm(
         _DTYPES.index(out_dtype),
     )
     return out
+
+
+def hopper_sums(
+    a: Tensor,
+    b: Tensor,
+    *,
+    accumulate: Accumulate,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    level: str | None = None,
+) -> Tensor:
+    """The sums of ``a @ b.T`` as Hopper's tensor cores make them: :func:`octavo.numerics.hopper_sums`, to the bit.
+
+    Args:
+        a: codes [M, K], E4M3 or E5M2.
+        b: codes [N, K].
+        accumulate: ``hopper-fast`` or ``hopper-slow``.
+        a_scale: float32 [M or 1, chains or 1]; each chain of ``hopper-slow`` is multiplied by this and by ``b_scale``
+            in FP64, rounded once, then added. None, in both, leaves the sums as they are.
+        b_scale: float32 [N or 1, chains or 1], or None.
+        level: an instruction-set level; None is the best.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.zeros(m, n)
+    left, right = (_dense_one_way(codes) for codes in (a, b))
+    chains = -(-k // CHAIN)
+    a_scales, b_scales = (
+        None if scale is None else scale.detach().expand(-1, chains).contiguous() for scale in (a_scale, b_scale)
+    )
+    _native.hopper(
+        _level(level),
+        *_operand(left, a_scales),
+        *_operand(right, b_scales),
+        m,
+        n,
+        k,
+        accumulate is Accumulate.HOPPER_FAST,
+        out.data_ptr(),
+    )
+    return out
+
+
+def _operand(matrix: Tensor, scale: Tensor | None) -> tuple[int, int, int, int, int, bool]:
+    """A GEMM's operand as the kernels take it; both tensors must outlive the call."""
+    layout = (matrix.data_ptr(), _ELEMENTS.index(matrix.dtype), matrix.stride(0), matrix.stride(1))
+    return (*layout, _address(scale), scale is not None and scale.shape[0] > 1)
 
 
 def _dense_one_way(matrix: Tensor) -> Tensor:

@@ -1,14 +1,18 @@
 """The sums of Hopper's tensor cores on any device, to the bit: for asking what the hardware would have computed.
 
-The accumulation itself is numerics/accumulate.py's; here are the scales around it. Block scales 128 wide meet their
-sums where ``hopper-slow`` starts a fresh chain anyway: each chain is scaled, then added in FP32. Hopper cannot chain
-across a change of scale, so both ways of summing are one there.
+The accumulation itself is numerics/accumulate.py's, or on a CPU the native kernel's, whose bits are the same; here are
+the scales around it. Block scales 128 wide meet their sums where ``hopper-slow`` starts a fresh chain anyway: each
+chain is scaled, then added in FP32. Hopper cannot chain across a change of scale, so both ways of summing are one
+there.
+
+In a traced graph the native sums are one operator, ``octavo::hopper_sums``.
 """
 
 import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
+from octavo.kernels import cpu
 from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
 from octavo.numerics import Accumulate, PerBlock, QuantizedTensor, hopper_chains, hopper_sums
 from octavo.numerics.accumulate import CHAIN
@@ -33,16 +37,53 @@ class HopperModelBackend:
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        a_scale, b_scale = rows_of_scales(a).double(), rows_of_scales(b).double()
+        a_scale, b_scale = rows_of_scales(a), rows_of_scales(b)
         if isinstance(a.granularity, PerBlock) or isinstance(b.granularity, PerBlock):
-            sums = torch.zeros(problem.m, problem.n, device=a.data.device)
-            for block, chain in enumerate(hopper_chains(a.data, b.data)):
-                sums += (chain * _column(a_scale, block) * _column(b_scale, block).t()).float()
+            sums = _sums(a.data, b.data, Accumulate.HOPPER_SLOW, a_scale, b_scale)
         else:
-            sums = hopper_sums(a.data, b.data, accumulate=problem.accumulate) * a_scale * b_scale.t()
+            sums = _sums(a.data, b.data, problem.accumulate) * a_scale.double() * b_scale.double().t()
         return (sums if bias is None else sums + bias.float()).to(problem.out_dtype)
+
+
+def _sums(
+    a: Tensor, b: Tensor, accumulate: Accumulate, a_scale: Tensor | None = None, b_scale: Tensor | None = None
+) -> Tensor:
+    """Hopper's sums; where scales are given, each chain is multiplied by its two before it is added."""
+    if a.device.type != "cpu" or cpu.why_absent() is not None:
+        return _sums_by_torch(a, b, accumulate, a_scale, b_scale)
+    traced = cpu.is_traced(a) or cpu.is_traced(b)
+    add = torch.ops.octavo.hopper_sums if traced else _native_sums
+    result: Tensor = add(a, b, str(accumulate), a_scale, b_scale)
+    return result
+
+
+def _sums_by_torch(
+    a: Tensor, b: Tensor, accumulate: Accumulate, a_scale: Tensor | None, b_scale: Tensor | None
+) -> Tensor:
+    if a_scale is None or b_scale is None:
+        return hopper_sums(a, b, accumulate=accumulate)
+    left, right = a_scale.double(), b_scale.double()
+    sums = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    for block, chain in enumerate(hopper_chains(a, b)):
+        sums += (chain * _column(left, block) * _column(right, block).t()).float()
+    return sums
 
 
 def _column(scales: Tensor, block: int) -> Tensor:
     """The scales of one block of K, [R, 1]; a scale for the whole of K serves every block."""
     return scales if scales.shape[1] == 1 else scales[:, block : block + 1]
+
+
+def _native_sums(a: Tensor, b: Tensor, accumulate: str, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
+    return cpu.hopper_sums(a, b, accumulate=Accumulate(accumulate), a_scale=a_scale, b_scale=b_scale)
+
+
+def _shape_of_sums(a: Tensor, b: Tensor, *_: object) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.float32)
+
+
+torch.library.define(
+    "octavo::hopper_sums", "(Tensor a, Tensor b, str accumulate, Tensor? a_scale, Tensor? b_scale) -> Tensor"
+)
+torch.library.impl("octavo::hopper_sums", "CPU")(_native_sums)
+torch.library.register_fake("octavo::hopper_sums")(_shape_of_sums)

@@ -82,11 +82,21 @@ struct GemmProblem {
     Dtype out_dtype;
 };
 
+// Sums of products as Hopper's tensor cores make them, added to what is in `out`: one chain over K, or chains of 128, each
+// times its scales if there are any (FP64 products, rounded once to FP32).
+struct HopperProblem {
+    Operand a, b;
+    int64_t m, n, k;
+    bool one_chain;
+    float* out;                 // [m, n], dense
+};
+
 struct Kernels {
     const char* name;
     void (*quantize)(const QuantizeProblem&);
     void (*dequantize)(const DequantizeProblem&);
     void (*gemm)(const GemmProblem&);
+    void (*hopper)(const HopperProblem&);
 };
 
 extern const Kernels baseline_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;  // the x86 ones on x86 only

@@ -2,6 +2,7 @@
 // name as OCTAVO_LEVEL.
 #include "dequantize.h"
 #include "gemm.h"
+#include "hopper.h"
 #include "quantize.h"
 
 #define OCTAVO_JOINED(level) level##_kernels
@@ -11,6 +12,6 @@
 
 namespace octavo {
 
-const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, gemm};
+const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, gemm, hopper};
 
 }  // namespace octavo

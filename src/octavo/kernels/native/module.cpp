@@ -83,6 +83,18 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release released;
             kernels(level).gemm(problem);
         });
+    m.def(
+        "hopper",
+        [](int level, uintptr_t a, int a_element, int64_t a_row, int64_t a_column, uintptr_t a_scale, bool a_per_row,
+           uintptr_t b, int b_element, int64_t b_row, int64_t b_column, uintptr_t b_scale, bool b_per_row, int64_t rows,
+           int64_t columns, int64_t depth, bool one_chain, uintptr_t out) {
+            const HopperProblem problem{
+                {at<const void>(a), Element(a_element), a_row, a_column, at<const float>(a_scale), a_per_row},
+                {at<const void>(b), Element(b_element), b_row, b_column, at<const float>(b_scale), b_per_row},
+                rows, columns, depth, one_chain, at<float>(out)};
+            nb::gil_scoped_release released;
+            kernels(level).hopper(problem);
+        });
     m.def("dequantize", [](int level, uintptr_t codes, int format, int64_t rows, int64_t columns, int64_t stride,
                            int64_t block_rows, int64_t block_columns, uintptr_t scale, uintptr_t out, int out_dtype) {
         const DequantizeProblem problem{at<const uint8_t>(codes), Format(format), rows, columns, stride, block_rows,
