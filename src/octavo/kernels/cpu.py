@@ -46,6 +46,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of nati
 _FORMATS = (E4M3, E5M2)
 _ELEMENTS = (E4M3.torch_dtype, E5M2.torch_dtype, *_DTYPES)
 _ROUNDINGS = tuple(ScaleRounding)
+_LARGE = 4 << 20  # bytes
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -133,7 +134,7 @@ def quantize(
     rows, columns = matrix.shape
     block_rows, block_columns = _block(granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
-    codes = torch.empty((rows, columns), dtype=fmt.torch_dtype) if out is None else out
+    codes = _fresh((rows, columns), fmt.torch_dtype) if out is None else out
     measured = torch.empty(groups)
     given_scale = None if scale is None else _as_groups(scale, groups, transposed=transposed)
     given_amax = None if amax is None else _as_groups(amax, groups, transposed=transposed)
@@ -191,7 +192,7 @@ def dequantize(
     block_rows, block_columns = _block(granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
     scales = _as_groups(scale, groups, transposed=transposed)
-    result = torch.empty((rows, columns), dtype=out_dtype) if out is None else out
+    result = _fresh((rows, columns), out_dtype) if out is None else out
     _native.dequantize(
         _level(level),
         matrix.data_ptr(),
@@ -247,7 +248,7 @@ def gemm(
     """
     (m, k), n = a.shape, b.shape[0]
     blocks = -(-k // block) if block else 1
-    out = torch.empty((m, n), dtype=out_dtype)
+    out = _fresh((m, n), out_dtype)
     left, right = (_dense_one_way(matrix) for matrix in (a, b))
     one = torch.ones(1, 1)
     a_scales, b_scales = (
@@ -364,6 +365,14 @@ def _as_groups(values: Tensor, groups: Sequence[int], *, transposed: bool) -> Te
     """Scales or amaxes in the order the kernels read them."""
     values = values.t() if transposed and values.ndim == 2 else values
     return values.detach().float().reshape(tuple(groups)).contiguous()
+
+
+def _fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory that will be written as a whole: in large pages, where it is large, since each first touch costs."""
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    if tensor.nbytes >= _LARGE:
+        _native.expect_writes(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <sys/mman.h>
+
 #include <tuple>
 #include <vector>
 
@@ -53,6 +55,13 @@ NB_MODULE(_native, m) {
     });
     m.def("has_threads", &has_threads);
     m.def("max_threads", &max_threads);
+    m.def("expect_writes", [](uintptr_t address, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+        constexpr uintptr_t page = 4096;
+        const uintptr_t begin = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+        if (begin < end) madvise(at<void>(begin), end - begin, MADV_HUGEPAGE);  // a hint: the answer does not matter
+#endif
+    });
     m.def(
         "quantize",
         [](int level, uintptr_t x, int dtype, int64_t rows, int64_t columns, int64_t stride, int format,

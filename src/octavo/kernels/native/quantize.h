@@ -13,7 +13,7 @@ namespace octavo {
 namespace {
 
 constexpr int64_t SPAN = 4096;         // elements that are measured and cast in one go
-constexpr int64_t COLUMN_TILE = 256;   // columns with a scale each that are worked on together
+constexpr int64_t COLUMN_TILE = 1024;  // columns with a scale each that are worked on together, at most
 constexpr int64_t PARALLEL_ELEMENTS = 16384;  // fewer are not worth another thread
 
 // Magnitudes, by their bits.
@@ -28,8 +28,7 @@ inline uint32_t largest_magnitude(const float* x, int64_t n) {
         for (int part = 0; part < 4; ++part)
             found[part] = largest(found[part], load<u32v>(x + i + part * LANES) & MAGNITUDE);
     const u32v both = largest(largest(found[0], found[1]), largest(found[2], found[3]));
-    uint32_t result = 0;
-    for (int lane = 0; lane < LANES; ++lane) result = largest(result, both[lane]);
+    uint32_t result = largest_lane(both);
     for (; i < n; ++i) result = largest(result, f32_bits(x[i]) & MAGNITUDE);
     return result;
 }
@@ -43,8 +42,8 @@ inline uint32_t largest_magnitude(const T* x, int64_t n) {
         for (int part = 0; part < 2; ++part)
             found[part] = largest(found[part], load<u16v>(x + i + part * lanes) & uint16_t(0x7fff));
     const u16v both = largest(found[0], found[1]);
-    T result = {0};
-    for (int lane = 0; lane < lanes; ++lane) result.bits = largest(result.bits, uint16_t(both[lane]));
+    const u32v pairs = bits_as<u32v>(both);
+    T result = {uint16_t(largest_lane(largest(pairs & 0xffff, pairs >> 16)))};
     for (; i < n; ++i) result.bits = largest(result.bits, uint16_t(x[i].bits & 0x7fff));
     return f32_bits(as_f32(result));
 }
@@ -54,17 +53,19 @@ struct Measured {
     int64_t nonfinite = 0;
 };
 
+// Of rows of n elements, `stride` apart.
 template <class T>
-inline Measured measure(const T* x, int64_t n) {
+inline Measured measure(const T* x, int64_t n, int64_t rows = 1, int64_t stride = 0) {
     Measured found;
-    found.amax = largest_magnitude(x, n);
+    for (int64_t r = 0; r < rows; ++r) found.amax = largest(found.amax, largest_magnitude(x + r * stride, n));
     if (found.amax < EXPONENT) return found;
     found.amax = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = f32_bits(as_f32(x[i])) & MAGNITUDE;
-        if (bits >= EXPONENT) ++found.nonfinite;
-        else found.amax = largest(found.amax, bits);
-    }
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < n; ++i) {
+            const uint32_t bits = f32_bits(as_f32(x[r * stride + i])) & MAGNITUDE;
+            if (bits >= EXPONENT) ++found.nonfinite;
+            else found.amax = largest(found.amax, bits);
+        }
     return found;
 }
 
@@ -211,12 +212,7 @@ struct Quantizer {
     void block(int64_t g, int64_t row, int64_t column) const {
         const int64_t rows = least_of(p.block_rows, p.x.rows - row);
         const int64_t columns = least_of(p.block_columns, p.x.columns - column);
-        Measured found;
-        for (int64_t r = row; r < row + rows; ++r) {
-            const Measured own = measure(x + r * p.x.stride + column, columns);
-            found.amax = largest(found.amax, own.amax);
-            found.nonfinite += own.nonfinite;
-        }
+        const Measured found = measure(x + row * p.x.stride + column, columns, rows, p.x.stride);
         add_nonfinite(found.nonfinite);
         p.measured[g] = bits_as<float>(found.amax);
         const float encode_scale = group_scale<F>(p, g, found.amax);
@@ -236,8 +232,8 @@ struct Quantizer {
 
     // A scale for every column of a band of rows: what a transposed operand's rows are.
 
-    void columns(int64_t band, int64_t first) const {
-        const int64_t n = least_of(COLUMN_TILE, p.x.columns - first), row = band * p.block_rows;
+    void columns(int64_t band, int64_t first, int64_t tile) const {
+        const int64_t n = least_of(tile, p.x.columns - first), row = band * p.block_rows;
         const int64_t last = least_of(row + p.block_rows, p.x.rows), g = band * p.x.columns + first;
         uint32_t amax[COLUMN_TILE] = {};
         float scales[COLUMN_TILE];
@@ -273,11 +269,12 @@ struct Quantizer {
     }
 
     void per_column() const {
-        const int64_t bands = (p.x.rows + p.block_rows - 1) / p.block_rows;
-        const int64_t tiles = (p.x.columns + COLUMN_TILE - 1) / COLUMN_TILE;
-        const int64_t elements = least_of(p.block_rows, p.x.rows) * least_of(COLUMN_TILE, p.x.columns);
+        const int64_t share = p.x.columns / max_threads() / 64 * 64;
+        const int64_t tile = least_of(largest<int64_t>(share, 64), COLUMN_TILE);
+        const int64_t bands = (p.x.rows + p.block_rows - 1) / p.block_rows, tiles = (p.x.columns + tile - 1) / tile;
+        const int64_t elements = least_of(p.block_rows, p.x.rows) * least_of(tile, p.x.columns);
         parallel_for(bands * tiles, largest<int64_t>(1, PARALLEL_ELEMENTS / elements), [&](int64_t begin, int64_t end) {
-            for (int64_t item = begin; item < end; ++item) columns(item / tiles, item % tiles * COLUMN_TILE);
+            for (int64_t item = begin; item < end; ++item) columns(item / tiles, item % tiles * tile, tile);
         });
     }
 

@@ -93,6 +93,21 @@ inline u8v largest_byte(u8v a, u8v b) {
 #endif
 }
 
+// The largest of the lanes, by halves.
+inline uint32_t largest_lane(u32v value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epu32((__m512i)value);
+#elif defined(__AVX2__)
+    __m128i half = _mm_max_epu32(_mm256_castsi256_si128((__m256i)value), _mm256_extracti128_si256((__m256i)value, 1));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1)));
+#else
+    uint32_t result = 0;
+    for (int lane = 0; lane < LANES; ++lane) result = largest(result, uint32_t(value[lane]));
+    return result;
+#endif
+}
+
 template <class T>
 inline T least_of(T a, T b) {
     return a < b ? a : b;
