@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -122,3 +124,29 @@ def test_high_precision_times_codes(dtype, rows, granularity):
         back = cpu.gemm(grad, weight.data.t(), out_dtype=torch.float32, level=level)
         exact = grad.double() @ weight.data.double()
         assert ((back - exact).abs() <= 130 * 2.0**-24 * (grad.double().abs() @ weight.data.double().abs())).all()
+
+
+MEMORY = """
+import resource
+import torch
+import octavo
+from octavo.kernels import cpu
+
+a, b = (octavo.quantize(torch.ones(rows, 8), octavo.E4M3) for rows in (30_000, 30_000))
+octavo.scaled_mm(a.t(), a.t())
+held = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+before = held()
+octavo.scaled_mm(a, octavo.quantize(torch.ones(4_000, 8), octavo.E4M3), out_dtype=torch.bfloat16)
+assert held() - before < 100e6, "nearly 500 MB of sums are kept"
+resource.setrlimit(resource.RLIMIT_AS, (held() + 8 * 2**30,) * 2)
+try:
+    cpu.gemm(torch.ones(40_000, 1).to(torch.float8_e4m3fn), torch.ones(80_000, 1).to(torch.float8_e4m3fn),
+             out_dtype=torch.bfloat16)
+except MemoryError:
+    print("refused")
+"""
+
+
+def test_memory_is_given_back_and_its_lack_is_an_error():
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "refused\n", done.stderr[-500:]

@@ -97,7 +97,11 @@ def threads() -> int:
 
 def supports(x: Tensor, fmt: Format) -> bool:
     """Whether :func:`quantize` can cast ``x``."""
-    return not _absence and x.device.type == "cpu" and fmt in _FORMATS and x.numel() > 0
+    if _absence or x.device.type != "cpu" or fmt not in _FORMATS or x.numel() == 0:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001 (torch.func's tensors have no memory)
 
 
 def quantize(

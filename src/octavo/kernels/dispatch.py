@@ -161,6 +161,7 @@ def _describe(
             f"scaled_mm computes a @ b.T and needs equal K: a is {tuple(a.shape)}, b is {tuple(b.shape)}; "
             "pass b as [N, K]"
         )
+    _check_devices(a, b, bias)
     out_dtype = a.hp_dtype if out_dtype is None else out_dtype
     if out_dtype not in _OUT_DTYPES:
         raise ConfigError(f"out_dtype must be bfloat16, float16 or float32, not {out_dtype}")
@@ -184,3 +185,12 @@ def _describe(
         accumulate=Accumulate(accumulate),
         fast_accumulation=fast_accumulation,
     )
+
+
+def _check_devices(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> None:
+    """A kernel that is given the address of another device's memory ends the process."""
+    device = a.data.device
+    named = {"a's scale": a.scale, "b": b.data, "b's scale": b.scale, "bias": bias}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != device:
+            raise ConfigError(f"{name} is on {tensor.device} and a on {device}; move it there first")

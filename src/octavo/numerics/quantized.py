@@ -65,6 +65,8 @@ class QuantizedTensor:
     def __post_init__(self) -> None:
         if self.data.dtype not in _FP8_DTYPES:
             raise ConfigError(f"codes have an FP8 dtype, not {self.data.dtype}; octavo.quantize makes them")
+        if self.scale.device != self.data.device:
+            raise ConfigError(f"the scale is on {self.scale.device} and the codes on {self.data.device}; move it there")
         if self.scale.dtype not in _SCALE_DTYPES:
             raise ConfigError(f"a scale is float32, or uint8 for E8M0 bytes, not {self.scale.dtype}")
         expected = self.granularity.scale_shape(self.data.shape)
@@ -207,6 +209,8 @@ def check_cast(
         if given is None:
             continue
         _check_given(name, given, zero_allowed=name == "amax")
+        if given.device != x.device:
+            raise ConfigError(f"the {name} is on {given.device} and the tensor on {x.device}; move it there first")
         if given.shape != expected:
             raise ConfigError(
                 f"{granularity} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(given.shape)}"

@@ -122,3 +122,17 @@ def test_on_cuda_training_runs_on_cublas_or_the_reference_never_on_a_model(recip
         )
         blocks = isinstance(gemm.a.granularity, PerBlock)
         assert explain(problem).backend == ("torch_cuda" if capability >= (8, 9) and not blocks else "reference")
+
+
+def test_operands_on_other_devices_are_refused():
+    """Their addresses would end the process."""
+    a, b = _quantized(4, 8), octavo.quantize(torch.randn(3, 8, device="meta"), octavo.E4M3)
+    with pytest.raises(ConfigError, match="b is on meta and a on cpu; move it there first"):
+        scaled_mm(a, b)
+    with pytest.raises(ConfigError, match="bias is on meta and a on cpu"):
+        scaled_mm(a, _quantized(3, 8), bias=torch.zeros(3, device="meta"))
+    with pytest.raises(ConfigError, match="the scale is on meta and the codes on cpu"):
+        QuantizedTensor(a.data, a.scale.to("meta"), a.granularity, a.hp_dtype)
+    for given in ({"amax": torch.tensor(7.0, device="meta")}, {"scale": torch.tensor(7.0, device="meta")}):
+        with pytest.raises(ConfigError, match="is on meta and the tensor on cpu; move it there first"):
+            octavo.quantize(torch.ones(4), octavo.E4M3, **given)

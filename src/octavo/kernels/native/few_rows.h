@@ -2,34 +2,13 @@
 // eight or sixteen of them are decoded into registers and multiplied with the same columns of each row of a.
 #pragma once
 
-#include <cstdlib>
-
 #include "fp8.h"
 #include "kernels.h"
+#include "memory.h"
 #include "parallel.h"
 
 namespace octavo {
 namespace {
-
-// Memory that a thread keeps between calls: fresh memory would cost more than what is written to it.
-class Scratch {
-public:
-    ~Scratch() { std::free(data_); }
-
-    float* floats(int64_t count) {
-        if (count > size_) {
-            std::free(data_);
-            data_ = static_cast<float*>(std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64));
-            if (!data_) std::abort();
-            size_ = count;
-        }
-        return data_;
-    }
-
-private:
-    float* data_ = nullptr;
-    int64_t size_ = 0;
-};
 
 constexpr float half_scale(Element element) {
     return element == Element::e4m3 ? HALF_SCALE<E4M3> : element == Element::e5m2 ? HALF_SCALE<E5M2> : 1.0f;

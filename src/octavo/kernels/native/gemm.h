@@ -248,6 +248,8 @@ void gemm(const GemmProblem& p) {
     work.b_panels = work.a_panels + a_floats;
     work.sums = p.out_dtype == Dtype::f32 ? static_cast<float*>(p.out) : sums.floats(p.m * p.n);
     work.run();
+    panels.trim();
+    sums.trim();
 }
 
 }  // namespace

@@ -206,6 +206,7 @@ void hopper(const HopperProblem& p) {
     work.left = reinterpret_cast<HopperLeft*>(memory);
     work.right = reinterpret_cast<HopperRight*>(memory + left_bytes);
     work.run();
+    scratch.trim();
 }
 
 }  // namespace
