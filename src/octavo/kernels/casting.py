@@ -205,8 +205,9 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
         scale=scale,
         zero_is_unknown=zero_is_unknown,
     )
-    made = cast.scale if scale is None else cast.scale.clone()  # an operator's output is no view of its input
-    return cast.codes, made, cast.amax, torch.tensor(cast.nonfinite)
+    codes = cast.codes.as_strided(x.shape, cpu.codes_strides(x))  # the shape function's strides, where a size is 1 too
+    scales, amaxes = (torch.empty(made.shape).copy_(made) for made in (cast.scale, cast.amax))
+    return codes, scales, amaxes, torch.tensor(cast.nonfinite)
 
 
 def _cast_shapes(x: Tensor, dtype: torch.dtype, block: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:

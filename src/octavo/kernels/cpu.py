@@ -47,6 +47,7 @@ _FORMATS = (E4M3, E5M2)
 _ELEMENTS = (E4M3.torch_dtype, E5M2.torch_dtype, *_DTYPES)
 _ROUNDINGS = tuple(ScaleRounding)
 _LARGE = 4 << 20  # bytes
+_NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -156,7 +157,7 @@ def quantize(
         nonfinite == Nonfinite.PROPAGATE,
         _ROUNDINGS.index(rule.rounding),
         rule.amax_floor,
-        rule.margin,
+        int(min(rule.margin, _NO_LARGER_MARGIN)),
         _address(given_amax),
         zero_is_unknown,
         _address(given_scale),

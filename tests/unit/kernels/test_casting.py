@@ -10,6 +10,7 @@ from octavo.formats import E4M3, E5M2, E8M0, FP8_FORMATS
 from octavo.kernels import cpu, fake_quantize, quantize, quantize_and_measure
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure
 from octavo.numerics import quantize as quantize_by_torch
+from octavo.numerics.granularity import granularity_as_list
 
 GRANULARITIES = [PerTensor(), PerRow(), PerBlock(2, 3)]
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
@@ -37,7 +38,8 @@ def test_every_format_and_empty_tensors_too(granularity, fmt, shape):
 def test_every_option():
     x = torch.randn(6, 64)
     for options in (
-        {"margin": 3}, {"amax_floor": 10.0}, {"amax": torch.tensor(0.0)}, {"scale": torch.tensor(0.5)},
+        {"margin": 3}, {"margin": 10**30}, {"amax_floor": 10.0}, {"amax": torch.tensor(0.0)},
+        {"scale": torch.tensor(0.5)},
         {"scale_rounding": ScaleRounding.EVEN, "scale_format": E8M0},
         {"scale": torch.tensor(0.5), "scale_format": E8M0},
     ):  # fmt: skip
@@ -97,3 +99,13 @@ def test_fake_quantize_has_no_second_derivative():
 def test_fake_quantize_refuses_integers():
     with pytest.raises(ConfigError, match=r"not torch\.int64"):
         fake_quantize(torch.arange(3), E4M3)
+
+
+@every_granularity
+@pytest.mark.parametrize("x", [torch.randn(5, 7), torch.randn(7, 5).t(), torch.randn(1, 8), torch.randn(8, 1).t()])
+def test_the_operator_is_what_its_shape_function_says(x, granularity):
+    if cpu.why_absent():
+        pytest.skip(f"no native kernels: {cpu.why_absent()}")
+    block = granularity_as_list(granularity)
+    arguments = (x, torch.float8_e4m3fn, block, "fp32", 1e-12, 0, True, None, None, False)
+    torch.library.opcheck(torch.ops.octavo.cast, arguments, test_utils=("test_faketensor",))
