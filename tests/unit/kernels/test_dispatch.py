@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -133,6 +135,8 @@ def test_operands_on_other_devices_are_refused():
         scaled_mm(a, _quantized(3, 8), bias=torch.zeros(3, device="meta"))
     with pytest.raises(ConfigError, match="the scale is on meta and the codes on cpu"):
         QuantizedTensor(a.data, a.scale.to("meta"), a.granularity, a.hp_dtype)
-    for given in ({"amax": torch.tensor(7.0, device="meta")}, {"scale": torch.tensor(7.0, device="meta")}):
-        with pytest.raises(ConfigError, match="is on meta and the tensor on cpu; move it there first"):
-            octavo.quantize(torch.ones(4), octavo.E4M3, **given)
+    elsewhere = torch.tensor(7.0, device="meta")
+    for given in ("amax", "scale"):
+        options: Any = {given: elsewhere}
+        with pytest.raises(ConfigError, match=f"the {given} is on meta and the tensor on cpu; move it there first"):
+            octavo.quantize(torch.ones(4), octavo.E4M3, **options)
