@@ -203,11 +203,12 @@ def _new_histories(model: torch.nn.Module, state: Mapping[str, Tensor], recipe: 
     """Histories of ``recipe`` for the layers that have none and that ``state`` knows."""
     if recipe.history is None:
         raise ConfigError(f"recipe {recipe.name!r} keeps no history; name the delayed recipe that autocast runs")
-    return {
-        path: layer.new_history(recipe.history)
-        for path, layer in _layers(model).items()
-        if layer.amax_history is None and f"{_prefix(path)}{ROLES[INPUT]}.amax_history" in state
-    }
+    with torch.inference_mode(mode=False):  # its tensors could never be trained with
+        return {
+            path: layer.new_history(recipe.history)
+            for path, layer in _layers(model).items()
+            if layer.amax_history is None and f"{_prefix(path)}{ROLES[INPUT]}.amax_history" in state
+        }
 
 
 def _is_positive(value: object) -> bool:

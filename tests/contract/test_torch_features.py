@@ -335,15 +335,21 @@ class NormThenTwoLinears(nn.Module):
         return self.second(nn.functional.silu(hidden) * hidden)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
 @inductor_config.patch(emulate_precision_casts=True)
 def test_compiled_under_bf16_autocast_with_roundings_kept_it_computes_the_same(recipe):
     """Inductor leaves out roundings of intermediates to BF16 unless it is told to keep them."""
     eager = NormThenTwoLinears(recipe)
-    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True)
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, fullgraph=True)
     x = torch.randn(16, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(compiled(x), eager(x))
+        y, wanted = compiled(x), eager(x)
+    assert torch.equal(y, wanted)
+    for output in (y, wanted):
+        output.float().square().sum().backward()
+    for one, other in zip(traced.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-2)
 
 
 def test_compiled_it_sums_as_tensor_cores_do():

@@ -384,3 +384,14 @@ def test_a_loop_with_grad_scaler_is_one_without_if_the_history_follows_the_scale
         scales.append(after / 2**10)
     assert scales == [1, 2, 2, 4, 2, 2, 4, 4, 8, 8]
     assert losses == expected
+
+
+def test_a_state_loaded_in_inference_mode_can_be_trained_with():
+    layer, resumed = (octavo.nn.Linear(4, 4) for _ in range(2))
+    with octavo.autocast("delayed"):
+        layer(torch.ones(1, 4)).sum().backward()
+    with torch.inference_mode():
+        octavo.load_scaling_state(resumed, octavo.scaling_state(layer), recipe="delayed")
+    with octavo.autocast("delayed"):
+        resumed(torch.ones(1, 4)).sum().backward()
+    octavo.update_scales(resumed)

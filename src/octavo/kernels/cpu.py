@@ -252,6 +252,7 @@ def gemm(
         level: an instruction-set level; None is the best.
     """
     (m, k), n = a.shape, b.shape[0]
+    _check_shapes(a, b, a_scale, b_scale, bias)
     blocks = -(-k // block) if block else 1
     out = _fresh((m, n), out_dtype)
     left, right = (_dense_one_way(matrix) for matrix in (a, b))
@@ -319,6 +320,14 @@ def _operand(matrix: Tensor, scale: Tensor | None) -> tuple[int, int, int, int, 
     """A GEMM's operand as the kernels take it; both tensors must outlive the call."""
     layout = (matrix.data_ptr(), _ELEMENTS.index(matrix.dtype), matrix.stride(0), matrix.stride(1))
     return (*layout, _address(scale), scale is not None and scale.shape[0] > 1)
+
+
+def _check_shapes(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None) -> None:
+    """A kernel reads what it was told is there; operators can be called by name, past every other check."""
+    rows_fit = all(s is None or s.shape[0] in (1, x.shape[0]) for x, s in ((a, a_scale), (b, b_scale)))
+    if a.shape[1] != b.shape[1] or not rows_fit or (bias is not None and bias.numel() != b.shape[0]):
+        shapes = [None if t is None else tuple(t.shape) for t in (a, b, a_scale, b_scale, bias)]
+        raise BackendError(f"a, b, their scales and the bias do not go together: {shapes}; K and the rows must agree")
 
 
 def _dense_one_way(matrix: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from octavo.kernels import cpu
 from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
+from octavo.kernels.torch_native import CpuBackend
 from octavo.numerics import Accumulate, QuantizedTensor
 
 __all__ = ["NativeBackend"]
@@ -23,6 +24,10 @@ class NativeBackend:
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
+            return CpuBackend().scaled_mm(
+                a, b, bias, problem
+            )  # what is learned takes its gradient from torch's operations
         traced = cpu.is_traced(a.data) or cpu.is_traced(b.data)
         multiply = (
             torch.ops.octavo.native_mm if traced else _native_mm

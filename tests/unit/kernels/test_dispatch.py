@@ -140,3 +140,26 @@ def test_operands_on_other_devices_are_refused():
         options: Any = {given: elsewhere}
         with pytest.raises(ConfigError, match=f"the {given} is on meta and the tensor on cpu; move it there first"):
             octavo.quantize(torch.ones(4), octavo.E4M3, **options)
+
+
+def test_a_learned_bias_and_scale_have_gradients():
+    a, b, bias = _quantized(4, 8), _quantized(3, 8), torch.zeros(3, requires_grad=True)
+    scale = a.scale.clone().requires_grad_()
+    y = scaled_mm(QuantizedTensor(a.data, scale, a.granularity, a.hp_dtype), b, bias=bias)
+    assert torch.equal(y, scaled_mm(a, b, backend="torch_cpu"))
+    y.sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((3,), 4.0))
+    assert scale.grad is not None
+    torch.testing.assert_close(scale.grad, y.detach().sum() / a.scale)
+
+
+def test_operators_called_by_name_check_shapes():
+    if cpu.why_absent():
+        pytest.skip(f"no native kernels: {cpu.why_absent()}")
+    a, one = torch.ones(8, 16).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    for b, scale, bias in (
+        (a[:, :8], one, None), (a, torch.ones(3, 1), None), (a, one, torch.ones(1)),
+    ):  # fmt: skip
+        with pytest.raises(BackendError, match="do not go together"):
+            torch.ops.octavo.native_mm(a, scale, b, one, bias, torch.float32, 0)
