@@ -21,7 +21,9 @@ cp -r src/octavo "$own/octavo"
 find "$own/octavo" -name '*.so' -delete
 cmake --install "$home/cmake" --prefix "$own" >/dev/null
 
-# Python itself is not instrumented, so the runtime has to be there first; what it never frees is not our business.
+# Python itself is not instrumented, so the runtime has to be there first; what it never frees is not our business. The
+# sanitizer keeps freed memory for a while, so the test of what is given back is left out.
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
-    "$home/bin/python" -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels/test_casting.py "$@"
+    "$home/bin/python" -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels/test_casting.py \
+    -k "not memory_is_given_back" "$@"
