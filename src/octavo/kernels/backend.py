@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.numerics import Accumulate, Granularity, PerBlock, QuantizedTensor
 
-__all__ = ["Backend", "MatmulProblem", "block_widths", "rows_of_scales"]
+__all__ = ["Backend", "MatmulProblem", "block_widths", "product_shape", "rows_of_scales"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +80,10 @@ def rows_of_scales(q: QuantizedTensor) -> Tensor:
 def block_widths(problem: MatmulProblem) -> set[int]:
     """How wide along K the blocks are that share a scale; empty where the scales apply to the finished sums."""
     return {g.columns for g in (problem.a_granularity, problem.b_granularity) if isinstance(g, PerBlock)}
+
+
+def product_shape(a: Tensor, _: Tensor, b: Tensor, *rest: object) -> Tensor:
+    """What a product's operator gives a tracer: [M, N] of the dtype that comes before the block."""
+    *_ignored, out_dtype, _block = rest
+    assert isinstance(out_dtype, torch.dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import cpu
-from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
+from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
 from octavo.kernels.torch_native import CpuBackend
-from octavo.numerics import Accumulate, QuantizedTensor
+from octavo.numerics import QuantizedTensor
 
 __all__ = ["NativeBackend"]
+
+_TORCH = CpuBackend()
 
 
 class NativeBackend:
@@ -25,29 +27,22 @@ class NativeBackend:
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
-            return CpuBackend().scaled_mm(
-                a, b, bias, problem
-            )  # what is learned takes its gradient from torch's operations
+            return _TORCH.scaled_mm(a, b, bias, problem)  # its operations have gradients
         traced = cpu.is_traced(a.data) or cpu.is_traced(b.data)
-        multiply = (
-            torch.ops.octavo.native_mm if traced else _native_mm
-        )  # the operator is the same behind 20 µs of dispatch
+        # The operator is the same function behind 20 µs of dispatch.
+        multiply = torch.ops.octavo.native_mm if traced else _native_mm
         block = max(block_widths(problem), default=0)
         result: Tensor = multiply(a.data, rows_of_scales(a), b.data, rows_of_scales(b), bias, problem.out_dtype, block)
         return result
 
 
 def _objections(problem: MatmulProblem) -> Iterator[str]:
-    if problem.device != "cpu":
-        yield f"it runs on a CPU, and the operands are on {problem.device}"
+    if (reason := _TORCH.unsupported_reason(problem)) is not None:  # what holds for any FP32 sums on a CPU
+        yield reason
     if (absence := cpu.why_absent()) is not None:
         yield f"the native kernels are not built ({absence})"
     if not cpu.knows(problem.a_dtype, problem.b_dtype):
         yield "it multiplies E4M3 and E5M2"
-    if problem.accumulate is not Accumulate.FP32:
-        yield "it sums in FP32, not as a tensor core does"
-    if len(widths := block_widths(problem)) > 1:
-        yield f"its blocks of K are as wide in both operands, not {' and '.join(map(str, sorted(widths)))}"
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
 
@@ -58,15 +53,9 @@ def _native_mm(  # noqa: PLR0917 (an operator's schema)
     return cpu.gemm(a, b, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype, bias=bias, block=block)
 
 
-def _native_mm_shape(a: Tensor, _: Tensor, b: Tensor, *rest: object) -> Tensor:
-    *_ignored, out_dtype, _block = rest
-    assert isinstance(out_dtype, torch.dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
 torch.library.define(
     "octavo::native_mm",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype, int block) -> Tensor",
 )
 torch.library.impl("octavo::native_mm", "CPU")(_native_mm)
-torch.library.register_fake("octavo::native_mm")(_native_mm_shape)
+torch.library.register_fake("octavo::native_mm")(product_shape)

@@ -20,7 +20,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
+from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
 from octavo.numerics import Accumulate, PerRow, QuantizedTensor
 
 __all__ = ["CpuBackend", "CudaBackend", "high_precision_mm", "needs_widening", "probe_cpu", "widen"]
@@ -270,16 +270,10 @@ def _might_leave_range(*scales: Tensor) -> bool:
     return any(not (s.amin() >= 2.0**-60 and s.amax() <= 2.0**60) for s in scales if s.numel())
 
 
-def _widened_mm_shape(a: Tensor, _: Tensor, b: Tensor, *rest: object) -> Tensor:
-    *_ignored, out_dtype, _block = rest
-    assert isinstance(out_dtype, torch.dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
 # One opaque operator: the precision setting around the GEMM must not be traced.
 torch.library.define(
     "octavo::widened_mm",
     "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype, int block) -> Tensor",
 )
 torch.library.impl("octavo::widened_mm", "CPU")(_widened_mm)
-torch.library.register_fake("octavo::widened_mm")(_widened_mm_shape)
+torch.library.register_fake("octavo::widened_mm")(product_shape)

@@ -131,30 +131,11 @@ def quantize(
     nonfinite: Nonfinite = Nonfinite.PROPAGATE,
     measurement: Measurement | None = None,
 ) -> QuantizedTensor:
-    """Scale into the format's range and round to nearest even, saturating.
-
-        encode_scale = maximum · 2^-margin / amax;  data = cast(fp32(x) · encode_scale);  scale = 1 / encode_scale
+    """What ``octavo.quantize`` must give, by torch's operations alone; its arguments and errors are described there.
 
     Args:
-        x: float16, bfloat16, float32 or float64 (taken as float32); any shape the granularity allows. No gradient
-            passes through.
-        fmt: one of the FP8 formats.
-        granularity: which elements share a scale; None is one scale for the tensor.
-        amax: the largest magnitude to provide for, in the scale's shape; None measures ``x`` (dynamic scaling). Delayed
-            scaling passes that of earlier steps: what lies beyond saturates.
-        scale: a fixed decode scale instead (static scaling); ``encode_scale`` is then fp32(1 / scale) and
-            ``scale_rounding``, ``amax_floor`` and ``margin`` play no part.
-        scale_rounding: which numbers the scale may be; the rules stand in numerics/scaling.py.
-        scale_format: FP32, or E8M0 for one byte a scale, which must be a power of two.
-        amax_floor: smaller amaxes count as this.
-        margin: binades to leave free above amax.
-        nonfinite: what an infinite element becomes; NaN stays NaN. Neither changes any other element.
         measurement: what :func:`octavo.numerics.measure` found in ``x`` at this granularity, for callers that have
             looked already.
-
-    Raises:
-        ConfigError: not a float tensor, not an FP8 format, a scale of the wrong shape or not positive and finite, an
-            amax that is negative or not finite, both ``amax`` and ``scale``, or a negative margin or floor.
 
     Example:
         >>> from octavo.formats import E4M3
