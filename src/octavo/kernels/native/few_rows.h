@@ -25,7 +25,7 @@ struct Scales {
     const bool wide = reaches_far(p.a, p.m) || reaches_far(p.b, p.n);  // one scale after the other might leave FP32
 
     float of(const Operand& operand, int64_t row, int64_t block) const {
-        return operand.scale[(operand.scale_per_row ? row * blocks : 0) + block];
+        return operand.scale ? operand.scale[(operand.scale_per_row ? row * blocks : 0) + block] : 1.0f;
     }
 
     // sum · scale of a · scale of b, in this order, as everywhere; through FP64 where a scale reaches far.
@@ -38,14 +38,14 @@ struct Scales {
     f32v finished(f32v sums, int64_t row, int64_t column, int64_t count) const {
         if (p.block) return sums;
         if (!wide)
-            return sums * all(of(p.a, row, 0)) * (p.b.scale_per_row ? load_f32(p.b.scale + column, count) : all(p.b.scale[0]));
+            return sums * all(of(p.a, row, 0)) * (p.b.scale_per_row ? load_f32(p.b.scale + column, count) : all(of(p.b, 0, 0)));
         for (int64_t i = 0; i < count; ++i) sums[i] = apply(sums[i], row, column + i, 0);
         return sums;
     }
 
 private:
     bool reaches_far(const Operand& operand, int64_t rows) const {
-        const int64_t count = (operand.scale_per_row ? rows : 1) * blocks;
+        const int64_t count = operand.scale ? (operand.scale_per_row ? rows : 1) * blocks : 0;
         for (int64_t i = 0; i < count; ++i)
             if (!(operand.scale[i] >= 0x1p-60f && operand.scale[i] <= 0x1p60f)) return true;
         return false;
@@ -153,23 +153,45 @@ inline float sum_of_lanes(f32v value) {
 #endif
 }
 
+// STEP codes, those of byte 0 of every lane first.
+template <class F>
+struct Bytes {
+    f32v of[4];
+};
+
+// Their values times 2^-MISSING, but for special codes.
+template <class F>
+inline Bytes<F> shifted_codes(u8v codes) {
+    constexpr int right = F::mantissa_bits + 1;
+    constexpr uint32_t kept = 0x80000000u | (0x7f000000u >> right);
+    const i16v words = bits_as<i16v>(codes);
+    const u32v odd = bits_as<u32v>(words >> right), even = bits_as<u32v>((i16v)(words << 8) >> right);
+    return {{bits_as<f32v>((even << 16) & kept), bits_as<f32v>((odd << 16) & kept), bits_as<f32v>(even & kept),
+             bits_as<f32v>(odd & kept)}};
+}
+
+// The same of any codes.
+template <class F>
+inline Bytes<F> bytes_in_lanes(const uint8_t* codes) {
+    const u32v lanes = load<u32v>(codes);
+    const f32v factor = all(power_of_two(-MISSING<F>));
+    return {{decode<F>(lanes & 0xff) * factor, decode<F>((lanes >> 8) & 0xff) * factor,
+             decode<F>((lanes >> 16) & 0xff) * factor, decode<F>(lanes >> 24) * factor}};
+}
+
 // Sums of products of `count` codes with COUNT shifted rows, from `offset` in them on; the answer is whether a special
 // code was among them.
 template <class F, int COUNT>
 inline __attribute__((always_inline)) bool dot(const Row* rows, int64_t offset, const uint8_t* codes, int64_t count,
                                                float* out) {
-    constexpr int right = F::mantissa_bits + 1;
-    constexpr uint32_t kept = 0x80000000u | (0x7f000000u >> right);
     f32v sums[COUNT][4] = {};
     u8v seen = {};
     auto multiply = [&](u8v some, int64_t at) {
         seen = largest_byte(seen, some & uint8_t(0x7f));
-        const i16v words = bits_as<i16v>(some);
-        const u32v odd = bits_as<u32v>(words >> right), even = bits_as<u32v>((i16v)(words << 8) >> right);
-        const u32v bytes[4] = {(even << 16) & kept, (odd << 16) & kept, even & kept, odd & kept};
+        const Bytes<F> bytes = shifted_codes<F>(some);
         for (int byte = 0; byte < 4; ++byte)
             for (int r = 0; r < COUNT; ++r)
-                sums[r][byte] = fused(bits_as<f32v>(bytes[byte]), load<f32v>(rows[r].shifted + at + byte * LANES), sums[r][byte]);
+                sums[r][byte] = fused(bytes.of[byte], load<f32v>(rows[r].shifted + at + byte * LANES), sums[r][byte]);
     };
     int64_t k = 0;
     for (; k + STEP <= count; k += STEP) {
