@@ -102,19 +102,15 @@ class PagedKVCache:
         """Keep keys and values, float32 [R, kv heads, D], of R positions of one layer."""
         t = self.tensors
         page, place = t.table[0, position // PAGE].long(), position % PAGE
-        for to, scales, vectors in ((t.keys, t.key_scale, keys), (t.values, t.value_scale, values)):
-            stored = vectors.to(self.fmt.torch_dtype)
-            if scales is not None:
-                cast = quantize(
-                    vectors, E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0
-                )
-                stored, scales[layer, page, :, place] = cast.data, cast.scale[..., 0]
-            bytes_of = torch.uint8 if self.fmt == E4M3 else self.fmt.torch_dtype  # codes cannot be assigned by index
-            head = to[layer].view(bytes_of)
-            if to is t.keys:
-                head[page, :, :, place] = stored.view(bytes_of)
-            else:
-                head[page, :, place] = stored.view(bytes_of)
+        for to, scales, vectors in ((t.keys.transpose(-1, -2), t.key_scale, keys), (t.values, t.value_scale, values)):
+            if scales is None:
+                to[layer, page, :, place] = vectors.to(to.dtype)
+                continue
+            cast = quantize(vectors, E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0)
+            to.view(torch.uint8)[layer, page, :, place] = cast.data.view(
+                torch.uint8
+            )  # codes cannot be assigned by index
+            scales[layer, page, :, place] = cast.scale[..., 0]
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """The keys and values of the first positions of one layer, float32 [length, kv heads, D]."""
