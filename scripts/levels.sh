@@ -16,7 +16,7 @@ home=$PWD/build/levels
 mkdir -p "$home"
 
 build() { # folder, CMake's arguments...
-    cmake -S . -B "$home/$1" -DOCTAVO_LEVEL_CHECK=ON "${@:2}" >/dev/null
+    cmake -S . -B "$home/$1" -DOCTAVO_LEVEL_CHECK=ON -DOCTAVO_MODULE=OFF "${@:2}" >/dev/null
     cmake --build "$home/$1" -j "$(nproc)" >/dev/null
 }
 

@@ -69,9 +69,18 @@ double any_finite_code(Element element, Random& random) {
     return definition::decode(int(random.below(format.max_code + 1)) | (random.one_in(2) ? format.sign_mask() : 0), format);
 }
 
+// A NaN, or an infinity where there is one, in some places of a and b.
+void plant_specials(Matrix& a, Matrix& b, Random& random) {
+    for (int i = 0; i < 2; ++i) {
+        Matrix& matrix = random.one_in(2) ? a : b;
+        const double special = random.one_in(2) && matrix.element != Element::e4m3 ? INFINITY : NAN;
+        matrix.set(random.below(matrix.rows), random.below(matrix.k), special);
+    }
+}
+
 // Whole numbers; or a power of two in one column of each row of a, and anything in b.
 void fill(Matrix& a, Matrix& b, Random& random) {
-    const bool whole = random.one_in(2), planted = random.one_in(3);
+    const bool whole = random.one_in(2);
     for (int64_t k = 0; k < a.k; ++k) {
         for (int64_t r = 0; r < a.rows; ++r) a.set(r, k, whole ? double(random.between(-8, 8)) : 0.0);
         for (int64_t r = 0; r < b.rows; ++r) {
@@ -81,12 +90,6 @@ void fill(Matrix& a, Matrix& b, Random& random) {
     }
     for (int64_t r = 0; r < a.rows && !whole; ++r)
         a.set(r, random.below(a.k), std::ldexp(random.one_in(2) ? 1.0 : -1.0, int(random.between(-6, 6))));
-    for (int i = 0; i < 2 && planted; ++i) {
-        Matrix& matrix = random.one_in(2) ? a : b;
-        // Codes have no finite value for it: NaN in E4M3, an infinity or a NaN in E5M2.
-        const double special = random.one_in(2) && matrix.element != Element::e4m3 ? INFINITY : NAN;
-        matrix.set(random.below(matrix.rows), random.below(matrix.k), special);
-    }
 }
 
 enum class Scales { ones, powers_of_two, any, far };
@@ -125,6 +128,7 @@ void gemm(Random& random, std::vector<Verdict>& levels) {
     p.k = random.size(700), p.n = random.size(std::max<int64_t>(1, std::min<int64_t>(300, 200000 / (p.m * p.k))));
     Matrix a(random.any_of(ELEMENTS), p.m, p.k, random), b(random.any_of(ELEMENTS), p.n, p.k, random);
     fill(a, b, random);
+    if (random.one_in(3)) plant_specials(a, b, random);
 
     const int64_t widths[] = {0, 0, 32, 128, 256, 100};
     p.block = random.any_of(widths);
@@ -169,6 +173,7 @@ void hopper(Random& random, std::vector<Verdict>& levels) {
                 for (int64_t k = 0; k < p.k; ++k)
                     matrix->set(r, k, sparse && !random.one_in(4) ? 0.0 : any_finite_code(matrix->element, random));
     }
+    if (random.one_in(3)) plant_specials(a, b, random);
     p.one_chain = random.one_in(2);
     const int64_t chains = (p.k + CHAIN - 1) / CHAIN;
     const bool scaled = !p.one_chain && random.one_in(2);
