@@ -5,9 +5,8 @@
 #
 #   scripts/levels.sh [trials of each kernel under emulation, 60]
 #
-# Needs cmake and g++; for NEON g++-aarch64-linux-gnu and qemu-user; for AVX-512 apt-get and Debian's keys
-# (debian-archive-keyring), with which Bochs 3 and a kernel are fetched from Debian 13 into build/levels (150 MB, nothing is
-# installed, no root).
+# Needs cmake and g++; for NEON g++-aarch64-linux-gnu and qemu-user; for AVX-512 a Debian, since
+# Bochs 3 and a kernel are fetched from Debian 13 into build/levels (100 MB; nothing is installed, no root).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -35,10 +34,14 @@ check_neon() {
 debian=$home/debian
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
 
+mirror() { # where this machine has its own packages from
+    apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian' | head -n 1
+}
+
 fetch_debian() {
     local apt=$home/apt package
     mkdir -p "$apt/lists/partial" "$apt/cache/archives/partial" "$debian"
-    echo "deb [arch=amd64 signed-by=$keys] http://deb.debian.org/debian trixie main" >"$apt/sources.list"
+    echo "deb [arch=amd64 signed-by=$keys] $(mirror) trixie main" >"$apt/sources.list"
     : >"$apt/status"
     local options=(-q -o "Dir::Etc::SourceList=$apt/sources.list" -o Dir::Etc::SourceParts=/dev/null
         -o "Dir::State::Lists=$apt/lists" -o "Dir::State::Status=$apt/status" -o "Dir::Cache=$apt/cache"
@@ -106,8 +109,8 @@ END
 }
 
 check_avx512() {
-    if ! has apt-get || ! has script || [ ! -e "$keys" ]; then
-        echo "AVX-512 skipped: needs apt-get, script (bsdutils) and $keys"
+    if ! has apt-get || ! has script || [ ! -e "$keys" ] || [ -z "$(mirror)" ]; then
+        echo "AVX-512 skipped: needs Debian's apt-get with package lists, script (bsdutils) and $keys"
         return
     fi
     if [ ! -e "$debian/complete" ] && ! fetch_debian >"$home/fetch.log" 2>&1; then

@@ -1,4 +1,4 @@
-// Every kernel of every level that this processor has, compared with the definition: problems by chance, always the same.
+// Every kernel of every level that this processor has, compared with the definition: problems by chance, the same at every run.
 // Needs nothing but the kernels, so it runs wherever a processor can be emulated; scripts/levels.sh does that.
 //
 //   levels [trials of each kernel, 1000]
