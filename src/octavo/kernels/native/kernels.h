@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace octavo {
 
@@ -165,5 +166,8 @@ struct Kernels {
 };
 
 extern const Kernels baseline_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;  // the x86 ones on x86 only
+
+// Those this processor has, slowest first.
+const std::vector<const Kernels*>& levels();
 
 }  // namespace octavo

@@ -9,7 +9,11 @@
 #define OCTAVO_JOINED(level) level##_kernels
 #define OCTAVO_TABLE(level) OCTAVO_JOINED(level)
 #define OCTAVO_TEXT(level) #level
+#if defined(__aarch64__)
+#define OCTAVO_NAME(level) "neon"  // every 64-bit ARM has it: it is the baseline there
+#else
 #define OCTAVO_NAME(level) OCTAVO_TEXT(level)
+#endif
 
 namespace octavo {
 

@@ -17,26 +17,8 @@ using namespace octavo;
 
 namespace {
 
-// The levels this processor has, slowest first.
-const std::vector<const Kernels*>& available() {
-    static const std::vector<const Kernels*> tables = [] {
-        std::vector<const Kernels*> found{&baseline_kernels};
-#if defined(OCTAVO_X86)
-        __builtin_cpu_init();
-        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-        if (avx2) found.push_back(&avx2_kernels);
-        if (avx512) found.push_back(&avx512_kernels);
-        if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16_kernels);
-#endif
-        return found;
-    }();
-    return tables;
-}
-
 const Kernels& kernels(int level) {
-    const auto& tables = available();
+    const auto& tables = levels();
     return *tables.at(level < 0 ? tables.size() - 1 : static_cast<size_t>(level));
 }
 
@@ -106,7 +88,7 @@ private:
 NB_MODULE(_native, m) {
     m.def("levels", [] {
         std::vector<std::string> names;
-        for (const Kernels* table : available()) names.emplace_back(table->name);
+        for (const Kernels* table : levels()) names.emplace_back(table->name);
         return names;
     });
     m.def("has_threads", &has_threads);

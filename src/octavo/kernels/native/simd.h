@@ -190,9 +190,15 @@ inline Zipped zip(f32v a, f32v b) {
 struct Bf16 { uint16_t bits; };
 struct F16 { uint16_t bits; };
 
+#if defined(__aarch64__)
+typedef __fp16 Half;  // only converted; GCC 12 has no _Float16 there
+#else
+typedef _Float16 Half;
+#endif
+
 inline float as_f32(float value) { return value; }
 inline float as_f32(Bf16 value) { return bits_as<float>(uint32_t(value.bits) << 16); }
-inline float as_f32(F16 value) { return static_cast<float>(bits_as<_Float16>(value.bits)); }
+inline float as_f32(F16 value) { return static_cast<float>(bits_as<Half>(value.bits)); }
 
 inline f32v load_f32(const float* from) { return load<f32v>(from); }
 
@@ -207,7 +213,7 @@ inline f32v load_f32(const F16* from) {
     return (f32v)_mm256_cvtph_ps((__m128i)load<u16h>(from));
 #else
     f32v value;
-    for (int i = 0; i < LANES; ++i) value[i] = static_cast<float>(bits_as<_Float16>(from[i].bits));
+    for (int i = 0; i < LANES; ++i) value[i] = static_cast<float>(bits_as<Half>(from[i].bits));
     return value;
 #endif
 }
@@ -228,7 +234,7 @@ inline void store_f32(F16* to, f32v value) {
 #elif defined(__F16C__)
     store(to, (u16h)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
-    for (int i = 0; i < LANES; ++i) to[i].bits = bits_as<uint16_t>(static_cast<_Float16>(value[i]));
+    for (int i = 0; i < LANES; ++i) to[i].bits = bits_as<uint16_t>(static_cast<Half>(value[i]));
 #endif
 }
 
