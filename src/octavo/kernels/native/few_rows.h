@@ -134,15 +134,21 @@ Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
     const int shift = shift_of(x, k);
     constexpr int smallest_code = F::min_exponent - F::mantissa_bits - MISSING<F>;
     const bool fits = double(least_magnitude(x, k)) * power_of_two(shift) >= double(power_of_two(-126 - smallest_code));
-    const float factor = power_of_two(shift);
+    const f32v factor = all(power_of_two(shift));
     const int64_t padded = (block + STEP - 1) / STEP * STEP;
     for (int64_t begin = 0; begin < k; begin += block, shifted += padded) {
         const int64_t count = least_of(block, k - begin);
         for (int64_t i = 0; i < padded; i += STEP) {
             float some[STEP] = {};
             if (i < count) std::memcpy(some, x + begin + i, least_of<int64_t>(STEP, count - i) * sizeof(float));
-            for (int byte = 0; byte < 4; ++byte)
-                for (int lane = 0; lane < LANES; ++lane) shifted[i + byte * LANES + lane] = some[4 * lane + byte] * factor;
+            f32v parts[4];
+            for (int v = 0; v < 4; ++v) parts[v] = load<f32v>(some + v * LANES) * factor;
+            const Unzipped low = unzip(parts[0], parts[1]), high = unzip(parts[2], parts[3]);
+            const Unzipped even = unzip(low.even, high.even), odd = unzip(low.odd, high.odd);
+            store(shifted + i, even.even);
+            store(shifted + i + LANES, odd.even);
+            store(shifted + i + 2 * LANES, even.odd);
+            store(shifted + i + 3 * LANES, odd.odd);
         }
     }
     const float unshift = fits ? power_of_two(MISSING<F> - shift) : 0.0f;

@@ -174,16 +174,23 @@ struct Zipped {
     f32v low, high;
 };
 
-inline Zipped zip(f32v a, f32v b) {
 #if OCTAVO_WIDTH == 64
-    const i32v low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+constexpr i32v EVENS = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+constexpr i32v TURNS = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
 #elif OCTAVO_WIDTH == 32
-    const i32v low = {0, 8, 1, 9, 2, 10, 3, 11}, high = low + 4;
+constexpr i32v EVENS = {0, 2, 4, 6, 8, 10, 12, 14}, TURNS = {0, 8, 1, 9, 2, 10, 3, 11};
 #else
-    const i32v low = {0, 4, 1, 5}, high = low + 2;
+constexpr i32v EVENS = {0, 2, 4, 6}, TURNS = {0, 4, 1, 5};
 #endif
-    return {__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, high)};
-}
+
+inline Zipped zip(f32v a, f32v b) { return {__builtin_shuffle(a, b, TURNS), __builtin_shuffle(a, b, TURNS + LANES / 2)}; }
+
+// The even lanes of two vectors, and the odd ones.
+struct Unzipped {
+    f32v even, odd;
+};
+
+inline Unzipped unzip(f32v a, f32v b) { return {__builtin_shuffle(a, b, EVENS), __builtin_shuffle(a, b, EVENS + 1)}; }
 
 // Elements in memory. A wide load reads LANES elements.
 
