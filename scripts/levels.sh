@@ -5,8 +5,8 @@
 #
 #   scripts/levels.sh [trials of each kernel under emulation, 60]
 #
-# Needs cmake and g++; for NEON g++-aarch64-linux-gnu and qemu-user; for AVX-512 a Debian, since
-# Bochs 3 and a kernel are fetched from Debian 13 into build/levels (100 MB; nothing is installed, no root).
+# Needs cmake and g++; for NEON g++-aarch64-linux-gnu and qemu-user; for AVX-512 a Debian, since Bochs 3 and a kernel are
+# fetched from Debian 13 into build/levels (100 MB; nothing is installed, no root). Three minutes on two busy cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
