@@ -31,10 +31,12 @@ __all__ = [
     "codes_strides",
     "decodes",
     "dequantize",
+    "element_number",
     "gemm",
     "hopper_sums",
     "is_traced",
     "knows",
+    "level_number",
     "levels",
     "quantize",
     "supports",
@@ -145,7 +147,7 @@ def quantize(
     given_amax = None if amax is None else _as_groups(amax, groups, transposed=transposed)
     made = torch.empty(groups) if given_scale is None else given_scale
     counts = _native.quantize(
-        _level(level),
+        level_number(level),
         matrix.data_ptr(),
         _DTYPES.index(matrix.dtype),
         rows,
@@ -199,7 +201,7 @@ def dequantize(
     scales = _as_groups(scale, groups, transposed=transposed)
     result = _fresh((rows, columns), out_dtype) if out is None else out
     _native.dequantize(
-        _level(level),
+        level_number(level),
         matrix.data_ptr(),
         _FORMATS.index(_format_of(codes)),
         rows,
@@ -224,6 +226,11 @@ def decodes(codes: Tensor, dtype: torch.dtype) -> bool:
 def knows(*dtypes: torch.dtype) -> bool:
     """Whether these are dtypes of codes that the kernels read."""
     return set(dtypes) <= {fmt.torch_dtype for fmt in _FORMATS}
+
+
+def element_number(dtype: torch.dtype) -> int:
+    """The number the kernels know a dtype by, one of theirs."""
+    return _ELEMENTS.index(dtype)
 
 
 def gemm(
@@ -262,7 +269,7 @@ def gemm(
     )
     added = None if bias is None else bias.detach().float().contiguous()
     _native.gemm(
-        _level(level),
+        level_number(level),
         *_operand(left, a_scales),
         *_operand(right, b_scales),
         m,
@@ -304,7 +311,7 @@ def hopper_sums(
         None if scale is None else scale.detach().expand(-1, chains).contiguous() for scale in (a_scale, b_scale)
     )
     _native.hopper(
-        _level(level),
+        level_number(level),
         *_operand(left, a_scales),
         *_operand(right, b_scales),
         m,
@@ -318,7 +325,7 @@ def hopper_sums(
 
 def _operand(matrix: Tensor, scale: Tensor | None) -> tuple[int, int, int, int, int, bool]:
     """A GEMM's operand as the kernels take it; both tensors must outlive the call."""
-    layout = (matrix.data_ptr(), _ELEMENTS.index(matrix.dtype), matrix.stride(0), matrix.stride(1))
+    layout = (matrix.data_ptr(), element_number(matrix.dtype), matrix.stride(0), matrix.stride(1))
     return (*layout, _address(scale), scale is not None and scale.shape[0] > 1)
 
 
@@ -397,7 +404,12 @@ def _format_of(codes: Tensor) -> Format:
     return E4M3 if codes.dtype is E4M3.torch_dtype else E5M2
 
 
-def _level(name: str | None) -> int:
+def level_number(name: str | None) -> int:
+    """The number the kernels know an instruction-set level by; None is the best.
+
+    Raises:
+        BackendError: this build or this processor does not have it.
+    """
     if name is None:
         return -1
     known = levels()

@@ -1,5 +1,6 @@
 // Every kernel at one instruction-set level. The build compiles this file once a level, with that level's flags and its
 // name as OCTAVO_LEVEL.
+#include "decoder.h"
 #include "dequantize.h"
 #include "gemm.h"
 #include "hopper.h"
@@ -12,6 +13,7 @@
 
 namespace octavo {
 
-const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, gemm, hopper};
+const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, gemm, hopper,
+                                             attend, decode};
 
 }  // namespace octavo

@@ -29,6 +29,7 @@ typedef float f32v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef uint32_t u32v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef int32_t i32v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef uint16_t u16v __attribute__((vector_size(OCTAVO_WIDTH)));
+typedef int16_t i16v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef uint16_t u16h __attribute__((vector_size(OCTAVO_WIDTH / 2)));  // as many lanes as f32v
 typedef uint8_t u8q __attribute__((vector_size(OCTAVO_WIDTH / 4)));
 typedef uint8_t u8v __attribute__((vector_size(OCTAVO_WIDTH)));
