@@ -2,8 +2,9 @@
 
 | tensor       | shape and dtype                                                                                     |
 |--------------|-----------------------------------------------------------------------------------------------------|
-| pages        | [pages, kv heads, PAGE, D], E4M3, bfloat16 or float32: keys or values                               |
-| scale        | [pages, kv heads, PAGE] uint8: E8M0 scale of every vector of codes; None in high precision          |
+| keys         | [pages, kv heads, D, PAGE], E4M3, bfloat16 or float32                                               |
+| values       | [pages, kv heads, PAGE, D], the same dtype                                                          |
+| scales       | [pages, kv heads, PAGE] uint8: E8M0 scale of every vector of codes; None in high precision          |
 | table        | [sequences, P] int32: the page that holds positions PAGE·i … PAGE·i + PAGE - 1 of a sequence        |
 | sequence     | [R] int64: the sequence of every row                                                                |
 | position     | [R] int64: its position; a row sees the positions up to its own                                     |
@@ -11,6 +12,7 @@
 What comes out is defined by octavo.serving.layers, in torch's operations; sums are FP32 in another order.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,7 +26,7 @@ from octavo.kernels import cpu
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import AMAX_FLOOR
 
-__all__ = ["MAX_HEAD_DIM", "PAGE", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
+__all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
 
 PAGE = 64  # as in native/kernels.h
 MAX_HEAD_DIM = 512
@@ -54,7 +56,7 @@ class DecoderShape:
     @property
     def attention_scale(self) -> float:
         """What scores are multiplied with."""
-        return self.head_dim**-0.5
+        return 1 / math.sqrt(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,30 @@ class DecoderLayer:
     down: QuantizedTensor
 
 
+@dataclass(frozen=True, slots=True)
+class CacheTensors:
+    """Keys and values of all layers: as in the table above, with the layers before the pages.
+
+    Attributes:
+        keys: [layers, pages, kv heads, D, PAGE].
+        values: [layers, pages, kv heads, PAGE, D].
+        key_scale: [layers, pages, kv heads, PAGE], or None.
+        value_scale: the same of the values.
+        table: the pages of every sequence.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+    table: Tensor
+
+    def of_layer(self, index: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys, values and their scales of one layer."""
+        key_scale, value_scale = (None if s is None else s[index] for s in (self.key_scale, self.value_scale))
+        return self.keys[index], self.values[index], key_scale, value_scale
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -95,10 +121,10 @@ def attend(
 
     Args:
         queries: float32 [R, heads, D]; kv heads serve heads / kv_heads of them that stand side by side.
-        keys: pages.
-        values: pages like the keys'.
-        key_scale: of codes, or None.
-        value_scale: of codes, or None.
+        keys: one layer's.
+        values: one layer's.
+        key_scale: the scales of codes, or None.
+        value_scale: the same of the values.
         table: the pages of every sequence.
         sequence: of every row.
         position: of every row.
@@ -113,9 +139,9 @@ def attend(
     """
     _check_cache(keys, values, key_scale, value_scale)
     rows, heads, head_dim = queries.shape
-    if head_dim != keys.shape[3] or heads % keys.shape[1] or not (sequence.shape == position.shape == (rows,)):
+    if head_dim != keys.shape[2] or heads % keys.shape[1] or not (sequence.shape == position.shape == (rows,)):
         raise BackendError(
-            f"queries [R, heads, D] meet pages [pages, kv heads, {PAGE}, D] with R sequences and positions, "
+            f"queries [R, heads, D] meet keys [pages, kv heads, D, {PAGE}] with R sequences and positions, "
             f"not {tuple(queries.shape)}, {tuple(keys.shape)}, {tuple(sequence.shape)} and {tuple(position.shape)}"
         )
     _check_rows(table, sequence, position, keys.shape[0])
@@ -129,9 +155,9 @@ def attend(
         head_dim,
         cpu.element_number(keys.dtype),
         keys.data_ptr(),
-        0 if key_scale is None else key_scale.data_ptr(),
+        _address(key_scale),
         values.data_ptr(),
-        0 if value_scale is None else value_scale.data_ptr(),
+        _address(value_scale),
         table.data_ptr(),
         table.shape[1],
         rows,
@@ -182,32 +208,30 @@ class NativeDecoder:
             weights = [self._weight(weight) for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
             self._decoder.add_layer(*(norm.data_ptr() for norm in norms), *weights)
 
-    def run(
-        self, hidden: Tensor, pages: Tensor, scale: Tensor | None, table: Tensor, sequence: Tensor, position: Tensor
-    ) -> None:
+    def run(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
         """Pass rows of the residual stream through all layers, in place, and append their keys and values.
 
         Args:
             hidden: float32 [R, hidden], contiguous.
-            pages: [layers, 2, pages, kv heads, PAGE, D], keys and values.
-            scale: [layers, 2, pages, kv heads, PAGE], or None.
-            table: the pages of every sequence.
+            cache: the tensors of all layers.
             sequence: of every row.
             position: of every row; of rows of one sequence, those that follow what is in the cache.
         """
-        _check_cache(pages[0, 0], pages[0, 1], *((None, None) if scale is None else scale[0]))
-        _check_rows(table, sequence, position, pages.shape[2])
+        _check_cache(*cache.of_layer(0))
+        _check_rows(cache.table, sequence, position, cache.keys.shape[1])
         self._decoder.run(
             hidden.data_ptr(),
             hidden.shape[0],
             sequence.data_ptr(),
             position.data_ptr(),
-            cpu.element_number(pages.dtype),
-            pages.data_ptr(),
-            0 if scale is None else scale.data_ptr(),
-            pages.shape[2],
-            table.data_ptr(),
-            table.shape[1],
+            cpu.element_number(cache.keys.dtype),
+            cache.keys.data_ptr(),
+            _address(cache.key_scale),
+            cache.values.data_ptr(),
+            _address(cache.value_scale),
+            cache.keys.shape[1],
+            cache.table.data_ptr(),
+            cache.table.shape[1],
         )
 
     def _weight(self, weight: QuantizedTensor) -> tuple[int, ...]:
@@ -218,25 +242,29 @@ class NativeDecoder:
         return (data.data_ptr(), element, data.stride(0), 1, scale.data_ptr(), per_row, data.shape[0], 0, 0)
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _native() -> ModuleType:
     if reason := cpu.why_absent():
         raise BackendError(f"there are no native kernels: {reason}")
-    from octavo.kernels import _native as module  # noqa: PLC0415 (absent where it could not be built)
+    from octavo.kernels import _native as module  # absent where it could not be built
 
     return module
 
 
 def _check_cache(keys: Tensor, values: Tensor, key_scale: Tensor | None, value_scale: Tensor | None) -> None:
-    codes = keys.dtype == E4M3.torch_dtype
-    scales_fit = all(
-        (scale is None) != codes and (scale is None or (scale.shape == keys.shape[:3] and scale.dtype == torch.uint8))
-        for scale in (key_scale, value_scale)
-    )
-    fits = keys.ndim == 4 and keys.shape == values.shape and keys.shape[2] == PAGE and keys.shape[3] <= MAX_HEAD_DIM
-    if not (fits and scales_fit and keys.dtype == values.dtype and keys.dtype in _CACHED):
+    pages, heads, dim = keys.shape[:3]
+    fits = keys.shape == (pages, heads, dim, PAGE) and values.shape == (pages, heads, PAGE, dim) and dim <= MAX_HEAD_DIM
+    codes, scales = keys.dtype == E4M3.torch_dtype, [scale for scale in (key_scale, value_scale) if scale is not None]
+    fits &= len(scales) == (2 if codes else 0)
+    fits &= all(scale.shape == (pages, heads, PAGE) and scale.dtype == torch.uint8 for scale in scales)
+    if not (fits and keys.dtype == values.dtype and keys.dtype in _CACHED):
         raise BackendError(
-            f"keys and values are pages [pages, kv heads, {PAGE}, D up to {MAX_HEAD_DIM}] in E4M3 with uint8 scales of "
-            f"every vector, or in bfloat16 or float32 without, not {tuple(keys.shape)} {keys.dtype}"
+            f"keys are [pages, kv heads, D, {PAGE}] and values [pages, kv heads, {PAGE}, D], D up to {MAX_HEAD_DIM}, "
+            "in E4M3 with uint8 scales of every vector, or in bfloat16 or float32 without, "
+            f"not {tuple(keys.shape)} {keys.dtype} and {tuple(values.shape)} {values.dtype}"
         )
     if not all(t is None or t.is_contiguous() for t in (keys, values, key_scale, value_scale)):
         raise BackendError("keys, values and their scales must be contiguous")
@@ -249,8 +277,11 @@ def _check_rows(table: Tensor, sequence: Tensor, position: Tensor, pages: int) -
         raise BackendError("the table is int32 [sequences, P], sequences and positions are int64 [R], all contiguous")
     if not sequence.numel():
         return
-    within = 0 <= int(sequence.min()) and int(sequence.max()) < table.shape[0]
-    within &= 0 <= int(position.min()) and int(position.max()) < table.shape[1] * PAGE
-    if not (within and 0 <= int(table.min()) and int(table.max()) < pages):
-        raise BackendError(f"sequences, positions or page numbers reach beyond {table.shape[0]} sequences, "
-                           f"{table.shape[1] * PAGE} positions or {pages} pages")
+    far = max(
+        int(sequence.max()) - table.shape[0], int(position.max()) - table.shape[1] * PAGE, int(table.max()) - pages
+    )
+    if far >= 0 or min(int(t.min()) for t in (table, sequence, position)) < 0:
+        raise BackendError(
+            f"sequences, positions or page numbers reach beyond {table.shape[0]} sequences, "
+            f"{table.shape[1] * PAGE} positions or {pages} pages"
+        )

@@ -13,10 +13,10 @@ from octavo.errors import ConfigError
 from octavo.formats import E4M3, Format
 from octavo.kernels import cpu, quantize
 from octavo.kernels.decoding import MAX_HEAD_DIM, DecoderLayer, DecoderShape, NativeDecoder
-from octavo.models import Llama
+from octavo.models import Llama, llama
 from octavo.numerics import PerRow, QuantizedTensor
 from octavo.serving.kv_cache import PagedKVCache
-from octavo.serving.layers import linear, run_layer
+from octavo.serving.layers import Decoder, linear
 
 __all__ = ["ModelRunner"]
 
@@ -29,7 +29,8 @@ class ModelRunner:
         level: an instruction-set level of the native kernels; None is the best, "torch" uses none.
 
     Raises:
-        ConfigError: a model on another device, or a level that is not there.
+        ConfigError: a model on another device, or with heads wider than 512.
+        BackendError: a level that is not there.
 
     Example:
         >>> from octavo.models import LlamaConfig
@@ -64,8 +65,7 @@ class ModelRunner:
             norm_eps=config.rms_norm_eps,
         )
         decoder = model.model
-        self._layers = [_layer(layer) for layer in decoder.layers]
-        self._cos, self._sin = decoder.cos, decoder.sin
+        self._decoder = Decoder(self._shape, [_layer(layer) for layer in decoder.layers], decoder.cos, decoder.sin)
         self._norm = decoder.norm.weight.detach().float()
         self._head = _codes(model.lm_head.weight)
         tied = model.lm_head.weight is decoder.embed_tokens.weight
@@ -74,12 +74,14 @@ class ModelRunner:
         self._level = None if by_torch else level
         self._native = None
         if not by_torch:
-            self._native = NativeDecoder(self._shape, self._layers, self._cos, self._sin, level=level)
+            self._native = NativeDecoder(self._shape, self._decoder.layers, decoder.cos, decoder.sin, level=level)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights and their scales: what a token reads, but for a separate embedding."""
-        layers = [weight for layer in self._layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        layers = [
+            weight for layer in self._decoder.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
         return sum(weight.data.nbytes + weight.scale.nbytes for weight in [*layers, self._head])
 
     def new_cache(self, max_positions: int | None = None, *, fmt: Format = E4M3) -> PagedKVCache:
@@ -109,11 +111,10 @@ class ModelRunner:
         position = cache.next_positions(len(tokens))
         hidden = self._embed(tokens)
         if self._native is None:
-            for index, layer in enumerate(self._layers):
-                run_layer(self._shape, layer, index, hidden, self._cos, self._sin, cache, position)
+            self._decoder.run(hidden, cache, position)
         else:
             sequence = torch.zeros(len(tokens), dtype=torch.int64)
-            self._native.run(hidden, cache.pages, cache.scale, cache.table, sequence, position)
+            self._native.run(hidden, cache.tensors, sequence, position)
         cache.length += len(tokens)
         rows = hidden if every else hidden[-1:]
         normed = F.rms_norm(rows, (self._shape.hidden_size,), self._norm, self._shape.norm_eps)
@@ -134,7 +135,9 @@ class ModelRunner:
 
     def _check(self, tokens: Tensor, cache: PagedKVCache) -> None:
         if tokens.ndim != 1 or not len(tokens):
-            raise ConfigError(f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}")
+            raise ConfigError(
+                f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}"
+            )
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size:
             raise ConfigError(f"token ids must be below the vocabulary's {self.config.vocab_size}")
         if cache.length + len(tokens) > self.config.max_positions:
@@ -145,6 +148,7 @@ class ModelRunner:
 
 
 def _layer(layer: nn.Module) -> DecoderLayer:
+    assert isinstance(layer, llama.DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
         attention_norm=layer.input_layernorm.weight.detach().float(),

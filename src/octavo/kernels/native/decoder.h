@@ -107,22 +107,25 @@ struct Decoder {
         });
     }
 
-    // The place of a head's vector of one row, in vectors of head_dim from the start of the cache.
-    int64_t place(int64_t row, int64_t head) const {
-        const int64_t position = p.rows.position[row];
+    // One number of a head's vector: its place in the pages of keys or of values.
+    struct Place {
+        int64_t vector, first, step;
+    };
+
+    Place place(int64_t i) const {  // vector i of what is fresh
+        const int64_t row = i / kv_heads % rows, position = p.rows.position[row];
         const int64_t page = p.cache.table[p.rows.sequence[row] * p.cache.table_stride + position / PAGE];
-        return (page * kv_heads + head) * PAGE + position % PAGE;
+        const int64_t head = page * kv_heads + i % kv_heads, vector = head * PAGE + position % PAGE;
+        if (i < rows * kv_heads) return {vector, head * PAGE * dim + position % PAGE, PAGE};
+        return {vector, vector * dim, 1};
     }
 
     template <class T>
     void store_numbers() const {
         for (int64_t i = 0; i < 2 * rows * kv_heads; ++i) {
-            const Pages& pages = i < rows * kv_heads ? keys : values;
-            T* to = static_cast<T*>(pages.data) + place(i / kv_heads % rows, i % kv_heads) * dim;
-            for (int64_t d = 0; d < dim; d += LANES) {
-                const int64_t some = least_of<int64_t>(LANES, dim - d);
-                store_f32(to + d, load_f32(fresh + i * dim + d, some), some);
-            }
+            const Place to = place(i);
+            T* data = static_cast<T*>((i < rows * kv_heads ? keys : values).data);
+            for (int64_t d = 0; d < dim; ++d) store_f32(data + to.first + d * to.step, all(fresh[i * dim + d]), 1);
         }
     }
 
@@ -132,10 +135,11 @@ struct Decoder {
         quantize({{fresh, Dtype::f32, vectors, dim, dim}, Format::e4m3, 1, dim, true, {ScaleRounding::rceil, p.amax_floor, 0},
                   nullptr, false, nullptr, codes, scales, scales + vectors, false, &counts});
         for (int64_t i = 0; i < vectors; ++i) {
+            const Place to = place(i);
             const Pages& pages = i < rows * kv_heads ? keys : values;
-            const int64_t at = place(i / kv_heads % rows, i % kv_heads);
-            std::memcpy(static_cast<uint8_t*>(pages.data) + at * dim, codes + i * dim, dim);
-            pages.scale[at] = uint8_t(f32_bits(scales[i]) >> 23);
+            uint8_t* data = static_cast<uint8_t*>(pages.data);
+            for (int64_t d = 0; d < dim; ++d) data[to.first + d * to.step] = codes[i * dim + d];
+            pages.scale[to.vector] = uint8_t(f32_bits(scales[i]) >> 23);
         }
     }
 
@@ -145,17 +149,16 @@ struct Decoder {
         else store_numbers<float>();
     }
 
-    // Keys (0) or values (1) of a layer.
-    Pages pages_of(int64_t layer, int64_t kind) const {
-        const int64_t vectors = (2 * layer + kind) * p.page_count * kv_heads * PAGE;
+    Pages of_layer(const Pages& first, int64_t layer) const {
+        const int64_t vectors = layer * p.page_count * kv_heads * PAGE;
         const int64_t size = p.cache.element == Element::e4m3 ? 1 : p.cache.element == Element::bf16 ? 2 : 4;
-        return {static_cast<uint8_t*>(p.pages.data) + vectors * dim * size, p.pages.scale + vectors};
+        return {static_cast<uint8_t*>(first.data) + vectors * dim * size, first.scale + vectors};
     }
 
     void run(int64_t index) {
         const DecoderLayer& layer = p.layers[index];
-        keys = pages_of(index, 0);
-        values = pages_of(index, 1);
+        keys = of_layer(p.keys, index);
+        values = of_layer(p.values, index);
         norm(layer.attention_norm);
         linear(normed, p.hidden_size, layer.qkv, qkv);
         turn_all();

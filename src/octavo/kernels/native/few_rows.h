@@ -108,22 +108,32 @@ inline float power_of_two(int exponent) { return bits_as<float>(uint32_t(127 + e
 template <class F>
 constexpr int MISSING = 127 - (1 - F::min_exponent);  // binades that a shifted code's exponent lacks
 
-// Numbers that would be cut off at FP32's ends are looked for first: the largest number comes to the last binade but one,
-// and the smallest times the smallest code must still be normal there.
-template <class F>
-Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
-    i32v most{}, least = (i32v)all(EXPONENT);
-    for (int64_t i = 0; i < k; i += LANES) {
-        const i32v magnitude = bits_as<i32v>(load_f32(x + i, least_of<int64_t>(LANES, k - i))) & int32_t(MAGNITUDE);
+// The power of two that brings the largest of n finite numbers to FP32's last binade but one.
+inline int shift_of(const float* x, int64_t n) {
+    i32v most = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const i32v magnitude = bits_as<i32v>(load_f32(x + i, least_of<int64_t>(LANES, n - i))) & int32_t(MAGNITUDE);
         most = largest(most, magnitude >= int32_t(EXPONENT) ? i32v{} : magnitude);
+    }
+    return least_of(127, 253 - int(largest_lane((u32v)most) >> 23));
+}
+
+inline float least_magnitude(const float* x, int64_t n) {  // but zero
+    i32v least = (i32v)all(EXPONENT);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const i32v magnitude = bits_as<i32v>(load_f32(x + i, least_of<int64_t>(LANES, n - i))) & int32_t(MAGNITUDE);
         const i32v known = magnitude == 0 ? (i32v)all(EXPONENT) : magnitude;
         least = known < least ? known : least;
     }
-    const int exponent = int(largest_lane((u32v)most) >> 23) - 127;
-    const int shift = least_of(127, 126 - exponent);
-    const float smallest = bits_as<float>(EXPONENT - largest_lane(EXPONENT - (u32v)least));
+    return bits_as<float>(EXPONENT - largest_lane(EXPONENT - (u32v)least));
+}
+
+// The smallest number times the smallest code must still be normal after the shift.
+template <class F>
+Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
+    const int shift = shift_of(x, k);
     constexpr int smallest_code = F::min_exponent - F::mantissa_bits - MISSING<F>;
-    const bool fits = double(smallest) * power_of_two(shift) >= double(power_of_two(-126 - smallest_code));
+    const bool fits = double(least_magnitude(x, k)) * power_of_two(shift) >= double(power_of_two(-126 - smallest_code));
     const float factor = power_of_two(shift);
     const int64_t padded = (block + STEP - 1) / STEP * STEP;
     for (int64_t begin = 0; begin < k; begin += block, shifted += padded) {
@@ -172,20 +182,24 @@ inline Bytes<F> shifted_codes(u8v codes) {
 
 // The same of any codes.
 template <class F>
-inline Bytes<F> bytes_in_lanes(const uint8_t* codes) {
-    const u32v lanes = load<u32v>(codes);
+inline Bytes<F> bytes_in_lanes(u8v codes) {
+    const u32v lanes = bits_as<u32v>(codes);
     const f32v factor = all(power_of_two(-MISSING<F>));
     return {{decode<F>(lanes & 0xff) * factor, decode<F>((lanes >> 8) & 0xff) * factor,
              decode<F>((lanes >> 16) & 0xff) * factor, decode<F>(lanes >> 24) * factor}};
 }
 
-// Sums of products of `count` codes with COUNT shifted rows, from `offset` in them on; the answer is whether a special
-// code was among them.
+// Whether there is a special code among those whose largest magnitudes were seen.
+template <class F>
+inline bool has_special(u8v seen) {
+    return any(seen >= uint8_t(F::inf_code));
+}
+
+// Sums of products of `count` codes with COUNT shifted rows, from `offset` in them on; raises what was seen of magnitudes.
 template <class F, int COUNT>
-inline __attribute__((always_inline)) bool dot(const Row* rows, int64_t offset, const uint8_t* codes, int64_t count,
-                                               float* out) {
+inline __attribute__((always_inline)) void dot(const Row* rows, int64_t offset, const uint8_t* codes, int64_t count,
+                                               float* out, u8v& seen) {
     f32v sums[COUNT][4] = {};
-    u8v seen = {};
     auto multiply = [&](u8v some, int64_t at) {
         seen = largest_byte(seen, some & uint8_t(0x7f));
         const Bytes<F> bytes = shifted_codes<F>(some);
@@ -204,7 +218,6 @@ inline __attribute__((always_inline)) bool dot(const Row* rows, int64_t offset, 
         multiply(load<u8v>(rest), offset + k);
     }
     for (int r = 0; r < COUNT; ++r) out[r] = sum_of_lanes((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
-    return any(seen >= uint8_t(F::inf_code));
 }
 
 // The same sum of a row as it is, for codes and numbers of any kind.
@@ -232,7 +245,9 @@ struct FewRows {
         for (int64_t begin = 0, block = 0; begin < p.k; begin += width, ++block) {
             float sums[COUNT];
             const int64_t count = least_of(width, p.k - begin);
-            const bool special = dot<F, COUNT>(rows + row, block * padded, codes + begin, count, sums);
+            u8v seen = {};
+            dot<F, COUNT>(rows + row, block * padded, codes + begin, count, sums, seen);
+            const bool special = has_special<F>(seen);
             for (int r = 0; r < COUNT; ++r) {
                 const Row& own = rows[row + r];
                 float sum = sums[r] * own.unshift;

@@ -95,8 +95,8 @@ struct HopperProblem {
 constexpr int64_t PAGE = 64;
 constexpr int64_t MAX_HEAD_DIM = 512;
 
-// Keys or values of one layer: [pages, kv heads, PAGE, head dim], and for codes an E8M0 scale for every head of every
-// position, [pages, kv heads, PAGE].
+// Keys [pages, kv heads, head dim, PAGE] or values [pages, kv heads, PAGE, head dim] of one layer, and for codes an E8M0
+// scale for every head of every position, [pages, kv heads, PAGE].
 struct Pages {
     void* data;
     uint8_t* scale;
@@ -148,8 +148,8 @@ struct DecoderProblem {
     double amax_floor;          // of the scales of keys and values
     const float *cos, *sin;     // [positions, head dim]
     KvCache cache;
-    Pages pages;                // [layers, 2, pages, ...]: keys and values of every layer
-    int64_t page_count;         // of one layer's keys
+    Pages keys, values;         // of the first layer; those of the next follow
+    int64_t page_count;         // of one layer
     Rows rows;
     float* hidden;              // [rows, hidden], the residual stream, in and out
 };

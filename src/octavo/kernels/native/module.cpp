@@ -72,15 +72,16 @@ public:
                            weight(gate_up), weight(down)});
     }
 
-    void run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t pages,
-             uintptr_t scales, int64_t page_count, uintptr_t table, int64_t table_stride) const {
+    void run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t keys,
+             uintptr_t key_scales, uintptr_t values, uintptr_t value_scales, int64_t page_count, uintptr_t table, int64_t table_stride) const {
         DecoderProblem problem = problem_;
         problem.layers = layers_.data();
         problem.layer_count = static_cast<int64_t>(layers_.size());
         problem.cache.element = Element(element);
         problem.cache.table = at<const int32_t>(table);
         problem.cache.table_stride = table_stride;
-        problem.pages = {at<void>(pages), at<uint8_t>(scales)};
+        problem.keys = {at<void>(keys), at<uint8_t>(key_scales)};
+        problem.values = {at<void>(values), at<uint8_t>(value_scales)};
         problem.page_count = page_count;
         problem.rows = {rows, at<const int64_t>(sequence), at<const int64_t>(position)};
         problem.hidden = at<float>(hidden);

@@ -127,6 +127,9 @@ inline f32v least(f32v a, f32v b) {
 
 template <class V>
 inline bool any(V mask) {  // of a comparison: all bits of a lane, or none
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (sizeof(V) == 32) return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#endif
     uint64_t words[sizeof(V) / 8], found = 0;
     std::memcpy(words, &mask, sizeof mask);
     for (uint64_t word : words) found |= word;
@@ -164,6 +167,22 @@ inline void store_words(uint16_t* to, u32v value) {
 #else
     store(to, __builtin_convertvector(value, u16h));
 #endif
+}
+
+// Lanes of two vectors in turn: a[0], b[0], a[1], b[1] ...
+struct Zipped {
+    f32v low, high;
+};
+
+inline Zipped zip(f32v a, f32v b) {
+#if OCTAVO_WIDTH == 64
+    const i32v low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+#elif OCTAVO_WIDTH == 32
+    const i32v low = {0, 8, 1, 9, 2, 10, 3, 11}, high = low + 4;
+#else
+    const i32v low = {0, 4, 1, 5}, high = low + 2;
+#endif
+    return {__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, high)};
 }
 
 // Elements in memory. A wide load reads LANES elements.
