@@ -84,7 +84,9 @@ struct Stored<E4M3> {
         for (int64_t r = 0; r < count; ++r, rows += stride) {
             int64_t i = 0;
             for (; i + STEP <= width; i += STEP) seen = largest_byte(seen, load<u8v>(rows + i) & uint8_t(0x7f));
-            for (; i < width; ++i) seen[0] = largest<uint8_t>(seen[0], rows[i] & 0x7f);
+            uint8_t rest[STEP] = {};
+            std::memcpy(rest, rows + i, width - i);
+            seen = largest_byte(seen, load<u8v>(rest) & uint8_t(0x7f));
         }
         return octavo::has_special<E4M3>(seen);
     }

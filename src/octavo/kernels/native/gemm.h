@@ -16,7 +16,7 @@ constexpr int ROWS = 12;  // of 32 registers, 24 hold sums
 #else
 constexpr int ROWS = 6;  // of 16 registers, 12 hold sums
 #endif
-constexpr int64_t CHUNK = 256;                         // of K
+constexpr int64_t CHUNK = 320;                                // of K, at most: panels of both operands fit the first-level cache
 constexpr int64_t TILE_ROWS = 16 * ROWS, TILE_COLUMNS = 128;  // of the output, for one thread at a time
 
 // Packing.
@@ -141,7 +141,9 @@ struct Gemm {
     float* a_panels = nullptr;  // of the chunk
     float* b_panels = nullptr;
 
-    static int64_t panel_floats(int width) { return (CHUNK + 8) * width + 8; }  // stores come in eights
+    const int64_t chunks = (p.k + CHUNK - 1) / CHUNK, chunk = ((p.k + chunks - 1) / chunks + 7) / 8 * 8;
+
+    int64_t panel_floats(int width) const { return (chunk + 8) * width + 8; }  // stores come in eights
 
     void pack_chunk(int64_t begin, int64_t end) const {
         parallel_for(row_panels + column_panels, 8, [&](int64_t first, int64_t last) {
@@ -229,8 +231,8 @@ struct Gemm {
     }
 
     void run() const {
-        for (int64_t begin = 0; begin < p.k; begin += CHUNK) {
-            const int64_t end = least_of(begin + CHUNK, p.k);
+        for (int64_t begin = 0; begin < p.k; begin += chunk) {
+            const int64_t end = least_of(begin + chunk, p.k);
             pack_chunk(begin, end);
             multiply_chunk(begin, end);
         }
@@ -241,8 +243,8 @@ void gemm(const GemmProblem& p) {
     if (takes_few_rows(p)) return few_rows(p);
     static thread_local Scratch panels, sums;
     Gemm work{p};
-    const int64_t a_floats = work.row_panels * Gemm::panel_floats(ROWS);
-    work.a_panels = panels.floats(a_floats + work.column_panels * Gemm::panel_floats(COLUMNS));
+    const int64_t a_floats = work.row_panels * work.panel_floats(ROWS);
+    work.a_panels = panels.floats(a_floats + work.column_panels * work.panel_floats(COLUMNS));
     work.b_panels = work.a_panels + a_floats;
     work.sums = p.out_dtype == Dtype::f32 ? static_cast<float*>(p.out) : sums.floats(p.m * p.n);
     work.run();
