@@ -81,7 +81,8 @@ inline float encode_scale_of(float amax, const ScaleRule& rule) {
         const int wanted = F::max_exponent - rule.margin - exponent;
         return bits_as<float>(uint32_t(least_of(largest(wanted, -126), 127) + 127) << 23);
     }
-    const double quotient = F::max * __builtin_ldexp(1.0, -rule.margin) / provided;
+    const double target = rule.margin == 0 ? F::max : F::max * __builtin_ldexp(1.0, -rule.margin);
+    const double quotient = target / provided;
     const float limited =
         static_cast<float>(least_of(largest(quotient, double(__FLT_MIN__)), double(__FLT_MAX__)));
     return rule.rounding == ScaleRounding::rceil ? bits_as<float>(f32_bits(limited) & EXPONENT) : limited;
@@ -117,12 +118,44 @@ inline void count(CastCounts& counts, f32v x, f32v scaled, u32v codes, int64_t n
     }
 }
 
+// Most of a row of finite elements with one scale, and how many that are. As many elements ahead lies what is measured
+// next: memory goes on reading while these, which are in a cache, are cast.
+template <class F, class T>
+inline int64_t cast_finite(const T* x, uint8_t* codes, int64_t n, float scale) {
+    const f32v scales = all(scale);
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        f32v scaled[4];
+        u32v magnitudes[4];
+        for (int part = 0; part < 4; ++part) {
+            __builtin_prefetch(x + i + part * LANES + n);
+            scaled[part] = load_f32(x + i + part * LANES) * scales;
+            magnitudes[part] = encode_magnitude<F>(scaled[part]);
+        }
+        store_bytes(codes + i, magnitudes, scaled);
+    }
+    return i;
+}
+
+template <class F>
+inline int64_t cast_finite(const Bf16* x, uint8_t* codes, int64_t n, float scale) {
+    const f32v scales = all(scale);
+    const u16v limit = word_limit<F>(scale);
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        __builtin_prefetch(x + i + n);
+        const u16v low = load<u16v>(x + i), high = load<u16v>(x + i + 2 * LANES);
+        store(codes + i, narrow(encode_words<F>(low, scales, limit), encode_words<F>(high, scales, limit), low, high));
+    }
+    return i;
+}
+
 // One row of elements; `scales` steps from lane to lane, or is the same for all.
 template <class T, class F, bool SCALE_PER_COLUMN, bool FINITE, bool COUNTING>
 inline void cast_row(const T* x, uint8_t* codes, int64_t n, const float* scales, uint32_t inf, CastCounts& counts) {
     const f32v same = all(scales[0]);
     auto scale_at = [&](int64_t i) { return SCALE_PER_COLUMN ? load<f32v>(scales + i) : same; };
-    int64_t i = 0;
+    int64_t i = FINITE && !SCALE_PER_COLUMN && !COUNTING && scales[0] > 0 ? cast_finite<F>(x, codes, n, scales[0]) : 0;
     if (!COUNTING)
         for (; i + 4 * LANES <= n; i += 4 * LANES) {
             u32v coded[4];
