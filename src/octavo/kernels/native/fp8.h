@@ -22,7 +22,7 @@ struct E5M2 {
 
 constexpr uint32_t MAGNITUDE = 0x7fffffff, EXPONENT = 0x7f800000, MANTISSA = 0x007fffff;
 
-// Numbers from 0 to 2 · max, rounded to nearest even: the lower half of a lane is then ROUNDED_ZERO<F> more than the code,
+// Numbers from 0 to the maximum, rounded to nearest even: the lower half of a lane is then ROUNDED_ZERO<F> more than the code,
 // the upper half anything.
 //
 // A quantum is the distance of two codes around a number. Added to 2^23 quanta, the number is rounded to whole quanta by
@@ -31,8 +31,8 @@ template <class F>
 inline u32v rounded(f32v magnitude) {
     constexpr uint32_t smallest = uint32_t(127 + F::min_exponent) << 23;
     constexpr int dropped = 23 - F::mantissa_bits;
-    const u32v exponent = largest(bits_as<u32v>(magnitude) & EXPONENT, all(smallest));
-    const u32v sum = bits_as<u32v>(magnitude + bits_as<f32v>(exponent + (uint32_t(dropped) << 23)));
+    const u32v power = largest(bits_as<u32v>(magnitude) & EXPONENT, all(smallest));
+    const u32v sum = bits_as<u32v>(fused(bits_as<f32v>(power), all(float(1 << dropped)), magnitude));  // an exact product
     return sum + (sum >> dropped);
 }
 
@@ -56,20 +56,20 @@ inline u32v encode(f32v scaled, f32v x, uint32_t code_of_inf) {
     return (given >= EXPONENT ? special : finite) | sign;
 }
 
-// Two elements of BF16 in every lane, all of them finite, to codes without signs in words. No element beyond `limit`, which encodes to
-// more than the maximum, is multiplied: the product might be infinite.
+// Two elements of BF16 in every lane, all of them finite, to codes without signs in words. What lies beyond `limit`, whose
+// code is the maximum, counts as that.
 template <class F>
 inline u16v encode_words(u16v given, f32v encode_scale, u16v limit) {
     const u32v pairs = bits_as<u32v>(least(given & uint16_t(0x7fff), limit));
     const f32v even = bits_as<f32v>(pairs << 16), odd = bits_as<f32v>(pairs & 0xffff0000);
-    const u16v rounds = join_halves(rounded<F>(even * encode_scale), rounded<F>(odd * encode_scale));
-    return least(rounds - uint16_t(ROUNDED_ZERO<F>), u16v{} + uint16_t(F::max_code));
+    return join_halves(rounded<F>(even * encode_scale), rounded<F>(odd * encode_scale)) - uint16_t(ROUNDED_ZERO<F>);
 }
 
+// Less than one in 128 below the maximum, where every number is rounded to it.
 template <class F>
 inline u16v word_limit(float encode_scale) {
-    const uint32_t beyond = bits_as<uint32_t>(2 * F::max / encode_scale) >> 16;
-    return u16v{} + uint16_t(least_of(beyond, 0x7f7fu));
+    const uint32_t highest = bits_as<uint32_t>(F::max / encode_scale) >> 16;
+    return u16v{} + uint16_t(least_of(highest, 0x7f7fu));
 }
 
 // The value of LANES codes in FP32, exactly; NaN and Inf included.
