@@ -5,6 +5,7 @@
 // elements, is seen in the maximum of the magnitudes' bits and then handled by a slow loop.
 #pragma once
 
+#include "dequantize.h"
 #include "fp8.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -184,7 +185,7 @@ struct Quantizer {
     const uint32_t inf = p.propagate ? F::inf_code : F::max_code;
 
     template <bool SCALE_PER_COLUMN>
-    void cast(const T* from, uint8_t* to, int64_t n, const float* scales, bool finite) const {
+    void cast_codes(const T* from, uint8_t* to, int64_t n, const float* scales, bool finite) const {
         CastCounts found;
         if (!p.counting) {
             if (finite) cast_row<T, F, SCALE_PER_COLUMN, true, false>(from, to, n, scales, inf, found);
@@ -194,6 +195,22 @@ struct Quantizer {
         cast_row<T, F, SCALE_PER_COLUMN, false, true>(from, to, n, scales, inf, found);
         __atomic_fetch_add(&p.counts->saturated, found.saturated, __ATOMIC_RELAXED);
         __atomic_fetch_add(&p.counts->underflowed, found.underflowed, __ATOMIC_RELAXED);
+    }
+
+    // n elements of a row, of group g or, with a scale per column, of as many groups from there on: to codes at `at`, or
+    // to their values, by way of codes that stay in the first-level cache.
+    template <bool SCALE_PER_COLUMN>
+    void cast(const T* from, int64_t at, int64_t n, const float* scales, int64_t g, bool finite) const {
+        if (!p.values) return cast_codes<SCALE_PER_COLUMN>(from, p.codes + at, n, scales, finite);
+        const float* decode_scales = (p.given_scale ? p.given_scale : p.scale) + g;
+        T* values = static_cast<T*>(p.values) + (from - x);
+        uint8_t codes[SPAN];
+        for (int64_t i = 0; i < n; i += SPAN) {
+            const int64_t part = least_of(SPAN, n - i), column = SCALE_PER_COLUMN ? i : 0;
+            cast_codes<SCALE_PER_COLUMN>(from + i, codes, part, scales + column, finite);
+            if (SCALE_PER_COLUMN) dequantize_columns<F>(codes, values + i, part, decode_scales + column);
+            else dequantize_row<F>(codes, values + i, part, decode_scales[0]);
+        }
     }
 
     void add_nonfinite(int64_t found) const {
@@ -211,7 +228,7 @@ struct Quantizer {
         parallel_for(rows * spans, grain, [&](int64_t begin, int64_t end) {
             for (int64_t item = begin; item < end; ++item) {
                 const int64_t row = item / spans, first = item % spans * SPAN;
-                each(x + row * p.x.stride + first, p.codes + row * columns + first, least_of(SPAN, columns - first));
+                each(x + row * p.x.stride + first, row * columns + first, least_of(SPAN, columns - first));
             }
         });
     }
@@ -231,11 +248,11 @@ struct Quantizer {
             return found.nonfinite == 0;
         };
         const bool known = p.given_scale || is_given(p, 0);
-        if (!known) for_each_span([&](const T* from, uint8_t*, int64_t n) { look(from, n); });
+        if (!known) for_each_span([&](const T* from, int64_t, int64_t n) { look(from, n); });
         const float encode_scale = group_scale<F>(p, 0, amax);
         const bool finite = p.counts->nonfinite == 0;
-        for_each_span([&](const T* from, uint8_t* to, int64_t n) {
-            cast<false>(from, to, n, &encode_scale, known ? look(from, n) : finite);
+        for_each_span([&](const T* from, int64_t at, int64_t n) {
+            cast<false>(from, at, n, &encode_scale, 0, known ? look(from, n) : finite);
         });
         p.measured[0] = bits_as<float>(amax);
     }
@@ -250,7 +267,7 @@ struct Quantizer {
         p.measured[g] = bits_as<float>(found.amax);
         const float encode_scale = group_scale<F>(p, g, found.amax);
         for (int64_t r = row; r < row + rows; ++r)
-            cast<false>(x + r * p.x.stride + column, p.codes + r * p.x.columns + column, columns, &encode_scale,
+            cast<false>(x + r * p.x.stride + column, r * p.x.columns + column, columns, &encode_scale, g,
                         found.nonfinite == 0);
     }
 
@@ -281,7 +298,7 @@ struct Quantizer {
             scales[i] = group_scale<F>(p, g + i, amax[i]);
         }
         for (int64_t r = row; r < last; ++r)
-            cast<true>(x + r * p.x.stride + first, p.codes + r * p.x.columns + first, n, scales, finite);
+            cast<true>(x + r * p.x.stride + first, r * p.x.columns + first, n, scales, g, finite);
     }
 
     static void raise_columns(uint32_t* amax, const T* from, int64_t n) {
