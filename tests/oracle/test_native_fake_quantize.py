@@ -1,4 +1,4 @@
-"""Values without codes: the native pass against a cast and its decoding, bit for bit; in place, elsewhere, and beside."""
+"""Values without codes: the native pass against a cast and its decoding, bit for bit, in place and elsewhere."""
 
 import itertools
 import math

@@ -14,7 +14,7 @@ from tests.oracle.rounding_table import float32_edges
 from tests.oracle.test_native_casts import assert_same_codes, numbers
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
-every_format = pytest.mark.parametrize("fmt", (E4M3, E5M2), ids=str)
+every_format = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 MOST = (1 << STOCHASTIC_BITS) - 1
 
 
@@ -78,9 +78,9 @@ def test_the_generator_decides_and_threads_do_not(fmt):
                 codes.append(cast_stochastic(x, fmt, scale, generator=generator, nonfinite=policy))
     finally:
         torch.set_num_threads(before)
-    for policy in (0, 1):
-        for other in codes[policy + 2 :: 2]:
-            assert_same_codes(other, codes[policy], policy)
+    for first in (0, 1):  # of either policy
+        for other in codes[first + 2 :: 2]:
+            assert_same_codes(other, codes[first], first)
     assert not torch.equal(codes[0].view(torch.uint8), cast_stochastic(x, fmt, scale).view(torch.uint8))
 
 

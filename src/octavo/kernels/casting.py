@@ -205,7 +205,8 @@ def _rounded(
     x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding, out: Tensor | None = None
 ) -> Tensor:
     """The values, by one call of a kernel where there is one."""
-    if not (isinstance(x, Tensor) and cpu.supports(x, fmt) and x.dtype in cpu.DTYPES) or cpu.is_traced(x):
+    check_float(x, "the tensor to quantize")
+    if not cpu.supports(x, fmt) or x.dtype not in cpu.DTYPES or cpu.is_traced(x):
         values = dequantize(quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding))
         return values if out is None else out.copy_(values)
     groups = granularity_or_default(granularity)
