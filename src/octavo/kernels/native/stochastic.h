@@ -26,18 +26,25 @@ inline u32v encode_stochastic(f32v x, u32v random) {
 }
 
 template <class F>
+inline void round_span(const float* x, const int32_t* random, uint8_t* codes, int64_t n) {
+    auto rounded_at = [&](int64_t i) { return encode_stochastic<F>(load_f32(x + i), load<u32v>(random + i)); };
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        store_bytes(codes + i, rounded_at(i), rounded_at(i + LANES), rounded_at(i + 2 * LANES), rounded_at(i + 3 * LANES));
+    for (; i < n; i += LANES) {
+        const int64_t rest = least_of<int64_t>(LANES, n - i);
+        uint32_t drawn[LANES] = {};
+        std::memcpy(drawn, random + i, rest * sizeof *drawn);
+        store_bytes(codes + i, encode_stochastic<F>(load_f32(x + i, rest), load<u32v>(drawn)), rest);
+    }
+}
+
+template <class F>
 void round_stochastic_as(const StochasticProblem& p) {
-    constexpr int64_t span = 4 * LANES;
-    parallel_for((p.count + span - 1) / span, 16384 / span, [&](int64_t begin, int64_t end) {
-        const int64_t last = least_of(end * span, p.count);
-        for (int64_t i = begin * span; i < last; i += LANES) {
-            const int64_t n = least_of<int64_t>(LANES, last - i);
-            uint32_t random[LANES] = {};
-            std::memcpy(random, p.random + i, n * sizeof *random);
-            const u32v codes = encode_stochastic<F>(load_f32(p.x + i, n), load<u32v>(random));
-            if (n == LANES) store_bytes(p.codes + i, codes);
-            else store_bytes(p.codes + i, codes, n);
-        }
+    constexpr int64_t span = 4096;
+    parallel_for((p.count + span - 1) / span, 4, [&](int64_t begin, int64_t end) {
+        const int64_t first = begin * span, last = least_of(end * span, p.count);
+        round_span<F>(p.x + first, p.random + first, p.codes + first, last - first);
     });
 }
 
