@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs, every level
-# this processor has. Needs .venv (make venv) and GCC's sanitizer libraries, which come with g++.
+# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs and the trials of
+# tests/native, every level this processor has. Needs .venv (make venv) and GCC's sanitizer libraries, which come with g++.
 #
 #   scripts/sanitize.sh [pytest's arguments]
 set -euo pipefail
@@ -14,8 +14,9 @@ site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"
 own=$("$home/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$site" >"$own/packages.pth"
 
-cmake -S . -B "$home/cmake" -DPython_EXECUTABLE="$PWD/$home/bin/python" -DOCTAVO_SANITIZE=ON >/dev/null
+cmake -S . -B "$home/cmake" -DPython_EXECUTABLE="$PWD/$home/bin/python" -DOCTAVO_SANITIZE=ON -DOCTAVO_LEVEL_CHECK=ON >/dev/null
 cmake --build "$home/cmake" -j "$(nproc)" >/dev/null
+"$home/cmake/levels"
 rm -rf "$own/octavo"
 cp -r src/octavo "$own/octavo"
 find "$own/octavo" -name '*.so' -delete

@@ -4,6 +4,7 @@ import itertools
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -124,6 +125,52 @@ def test_high_precision_times_codes(dtype, rows, granularity):
         back = cpu.gemm(grad, weight.data.t(), out_dtype=torch.float32, level=level)
         exact = grad.double() @ weight.data.double()
         assert ((back - exact).abs() <= 130 * 2.0**-24 * (grad.double().abs() @ weight.data.double().abs())).all()
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    weight = operand(70, 700, E4M3, PerBlock(1, 128))
+    x = torch.randn(16, 700)
+    for level in cpu.levels():
+        for block, scale in ((0, None), (128, rows_of_scales(weight))):
+            times = partial(cpu.gemm, b=weight.data, b_scale=scale, block=block, out_dtype=torch.float32, level=level)
+            one_by_one = torch.cat([times(row[None]) for row in x])
+            for rows in (2, 3, 4, 7, 16):
+                assert torch.equal(times(x[:rows]), one_by_one[:rows])
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("flush", [False, True])
+def test_numbers_of_any_size_meet_codes_of_any_size(fmt, flush):
+    """Each row has one number, at one end of FP32, beside one at the other end that meets a code of zero."""
+    codes = torch.tensor([fmt.min_subnormal, -fmt.min_normal, 1.0, -fmt.max]).to(fmt.torch_dtype)
+    weight = torch.zeros(4, 70).to(fmt.torch_dtype)
+    weight[:, 37] = codes
+    sizes = torch.tensor([2.0**-149, 2.0**-126, 3e-30, 1.0, 3e30, 1.5 * 2.0**111])
+    for other in (0.0, 2.0**-149, 1.0, 3e38):
+        x = torch.full((len(sizes), 70), other)
+        x[:, 37] = sizes
+        exact = sizes[:, None].double() * codes.double()
+        for level in cpu.levels():
+            torch.set_flush_denormal(flush)
+            try:
+                found = cpu.gemm(x, weight, out_dtype=torch.float32, level=level)
+            finally:
+                torch.set_flush_denormal(False)
+            assert torch.equal(found, exact.float())
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_special_numbers_pass_through_few_rows(fmt, special):
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.torch_dtype)
+    weight = torch.ones(256, 100).to(fmt.torch_dtype)
+    weight[:, 61] = codes
+    x = torch.ones(5, 100)
+    x[3, 61] = special
+    with_special = x.double() @ weight.double().t()
+    for level in cpu.levels():
+        found = cpu.gemm(x, weight, out_dtype=torch.float32, level=level).double()
+        torch.testing.assert_close(found, with_special, rtol=1e-5, atol=0, equal_nan=True)
 
 
 MEMORY = """

@@ -87,3 +87,70 @@ def hopper(
     out: int,
     /,
 ) -> None: ...
+
+PAGE: int
+MAX_HEAD_DIM: int
+
+def attend(
+    level: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    element: int,
+    keys: int,
+    key_scales: int,
+    values: int,
+    value_scales: int,
+    table: int,
+    table_stride: int,
+    rows: int,
+    sequence: int,
+    position: int,
+    scale: float,
+    out: int,
+    /,
+) -> None: ...
+
+class Decoder:
+    def __init__(
+        self,
+        level: int,
+        hidden_size: int,
+        intermediate_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        norm_eps: float,
+        attention_scale: float,
+        amax_floor: float,
+        cos: int,
+        sin: int,
+        /,
+    ) -> None: ...
+    def add_layer(
+        self,
+        attention_norm: int,
+        mlp_norm: int,
+        qkv: tuple[int, ...],
+        out: tuple[int, ...],
+        gate_up: tuple[int, ...],
+        down: tuple[int, ...],
+        /,
+    ) -> None: ...
+    def run(
+        self,
+        hidden: int,
+        rows: int,
+        sequence: int,
+        position: int,
+        element: int,
+        keys: int,
+        key_scales: int,
+        values: int,
+        value_scales: int,
+        page_count: int,
+        table: int,
+        table_stride: int,
+        /,
+    ) -> None: ...

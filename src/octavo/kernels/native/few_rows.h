@@ -1,5 +1,13 @@
-// A product with few rows of a, as in generation: b's codes are read once, in the order they lie in memory, and every
-// eight or sixteen of them are decoded into registers and multiplied with the same columns of each row of a.
+// A product with few rows of a, as in generation: b's codes are read once, in the order they lie in memory, decoded into
+// registers and multiplied with the same columns of each row of a.
+//
+// Four codes in a lane of 32 bits become four FP32 numbers by shifts and masks alone: a code's bits stand where FP32 has
+// its sign, the end of its exponent and the start of its mantissa. The exponent is then too small by FP32's bias less the
+// format's. Rows of a are multiplied by a power of two that makes up for it as far as FP32 reaches, and sums by the rest.
+// Codes of subnormals become subnormals, which are exact as well (some processors are slow at them; a weight has few).
+// NaN and Inf codes become finite numbers, and a row may span too many binades: such sums are made in the plain way.
+//
+// Every sum is made of the same four chains, however many rows there are: a row's result does not depend on the others.
 #pragma once
 
 #include "fp8.h"
@@ -10,44 +18,49 @@
 namespace octavo {
 namespace {
 
-constexpr float half_scale(Element element) {
-    return element == Element::e4m3 ? HALF_SCALE<E4M3> : element == Element::e5m2 ? HALF_SCALE<E5M2> : 1.0f;
-}
-
 // The scales of a product, met by the sums of a block of K, or of all of it.
 struct Scales {
     const GemmProblem& p;
     const int64_t blocks = p.block ? (p.k + p.block - 1) / p.block : 1;
     const bool wide = reaches_far(p.a, p.m) || reaches_far(p.b, p.n);  // one scale after the other might leave FP32
-    const float unshift = half_scale(p.a.element) * half_scale(p.b.element);  // what decoded numbers were divided by
 
     float of(const Operand& operand, int64_t row, int64_t block) const {
-        return operand.scale[(operand.scale_per_row ? row * blocks : 0) + block];
+        return operand.scale ? operand.scale[(operand.scale_per_row ? row * blocks : 0) + block] : 1.0f;
     }
 
     // sum · scale of a · scale of b, in this order, as everywhere; through FP64 where a scale reaches far.
     float apply(float sum, int64_t row, int64_t column, int64_t block) const {
         const float left = of(p.a, row, block), right = of(p.b, column, block);
-        return wide ? static_cast<float>(double(sum) * unshift * left * right) : sum * unshift * left * right;
+        return wide ? static_cast<float>(double(sum) * left * right) : sum * left * right;
+    }
+
+    // Finished sums of LANES or fewer columns: scaled, unless the sums of every block were.
+    f32v finished(f32v sums, int64_t row, int64_t column, int64_t count) const {
+        if (p.block) return sums;
+        if (!wide)
+            return sums * all(of(p.a, row, 0)) * (p.b.scale_per_row ? load_f32(p.b.scale + column, count) : all(of(p.b, 0, 0)));
+        for (int64_t i = 0; i < count; ++i) sums[i] = apply(sums[i], row, column + i, 0);
+        return sums;
     }
 
 private:
     bool reaches_far(const Operand& operand, int64_t rows) const {
-        const int64_t count = (operand.scale_per_row ? rows : 1) * blocks;
+        const int64_t count = operand.scale ? (operand.scale_per_row ? rows : 1) * blocks : 0;
         for (int64_t i = 0; i < count; ++i)
             if (!(operand.scale[i] >= 0x1p-60f && operand.scale[i] <= 0x1p60f)) return true;
         return false;
     }
 };
 
-constexpr int64_t FEW = 8;  // rows
-constexpr int STEP = 2 * LANES;
+constexpr int64_t FEW = 16;  // rows
+constexpr int64_t SOME = 4 * LANES;  // columns whose sums are finished together
+constexpr int STEP = 4 * LANES;      // of K
 
 inline bool takes_few_rows(const GemmProblem& p) {
     return p.m <= FEW && p.b.column_stride == 1 && (p.b.element == Element::e4m3 || p.b.element == Element::e5m2);
 }
 
-// One row of an operand in FP32, codes divided by their HALF_SCALE.
+// One row of an operand in FP32.
 template <class F>
 void read_codes(const Operand& from, int64_t row, int64_t k, float* to) {
     const uint8_t* codes = static_cast<const uint8_t*>(from.data) + row * from.row_stride;
@@ -55,7 +68,7 @@ void read_codes(const Operand& from, int64_t row, int64_t k, float* to) {
         uint8_t some[LANES] = {};
         const int64_t count = least_of<int64_t>(LANES, k - i);
         for (int64_t j = 0; j < count; ++j) some[j] = codes[(i + j) * from.column_stride];
-        store_f32(to + i, decode<F>(some) * (1.0f / HALF_SCALE<F>), count);
+        store_f32(to + i, decode<F>(some), count);
     }
 }
 
@@ -82,106 +95,230 @@ inline void read_row(const Operand& from, int64_t row, int64_t k, float* to) {
     }
 }
 
+// One row of a: as it is, and shifted. Of each STEP numbers of a block of K, the shifted row has those for byte 0 of every
+// lane, then those for byte 1, and so on; zeros behind the block's end.
+struct Row {
+    const float* x;
+    const float* shifted;
+    float unshift;  // sums of the shifted row times this are the row's; 0 if the row spans too many binades
+};
+
+inline float power_of_two(int exponent) { return bits_as<float>(uint32_t(127 + exponent) << 23); }
+
+template <class F>
+constexpr int MISSING = 127 - (1 - F::min_exponent);  // binades that a shifted code's exponent lacks
+
+// The power of two that brings the largest of n finite numbers to FP32's last binade but one.
+inline int shift_of(const float* x, int64_t n) {
+    i32v most = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const i32v magnitude = bits_as<i32v>(load_f32(x + i, least_of<int64_t>(LANES, n - i))) & int32_t(MAGNITUDE);
+        most = largest(most, magnitude >= int32_t(EXPONENT) ? i32v{} : magnitude);
+    }
+    return least_of(127, 253 - int(largest_lane((u32v)most) >> 23));
+}
+
+inline float least_magnitude(const float* x, int64_t n) {  // but zero
+    i32v least = (i32v)all(EXPONENT);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const i32v magnitude = bits_as<i32v>(load_f32(x + i, least_of<int64_t>(LANES, n - i))) & int32_t(MAGNITUDE);
+        const i32v known = magnitude == 0 ? (i32v)all(EXPONENT) : magnitude;
+        least = known < least ? known : least;
+    }
+    return bits_as<float>(EXPONENT - largest_lane(EXPONENT - (u32v)least));
+}
+
+// The smallest number times the smallest code must still be normal after the shift.
+template <class F>
+Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
+    const int shift = shift_of(x, k);
+    constexpr int smallest_code = F::min_exponent - F::mantissa_bits - MISSING<F>;
+    const bool fits = double(least_magnitude(x, k)) * power_of_two(shift) >= double(power_of_two(-126 - smallest_code));
+    const f32v factor = all(power_of_two(shift));
+    const int64_t padded = (block + STEP - 1) / STEP * STEP;
+    for (int64_t begin = 0; begin < k; begin += block, shifted += padded) {
+        const int64_t count = least_of(block, k - begin);
+        for (int64_t i = 0; i < padded; i += STEP) {
+            float some[STEP] = {};
+            if (i < count) std::memcpy(some, x + begin + i, least_of<int64_t>(STEP, count - i) * sizeof(float));
+            f32v parts[4];
+            for (int v = 0; v < 4; ++v) parts[v] = load<f32v>(some + v * LANES) * factor;
+            const Unzipped low = unzip(parts[0], parts[1]), high = unzip(parts[2], parts[3]);
+            const Unzipped even = unzip(low.even, high.even), odd = unzip(low.odd, high.odd);
+            store(shifted + i, even.even);
+            store(shifted + i + LANES, odd.even);
+            store(shifted + i + 2 * LANES, even.odd);
+            store(shifted + i + 3 * LANES, odd.odd);
+        }
+    }
+    const float unshift = fits ? power_of_two(MISSING<F> - shift) : 0.0f;
+    return {x, shifted - (k + block - 1) / block * padded, unshift};
+}
+
 inline float sum_of_lanes(f32v value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)value);
+#elif defined(__AVX2__)
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)value), _mm256_extractf128_ps((__m256)value, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+#else
     float total = 0;
     for (int i = 0; i < LANES; ++i) total += value[i];
     return total;
+#endif
 }
 
-// Sums of products of codes [begin, end) with COUNT rows of x, `stride` numbers apart. Of FINITE codes a NaN of E4M3 is
-// not seen; the answer is whether there might have been one.
-template <class F, int COUNT, bool FINITE>
-inline __attribute__((always_inline)) bool dot(const float* x, int64_t stride, const uint8_t* codes, int64_t begin,
-                                               int64_t end, float* out) {
-    constexpr int CHAINS = COUNT < 4 ? 2 : 1;  // an addition waits for the one before it
-    f32v low[CHAINS][COUNT] = {}, high[CHAINS][COUNT] = {};
-    u8v magnitudes = {};
-    auto multiply = [&](int chain, Pair values, const float* from, int64_t apart) {
-        for (int r = 0; r < COUNT; ++r) {
-            low[chain][r] = fused(values.low, load<f32v>(from + r * apart), low[chain][r]);
-            high[chain][r] = fused(values.high, load<f32v>(from + r * apart + LANES), high[chain][r]);
-        }
+// STEP codes, those of byte 0 of every lane first.
+template <class F>
+struct Bytes {
+    f32v of[4];
+};
+
+// Their values times 2^-MISSING, but for special codes.
+template <class F>
+inline Bytes<F> shifted_codes(u8v codes) {
+    constexpr int right = F::mantissa_bits + 1;
+    constexpr uint32_t kept = 0x80000000u | (0x7f000000u >> right);
+    const i16v words = bits_as<i16v>(codes);
+    const u32v odd = bits_as<u32v>(words >> right), even = bits_as<u32v>((i16v)(words << 8) >> right);
+    return {{bits_as<f32v>((even << 16) & kept), bits_as<f32v>((odd << 16) & kept), bits_as<f32v>(even & kept),
+             bits_as<f32v>(odd & kept)}};
+}
+
+// The same of any codes.
+template <class F>
+inline Bytes<F> bytes_in_lanes(u8v codes) {
+    const u32v lanes = bits_as<u32v>(codes);
+    const f32v factor = all(power_of_two(-MISSING<F>));
+    return {{decode<F>(lanes & 0xff) * factor, decode<F>((lanes >> 8) & 0xff) * factor,
+             decode<F>((lanes >> 16) & 0xff) * factor, decode<F>(lanes >> 24) * factor}};
+}
+
+// Whether there is a special code among those whose largest magnitudes were seen.
+template <class F>
+inline bool has_special(u8v seen) {
+    return any(seen >= uint8_t(F::inf_code));
+}
+
+// Sums of products of `count` codes with COUNT shifted rows, from `offset` in them on; raises what was seen of magnitudes.
+template <class F, int COUNT>
+inline __attribute__((always_inline)) void dot(const Row* rows, int64_t offset, const uint8_t* codes, int64_t count,
+                                               float* out, u8v& seen) {
+    f32v sums[COUNT][4] = {};
+    auto multiply = [&](u8v some, int64_t at) {
+        seen = largest_byte(seen, some & uint8_t(0x7f));
+        const Bytes<F> bytes = shifted_codes<F>(some);
+        for (int byte = 0; byte < 4; ++byte)
+            for (int r = 0; r < COUNT; ++r)
+                sums[r][byte] = fused(bytes.of[byte], load<f32v>(rows[r].shifted + at + byte * LANES), sums[r][byte]);
     };
-    int64_t k = begin;
-    for (; k + 2 * STEP <= end; k += 2 * STEP) {
-        __builtin_prefetch(codes + k + 1024);
-        if (FINITE && F::nan_code == F::inf_code) magnitudes = raise_magnitudes(magnitudes, codes + k);
-        multiply(0, decode_pair<F, FINITE>(codes + k), x + k, stride);
-        multiply(CHAINS - 1, decode_pair<F, FINITE>(codes + k + STEP), x + k + STEP, stride);
+    int64_t k = 0;
+    for (; k + STEP <= count; k += STEP) {
+        __builtin_prefetch(codes + k + 2048);
+        multiply(load<u8v>(codes + k), offset + k);
     }
-    for (; k < end; k += STEP) {
-        uint8_t some[STEP] = {};
-        float rest[COUNT * STEP] = {};
-        const int64_t count = least_of<int64_t>(STEP, end - k);
-        std::memcpy(some, codes + k, count);
-        for (int r = 0; r < COUNT; ++r) std::memcpy(rest + r * STEP, x + r * stride + k, count * sizeof(float));
-        multiply(0, decode_pair<F>(some), rest, STEP);
+    if (k < count) {
+        uint8_t rest[STEP] = {};
+        std::memcpy(rest, codes + k, count - k);
+        multiply(load<u8v>(rest), offset + k);
     }
-    for (int r = 0; r < COUNT; ++r) {
-        f32v both = low[0][r] + high[0][r];
-        if (CHAINS == 2) both = both + (low[CHAINS - 1][r] + high[CHAINS - 1][r]);
-        out[r] = sum_of_lanes(both);
+    for (int r = 0; r < COUNT; ++r) out[r] = sum_of_lanes((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
+}
+
+// The same sum of a row as it is, for codes and numbers of any kind.
+template <class F>
+float plain_dot(const float* x, const uint8_t* codes, int64_t count) {
+    f32v sum = {};
+    for (int64_t k = 0; k < count; k += LANES) {
+        const int64_t some = least_of<int64_t>(LANES, count - k);
+        sum = fused(decode<F>(codes + k, some), load_f32(x + k, some), sum);
     }
-    return any(magnitudes == 0x7f);
+    return sum_of_lanes(sum);
 }
 
 struct FewRows {
     const GemmProblem& p;
+    const Row* rows;
     const Scales scales{p};
-    const int64_t stride = (p.k + STEP - 1) / STEP * STEP;
-    const float* x;  // [m, stride], decoded
+    const int64_t width = p.block ? p.block : p.k;  // columns of K that share a scale
+    const int64_t padded = (width + STEP - 1) / STEP * STEP;
 
+    // Sums of one column of the output, [row][SOME], scaled where the scales change along K.
     template <class F, int COUNT>
-    void multiply(int64_t row, int64_t column, float* totals) const {
+    void multiply(int64_t row, int64_t column, float* out) const {
         const uint8_t* codes = static_cast<const uint8_t*>(p.b.data) + column * p.b.row_stride;
-        const int64_t width = p.block ? p.block : p.k;
-        for (int r = 0; r < COUNT; ++r) totals[r] = 0;
         for (int64_t begin = 0, block = 0; begin < p.k; begin += width, ++block) {
             float sums[COUNT];
-            const int64_t end = least_of(begin + width, p.k);
-            if (dot<F, COUNT, true>(x + row * stride, stride, codes, begin, end, sums))
-                dot<F, COUNT, false>(x + row * stride, stride, codes, begin, end, sums);
-            for (int r = 0; r < COUNT; ++r) totals[r] += scales.apply(sums[r], row + r, column, block);
+            const int64_t count = least_of(width, p.k - begin);
+            u8v seen = {};
+            dot<F, COUNT>(rows + row, block * padded, codes + begin, count, sums, seen);
+            const bool special = has_special<F>(seen);
+            for (int r = 0; r < COUNT; ++r) {
+                const Row& own = rows[row + r];
+                float sum = sums[r] * own.unshift;
+                if (special || own.unshift == 0) sum = plain_dot<F>(own.x + begin, codes + begin, count);
+                if (p.block) sum = scales.apply(sum, row + r, column, block);
+                out[r * SOME] = begin ? out[r * SOME] + sum : sum;
+            }
         }
     }
 
     template <class F>
-    void column(int64_t column, float* totals) const {
+    void column(int64_t column, float* out) const {
         int64_t row = 0;
-        for (; row + 4 <= p.m; row += 4) multiply<F, 4>(row, column, totals + row);
-        for (; row + 2 <= p.m; row += 2) multiply<F, 2>(row, column, totals + row);
-        if (row < p.m) multiply<F, 1>(row, column, totals + row);
+        for (; row + 3 <= p.m; row += 3) multiply<F, 3>(row, column, out + row * SOME);
+        if (row + 2 == p.m) multiply<F, 2>(row, column, out + row * SOME);
+        if (row + 1 == p.m) multiply<F, 1>(row, column, out + row * SOME);
     }
 
     template <class T>
-    void write(int64_t column, const float* totals) const {
-        for (int64_t row = 0; row < p.m; ++row) {
-            f32v own = {};
-            own[0] = totals[row] + (p.bias ? p.bias[column] : 0.0f);
-            store_f32(static_cast<T*>(p.out) + row * p.n + column, own, 1);
-        }
+    void finish(int64_t first, int64_t last, const float* sums) const {
+        for (int64_t row = 0; row < p.m; ++row)
+            for (int64_t n = first; n < last; n += LANES) {
+                const int64_t some = least_of<int64_t>(LANES, last - n);
+                f32v own = scales.finished(load<f32v>(sums + row * SOME + n - first), row, n, some);
+                if (p.bias) own = own + load_f32(p.bias + n, some);
+                store_f32(static_cast<T*>(p.out) + row * p.n + n, own, some);
+            }
     }
 
+    template <class F>
     void run() const {
-        parallel_for(p.n, largest<int64_t>(1, 32768 / p.k), [&](int64_t first, int64_t last) {
-            for (int64_t n = first; n < last; ++n) {
-                float totals[FEW];
-                if (p.b.element == Element::e4m3) column<E4M3>(n, totals);
-                else column<E5M2>(n, totals);
-                if (p.out_dtype == Dtype::f32) write<float>(n, totals);
-                else if (p.out_dtype == Dtype::bf16) write<Bf16>(n, totals);
-                else write<F16>(n, totals);
+        parallel_for(p.n, largest<int64_t>(1, 16384 / p.k), [&](int64_t begin, int64_t end) {
+            for (int64_t first = begin; first < end; first += SOME) {
+                float sums[FEW * SOME];
+                const int64_t last = least_of(first + SOME, end);
+                for (int64_t n = first; n < last; ++n) column<F>(n, sums + n - first);
+                if (p.out_dtype == Dtype::f32) finish<float>(first, last, sums);
+                else if (p.out_dtype == Dtype::bf16) finish<Bf16>(first, last, sums);
+                else finish<F16>(first, last, sums);
             }
         });
     }
 };
 
-void few_rows(const GemmProblem& p) {
+template <class F>
+void few_rows_of(const GemmProblem& p) {
     static thread_local Scratch numbers;
-    const int64_t stride = (p.k + STEP - 1) / STEP * STEP;
-    float* x = numbers.floats(p.m * stride);
-    for (int64_t row = 0; row < p.m; ++row) read_row(p.a, row, p.k, x + row * stride);
-    FewRows{p, Scales{p}, stride, x}.run();
+    const int64_t width = p.block ? p.block : p.k;
+    const int64_t dense = (p.k + LANES - 1) / LANES * LANES;
+    const int64_t padded = (p.k + width - 1) / width * ((width + STEP - 1) / STEP * STEP);
+    float* all_rows = numbers.floats(p.m * (dense + padded));
+    Row rows[FEW];
+    parallel_for(p.m, largest<int64_t>(1, 4096 / p.k), [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) {
+            float* x = all_rows + row * (dense + padded);
+            read_row(p.a, row, p.k, x);
+            rows[row] = shift_row<F>(x, p.k, width, x + dense);
+        }
+    });
+    FewRows{p, rows}.run<F>();
+}
+
+void few_rows(const GemmProblem& p) {
+    if (p.b.element == Element::e4m3) few_rows_of<E4M3>(p);
+    else few_rows_of<E5M2>(p);
 }
 
 }  // namespace

@@ -128,9 +128,14 @@ __attribute__((noinline)) void multiply(const float* a, const float* b, int64_t 
         for (int v = 0; v < VECTORS; ++v) store(out + r * COLUMNS + v * LANES, sums[r][v]);
 }
 
+constexpr float half_scale(Element element) {
+    return element == Element::e4m3 ? HALF_SCALE<E4M3> : element == Element::e5m2 ? HALF_SCALE<E5M2> : 1.0f;
+}
+
 struct Gemm {
     const GemmProblem& p;
     const Scales scales{p};
+    const float unshift = half_scale(p.a.element) * half_scale(p.b.element);  // what decoded numbers were divided by
     const int64_t row_panels = (p.m + ROWS - 1) / ROWS, column_panels = (p.n + COLUMNS - 1) / COLUMNS;
     float* sums = nullptr;      // [m, n]
     float* a_panels = nullptr;  // of the chunk
@@ -162,7 +167,7 @@ struct Gemm {
                 for (int v = 0; v < VECTORS; ++v) {
                     float* to = sums + (row + r) * p.n + column + v * LANES;
                     f32v own = load<f32v>(found + r * COLUMNS + v * LANES);
-                    if (p.block) own = own * all(scales.unshift * scales.of(p.a, row + r, block)) * right[v];
+                    if (p.block) own = own * all(unshift * scales.of(p.a, row + r, block)) * right[v];
                     store(to, begins ? own : load<f32v>(to) + own);
                 }
             return;
@@ -171,7 +176,7 @@ struct Gemm {
             for (int c = 0; c < least_of<int64_t>(COLUMNS, p.n - column); ++c) {
                 float& to = sums[(row + r) * p.n + column + c];
                 const float sum = found[r * COLUMNS + c];
-                const float own = p.block ? scales.apply(sum, row + r, column + c, block) : sum;
+                const float own = p.block ? scales.apply(sum * unshift, row + r, column + c, block) : sum;
                 to = begins ? own : to + own;
             }
     }
@@ -197,14 +202,7 @@ struct Gemm {
             for (int64_t c = column; c < last_column; c += LANES) {
                 const int64_t some = least_of<int64_t>(LANES, last_column - c);
                 f32v own = load_f32(from + c, some);
-                if (!p.block) {
-                    if (scales.wide) {
-                        for (int64_t i = 0; i < some; ++i) own[i] = scales.apply(own[i], r, c + i, 0);
-                    } else {
-                        own = own * all(scales.unshift * scales.of(p.a, r, 0));
-                        own = own * (p.b.scale_per_row ? load_f32(p.b.scale + c, some) : all(p.b.scale[0]));
-                    }
-                }
+                own = scales.finished(p.block ? own : own * unshift, r, c, some);
                 if (p.bias) own = own + load_f32(p.bias + c, some);
                 store_f32(to + c, own, some);
             }

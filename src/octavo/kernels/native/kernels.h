@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace octavo {
 
@@ -79,7 +80,7 @@ struct Operand {
     const void* data;
     Element element;
     int64_t row_stride, column_stride;
-    const float* scale;         // [rows or 1, blocks of K or 1]
+    const float* scale;         // [rows or 1, blocks of K or 1], or null: 1
     bool scale_per_row;
 };
 
@@ -102,6 +103,69 @@ struct HopperProblem {
     float* out;                 // [m, n], dense
 };
 
+// Positions of a cache of keys and values are kept in pages; a sequence's pages may lie anywhere.
+constexpr int64_t PAGE = 64;
+constexpr int64_t MAX_HEAD_DIM = 512;
+
+// Keys [pages, kv heads, head dim, PAGE] or values [pages, kv heads, PAGE, head dim] of one layer, and for codes an E8M0
+// scale for every head of every position, [pages, kv heads, PAGE].
+struct Pages {
+    void* data;
+    uint8_t* scale;
+};
+
+struct KvCache {
+    Element element;            // E4M3, or FP32 or BF16 without scales
+    int64_t kv_heads, head_dim;
+    const int32_t* table;       // [sequences, table_stride]: page number of every PAGE positions
+    int64_t table_stride;
+};
+
+// One row is one query position of one sequence; it sees the positions up to its own.
+struct Rows {
+    int64_t count;
+    const int64_t* sequence;    // [count], rows of `table`
+    const int64_t* position;    // [count]
+};
+
+// softmax(queries · keysᵀ · scale) · values; heads / kv_heads query heads that stand side by side share keys and values.
+struct AttentionProblem {
+    const float* queries;       // [rows, heads, head dim], rows `query_stride` apart
+    int64_t query_stride, heads;
+    KvCache cache;
+    Pages keys, values;
+    Rows rows;
+    float scale;
+    float* out;                 // [rows, heads, head dim]
+};
+
+// The weight of a linear layer, [rows, K]: y = x · weightᵀ.
+struct Weight {
+    Operand operand;
+    int64_t rows, block;
+    const float* bias;          // [rows], or null
+};
+
+struct DecoderLayer {
+    const float *attention_norm, *mlp_norm;     // [hidden]
+    Weight qkv, out, gate_up, down;             // heads of queries, keys, values; gate, then up
+};
+
+// The layers of a Llama-style decoder for the next positions of some sequences; numbers between weights are FP32. Keys
+// and values of all rows are written to the cache before any row attends.
+struct DecoderProblem {
+    const DecoderLayer* layers;
+    int64_t layer_count, hidden_size, intermediate_size, heads;
+    float norm_eps, attention_scale;
+    double amax_floor;          // of the scales of keys and values
+    const float *cos, *sin;     // [positions, head dim]
+    KvCache cache;
+    Pages keys, values;         // of the first layer; those of the next follow
+    int64_t page_count;         // of one layer
+    Rows rows;
+    float* hidden;              // [rows, hidden], the residual stream, in and out
+};
+
 struct Kernels {
     const char* name;
     void (*quantize)(const QuantizeProblem&);
@@ -109,8 +173,13 @@ struct Kernels {
     void (*round_stochastic)(const StochasticProblem&);
     void (*gemm)(const GemmProblem&);
     void (*hopper)(const HopperProblem&);
+    void (*attend)(const AttentionProblem&);
+    void (*decode)(const DecoderProblem&);
 };
 
 extern const Kernels baseline_kernels, avx2_kernels, avx512_kernels, avx512_bf16_kernels;  // the x86 ones on x86 only
+
+// Those this processor has, slowest first.
+const std::vector<const Kernels*>& levels();
 
 }  // namespace octavo

@@ -1,5 +1,6 @@
 // Every kernel at one instruction-set level. The build compiles this file once a level, with that level's flags and its
 // name as OCTAVO_LEVEL.
+#include "decoder.h"
 #include "dequantize.h"
 #include "gemm.h"
 #include "hopper.h"
@@ -9,11 +10,15 @@
 #define OCTAVO_JOINED(level) level##_kernels
 #define OCTAVO_TABLE(level) OCTAVO_JOINED(level)
 #define OCTAVO_TEXT(level) #level
+#if defined(__aarch64__)
+#define OCTAVO_NAME(level) "neon"  // every 64-bit ARM has it: it is the baseline there
+#else
 #define OCTAVO_NAME(level) OCTAVO_TEXT(level)
+#endif
 
 namespace octavo {
 
-const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, round_stochastic, gemm,
-                                               hopper};
+const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, round_stochastic,
+                                             gemm, hopper, attend, decode};
 
 }  // namespace octavo

@@ -17,26 +17,8 @@ using namespace octavo;
 
 namespace {
 
-// The levels this processor has, slowest first.
-const std::vector<const Kernels*>& available() {
-    static const std::vector<const Kernels*> tables = [] {
-        std::vector<const Kernels*> found{&baseline_kernels};
-#if defined(OCTAVO_X86)
-        __builtin_cpu_init();
-        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-        if (avx2) found.push_back(&avx2_kernels);
-        if (avx512) found.push_back(&avx512_kernels);
-        if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16_kernels);
-#endif
-        return found;
-    }();
-    return tables;
-}
-
 const Kernels& kernels(int level) {
-    const auto& tables = available();
+    const auto& tables = levels();
     return *tables.at(level < 0 ? tables.size() - 1 : static_cast<size_t>(level));
 }
 
@@ -45,12 +27,68 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
+// The layers of a decoder, with what they need at every call.
+class Decoder {
+public:
+    Decoder(int level, int64_t hidden_size, int64_t intermediate_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
+            float norm_eps, float attention_scale, double amax_floor, uintptr_t cos, uintptr_t sin)
+        : level_(level) {
+        problem_.hidden_size = hidden_size;
+        problem_.intermediate_size = intermediate_size;
+        problem_.heads = heads;
+        problem_.norm_eps = norm_eps;
+        problem_.attention_scale = attention_scale;
+        problem_.amax_floor = amax_floor;
+        problem_.cos = at<const float>(cos);
+        problem_.sin = at<const float>(sin);
+        problem_.cache.kv_heads = kv_heads;
+        problem_.cache.head_dim = head_dim;
+    }
+
+    // Address, element, strides, scale, scale per row, rows, block, bias: what nanobind makes of a Python tuple.
+    using BoundWeight = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool, int64_t, int64_t, uintptr_t>;
+
+    void add_layer(uintptr_t attention_norm, uintptr_t mlp_norm, BoundWeight qkv, BoundWeight out, BoundWeight gate_up,
+                   BoundWeight down) {
+        layers_.push_back({at<const float>(attention_norm), at<const float>(mlp_norm), weight(qkv), weight(out),
+                           weight(gate_up), weight(down)});
+    }
+
+    void run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t keys,
+             uintptr_t key_scales, uintptr_t values, uintptr_t value_scales, int64_t page_count, uintptr_t table, int64_t table_stride) const {
+        DecoderProblem problem = problem_;
+        problem.layers = layers_.data();
+        problem.layer_count = static_cast<int64_t>(layers_.size());
+        problem.cache.element = Element(element);
+        problem.cache.table = at<const int32_t>(table);
+        problem.cache.table_stride = table_stride;
+        problem.keys = {at<void>(keys), at<uint8_t>(key_scales)};
+        problem.values = {at<void>(values), at<uint8_t>(value_scales)};
+        problem.page_count = page_count;
+        problem.rows = {rows, at<const int64_t>(sequence), at<const int64_t>(position)};
+        problem.hidden = at<float>(hidden);
+        nb::gil_scoped_release released;
+        kernels(level_).decode(problem);
+    }
+
+private:
+    static Weight weight(const BoundWeight& w) {
+        return {{at<const void>(std::get<0>(w)), Element(std::get<1>(w)), std::get<2>(w), std::get<3>(w),
+                 at<const float>(std::get<4>(w)), std::get<5>(w)},
+                std::get<6>(w), std::get<7>(w), at<const float>(std::get<8>(w))};
+    }
+
+    int level_;
+    std::vector<DecoderLayer> layers_;
+    DecoderProblem problem_{};
+};
+
 }  // namespace
 
 NB_MODULE(_native, m) {
     m.def("levels", [] {
         std::vector<std::string> names;
-        for (const Kernels* table : available()) names.emplace_back(table->name);
+        for (const Kernels* table : levels()) names.emplace_back(table->name);
         return names;
     });
     m.def("has_threads", &has_threads);
@@ -111,6 +149,24 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release released;
             kernels(level).hopper(problem);
         });
+    m.attr("PAGE") = PAGE;
+    m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
+    m.def("attend", [](int level, uintptr_t queries, int64_t heads, int64_t kv_heads, int64_t head_dim, int element,
+                       uintptr_t keys, uintptr_t key_scales, uintptr_t values, uintptr_t value_scales, uintptr_t table,
+                       int64_t table_stride, int64_t rows, uintptr_t sequence, uintptr_t position, float scale,
+                       uintptr_t out) {
+        const AttentionProblem problem{
+            at<const float>(queries), heads * head_dim, heads,
+            {Element(element), kv_heads, head_dim, at<const int32_t>(table), table_stride},
+            {at<void>(keys), at<uint8_t>(key_scales)}, {at<void>(values), at<uint8_t>(value_scales)},
+            {rows, at<const int64_t>(sequence), at<const int64_t>(position)}, scale, at<float>(out)};
+        nb::gil_scoped_release released;
+        kernels(level).attend(problem);
+    });
+    nb::class_<Decoder>(m, "Decoder")
+        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, double, uintptr_t, uintptr_t>())
+        .def("add_layer", &Decoder::add_layer)
+        .def("run", &Decoder::run);
     m.def("dequantize", [](int level, uintptr_t codes, int format, int64_t rows, int64_t columns, int64_t stride,
                            int64_t block_rows, int64_t block_columns, uintptr_t scale, uintptr_t out, int out_dtype) {
         const DequantizeProblem problem{at<const uint8_t>(codes), Format(format), rows, columns, stride, block_rows,

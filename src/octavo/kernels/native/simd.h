@@ -29,6 +29,7 @@ typedef float f32v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef uint32_t u32v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef int32_t i32v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef uint16_t u16v __attribute__((vector_size(OCTAVO_WIDTH)));
+typedef int16_t i16v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef uint16_t u16h __attribute__((vector_size(OCTAVO_WIDTH / 2)));  // as many lanes as f32v
 typedef uint8_t u8q __attribute__((vector_size(OCTAVO_WIDTH / 4)));
 typedef uint8_t u8v __attribute__((vector_size(OCTAVO_WIDTH)));
@@ -128,6 +129,9 @@ inline u16v least(u16v a, u16v b) { return a < b ? a : b; }
 
 template <class V>
 inline bool any(V mask) {  // of a comparison: all bits of a lane, or none
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (sizeof(V) == 32) return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#endif
     uint64_t words[sizeof(V) / 8], found = 0;
     std::memcpy(words, &mask, sizeof mask);
     for (uint64_t word : words) found |= word;
@@ -167,14 +171,43 @@ inline void store_words(uint16_t* to, u32v value) {
 #endif
 }
 
+// Lanes of two vectors in turn: a[0], b[0], a[1], b[1] ...
+struct Zipped {
+    f32v low, high;
+};
+
+#if OCTAVO_WIDTH == 64
+constexpr i32v EVENS = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+constexpr i32v TURNS = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+#elif OCTAVO_WIDTH == 32
+constexpr i32v EVENS = {0, 2, 4, 6, 8, 10, 12, 14}, TURNS = {0, 8, 1, 9, 2, 10, 3, 11};
+#else
+constexpr i32v EVENS = {0, 2, 4, 6}, TURNS = {0, 4, 1, 5};
+#endif
+
+inline Zipped zip(f32v a, f32v b) { return {__builtin_shuffle(a, b, TURNS), __builtin_shuffle(a, b, TURNS + LANES / 2)}; }
+
+// The even lanes of two vectors, and the odd ones.
+struct Unzipped {
+    f32v even, odd;
+};
+
+inline Unzipped unzip(f32v a, f32v b) { return {__builtin_shuffle(a, b, EVENS), __builtin_shuffle(a, b, EVENS + 1)}; }
+
 // Elements in memory. A wide load reads LANES elements.
 
 struct Bf16 { uint16_t bits; };
 struct F16 { uint16_t bits; };
 
+#if defined(__aarch64__)
+typedef __fp16 Half;  // only converted; GCC 12 has no _Float16 there
+#else
+typedef _Float16 Half;
+#endif
+
 inline float as_f32(float value) { return value; }
 inline float as_f32(Bf16 value) { return bits_as<float>(uint32_t(value.bits) << 16); }
-inline float as_f32(F16 value) { return static_cast<float>(bits_as<_Float16>(value.bits)); }
+inline float as_f32(F16 value) { return static_cast<float>(bits_as<Half>(value.bits)); }
 
 inline f32v load_f32(const float* from) { return load<f32v>(from); }
 
@@ -189,7 +222,7 @@ inline f32v load_f32(const F16* from) {
     return (f32v)_mm256_cvtph_ps((__m128i)load<u16h>(from));
 #else
     f32v value;
-    for (int i = 0; i < LANES; ++i) value[i] = static_cast<float>(bits_as<_Float16>(from[i].bits));
+    for (int i = 0; i < LANES; ++i) value[i] = static_cast<float>(bits_as<Half>(from[i].bits));
     return value;
 #endif
 }
@@ -210,7 +243,7 @@ inline void store_f32(F16* to, f32v value) {
 #elif defined(__F16C__)
     store(to, (u16h)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
-    for (int i = 0; i < LANES; ++i) to[i].bits = bits_as<uint16_t>(static_cast<_Float16>(value[i]));
+    for (int i = 0; i < LANES; ++i) to[i].bits = bits_as<uint16_t>(static_cast<Half>(value[i]));
 #endif
 }
 

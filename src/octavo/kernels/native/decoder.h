@@ -1,0 +1,189 @@
+// The layers of a Llama-style decoder: norm, attention, norm, gated MLP, each half added to the residual stream.
+//
+// Everything between two weights is FP32 and stays here, so that a token costs one call.
+#pragma once
+
+#include "attention.h"
+#include "gemm.h"
+#include "quantize.h"
+
+namespace octavo {
+namespace {
+
+// y = x / rms(x) · weight, row by row (arXiv 1910.07467, equation 4).
+inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* y) {
+    f32v squares = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const f32v own = load_f32(x + i, least_of<int64_t>(LANES, n - i));
+        squares = fused(own, own, squares);
+    }
+    const f32v factor = all(1.0f / __builtin_sqrtf(sum_of_lanes(squares) / float(n) + eps));
+    for (int64_t i = 0; i < n; i += LANES) {
+        const int64_t some = least_of<int64_t>(LANES, n - i);
+        store_f32(y + i, load_f32(x + i, some) * factor * load_f32(weight + i, some), some);
+    }
+}
+
+// silu(gate) · up (arXiv 2002.05202, equation 6).
+inline void silu_times(const float* gate, const float* up, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        const int64_t some = least_of<int64_t>(LANES, n - i);
+        const f32v own = load_f32(gate + i, some);
+        store_f32(y + i, own / (1.0f + exponential(-own)) * load_f32(up + i, some), some);
+    }
+}
+
+// Turns pairs (x[i], x[i + n/2]) by the angles of their position (arXiv 2104.09864, equation 34).
+inline void turn(const float* x, const float* cos, const float* sin, int64_t n, float* y) {
+    for (int64_t i = 0; i < n / 2; ++i) {
+        const float low = x[i], high = x[i + n / 2];
+        y[i] = low * cos[i] - high * sin[i];
+        y[i + n / 2] = high * cos[i + n / 2] + low * sin[i + n / 2];
+    }
+}
+
+struct Decoder {
+    const DecoderProblem& p;
+    const int64_t rows = p.rows.count, dim = p.cache.head_dim, kv_heads = p.cache.kv_heads, kv_size = kv_heads * dim;
+    const int64_t query_size = p.heads * dim, qkv_size = query_size + 2 * kv_size;
+    float *normed = nullptr, *qkv = nullptr, *fresh = nullptr, *scales = nullptr, *attended = nullptr, *gate_up = nullptr,
+          *gated = nullptr;
+    uint8_t* codes = nullptr;
+    Pages keys{}, values{};     // of the layer
+
+    // Hands out the memory of everything that lies between weights; the answer is how many numbers were needed.
+    int64_t lay_out(float* memory) {
+        int64_t taken = 0;
+        auto take = [&](int64_t a_row) {
+            float* own = memory ? memory + taken : nullptr;
+            taken += (rows * a_row + 15) / 16 * 16;
+            return own;
+        };
+        normed = take(p.hidden_size);
+        qkv = take(qkv_size);
+        fresh = take(2 * kv_size);  // keys and values to be stored, [2][row][head][dim]
+        scales = take(4 * kv_heads);
+        codes = reinterpret_cast<uint8_t*>(take((2 * kv_size + 3) / 4));
+        attended = take(query_size);
+        gate_up = take(2 * p.intermediate_size);
+        gated = take(p.intermediate_size);
+        return taken;
+    }
+
+    template <class Each>
+    void for_rows(int64_t elements, const Each& each) const {
+        parallel_for(rows, largest<int64_t>(1, 8192 / elements), [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; ++row) each(row);
+        });
+    }
+
+    void norm(const float* weight) const {
+        for_rows(p.hidden_size, [&](int64_t row) {
+            rms_norm(p.hidden + row * p.hidden_size, weight, p.hidden_size, p.norm_eps, normed + row * p.hidden_size);
+        });
+    }
+
+    void linear(const float* x, int64_t k, const Weight& weight, float* y) const {
+        const Operand numbers{x, Element::f32, k, 1, nullptr, false};
+        gemm({numbers, weight.operand, rows, weight.rows, k, weight.block, weight.bias, y, Dtype::f32});
+    }
+
+    void add_to_hidden(const float* x) const {
+        for_rows(p.hidden_size, [&](int64_t row) {
+            for (int64_t i = row * p.hidden_size; i < (row + 1) * p.hidden_size; ++i) p.hidden[i] += x[i];
+        });
+    }
+
+    // Queries and keys turn by their positions; keys and values go where they can be stored from.
+    void turn_all() const {
+        for_rows(qkv_size, [&](int64_t row) {
+            float* own = qkv + row * qkv_size;
+            const float *cos = p.cos + p.rows.position[row] * dim, *sin = p.sin + p.rows.position[row] * dim;
+            for (int64_t head = 0; head < p.heads; ++head) turn(own + head * dim, cos, sin, dim, own + head * dim);
+            float *keys = fresh + row * kv_size, *values = fresh + (rows + row) * kv_size;
+            for (int64_t head = 0; head < kv_heads; ++head)
+                turn(own + query_size + head * dim, cos, sin, dim, keys + head * dim);
+            std::memcpy(values, own + query_size + kv_size, kv_size * sizeof(float));
+        });
+    }
+
+    // One number of a head's vector: its place in the pages of keys or of values.
+    struct Place {
+        int64_t vector, first, step;
+    };
+
+    Place place(int64_t i) const {  // vector i of what is fresh
+        const int64_t row = i / kv_heads % rows, position = p.rows.position[row];
+        const int64_t page = p.cache.table[p.rows.sequence[row] * p.cache.table_stride + position / PAGE];
+        const int64_t head = page * kv_heads + i % kv_heads, vector = head * PAGE + position % PAGE;
+        if (i < rows * kv_heads) return {vector, head * PAGE * dim + position % PAGE, PAGE};
+        return {vector, vector * dim, 1};
+    }
+
+    template <class T>
+    void store_numbers() const {
+        for (int64_t i = 0; i < 2 * rows * kv_heads; ++i) {
+            const Place to = place(i);
+            T* data = static_cast<T*>((i < rows * kv_heads ? keys : values).data);
+            for (int64_t d = 0; d < dim; ++d) store_f32(data + to.first + d * to.step, all(fresh[i * dim + d]), 1);
+        }
+    }
+
+    void store_codes() const {
+        const int64_t vectors = 2 * rows * kv_heads;
+        Counts counts{};
+        quantize({{fresh, Dtype::f32, vectors, dim, dim}, Format::e4m3, 1, dim, true, {ScaleRounding::rceil, p.amax_floor, 0},
+                  nullptr, false, nullptr, codes, scales, scales + vectors, false, &counts});
+        for (int64_t i = 0; i < vectors; ++i) {
+            const Place to = place(i);
+            const Pages& pages = i < rows * kv_heads ? keys : values;
+            uint8_t* data = static_cast<uint8_t*>(pages.data);
+            for (int64_t d = 0; d < dim; ++d) data[to.first + d * to.step] = codes[i * dim + d];
+            pages.scale[to.vector] = uint8_t(f32_bits(scales[i]) >> 23);
+        }
+    }
+
+    void store_fresh() const {
+        if (p.cache.element == Element::e4m3) store_codes();
+        else if (p.cache.element == Element::bf16) store_numbers<Bf16>();
+        else store_numbers<float>();
+    }
+
+    Pages of_layer(const Pages& first, int64_t layer) const {
+        const int64_t vectors = layer * p.page_count * kv_heads * PAGE;
+        const int64_t size = p.cache.element == Element::e4m3 ? 1 : p.cache.element == Element::bf16 ? 2 : 4;
+        return {static_cast<uint8_t*>(first.data) + vectors * dim * size, first.scale + vectors};
+    }
+
+    void run(int64_t index) {
+        const DecoderLayer& layer = p.layers[index];
+        keys = of_layer(p.keys, index);
+        values = of_layer(p.values, index);
+        norm(layer.attention_norm);
+        linear(normed, p.hidden_size, layer.qkv, qkv);
+        turn_all();
+        store_fresh();
+        attend({qkv, qkv_size, p.heads, p.cache, keys, values, p.rows, p.attention_scale, attended});
+        linear(attended, query_size, layer.out, normed);
+        add_to_hidden(normed);
+        norm(layer.mlp_norm);
+        linear(normed, p.hidden_size, layer.gate_up, gate_up);
+        for_rows(p.intermediate_size, [&](int64_t row) {
+            const float* gate = gate_up + row * 2 * p.intermediate_size;
+            silu_times(gate, gate + p.intermediate_size, p.intermediate_size, gated + row * p.intermediate_size);
+        });
+        linear(gated, p.intermediate_size, layer.down, normed);
+        add_to_hidden(normed);
+    }
+};
+
+void decode(const DecoderProblem& p) {
+    static thread_local Scratch between;
+    Decoder work{p};
+    work.lay_out(between.floats(work.lay_out(nullptr)));
+    for (int64_t i = 0; i < p.layer_count; ++i) work.run(i);
+    between.trim();
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,204 @@
+"""``load_gguf``: a Llama and its tokenizer from the one file that llama.cpp and its kin use.
+
+What differs from octavo's own layout:
+
+- Quantised weights are decoded, to the dtype asked for. Every encoding that the library ``gguf`` decodes will do.
+- Rows of the query and key projections pair neighbours for the rotary positions; octavo pairs a head's first half with
+  its second. The rows are put in that order, so nothing is computed twice.
+- A file without ``output.weight`` ties the head to the embedding.
+
+A file may say more than octavo's Llama can do: other architectures, biases, experts, scaled rotary positions, heads of
+another width than hidden_size / num_heads. Such a file is refused; so is one with a setting of the architecture that is
+not known here, because what it changes would be changed silently.
+
+The memory taken is the model's and that of a few rows: tensors are decoded one after the other out of the mapped file.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_tokenizer import VOCABULARY, read_tokenizer, token_id
+from octavo.models.llama import Llama, LlamaConfig
+
+__all__ = ["GGUFModel", "load_gguf"]
+
+ARCHITECTURE = "llama"
+CHAT_TEMPLATE = "tokenizer.chat_template"
+SHAPE_SETTINGS = {
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+    "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.freq_base",
+}  # fmt: skip
+WITHOUT_EFFECT = {"tensor_data_layout", "expert_used_count"}  # where expert_count is 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFModel:
+    """What a GGUF file holds.
+
+    Attributes:
+        model: the model.
+        tokenizer: text to token ids and back; it adds the tokens at the ends that the file asks for.
+        bos_id: the token that begins a text, or None.
+        eos_id: the token that ends one, or None.
+        chat_template: the Jinja template that turns messages into text, or None.
+    """
+
+    model: Llama
+    tokenizer: Tokenizer
+    bos_id: int | None
+    eos_id: int | None
+    chat_template: str | None
+
+
+def load_gguf(path: str | Path, *, dtype: torch.dtype = torch.float32) -> GGUFModel:
+    """Read a Llama-layout .gguf file.
+
+    Args:
+        path: of the file.
+        dtype: of the parameters.
+
+    Raises:
+        CheckpointError: the file is no GGUF file, is damaged, or holds a model or tokenizer that octavo does not have.
+        ConfigError: ``dtype`` is not a floating one of two bytes or more, or the library ``gguf`` is not installed.
+    """
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ConfigError(f"parameters are loaded as float32, bfloat16, float16 or float64, not {dtype}")
+    file = GGUFFile(path)
+    config, tokenizer = _config(file), read_tokenizer(file)
+    return GGUFModel(
+        model=_model(file, config, dtype),
+        tokenizer=tokenizer,
+        bos_id=token_id(file, "bos"),
+        eos_id=token_id(file, "eos"),
+        chat_template=file.get(CHAT_TEMPLATE, str) if CHAT_TEMPLATE in file.values else None,
+    )
+
+
+def _config(file: GGUFFile) -> LlamaConfig:
+    if (architecture := file.get("general.architecture", str)) != ARCHITECTURE:
+        raise CheckpointError(
+            f"{file.path} holds a model of architecture {architecture!r}; octavo has {ARCHITECTURE!r}"
+        )
+    heads = _setting(file, "attention.head_count", int)
+    try:
+        config = LlamaConfig(
+            vocab_size=len(file.get(VOCABULARY, list)),
+            hidden_size=_setting(file, "embedding_length", int),
+            intermediate_size=_setting(file, "feed_forward_length", int),
+            num_layers=_setting(file, "block_count", int),
+            num_heads=heads,
+            num_kv_heads=_setting(file, "attention.head_count_kv", int, heads),
+            max_positions=_setting(file, "context_length", int),
+            rope_theta=_setting(file, "rope.freq_base", float, 10000.0),
+            rms_norm_eps=_setting(file, "attention.layer_norm_rms_epsilon", float),
+            tie_embeddings="output.weight" not in file.tensors,
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{file.path} holds a model that octavo's Llama cannot be: {error}") from error
+    if config.num_layers > len(file.tensors):
+        raise CheckpointError(f"{file.path} speaks of {config.num_layers} layers and has {len(file.tensors)} tensors")
+    _check_settings(file, config)
+    return config
+
+
+def _setting(file: GGUFFile, name: str, kind: Any, default: Any = None) -> Any:
+    return file.get(f"{ARCHITECTURE}.{name}", kind, default)
+
+
+def _check_settings(file: GGUFFile, config: LlamaConfig) -> None:
+    """Refuse what would change the model's arithmetic without a trace."""
+    given = {
+        name.removeprefix(f"{ARCHITECTURE}."): value
+        for name, value in file.values.items()
+        if name.startswith(f"{ARCHITECTURE}.")
+    }
+    asked = {"rope.scaling.type": "none", "expert_count": 0}
+    asked |= dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), config.head_dim)
+    for name in given.keys() & asked.keys():
+        if given[name] != asked[name]:
+            raise CheckpointError(
+                f"{file.path} has {given[name]!r} as {ARCHITECTURE}.{name}, and octavo's Llama can only have "
+                f"{asked[name]!r} there"
+            )
+    unscaled = {name for name in given if name.startswith("rope.scaling.") and "rope.scaling.type" in given}
+    if unknown := sorted(given.keys() - SHAPE_SETTINGS - WITHOUT_EFFECT - asked.keys() - unscaled):
+        raise CheckpointError(
+            f"{file.path} has settings that octavo's Llama does not know and that may change what it computes: "
+            + ", ".join(f"{ARCHITECTURE}.{name}" for name in unknown)
+        )
+
+
+def _model(file: GGUFFile, config: LlamaConfig, dtype: torch.dtype) -> Llama:
+    expected = _expected(config)
+    _check_tensors(file, dict(expected.values()))
+    with _NothingDrawn():  # memory that is asked for and not written takes no place
+        model = Llama(config)
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    for ours, (theirs, _) in expected.items():
+        weight, turned = file.tensor(theirs, dtype), heads.get(ours.split(".")[-2])
+        model.get_parameter(ours).data = weight if turned is None else _halves(weight, turned)
+    return model
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Inside, a new module's parameters get no random first values: the file's are coming."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawing = {nn.init.normal_, nn.init.kaiming_uniform_, Tensor.normal_}
+        return None if func in drawing else func(*args, **(kwargs or {}))
+
+
+def _expected(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Each parameter's name → its name in the file and its shape."""
+    H, inner, kv = config.hidden_size, config.intermediate_size, config.num_kv_heads * config.head_dim
+    embedding = (config.vocab_size, H)
+    outer = {"model.embed_tokens": ("token_embd", embedding), "model.norm": ("output_norm", (H,))}
+    outer |= {} if config.tie_embeddings else {"lm_head": ("output", embedding)}
+    of_a_layer = {
+        "input_layernorm": ("attn_norm", (H,)),
+        "self_attn.q_proj": ("attn_q", (H, H)),
+        "self_attn.k_proj": ("attn_k", (kv, H)),
+        "self_attn.v_proj": ("attn_v", (kv, H)),
+        "self_attn.o_proj": ("attn_output", (H, H)),
+        "post_attention_layernorm": ("ffn_norm", (H,)),
+        "mlp.gate_proj": ("ffn_gate", (inner, H)),
+        "mlp.up_proj": ("ffn_up", (inner, H)),
+        "mlp.down_proj": ("ffn_down", (H, inner)),
+    }
+    layers = {
+        f"model.layers.{layer}.{ours}": (f"blk.{layer}.{theirs}", shape)
+        for layer in range(config.num_layers)
+        for ours, (theirs, shape) in of_a_layer.items()
+    }
+    return {f"{ours}.weight": (f"{theirs}.weight", shape) for ours, (theirs, shape) in (outer | layers).items()}
+
+
+def _check_tensors(file: GGUFFile, shapes: dict[str, tuple[int, ...]]) -> None:
+    if missing := [name for name in shapes if name not in file.tensors]:
+        raise CheckpointError(f"{file.path} has no {_listed(missing)}; it is not a whole Llama")
+    if foreign := sorted(file.tensors.keys() - shapes.keys()):
+        raise CheckpointError(
+            f"{file.path} has {_listed(foreign)}, which octavo's Llama has no place for: it has no biases, no experts "
+            "and no scaled rotary positions"
+        )
+    for name, shape in shapes.items():
+        if (found := file.tensors[name].shape) != shape:
+            raise CheckpointError(f"{file.path} has {name} of shape {found}; its settings make it {shape}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows of heads [heads · D, K] whose neighbours pair, in the order in which a head's halves pair."""
+    rows, width = weight.shape
+    return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)

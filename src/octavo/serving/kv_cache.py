@@ -1,0 +1,125 @@
+"""The keys and values of all layers, in pages of 64 positions; in FP8, each vector with a power-of-two scale.
+
+A key or value of one head, D numbers, is cast when it is stored: amax over its D numbers, the smallest power of two
+that keeps them within 448 (E8M0, rounded up), E4M3 codes. Nothing has to be calibrated, no later position can saturate,
+and a power of two costs no precision. With D = 64 the cache takes 65 bytes for what takes 128 in BF16.
+Keys lie dimension by dimension and values position by position, so that scores and weighted sums both add up rows.
+
+| tensor                 | shape                               | dtype                    |
+|------------------------|-------------------------------------|--------------------------|
+| keys                   | [layers, pages, kv heads, D, 64]    | E4M3, bfloat16, float32  |
+| values                 | [layers, pages, kv heads, 64, D]    | the same                 |
+| key_scale, value_scale | [layers, pages, kv heads, 64]       | uint8 (E8M0), E4M3 only  |
+| table                  | [1, pages]                          | int32                    |
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.formats import BF16, E4M3, E8M0, FP32, Format
+from octavo.kernels import quantize
+from octavo.kernels.decoding import PAGE, CacheTensors
+from octavo.numerics import PerRow, ScaleRounding
+from octavo.numerics.scaling import scale_from_e8m0
+
+__all__ = ["PagedKVCache"]
+
+
+class PagedKVCache:
+    """Room for the keys and values of one sequence.
+
+    Args:
+        layers: number of decoder layers.
+        kv_heads: key and value heads of a layer.
+        head_dim: width of one head, D.
+        max_positions: how many positions must fit; rounded up to whole pages.
+        fmt: E4M3, BF16 or FP32.
+
+    Attributes:
+        tensors: keys, values, their scales, and the pages of the sequence in order.
+        length: number of positions that are filled; a smaller number forgets what follows.
+
+    Raises:
+        ConfigError: a size below 1, or another format.
+
+    Example:
+        >>> cache = PagedKVCache(2, 1, 64, max_positions=100)
+        >>> cache.capacity, cache.nbytes / (2 * 2 * 128 * 64)
+        (128, 1.015625)
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, *, max_positions: int, fmt: Format = E4M3) -> None:
+        for name, size in (
+            ("layers", layers),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+            ("max_positions", max_positions),
+        ):
+            if size < 1:
+                raise ConfigError(f"{name} must be at least 1, not {size}")
+        if fmt not in (E4M3, BF16, FP32):
+            raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
+        pages = -(-max_positions // PAGE)
+        self.fmt = fmt
+        vectors = (layers, pages, kv_heads, PAGE)
+        key_scale, value_scale = (torch.zeros(vectors, dtype=torch.uint8) if fmt == E4M3 else None for _ in range(2))
+        self.tensors = CacheTensors(
+            torch.zeros(layers, pages, kv_heads, head_dim, PAGE, dtype=fmt.torch_dtype),
+            torch.zeros(*vectors, head_dim, dtype=fmt.torch_dtype),
+            key_scale,
+            value_scale,
+            torch.arange(pages, dtype=torch.int32)[None],
+        )
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """How many positions have room."""
+        return self.tensors.table.shape[1] * PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and their scales."""
+        t = self.tensors
+        return sum(x.nbytes for x in (t.keys, t.values, t.key_scale, t.value_scale) if x is not None)
+
+    def next_positions(self, count: int) -> Tensor:
+        """The positions that the next tokens take, int64 [count].
+
+        Raises:
+            ConfigError: no room.
+        """
+        end = self.length + count
+        if end > self.capacity:
+            raise ConfigError(
+                f"this cache has room for {self.capacity} positions, and {end} are needed; make one with more "
+                "max_positions"
+            )
+        return torch.arange(self.length, end)
+
+    def store(self, layer: int, position: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keep keys and values, float32 [R, kv heads, D], of R positions of one layer."""
+        t = self.tensors
+        page, place = t.table[0, position // PAGE].long(), position % PAGE
+        for to, scales, vectors in ((t.keys.transpose(-1, -2), t.key_scale, keys), (t.values, t.value_scale, values)):
+            if scales is None:
+                to[layer, page, :, place] = vectors.to(to.dtype)
+                continue
+            cast = quantize(vectors, E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0)
+            to.view(torch.uint8)[layer, page, :, place] = cast.data.view(
+                torch.uint8
+            )  # codes cannot be assigned by index
+            scales[layer, page, :, place] = cast.scale[..., 0]
+
+    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of the first positions of one layer, float32 [length, kv heads, D]."""
+        t = self.tensors
+        page = t.table[0, : -(-length // PAGE)].long()
+        found = []
+        for data, scales in ((t.keys.transpose(-1, -2), t.key_scale), (t.values, t.value_scale)):
+            vectors = data[layer].float()[page]
+            if scales is not None:
+                vectors = vectors * scale_from_e8m0(scales[layer, page])[..., None]
+            found.append(vectors.transpose(1, 2).flatten(0, 1)[:length])
+        return found[0], found[1]

@@ -1,0 +1,165 @@
+"""``ModelRunner``: a Llama-style model for generation, its weights FP8 codes, its keys and values in a cache.
+
+Every weight, the head's too, becomes E4M3 codes with one scale an output row; activations are FP32 and are not cast.
+Where the head shares the embedding's weight, the embedding reads the same codes. With the native kernels all layers are
+one call; elsewhere octavo.serving.layers computes the same, many times slower.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.formats import E4M3, Format
+from octavo.kernels import cpu, quantize
+from octavo.kernels.decoding import MAX_HEAD_DIM, DecoderLayer, DecoderShape, NativeDecoder
+from octavo.models import Llama, llama
+from octavo.numerics import PerRow, QuantizedTensor
+from octavo.serving.kv_cache import PagedKVCache
+from octavo.serving.layers import Decoder, linear
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """Next-token logits of a model, as fast as its weights can be read.
+
+    Args:
+        model: a decoder on a CPU; its weights are copied.
+        level: an instruction-set level of the native kernels; None is the best, "torch" uses none.
+
+    Raises:
+        ConfigError: a model on another device, or with heads wider than 512.
+        BackendError: a level that is not there.
+
+    Example:
+        >>> from octavo.models import LlamaConfig
+        >>> config = LlamaConfig(
+        ...     vocab_size=64,
+        ...     hidden_size=32,
+        ...     intermediate_size=64,
+        ...     num_layers=1,
+        ...     num_heads=2,
+        ...     num_kv_heads=1,
+        ...     max_positions=16,
+        ... )
+        >>> runner = ModelRunner(Llama(config))
+        >>> cache = runner.new_cache()
+        >>> runner(torch.tensor([1, 2, 3]), cache).shape, runner(torch.tensor([4]), cache).shape, cache.length
+        (torch.Size([64]), torch.Size([64]), 4)
+    """
+
+    def __init__(self, model: Llama, *, level: str | None = None) -> None:
+        config = model.config
+        if any(p.device.type != "cpu" for p in model.parameters()):
+            raise ConfigError("a ModelRunner runs on a CPU; move the model there first")
+        if config.head_dim > MAX_HEAD_DIM:
+            raise ConfigError(f"heads may be {MAX_HEAD_DIM} wide, not {config.head_dim}")
+        self.config = config
+        self._shape = DecoderShape(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.rms_norm_eps,
+        )
+        decoder = model.model
+        self._decoder = Decoder(self._shape, [_layer(layer) for layer in decoder.layers], decoder.cos, decoder.sin)
+        self._norm = decoder.norm.weight.detach().float()
+        self._head = _codes(model.lm_head.weight)
+        tied = model.lm_head.weight is decoder.embed_tokens.weight
+        self._embedding = None if tied else decoder.embed_tokens.weight.detach().clone()
+        by_torch = level == "torch" or (level is None and cpu.why_absent() is not None)
+        self._level = None if by_torch else level
+        self._native = None
+        if not by_torch:
+            self._native = NativeDecoder(self._shape, self._decoder.layers, decoder.cos, decoder.sin, level=level)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and their scales: what a token reads, but for a separate embedding."""
+        layers = [
+            weight for layer in self._decoder.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
+        return sum(weight.data.nbytes + weight.scale.nbytes for weight in [*layers, self._head])
+
+    def new_cache(self, max_positions: int | None = None, *, fmt: Format = E4M3) -> PagedKVCache:
+        """An empty cache for one sequence; None makes room for all positions that the model knows."""
+        room = self.config.max_positions if max_positions is None else max_positions
+        return PagedKVCache(
+            self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, max_positions=room, fmt=fmt
+        )
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
+        """The logits after the given tokens, whose keys and values are added to the cache.
+
+        Args:
+            tokens: int64 [T], at least one: what follows the positions in the cache.
+            cache: from :meth:`new_cache`.
+            every: the logits after every one of them instead of the last.
+
+        Returns:
+            float32 [V], or [T, V].
+
+        Raises:
+            ConfigError: no token, one outside the vocabulary, or more than the cache or the model has positions for;
+                the cache is as it was then.
+        """
+        self._check(tokens, cache)
+        position = cache.next_positions(len(tokens))
+        hidden = self._embed(tokens)
+        if self._native is None:
+            self._decoder.run(hidden, cache, position)
+        else:
+            sequence = torch.zeros(len(tokens), dtype=torch.int64)
+            self._native.run(hidden, cache.tensors, sequence, position)
+        cache.length += len(tokens)
+        rows = hidden if every else hidden[-1:]
+        normed = F.rms_norm(rows, (self._shape.hidden_size,), self._norm, self._shape.norm_eps)
+        logits = self._logits(normed)
+        return logits if every else logits[0]
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        if self._native is None:
+            return linear(normed, self._head)
+        head = self._head
+        return cpu.gemm(normed, head.data, b_scale=head.scale, out_dtype=torch.float32, level=self._level)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self._embedding is not None:
+            return self._embedding[tokens].float()
+        rows = self._head.data.view(torch.uint8)[tokens].view(self._head.data.dtype)
+        return QuantizedTensor(rows, self._head.scale[tokens], PerRow(), torch.float32).dequantize()
+
+    def _check(self, tokens: Tensor, cache: PagedKVCache) -> None:
+        if tokens.ndim != 1 or not len(tokens):
+            raise ConfigError(
+                f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}"
+            )
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size:
+            raise ConfigError(f"token ids must be below the vocabulary's {self.config.vocab_size}")
+        if cache.length + len(tokens) > self.config.max_positions:
+            raise ConfigError(
+                f"this model knows {self.config.max_positions} positions, and {cache.length + len(tokens)} are needed; "
+                "shorten the text"
+            )
+
+
+def _layer(layer: nn.Module) -> DecoderLayer:
+    assert isinstance(layer, llama.DecoderLayer)
+    attention, mlp = layer.self_attn, layer.mlp
+    return DecoderLayer(
+        attention_norm=layer.input_layernorm.weight.detach().float(),
+        qkv=_codes(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+        out=_codes(attention.o_proj.weight),
+        mlp_norm=layer.post_attention_layernorm.weight.detach().float(),
+        gate_up=_codes(mlp.gate_proj.weight, mlp.up_proj.weight),
+        down=_codes(mlp.down_proj.weight),
+    )
+
+
+def _codes(*weights: Tensor) -> QuantizedTensor:
+    """Weights below each other, each row with its own scale."""
+    return quantize(torch.cat([weight.detach().float() for weight in weights]), E4M3, granularity=PerRow())

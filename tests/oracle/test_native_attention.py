@@ -1,0 +1,166 @@
+"""Attention over a paged cache against softmax in FP64, and the cache's codes against octavo.quantize."""
+
+import math
+
+import pytest
+import torch
+
+from octavo.errors import BackendError
+from octavo.formats import BF16, E4M3, FP32
+from octavo.kernels import cpu
+from octavo.kernels.decoding import PAGE, CacheTensors, attend
+from octavo.serving import PagedKVCache
+
+pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+
+FORMATS = (E4M3, BF16, FP32)
+
+
+def filled(fmt, positions, kv_heads, head_dim, *, size=1.0):
+    cache = PagedKVCache(1, kv_heads, head_dim, max_positions=positions, fmt=fmt)
+    keys, values = (size * torch.randn(positions, kv_heads, head_dim) for _ in range(2))
+    cache.store(0, torch.arange(positions), keys, values)
+    return cache
+
+
+def native(queries, tensors: CacheTensors, position, *, sequence=None, level=None, scale=None):
+    keys, values, key_scale, value_scale = tensors.of_layer(0)
+    return attend(
+        queries,
+        keys,
+        values,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        table=tensors.table,
+        sequence=torch.zeros_like(position) if sequence is None else sequence,
+        position=position,
+        scale=queries.shape[2] ** -0.5 if scale is None else scale,
+        level=level,
+    )
+
+
+def exact(queries, cache, position, *, scale=None):
+    """In FP64, head by head; and the largest value that a query sees, to measure errors in."""
+    keys, values = (x.double() for x in cache.read(0, int(position.max()) + 1))
+    group = queries.shape[1] // keys.shape[1]
+    scale = queries.shape[2] ** -0.5 if scale is None else scale
+    out = torch.empty(queries.shape, dtype=torch.float64)
+    for row, last in enumerate(position.tolist()):
+        for head in range(queries.shape[1]):
+            own = keys[: last + 1, head // group], values[: last + 1, head // group]
+            weights = torch.softmax(own[0] @ queries[row, head].double() * scale, dim=0)
+            out[row, head] = weights @ own[1]
+    return out
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 2), (5, 1)])
+@pytest.mark.parametrize("head_dim", [2, 20, 64, 80, 512])
+def test_every_level_is_near_exact_softmax(fmt, heads, kv_heads, head_dim):
+    positions = 2 * PAGE + 37
+    cache = filled(fmt, positions, kv_heads, head_dim)
+    position = torch.tensor([0, 1, PAGE - 1, PAGE, positions - 1])
+    queries = torch.randn(len(position), heads, head_dim)
+    wanted = exact(queries, cache, position)
+    for level in cpu.levels():
+        torch.testing.assert_close(
+            native(queries, cache.tensors, position, level=level).double(), wanted, rtol=1e-5, atol=3e-6
+        )
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30])
+def test_vectors_of_any_size(fmt, size):
+    cache = filled(fmt, 100, 2, 64, size=size)
+    queries, position = torch.randn(1, 4, 64) / size, torch.tensor([99])
+    for level in cpu.levels():
+        found = native(queries, cache.tensors, position, level=level)
+        torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-4, atol=1e-5 * size)
+
+
+def test_large_scores_do_not_overflow():
+    cache = filled(FP32, 130, 1, 8)
+    queries, position = 1e4 * torch.randn(3, 2, 8), torch.tensor([0, 64, 129])
+    for level in cpu.levels():
+        found = native(queries, cache.tensors, position, level=level)
+        assert found.isfinite().all()
+        torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_pages_may_lie_anywhere_and_rows_do_not_meet(fmt):
+    """Three sequences in shuffled pages, rows in any order: each as if it were alone."""
+    lengths, kv_heads, head_dim = (200, 65, 1), 2, 48
+    alone = [filled(fmt, length, kv_heads, head_dim) for length in lengths]
+    places = torch.randperm(7)[:7].tolist()
+    shared = PagedKVCache(1, kv_heads, head_dim, max_positions=7 * PAGE, fmt=fmt).tensors
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    for number, cache in enumerate(alone):
+        for page in range(cache.tensors.table.shape[1]):
+            place = places.pop()
+            table[number, page] = place
+            for to, of in zip(shared.of_layer(0), cache.tensors.of_layer(0), strict=True):
+                if to is not None and of is not None:
+                    to.view(torch.uint8)[place] = of.view(torch.uint8)[page]
+    tensors = CacheTensors(shared.keys, shared.values, shared.key_scale, shared.value_scale, table)
+    sequence, position = torch.tensor([1, 0, 2, 0, 1]), torch.tensor([64, 199, 0, 3, 10])
+    queries = torch.randn(5, 4, head_dim)
+    for level in cpu.levels():
+        together = native(queries, tensors, position, sequence=sequence, level=level)
+        for row in range(5):
+            own = alone[int(sequence[row])].tensors
+            assert torch.equal(
+                together[row], native(queries[row : row + 1], own, position[row : row + 1], level=level)[0]
+            )
+
+
+def test_threads_change_nothing():
+    cache, position = filled(E4M3, 700, 3, 64), torch.arange(600, 700)
+    queries = torch.randn(100, 9, 64)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(native(queries, cache.tensors, position))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_a_nan_reaches_who_sees_it_and_nobody_else(fmt):
+    cache = filled(fmt, 140, 2, 64)
+    keys, values = torch.randn(2, 1, 2, 64)
+    values[0, 1, 5] = math.nan
+    cache.store(0, torch.tensor([100]), keys, values)
+    position, queries = torch.tensor([99, 100, 139]), torch.randn(3, 4, 64)
+    for level in cpu.levels():
+        found = native(queries, cache.tensors, position, level=level)
+        is_bad = found.isnan()
+        assert not is_bad[0].any()
+        assert not is_bad[:, :2].any()
+        assert is_bad[1:, 2:, 5].all()
+        assert is_bad.sum() == 4
+
+
+def test_what_does_not_fit_is_refused():
+    cache = filled(E4M3, 70, 1, 16)
+    queries, position = torch.randn(1, 1, 16), torch.tensor([3])
+    t = cache.tensors
+    without_scales = CacheTensors(t.keys, t.values, None, None, t.table)
+    other_pages = CacheTensors(t.keys, t.values[:, :, :, :32], t.key_scale, t.value_scale, t.table)
+    for tensors, place, text in (
+        (without_scales, position, "uint8 scales"),
+        (other_pages, position, r"values \[pages, kv heads, 64, D\]"),
+        (t, torch.tensor([128]), "reach beyond"),
+        (t, torch.tensor([-1]), "reach beyond"),
+        (t, position.int(), "int64"),
+    ):
+        with pytest.raises(BackendError, match=text):
+            native(queries, tensors, place)
+    with pytest.raises(BackendError, match="reach beyond"):
+        native(queries, CacheTensors(t.keys, t.values, t.key_scale, t.value_scale, t.table + 1), position)
+    with pytest.raises(BackendError, match="no level"):
+        native(queries, t, position, level="none")
