@@ -9,6 +9,8 @@ import torch
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import cpu
 from octavo.numerics import Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure, quantize
+from octavo.numerics.granularity import granularity_as_list
+from octavo.numerics.quantized import dequantize_by_torch
 
 FORMATS = (E4M3, E5M2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,6 +58,25 @@ def test_every_16_bit_input(fmt, dtype, scale):
     x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
     for policy in Nonfinite:
         assert_same_cast(x, fmt, PerTensor(), nonfinite=policy, scale=torch.tensor(scale))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_finite_16_bit_input_at_any_scale(fmt, dtype):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    x = x[x.isfinite()]
+    for scale in scales():
+        assert_same_cast(x, fmt, PerTensor(), scale=scale)
+
+
+def scales():
+    """The smallest and the largest, powers of two and numbers that are none, from all over the range."""
+    info = torch.finfo(torch.float32)
+    drawn = 2.0 ** torch.linspace(-126, 127, 24) * (1 + torch.rand(24, generator=torch.Generator().manual_seed(0)))
+    fixed = torch.tensor([2.0**-149, info.tiny, 2.0**-100, 2.0**-9, 1.0, 2.0**9, 2.0**100, info.max])
+    around = torch.tensor([2.0**-100, 2.0**100])
+    beside = torch.cat([around.nextafter(torch.tensor(0.0)), around.nextafter(torch.tensor(math.inf))])
+    return torch.cat([drawn.clamp(max=info.max), fixed, beside])
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -189,6 +210,32 @@ def test_dequantize(fmt, dtype, granularity):
                 out = torch.full(view.shape, 7.0, dtype=dtype)
                 assert cpu.dequantize(view, scale, granularity, dtype, out=out, level=level) is out
                 torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantize_finite_codes(fmt, dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.torch_dtype)
+    finite = codes.view(torch.uint8)[codes.float().isfinite()].repeat(3)
+    for scale in [*scales(), torch.tensor(0.0), torch.tensor(-1.5), torch.tensor(math.inf), torch.tensor(math.nan)]:
+        for special in (False, True):
+            given = finite.clone()
+            given[37 if special else 0] = 0x7F if special else 1
+            assert_same_numbers(given.view(fmt.torch_dtype), scale, PerTensor(), dtype)
+    rows = torch.stack([finite.roll(i) for i in range(len(scales()))]).view(fmt.torch_dtype)
+    for columns in (1, 31, 63, 64, 65, 95, 128, 256, 700):
+        assert_same_numbers(rows[:, :columns], scales()[:, None], PerRow(), dtype)
+    blocks = PerBlock(1, 64)
+    assert_same_numbers(rows, scales()[:, None].expand(blocks.scale_shape(rows.shape)), blocks, dtype)
+
+
+def assert_same_numbers(codes, scale, granularity, dtype):
+    """Decoded by every level, and by the formula; a zero's sign and a NaN's place count, a NaN's sign does not."""
+    wanted = dequantize_by_torch(codes, scale, granularity_as_list(granularity), dtype)
+    for level in cpu.levels():
+        found = cpu.dequantize(codes, scale, granularity, dtype, level=level)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.signbit() | found.isnan(), wanted.signbit() | wanted.isnan()), level
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)

@@ -22,6 +22,7 @@ def quantize(
     zero_is_unknown: bool,
     given_scale: int,
     codes: int,
+    values: int,
     scale: int,
     measured: int,
     counting: bool,
@@ -41,6 +42,7 @@ def dequantize(
     out_dtype: int,
     /,
 ) -> None: ...
+def round_stochastic(level: int, x: int, random: int, count: int, fmt: int, codes: int, /) -> None: ...
 def gemm(
     level: int,
     a: int,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.errors import ConfigError
 from octavo.formats import FP32, Format, format_of
 from octavo.kernels import cpu
 from octavo.numerics import (
@@ -19,7 +20,7 @@ from octavo.numerics import (
     measure,
 )
 from octavo.numerics import quantize as quantize_by_torch
-from octavo.numerics.cast import check_policy
+from octavo.numerics.cast import check_float, check_policy, round_stochastic_by_torch
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list, granularity_or_default
 from octavo.numerics.quantized import check_cast, dequantize_by_torch, stored_scale
 from octavo.numerics.scaling import AMAX_FLOOR, check_scale_options
@@ -155,8 +156,21 @@ def fake_quantize(
     *,
     granularity: Granularity | None = None,
     scale_rounding: ScaleRounding = ScaleRounding.FP32,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Quantize and dequantize: the values FP8 would hold, in ``x``'s dtype; the gradient passes straight through.
+
+    Args:
+        x: as in :func:`octavo.quantize`.
+        fmt: as in :func:`octavo.quantize`.
+        granularity: as in :func:`octavo.quantize`.
+        scale_rounding: as in :func:`octavo.quantize`.
+        out: where to write, shaped like ``x`` and in its dtype; ``x`` itself rounds it in place. No gradient passes
+            through then.
+
+    Raises:
+        ConfigError: what :func:`octavo.quantize` refuses, an ``out`` of another shape, dtype or device, or one where a
+            gradient is wanted.
 
     Example:
         >>> from octavo.formats import E4M3
@@ -166,6 +180,10 @@ def fake_quantize(
         >>> y.tolist(), x.grad.tolist()
         ([0.3125, 448.0], [1.0, 1.0])
     """
+    if out is not None:
+        _check_out(x, out)
+        with torch.no_grad():
+            return _rounded(x, fmt, granularity, scale_rounding, out)
     result: Tensor = _FakeQuantize.apply(x, fmt, granularity, scale_rounding)  # type: ignore[no-untyped-call]
     return result
 
@@ -175,12 +193,41 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(
         ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding
     ) -> Tensor:
-        return dequantize(quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding))
+        return _rounded(x, fmt, granularity, scale_rounding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: object, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         return grad_output, None, None, None
+
+
+def _rounded(
+    x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding, out: Tensor | None = None
+) -> Tensor:
+    """The values, by one call of a kernel where there is one."""
+    check_float(x, "the tensor to quantize")
+    if not cpu.supports(x, fmt) or x.dtype not in cpu.DTYPES or cpu.is_traced(x):
+        values = dequantize(quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding))
+        return values if out is None else out.copy_(values)
+    groups = granularity_or_default(granularity)
+    check_cast(x, fmt, groups, None, None, scale_rounding=scale_rounding, scale_format=FP32)
+    check_scale_options(scale_rounding, AMAX_FLOOR, 0)
+    values = cpu.fake_quantize(x, fmt, groups, cpu.ScaleRule(scale_rounding, AMAX_FLOOR, 0), out=out)
+    if out is not None and not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # what was saved for a backward pass is no longer there
+    return values
+
+
+def _check_out(x: Tensor, out: Tensor) -> None:
+    check_float(x, "the tensor to quantize")
+    wanted = (tuple(x.shape), x.dtype, x.device)
+    if (tuple(out.shape), out.dtype, out.device) != wanted:
+        raise ConfigError(
+            f"out must be like x, {wanted[1]} of shape {wanted[0]} on {wanted[2]}, "
+            f"not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+        )
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise ConfigError("fake_quantize cannot pass a gradient through out; leave out out, or call it in no_grad()")
 
 
 def _cast(  # noqa: PLR0917 (an operator's schema)
@@ -232,3 +279,12 @@ def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: tor
 
 
 torch.library.impl("octavo::dequantize", "CPU")(_dequantize)
+
+
+def _round_stochastic(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
+    if cpu.supports(scaled, format_of(dtype)):
+        return cpu.round_stochastic(scaled, random, format_of(dtype))
+    return round_stochastic_by_torch(scaled, random, dtype)
+
+
+torch.library.impl("octavo::round_stochastic", "CPU")(_round_stochastic)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.formats import FP8_FORMATS, Format
+from octavo.formats import FP8_FORMATS, Format, format_of
 
 __all__ = [
     "Nonfinite",
@@ -34,6 +34,7 @@ __all__ = [
     "check_policy",
     "may_hold_nonfinite",
     "narrowed",
+    "round_stochastic_by_torch",
 ]
 
 STOCHASTIC_BITS = 20  # the mantissa bits of an FP32 value that E4M3 drops; E5M2 drops one more
@@ -120,15 +121,34 @@ def cast_stochastic(
         0.25
     """
     x = _checked(x, fmt, nonfinite)
-    scaled = _scaled(x, encode_scale).clamp(-fmt.max, fmt.max)
-    bits = torch.randint(1 << STOCHASTIC_BITS, scaled.shape, generator=generator, device=scaled.device)
-    exact = scaled.double()
+    scaled = _restore_infinities(_scaled(x, encode_scale).clamp(-fmt.max, fmt.max), x, fmt, nonfinite)
+    random = torch.randint(
+        1 << STOCHASTIC_BITS, scaled.shape, generator=generator, device=scaled.device, dtype=torch.int32
+    )
+    result: Tensor = torch.ops.octavo.round_stochastic(scaled.detach(), random, fmt.torch_dtype)
+    return result
+
+
+def round_stochastic_by_torch(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
+    """The formula, for every device and format.
+
+    Args:
+        scaled: float32; finite numbers lie within ±maximum, others become what ``dtype`` has for them.
+        random: 20 bits for each.
+        dtype: of the codes.
+    """
+    fmt = format_of(dtype)
+    exact = torch.where(scaled.isfinite(), scaled, 0).double()
     exponent = torch.frexp(exact).exponent.clamp(min=2 - fmt.bias) - 1  # of subnormals: the one they share
     quantum = torch.ldexp(torch.ones_like(exact), exponent - fmt.mantissa_bits)
-    rounded = (exact.abs() / quantum + bits.double() / (1 << STOCHASTIC_BITS)).floor() * quantum
+    rounded = (exact.abs() / quantum + random.double() / (1 << STOCHASTIC_BITS)).floor() * quantum
     limited = rounded.copysign(exact).float()  # within ±maximum, which is exact and so does not move
-    limited = torch.where(scaled.isnan(), scaled, limited)
-    return _restore_infinities(limited, x, fmt, nonfinite).to(fmt.torch_dtype)
+    return torch.where(scaled.isfinite(), limited, scaled if fmt.inf_codes else math.nan).to(dtype)
+
+
+# An operator, for which a device may have a faster kernel than this formula.
+torch.library.define("octavo::round_stochastic", "(Tensor scaled, Tensor random, ScalarType dtype) -> Tensor")
+torch.library.impl("octavo::round_stochastic", "CompositeExplicitAutograd")(round_stochastic_by_torch)
 
 
 def may_hold_nonfinite(x: Tensor) -> bool:

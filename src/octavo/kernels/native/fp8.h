@@ -22,25 +22,54 @@ struct E5M2 {
 
 constexpr uint32_t MAGNITUDE = 0x7fffffff, EXPONENT = 0x7f800000, MANTISSA = 0x007fffff;
 
-// RNE(scaled), saturating; x is the input that `scaled` was made of, and decides what is infinite. Where every element is
-// known to be FINITE, nobody looks.
+// Numbers from 0 to the maximum, rounded to nearest even: the lower half of a lane is then ROUNDED_ZERO<F> more than the code,
+// the upper half anything.
 //
-// A quantum is the distance of two codes around `a`. Added to 2^23 quanta, `a` is rounded to whole quanta by the addition
-// itself, ties to even; their number is what the sum's bits hold beyond 2^23's.
-template <class F, bool FINITE>
-inline u32v encode(f32v scaled, f32v x, uint32_t code_of_inf) {
+// A quantum is the distance of two codes around a number. Added to 2^23 quanta, the number is rounded to whole quanta by
+// the addition itself, ties to even; their count is what the sum's mantissa holds, and its exponent field says of what size.
+template <class F>
+inline u32v rounded(f32v magnitude) {
     constexpr uint32_t smallest = uint32_t(127 + F::min_exponent) << 23;
     constexpr int dropped = 23 - F::mantissa_bits;
-    const u32v bits = bits_as<u32v>(scaled), sign = (bits >> 24) & 0x80;
-    const f32v limited = least(bits_as<f32v>(bits & MAGNITUDE), all(F::max));
-    const u32v exponent = largest(bits_as<u32v>(limited) & EXPONENT, all(smallest));
-    const u32v quanta_2_23 = exponent + (uint32_t(dropped) << 23);
-    const u32v quanta = bits_as<u32v>(limited + bits_as<f32v>(quanta_2_23)) - quanta_2_23;
-    const u32v finite = quanta + ((exponent - smallest) >> dropped);
+    const u32v power = largest(bits_as<u32v>(magnitude) & EXPONENT, all(smallest));
+    const u32v sum = bits_as<u32v>(fused(bits_as<f32v>(power), all(float(1 << dropped)), magnitude));  // an exact product
+    return sum + (sum >> dropped);
+}
+
+template <class F>
+constexpr uint32_t ROUNDED_ZERO = uint32_t(127 + F::min_exponent + 23 - F::mantissa_bits) << F::mantissa_bits;
+
+// RNE(scaled), saturating; x is the input that `scaled` was made of, and decides what is infinite. Where every element is
+// known to be FINITE, nobody looks.
+template <class F>
+inline u32v encode_magnitude(f32v scaled) {
+    const f32v limited = least(bits_as<f32v>(bits_as<u32v>(scaled) & MAGNITUDE), all(F::max));
+    return (rounded<F>(limited) - ROUNDED_ZERO<F>) & 0x7f;
+}
+
+template <class F, bool FINITE>
+inline u32v encode(f32v scaled, f32v x, uint32_t code_of_inf) {
+    const u32v finite = encode_magnitude<F>(scaled), sign = (bits_as<u32v>(scaled) >> 24) & 0x80;
     if (FINITE) return finite | sign;
     const u32v given = bits_as<u32v>(x) & MAGNITUDE;
     const u32v special = given > EXPONENT ? all(F::nan_code) : all(code_of_inf);
     return (given >= EXPONENT ? special : finite) | sign;
+}
+
+// Two elements of BF16 in every lane, all of them finite, to codes without signs in words. What lies beyond `limit`, whose
+// code is the maximum, counts as that.
+template <class F>
+inline u16v encode_words(u16v given, f32v encode_scale, u16v limit) {
+    const u32v pairs = bits_as<u32v>(least(given & uint16_t(0x7fff), limit));
+    const f32v even = bits_as<f32v>(pairs << 16), odd = bits_as<f32v>(pairs & 0xffff0000);
+    return join_halves(rounded<F>(even * encode_scale), rounded<F>(odd * encode_scale)) - uint16_t(ROUNDED_ZERO<F>);
+}
+
+// Less than one in 128 below the maximum, where every number is rounded to it.
+template <class F>
+inline u16v word_limit(float encode_scale) {
+    const uint32_t highest = bits_as<uint32_t>(F::max / encode_scale) >> 16;
+    return u16v{} + uint16_t(least_of(highest, 0x7f7fu));
 }
 
 // The value of LANES codes in FP32, exactly; NaN and Inf included.

@@ -44,7 +44,8 @@ struct QuantizeProblem {
     const float* given_amax;    // null, or what to provide for instead of what is measured
     bool zero_is_unknown;       // a given amax of 0 leaves its group to what is measured
     const float* given_scale;   // null, or fixed decode scales; amaxes and the rule play no part then
-    uint8_t* codes;             // [rows, columns], dense
+    uint8_t* codes;             // [rows, columns], dense; null where values are written
+    void* values;               // null, or where the codes' values go instead: laid out as x is, of its dtype, or x itself
     float* scale;               // written unless scales are given
     float* measured;            // amax of every group's finite elements
     bool counting;              // saturated and underflowed elements too
@@ -59,6 +60,16 @@ struct DequantizeProblem {
     const float* scale;
     void* out;  // [rows, columns], dense
     Dtype out_dtype;
+};
+
+// FP32 numbers within the maximum, or Inf or NaN, rounded up in magnitude where the dropped fraction and a random number of
+// 20 bits together make one.
+struct StochasticProblem {
+    const float* x;
+    const int32_t* random;
+    int64_t count;
+    Format format;
+    uint8_t* codes;
 };
 
 // What an operand of a product is made of.
@@ -159,6 +170,7 @@ struct Kernels {
     const char* name;
     void (*quantize)(const QuantizeProblem&);
     void (*dequantize)(const DequantizeProblem&);
+    void (*round_stochastic)(const StochasticProblem&);
     void (*gemm)(const GemmProblem&);
     void (*hopper)(const HopperProblem&);
     void (*attend)(const AttentionProblem&);

@@ -5,6 +5,7 @@
 #include "gemm.h"
 #include "hopper.h"
 #include "quantize.h"
+#include "stochastic.h"
 
 #define OCTAVO_JOINED(level) level##_kernels
 #define OCTAVO_TABLE(level) OCTAVO_JOINED(level)
@@ -17,7 +18,7 @@
 
 namespace octavo {
 
-const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, gemm, hopper,
-                                             attend, decode};
+const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, round_stochastic,
+                                             gemm, hopper, attend, decode};
 
 }  // namespace octavo

@@ -104,20 +104,27 @@ NB_MODULE(_native, m) {
         "quantize",
         [](int level, uintptr_t x, int dtype, int64_t rows, int64_t columns, int64_t stride, int format,
            int64_t block_rows, int64_t block_columns, bool propagate, int rounding, double amax_floor, int margin,
-           uintptr_t given_amax, bool zero_is_unknown, uintptr_t given_scale, uintptr_t codes, uintptr_t scale,
-           uintptr_t measured, bool counting) {
+           uintptr_t given_amax, bool zero_is_unknown, uintptr_t given_scale, uintptr_t codes, uintptr_t values,
+           uintptr_t scale, uintptr_t measured, bool counting) {
             Counts counts{};
             const QuantizeProblem problem{
                 {at<const void>(x), Dtype(dtype), rows, columns, stride}, Format(format), block_rows, block_columns,
                 propagate, {ScaleRounding(rounding), amax_floor, margin}, at<const float>(given_amax), zero_is_unknown,
-                at<const float>(given_scale), at<uint8_t>(codes), at<float>(scale), at<float>(measured), counting,
-                &counts};
+                at<const float>(given_scale), at<uint8_t>(codes), at<void>(values), at<float>(scale), at<float>(measured),
+                counting, &counts};
             {
                 nb::gil_scoped_release released;
                 kernels(level).quantize(problem);
             }
             return std::make_tuple(counts.nonfinite, counts.saturated, counts.underflowed);
         });
+    m.def("round_stochastic",
+          [](int level, uintptr_t x, uintptr_t random, int64_t count, int format, uintptr_t codes) {
+              const StochasticProblem problem{at<const float>(x), at<const int32_t>(random), count, Format(format),
+                                              at<uint8_t>(codes)};
+              nb::gil_scoped_release released;
+              kernels(level).round_stochastic(problem);
+          });
     m.def(
         "gemm",
         [](int level, uintptr_t a, int a_element, int64_t a_row, int64_t a_column, uintptr_t a_scale, bool a_per_row,

@@ -5,6 +5,7 @@
 // elements, is seen in the maximum of the magnitudes' bits and then handled by a slow loop.
 #pragma once
 
+#include "dequantize.h"
 #include "fp8.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -81,7 +82,8 @@ inline float encode_scale_of(float amax, const ScaleRule& rule) {
         const int wanted = F::max_exponent - rule.margin - exponent;
         return bits_as<float>(uint32_t(least_of(largest(wanted, -126), 127) + 127) << 23);
     }
-    const double quotient = F::max * __builtin_ldexp(1.0, -rule.margin) / provided;
+    const double target = rule.margin == 0 ? F::max : F::max * __builtin_ldexp(1.0, -rule.margin);
+    const double quotient = target / provided;
     const float limited =
         static_cast<float>(least_of(largest(quotient, double(__FLT_MIN__)), double(__FLT_MAX__)));
     return rule.rounding == ScaleRounding::rceil ? bits_as<float>(f32_bits(limited) & EXPONENT) : limited;
@@ -117,12 +119,44 @@ inline void count(CastCounts& counts, f32v x, f32v scaled, u32v codes, int64_t n
     }
 }
 
+// Most of a row of finite elements with one scale, and how many that are. As many elements ahead lies what is measured
+// next: memory goes on reading while these, which are in a cache, are cast.
+template <class F, class T>
+inline int64_t cast_finite(const T* x, uint8_t* codes, int64_t n, float scale) {
+    const f32v scales = all(scale);
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        f32v scaled[4];
+        u32v magnitudes[4];
+        for (int part = 0; part < 4; ++part) {
+            __builtin_prefetch(x + i + part * LANES + n);
+            scaled[part] = load_f32(x + i + part * LANES) * scales;
+            magnitudes[part] = encode_magnitude<F>(scaled[part]);
+        }
+        store_bytes(codes + i, magnitudes, scaled);
+    }
+    return i;
+}
+
+template <class F>
+inline int64_t cast_finite(const Bf16* x, uint8_t* codes, int64_t n, float scale) {
+    const f32v scales = all(scale);
+    const u16v limit = word_limit<F>(scale);
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        __builtin_prefetch(x + i + n);
+        const u16v low = load<u16v>(x + i), high = load<u16v>(x + i + 2 * LANES);
+        store(codes + i, narrow(encode_words<F>(low, scales, limit), encode_words<F>(high, scales, limit), low, high));
+    }
+    return i;
+}
+
 // One row of elements; `scales` steps from lane to lane, or is the same for all.
 template <class T, class F, bool SCALE_PER_COLUMN, bool FINITE, bool COUNTING>
 inline void cast_row(const T* x, uint8_t* codes, int64_t n, const float* scales, uint32_t inf, CastCounts& counts) {
     const f32v same = all(scales[0]);
     auto scale_at = [&](int64_t i) { return SCALE_PER_COLUMN ? load<f32v>(scales + i) : same; };
-    int64_t i = 0;
+    int64_t i = FINITE && !SCALE_PER_COLUMN && !COUNTING && scales[0] > 0 ? cast_finite<F>(x, codes, n, scales[0]) : 0;
     if (!COUNTING)
         for (; i + 4 * LANES <= n; i += 4 * LANES) {
             u32v coded[4];
@@ -151,7 +185,7 @@ struct Quantizer {
     const uint32_t inf = p.propagate ? F::inf_code : F::max_code;
 
     template <bool SCALE_PER_COLUMN>
-    void cast(const T* from, uint8_t* to, int64_t n, const float* scales, bool finite) const {
+    void cast_codes(const T* from, uint8_t* to, int64_t n, const float* scales, bool finite) const {
         CastCounts found;
         if (!p.counting) {
             if (finite) cast_row<T, F, SCALE_PER_COLUMN, true, false>(from, to, n, scales, inf, found);
@@ -161,6 +195,22 @@ struct Quantizer {
         cast_row<T, F, SCALE_PER_COLUMN, false, true>(from, to, n, scales, inf, found);
         __atomic_fetch_add(&p.counts->saturated, found.saturated, __ATOMIC_RELAXED);
         __atomic_fetch_add(&p.counts->underflowed, found.underflowed, __ATOMIC_RELAXED);
+    }
+
+    // n elements of a row, of group g or, with a scale per column, of as many groups from there on: to codes at `at`, or
+    // to their values, by way of codes that stay in the first-level cache.
+    template <bool SCALE_PER_COLUMN>
+    void cast(const T* from, int64_t at, int64_t n, const float* scales, int64_t g, bool finite) const {
+        if (!p.values) return cast_codes<SCALE_PER_COLUMN>(from, p.codes + at, n, scales, finite);
+        const float* decode_scales = (p.given_scale ? p.given_scale : p.scale) + g;
+        T* values = static_cast<T*>(p.values) + (from - x);
+        uint8_t codes[SPAN];
+        for (int64_t i = 0; i < n; i += SPAN) {
+            const int64_t part = least_of(SPAN, n - i), column = SCALE_PER_COLUMN ? i : 0;
+            cast_codes<SCALE_PER_COLUMN>(from + i, codes, part, scales + column, finite);
+            if (SCALE_PER_COLUMN) dequantize_columns<F>(codes, values + i, part, decode_scales + column);
+            else dequantize_row<F>(codes, values + i, part, decode_scales[0]);
+        }
     }
 
     void add_nonfinite(int64_t found) const {
@@ -178,7 +228,7 @@ struct Quantizer {
         parallel_for(rows * spans, grain, [&](int64_t begin, int64_t end) {
             for (int64_t item = begin; item < end; ++item) {
                 const int64_t row = item / spans, first = item % spans * SPAN;
-                each(x + row * p.x.stride + first, p.codes + row * columns + first, least_of(SPAN, columns - first));
+                each(x + row * p.x.stride + first, row * columns + first, least_of(SPAN, columns - first));
             }
         });
     }
@@ -198,11 +248,11 @@ struct Quantizer {
             return found.nonfinite == 0;
         };
         const bool known = p.given_scale || is_given(p, 0);
-        if (!known) for_each_span([&](const T* from, uint8_t*, int64_t n) { look(from, n); });
+        if (!known) for_each_span([&](const T* from, int64_t, int64_t n) { look(from, n); });
         const float encode_scale = group_scale<F>(p, 0, amax);
         const bool finite = p.counts->nonfinite == 0;
-        for_each_span([&](const T* from, uint8_t* to, int64_t n) {
-            cast<false>(from, to, n, &encode_scale, known ? look(from, n) : finite);
+        for_each_span([&](const T* from, int64_t at, int64_t n) {
+            cast<false>(from, at, n, &encode_scale, 0, known ? look(from, n) : finite);
         });
         p.measured[0] = bits_as<float>(amax);
     }
@@ -217,7 +267,7 @@ struct Quantizer {
         p.measured[g] = bits_as<float>(found.amax);
         const float encode_scale = group_scale<F>(p, g, found.amax);
         for (int64_t r = row; r < row + rows; ++r)
-            cast<false>(x + r * p.x.stride + column, p.codes + r * p.x.columns + column, columns, &encode_scale,
+            cast<false>(x + r * p.x.stride + column, r * p.x.columns + column, columns, &encode_scale, g,
                         found.nonfinite == 0);
     }
 
@@ -248,7 +298,7 @@ struct Quantizer {
             scales[i] = group_scale<F>(p, g + i, amax[i]);
         }
         for (int64_t r = row; r < last; ++r)
-            cast<true>(x + r * p.x.stride + first, p.codes + r * p.x.columns + first, n, scales, finite);
+            cast<true>(x + r * p.x.stride + first, r * p.x.columns + first, n, scales, g, finite);
     }
 
     static void raise_columns(uint32_t* amax, const T* from, int64_t n) {

@@ -8,7 +8,7 @@
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_FMA)
+#elif defined(__ARM_FEATURE_FMA) || defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -124,6 +124,8 @@ inline f32v least(f32v a, f32v b) {
     return a < b ? a : b;
 #endif
 }
+
+inline u16v least(u16v a, u16v b) { return a < b ? a : b; }
 
 template <class V>
 inline bool any(V mask) {  // of a comparison: all bits of a lane, or none
@@ -290,11 +292,115 @@ inline void store_bytes(uint8_t* to, u32v a, u32v b, u32v c, u32v d) {
 #endif
 }
 
+// Four vectors of codes without signs, and numbers that have them.
+inline void store_bytes(uint8_t* to, const u32v (&bytes)[4], const f32v (&signs)[4]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    auto words = [](auto a, auto b) { return _mm256_packs_epi32((__m256i)a, (__m256i)b); };
+    const __m256i all_bytes = _mm256_packus_epi16(words(bytes[0], bytes[1]), words(bytes[2], bytes[3]));
+    const __m256i all_signs = _mm256_packs_epi16(words(signs[0], signs[1]), words(signs[2], signs[3]));
+    const __m256i joined = _mm256_or_si256(all_bytes, _mm256_and_si256(all_signs, _mm256_set1_epi8(-128)));
+    _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(joined, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+#else
+    for (int part = 0; part < 4; ++part)
+        store_bytes(to + part * LANES, bytes[part] | ((bits_as<u32v>(signs[part]) >> 24) & 0x80));
+#endif
+}
+
 inline void store_bytes(uint8_t* to, u32v value, int64_t count) {
     uint8_t buffer[LANES];
     store_bytes(buffer, value);
     std::memcpy(to, buffer, count);
 }
+
+// The lower halves of the lanes, those of `odd` between those of `even`.
+inline u16v join_halves(u32v even, u32v odd) {
+#if defined(__AVX512F__)
+    return (u16v)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)even, (__m512i)(odd << 16));
+#elif defined(__AVX2__)
+    return (u16v)_mm256_blend_epi16((__m256i)even, (__m256i)(odd << 16), 0xaa);
+#else
+    return bits_as<u16v>((even & 0xffff) | (odd << 16));
+#endif
+}
+
+// The low bytes of words below 256, and the highest bit of words, to the same place.
+inline u8v narrow(u16v a, u16v b, u16v sign_of_a, u16v sign_of_b) {
+#if defined(__AVX512F__)
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i signs = _mm512_and_si512(_mm512_packs_epi16((__m512i)sign_of_a, (__m512i)sign_of_b), _mm512_set1_epi8(-128));
+    const __m512i bytes = _mm512_or_si512(_mm512_packus_epi16((__m512i)a, (__m512i)b), signs);
+    return (u8v)_mm512_permutexvar_epi64(order, bytes);
+#elif defined(__AVX2__)
+    const __m256i signs = _mm256_and_si256(_mm256_packs_epi16((__m256i)sign_of_a, (__m256i)sign_of_b), _mm256_set1_epi8(-128));
+    return (u8v)_mm256_permute4x64_epi64(_mm256_or_si256(_mm256_packus_epi16((__m256i)a, (__m256i)b), signs), 0xd8);
+#else
+    const u8v low_bytes = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    const u8v signs = __builtin_shuffle((u8v)(sign_of_a >> 8), (u8v)(sign_of_b >> 8), low_bytes) & uint8_t(0x80);
+    return __builtin_shuffle((u8v)a, (u8v)b, low_bytes) | signs;
+#endif
+}
+
+// Tables of 16 bytes, repeated over a register: byte index % 16 of them, zero where the index has its highest bit set.
+#if defined(__AVX2__) || defined(__aarch64__)
+#define OCTAVO_BYTE_TABLES
+
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+inline u8v repeated(u8x16 table) {
+#if defined(__AVX512F__)
+    return (u8v)_mm512_broadcast_i32x4((__m128i)table);
+#elif defined(__AVX2__)
+    return (u8v)_mm256_broadcastsi128_si256((__m128i)table);
+#else
+    return table;
+#endif
+}
+
+// Of 16 words, the low bytes, or the high ones.
+inline u8x16 low_bytes(const uint16_t* words) {
+    const u8x16 even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    return __builtin_shuffle(load<u8x16>(words), load<u8x16>(words + 8), even);
+}
+
+inline u8x16 high_bytes(const uint16_t* words) {
+    const u8x16 odd = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+    return __builtin_shuffle(load<u8x16>(words), load<u8x16>(words + 8), odd);
+}
+
+inline u8v look_up(u8v table, u8v index) {
+#if defined(__AVX512F__)
+    return (u8v)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
+#elif defined(__AVX2__)
+    return (u8v)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
+#else
+    return (u8v)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)(index & uint8_t(0x8f)));
+#endif
+}
+
+// Words out of their low and high bytes, which spread_bytes loaded: the first half of them, or the second.
+inline u8v spread_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (u8v)_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), load<__m512i>(from));
+#elif defined(__AVX2__)
+    return (u8v)_mm256_permute4x64_epi64(load<__m256i>(from), 0xd8);
+#else
+    return load<u8v>(from);
+#endif
+}
+
+inline void store_joined(uint16_t* to, u8v low, u8v high) {
+#if defined(__AVX512F__)
+    store(to, _mm512_unpacklo_epi8((__m512i)low, (__m512i)high));
+    store(to + 2 * LANES, _mm512_unpackhi_epi8((__m512i)low, (__m512i)high));
+#elif defined(__AVX2__)
+    store(to, _mm256_unpacklo_epi8((__m256i)low, (__m256i)high));
+    store(to + 2 * LANES, _mm256_unpackhi_epi8((__m256i)low, (__m256i)high));
+#else
+    store(to, vzip1q_u8((uint8x16_t)low, (uint8x16_t)high));
+    store(to + 2 * LANES, vzip2q_u8((uint8x16_t)low, (uint8x16_t)high));
+#endif
+}
+#endif
 
 }  // namespace
 }  // namespace octavo

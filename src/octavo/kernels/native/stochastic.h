@@ -1,0 +1,57 @@
+// FP32 numbers to codes with random numbers that are given; cast_stochastic in numerics/cast.py is the definition.
+#pragma once
+
+#include "fp8.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace octavo {
+namespace {
+
+constexpr int STOCHASTIC_BITS = 20;
+
+// The dropped fraction is what a number has below its quantum, cut off after as many bits as the random number has: both
+// are whole numbers then, and a carry into the quanta is what rounds up.
+template <class F>
+inline u32v encode_stochastic(f32v x, u32v random) {
+    constexpr uint32_t smallest = uint32_t(127 + F::min_exponent) << 23;
+    constexpr uint32_t reciprocal = uint32_t(2 * 127 + F::mantissa_bits + STOCHASTIC_BITS) << 23;  // less a power's field
+    const u32v bits = bits_as<u32v>(x), magnitude = bits & MAGNITUDE;
+    const u32v power = largest(magnitude & EXPONENT, all(smallest));
+    const f32v fixed = bits_as<f32v>(magnitude) * bits_as<f32v>(reciprocal - power);
+    const u32v quanta = ((u32v)__builtin_convertvector(fixed, i32v) + random) >> STOCHASTIC_BITS;
+    const u32v finite = quanta + ((power - smallest) >> (23 - F::mantissa_bits));
+    const u32v special = magnitude > EXPONENT ? all(F::nan_code) : all(F::inf_code);
+    return (magnitude >= EXPONENT ? special : finite) | ((bits >> 24) & 0x80);
+}
+
+template <class F>
+inline void round_span(const float* x, const int32_t* random, uint8_t* codes, int64_t n) {
+    auto rounded_at = [&](int64_t i) { return encode_stochastic<F>(load_f32(x + i), load<u32v>(random + i)); };
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        store_bytes(codes + i, rounded_at(i), rounded_at(i + LANES), rounded_at(i + 2 * LANES), rounded_at(i + 3 * LANES));
+    for (; i < n; i += LANES) {
+        const int64_t rest = least_of<int64_t>(LANES, n - i);
+        uint32_t drawn[LANES] = {};
+        std::memcpy(drawn, random + i, rest * sizeof *drawn);
+        store_bytes(codes + i, encode_stochastic<F>(load_f32(x + i, rest), load<u32v>(drawn)), rest);
+    }
+}
+
+template <class F>
+void round_stochastic_as(const StochasticProblem& p) {
+    constexpr int64_t span = 4096;
+    parallel_for((p.count + span - 1) / span, 4, [&](int64_t begin, int64_t end) {
+        const int64_t first = begin * span, last = least_of(end * span, p.count);
+        round_span<F>(p.x + first, p.random + first, p.codes + first, last - first);
+    });
+}
+
+void round_stochastic(const StochasticProblem& p) {
+    if (p.format == Format::e4m3) round_stochastic_as<E4M3>(p);
+    else round_stochastic_as<E5M2>(p);
+}
+
+}  // namespace
+}  // namespace octavo
