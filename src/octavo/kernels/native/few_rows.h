@@ -214,10 +214,12 @@ inline __attribute__((always_inline)) void dot(const Row* rows, int64_t offset, 
                 sums[r][byte] = fused(bytes.of[byte], load<f32v>(rows[r].shifted + at + byte * LANES), sums[r][byte]);
     };
     int64_t k = 0;
-    for (; k + STEP <= count; k += STEP) {
+    for (; k + 2 * STEP <= count; k += 2 * STEP) {
         __builtin_prefetch(codes + k + 2048);
         multiply(load<u8v>(codes + k), offset + k);
+        multiply(load<u8v>(codes + k + STEP), offset + k + STEP);
     }
+    for (; k + STEP <= count; k += STEP) multiply(load<u8v>(codes + k), offset + k);
     if (k < count) {
         uint8_t rest[STEP] = {};
         std::memcpy(rest, codes + k, count - k);
@@ -244,32 +246,47 @@ struct FewRows {
     const int64_t width = p.block ? p.block : p.k;  // columns of K that share a scale
     const int64_t padded = (width + STEP - 1) / STEP * STEP;
 
-    // Sums of one column of the output, [row][SOME], scaled where the scales change along K.
+    // One column of the output, [row][SOME]: sums, scaled where the scales change along K.
     template <class F, int COUNT>
-    void multiply(int64_t row, int64_t column, float* out) const {
-        const uint8_t* codes = static_cast<const uint8_t*>(p.b.data) + column * p.b.row_stride;
+    void multiply(int64_t row, int64_t column, float* out, u8v& seen) const {
         for (int64_t begin = 0, block = 0; begin < p.k; begin += width, ++block) {
             float sums[COUNT];
-            const int64_t count = least_of(width, p.k - begin);
-            u8v seen = {};
-            dot<F, COUNT>(rows + row, block * padded, codes + begin, count, sums, seen);
-            const bool special = has_special<F>(seen);
-            for (int r = 0; r < COUNT; ++r) {
-                const Row& own = rows[row + r];
-                float sum = sums[r] * own.unshift;
-                if (special || own.unshift == 0) sum = plain_dot<F>(own.x + begin, codes + begin, count);
-                if (p.block) sum = scales.apply(sum, row + r, column, block);
-                out[r * SOME] = begin ? out[r * SOME] + sum : sum;
-            }
+            dot<F, COUNT>(rows + row, block * padded, codes(column) + begin, least_of(width, p.k - begin), sums, seen);
+            for (int r = 0; r < COUNT; ++r) add(sums[r] * rows[row + r].unshift, row + r, column, block, out[r * SOME]);
         }
     }
 
     template <class F>
-    void column(int64_t column, float* out) const {
-        int64_t row = 0;
-        for (; row + 3 <= p.m; row += 3) multiply<F, 3>(row, column, out + row * SOME);
-        if (row + 2 == p.m) multiply<F, 2>(row, column, out + row * SOME);
-        if (row + 1 == p.m) multiply<F, 1>(row, column, out + row * SOME);
+    void multiply_plainly(int64_t row, int64_t column, float* out) const {
+        for (int64_t begin = 0, block = 0; begin < p.k; begin += width, ++block) {
+            const int64_t count = least_of(width, p.k - begin);
+            add(plain_dot<F>(rows[row].x + begin, codes(column) + begin, count), row, column, block, *out);
+        }
+    }
+
+    const uint8_t* codes(int64_t column) const {
+        return static_cast<const uint8_t*>(p.b.data) + column * p.b.row_stride;
+    }
+
+    void add(float sum, int64_t row, int64_t column, int64_t block, float& total) const {
+        const float scaled = p.block ? scales.apply(sum, row, column, block) : sum;
+        total = block ? total + scaled : scaled;
+    }
+
+    template <class F>
+    void multiply_columns(int64_t first, int64_t last, float* out) const {
+        u8v seen = {};
+        for (int64_t n = first; n < last; ++n) {
+            int64_t row = 0;
+            float* own = out + n - first;
+            for (; row + 3 <= p.m; row += 3) multiply<F, 3>(row, n, own + row * SOME, seen);
+            if (row + 2 == p.m) multiply<F, 2>(row, n, own + row * SOME, seen);
+            if (row + 1 == p.m) multiply<F, 1>(row, n, own + row * SOME, seen);
+        }
+        const bool special = has_special<F>(seen);
+        for (int64_t row = 0; row < p.m; ++row)
+            if (special || rows[row].unshift == 0)
+                for (int64_t n = first; n < last; ++n) multiply_plainly<F>(row, n, out + row * SOME + n - first);
     }
 
     template <class T>
@@ -289,7 +306,7 @@ struct FewRows {
             for (int64_t first = begin; first < end; first += SOME) {
                 float sums[FEW * SOME];
                 const int64_t last = least_of(first + SOME, end);
-                for (int64_t n = first; n < last; ++n) column<F>(n, sums + n - first);
+                multiply_columns<F>(first, last, sums);
                 if (p.out_dtype == Dtype::f32) finish<float>(first, last, sums);
                 else if (p.out_dtype == Dtype::bf16) finish<Bf16>(first, last, sums);
                 else finish<F16>(first, last, sums);
