@@ -23,32 +23,27 @@ def filled(fmt, positions, kv_heads, head_dim, *, size=1.0):
     return cache
 
 
-def native(queries, tensors: CacheTensors, position, *, sequence=None, level=None, scale=None):
-    keys, values, key_scale, value_scale = tensors.of_layer(0)
+def native(queries, tensors: CacheTensors, position, *, sequence=None, level=None):
     return attend(
         queries,
-        keys,
-        values,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        table=tensors.table,
+        tensors,
+        0,
         sequence=torch.zeros_like(position) if sequence is None else sequence,
         position=position,
-        scale=queries.shape[2] ** -0.5 if scale is None else scale,
+        scale=queries.shape[2] ** -0.5,
         level=level,
     )
 
 
-def exact(queries, cache, position, *, scale=None):
-    """In FP64, head by head; and the largest value that a query sees, to measure errors in."""
+def exact(queries, cache, position):
+    """In FP64, head by head."""
     keys, values = (x.double() for x in cache.read(0, int(position.max()) + 1))
     group = queries.shape[1] // keys.shape[1]
-    scale = queries.shape[2] ** -0.5 if scale is None else scale
     out = torch.empty(queries.shape, dtype=torch.float64)
     for row, last in enumerate(position.tolist()):
         for head in range(queries.shape[1]):
             own = keys[: last + 1, head // group], values[: last + 1, head // group]
-            weights = torch.softmax(own[0] @ queries[row, head].double() * scale, dim=0)
+            weights = torch.softmax(own[0] @ queries[row, head].double() / queries.shape[2] ** 0.5, dim=0)
             out[row, head] = weights @ own[1]
     return out
 
@@ -99,9 +94,10 @@ def test_pages_may_lie_anywhere_and_rows_do_not_meet(fmt):
         for page in range(cache.tensors.table.shape[1]):
             place = places.pop()
             table[number, page] = place
-            for to, of in zip(shared.of_layer(0), cache.tensors.of_layer(0), strict=True):
-                if to is not None and of is not None:
-                    to.view(torch.uint8)[place] = of.view(torch.uint8)[page]
+            for name in ("keys", "values", "key_scale", "value_scale"):
+                to, of = getattr(shared, name), getattr(cache.tensors, name)
+                if to is not None:
+                    to.view(torch.uint8)[0, place] = of.view(torch.uint8)[0, page]
     tensors = CacheTensors(shared.keys, shared.values, shared.key_scale, shared.value_scale, table)
     sequence, position = torch.tensor([1, 0, 2, 0, 1]), torch.tensor([64, 199, 0, 3, 10])
     queries = torch.randn(5, 4, head_dim)
@@ -146,21 +142,29 @@ def test_a_nan_reaches_who_sees_it_and_nobody_else(fmt):
 
 
 def test_what_does_not_fit_is_refused():
-    cache = filled(E4M3, 70, 1, 16)
+    t = filled(E4M3, 70, 1, 16).tensors
     queries, position = torch.randn(1, 1, 16), torch.tensor([3])
-    t = cache.tensors
-    without_scales = CacheTensors(t.keys, t.values, None, None, t.table)
-    other_pages = CacheTensors(t.keys, t.values[:, :, :, :32], t.key_scale, t.value_scale, t.table)
-    for tensors, place, text in (
-        (without_scales, position, "uint8 scales"),
-        (other_pages, position, r"values \[pages, kv heads, 64, D\]"),
-        (t, torch.tensor([128]), "reach beyond"),
-        (t, torch.tensor([-1]), "reach beyond"),
-        (t, position.int(), "int64"),
+    for place, text in (
+        (torch.tensor([128]), "reach beyond"),
+        (torch.tensor([-1]), "reach beyond"),
+        (position.int(), "int64"),
+        (torch.tensor([[3]]), "int64"),
     ):
         with pytest.raises(BackendError, match=text):
-            native(queries, tensors, place)
+            native(queries, t, place)
     with pytest.raises(BackendError, match="reach beyond"):
         native(queries, CacheTensors(t.keys, t.values, t.key_scale, t.value_scale, t.table + 1), position)
     with pytest.raises(BackendError, match="no level"):
         native(queries, t, position, level="none")
+    with pytest.raises(BackendError, match=r"queries \[R, heads, 16\]"):
+        native(torch.randn(1, 1, 8), t, position)
+    for parts in (
+        (t.keys, t.values, None, None, t.table),
+        (t.keys, t.values[..., :32, :], t.key_scale, t.value_scale, t.table),
+        (t.keys, t.values, t.key_scale, t.value_scale, t.table.long()),
+        (t.keys.float(), t.values.float(), t.key_scale, t.value_scale, t.table),
+    ):
+        with pytest.raises(BackendError, match="a cache has keys"):
+            CacheTensors(*parts)
+    with pytest.raises(BackendError, match="contiguous"):
+        CacheTensors(t.keys, t.values, t.key_scale, t.value_scale, t.table.expand(2, -1).t().contiguous().t())

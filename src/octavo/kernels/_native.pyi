@@ -126,6 +126,8 @@ class Decoder:
         amax_floor: float,
         cos: int,
         sin: int,
+        norm: int,
+        head: tuple[int, ...],
         /,
     ) -> None: ...
     def add_layer(
@@ -152,5 +154,7 @@ class Decoder:
         page_count: int,
         table: int,
         table_stride: int,
+        every: bool,
+        logits: int,
         /,
     ) -> None: ...

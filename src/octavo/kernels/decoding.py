@@ -1,4 +1,4 @@
-"""Native kernels for generation: attention over a paged cache, and all layers of a Llama-style decoder in one call.
+"""Native kernels for generation: attention over a paged cache, and a Llama-style decoder in one call.
 
 | tensor       | shape and dtype                                                                                     |
 |--------------|-----------------------------------------------------------------------------------------------------|
@@ -26,7 +26,7 @@ from octavo.kernels import cpu
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import AMAX_FLOOR
 
-__all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
+__all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "Decoder", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
 
 PAGE = 64  # as in native/kernels.h
 MAX_HEAD_DIM = 512
@@ -81,6 +81,27 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoder:
+    """What lies above a model's embedding.
+
+    Attributes:
+        shape: the sizes.
+        layers: the tensors of every layer.
+        cos: float32 [positions, D], cosines of the rotary angles, the same in both halves.
+        sin: their sines.
+        norm: float32 [hidden], the last norm's.
+        head: [V, hidden].
+    """
+
+    shape: DecoderShape
+    layers: Sequence[DecoderLayer]
+    cos: Tensor
+    sin: Tensor
+    norm: Tensor
+    head: QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
 class CacheTensors:
     """Keys and values of all layers: as in the table above, with the layers before the pages.
 
@@ -90,6 +111,9 @@ class CacheTensors:
         key_scale: [layers, pages, kv heads, PAGE], or None.
         value_scale: the same of the values.
         table: the pages of every sequence.
+
+    Raises:
+        BackendError: shapes or dtypes that do not go together.
     """
 
     keys: Tensor
@@ -98,20 +122,36 @@ class CacheTensors:
     value_scale: Tensor | None
     table: Tensor
 
-    def of_layer(self, index: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Keys, values and their scales of one layer."""
-        key_scale, value_scale = (None if s is None else s[index] for s in (self.key_scale, self.value_scale))
-        return self.keys[index], self.values[index], key_scale, value_scale
+    def __post_init__(self) -> None:
+        layers, pages, heads, dim, _ = self.keys.shape
+        scales = [scale for scale in (self.key_scale, self.value_scale) if scale is not None]
+        fits = self.keys.shape[4] == PAGE and self.values.shape == (layers, pages, heads, PAGE, dim)
+        fits &= len(scales) == (2 if self.keys.dtype == E4M3.torch_dtype else 0)
+        fits &= all(scale.shape == (layers, pages, heads, PAGE) and scale.dtype == torch.uint8 for scale in scales)
+        fits &= self.keys.dtype == self.values.dtype and self.keys.dtype in _CACHED and dim <= MAX_HEAD_DIM
+        fits &= self.table.ndim == 2 and self.table.dtype == torch.int32
+        if not fits:
+            raise BackendError(
+                f"a cache has keys [layers, pages, kv heads, D, {PAGE}], values [layers, pages, kv heads, {PAGE}, D], "
+                f"D up to {MAX_HEAD_DIM}, in E4M3 with uint8 scales of all vectors, or in bfloat16 or float32 without, "
+                f"and an int32 table, not {tuple(self.keys.shape)} {self.keys.dtype}, {tuple(self.values.shape)} "
+                f"{self.values.dtype} and {self.table.dtype}"
+            )
+        if not all(tensor.is_contiguous() for tensor in (self.keys, self.values, self.table, *scales)):
+            raise BackendError("keys, values, their scales and the table must be contiguous")
+
+    def addresses(self, layer: int) -> tuple[int, int, int, int]:
+        """Where a layer's keys, their scales, its values and their scales begin; 0 for none."""
+        tensors = (self.keys, self.key_scale, self.values, self.value_scale)
+        keys, key_scale, values, value_scale = (0 if t is None else t[layer].data_ptr() for t in tensors)
+        return keys, key_scale, values, value_scale
 
 
 def attend(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: CacheTensors,
+    layer: int,
     *,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    table: Tensor,
     sequence: Tensor,
     position: Tensor,
     scale: float,
@@ -120,12 +160,9 @@ def attend(
     """``softmax(queries · keysᵀ · scale) · values`` of every row over its sequence's cache.
 
     Args:
-        queries: float32 [R, heads, D]; kv heads serve heads / kv_heads of them that stand side by side.
-        keys: one layer's.
-        values: one layer's.
-        key_scale: the scales of codes, or None.
-        value_scale: the same of the values.
-        table: the pages of every sequence.
+        queries: float32 [R, heads, D]; a key head serves heads / kv heads of them that stand side by side.
+        cache: keys and values.
+        layer: which layer's.
         sequence: of every row.
         position: of every row.
         scale: of the scores.
@@ -135,31 +172,28 @@ def attend(
         float32 [R, heads, D]. A row's numbers depend on its own sequence alone, and not on the number of threads.
 
     Raises:
-        BackendError: shapes or dtypes that do not go together.
+        BackendError: shapes or dtypes that do not go together, or rows beyond the cache.
     """
-    _check_cache(keys, values, key_scale, value_scale)
+    _, _, kv_heads, dim, _ = cache.keys.shape
     rows, heads, head_dim = queries.shape
-    if head_dim != keys.shape[2] or heads % keys.shape[1] or not (sequence.shape == position.shape == (rows,)):
+    if head_dim != dim or heads % kv_heads or len(sequence) != rows:
         raise BackendError(
-            f"queries [R, heads, D] meet keys [pages, kv heads, D, {PAGE}] with R sequences and positions, "
-            f"not {tuple(queries.shape)}, {tuple(keys.shape)}, {tuple(sequence.shape)} and {tuple(position.shape)}"
+            f"queries [R, heads, {dim}], heads a multiple of {kv_heads}, go with this cache and R sequences and "
+            f"positions, not {tuple(queries.shape)}, {tuple(sequence.shape)} and {tuple(position.shape)}"
         )
-    _check_rows(table, sequence, position, keys.shape[0])
+    _check_rows(cache, sequence, position)
     queries = queries.float().contiguous()
     out = torch.empty_like(queries)
     _native().attend(
         cpu.level_number(level),
         queries.data_ptr(),
         heads,
-        keys.shape[1],
-        head_dim,
-        cpu.element_number(keys.dtype),
-        keys.data_ptr(),
-        _address(key_scale),
-        values.data_ptr(),
-        _address(value_scale),
-        table.data_ptr(),
-        table.shape[1],
+        kv_heads,
+        dim,
+        cpu.element_number(cache.keys.dtype),
+        *cache.addresses(layer),
+        cache.table.data_ptr(),
+        cache.table.shape[1],
         rows,
         sequence.data_ptr(),
         position.data_ptr(),
@@ -170,26 +204,17 @@ def attend(
 
 
 class NativeDecoder:
-    """The layers of a decoder, ready to be run.
+    """A decoder, ready to be run by the native kernels.
 
     Args:
-        shape: their sizes.
-        layers: their tensors, which are kept.
-        cos: float32 [positions, D], the cosines of the rotary angles, the same in both halves.
-        sin: their sines.
+        decoder: its tensors, which are kept.
         level: an instruction-set level; None is the best.
     """
 
-    def __init__(
-        self,
-        shape: DecoderShape,
-        layers: Sequence[DecoderLayer],
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        level: str | None = None,
-    ) -> None:
-        self._shape, self._kept = shape, [cos.contiguous(), sin.contiguous()]
+    def __init__(self, decoder: Decoder, *, level: str | None = None) -> None:
+        shape = decoder.shape
+        self._kept: list[Tensor] = []
+        self._vocabulary = decoder.head.shape[0]
         self._decoder = _native().Decoder(
             cpu.level_number(level),
             shape.hidden_size,
@@ -200,50 +225,59 @@ class NativeDecoder:
             shape.norm_eps,
             shape.attention_scale,
             AMAX_FLOOR,
-            *(table.data_ptr() for table in self._kept),
+            *(self._numbers(numbers) for numbers in (decoder.cos, decoder.sin, decoder.norm)),
+            self._weight(decoder.head),
         )
-        for layer in layers:
-            norms = [norm.detach().float().contiguous() for norm in (layer.attention_norm, layer.mlp_norm)]
-            self._kept += norms
-            weights = [self._weight(weight) for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-            self._decoder.add_layer(*(norm.data_ptr() for norm in norms), *weights)
+        for layer in decoder.layers:
+            weights = (layer.qkv, layer.out, layer.gate_up, layer.down)
+            self._decoder.add_layer(
+                self._numbers(layer.attention_norm), self._numbers(layer.mlp_norm), *map(self._weight, weights)
+            )
 
-    def run(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
-        """Pass rows of the residual stream through all layers, in place, and append their keys and values.
+    def run(
+        self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, every: bool = False
+    ) -> Tensor:
+        """Read the next positions of some sequences; their keys and values go into the cache.
 
         Args:
-            hidden: float32 [R, hidden], contiguous.
-            cache: the tensors of all layers.
+            hidden: float32 [R, hidden], contiguous: the rows of the embedding; overwritten.
+            cache: of all layers.
             sequence: of every row.
             position: of every row; of rows of one sequence, those that follow what is in the cache.
+            every: logits of every row, or of the last.
+
+        Returns:
+            float32 [R, V], or [1, V].
+
+        Raises:
+            BackendError: rows beyond the cache.
         """
-        _check_cache(*cache.of_layer(0))
-        _check_rows(cache.table, sequence, position, cache.keys.shape[1])
+        _check_rows(cache, sequence, position)
+        logits = torch.empty(len(hidden) if every else 1, self._vocabulary)
         self._decoder.run(
             hidden.data_ptr(),
-            hidden.shape[0],
+            len(hidden),
             sequence.data_ptr(),
             position.data_ptr(),
             cpu.element_number(cache.keys.dtype),
-            cache.keys.data_ptr(),
-            _address(cache.key_scale),
-            cache.values.data_ptr(),
-            _address(cache.value_scale),
+            *cache.addresses(0),
             cache.keys.shape[1],
             cache.table.data_ptr(),
             cache.table.shape[1],
+            every,
+            logits.data_ptr(),
         )
+        return logits
+
+    def _numbers(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
 
     def _weight(self, weight: QuantizedTensor) -> tuple[int, ...]:
-        data, scale = weight.data.contiguous(), weight.scale.float().contiguous()
-        self._kept += [data, scale]
-        per_row = scale.numel() > 1
-        element = cpu.element_number(data.dtype)
-        return (data.data_ptr(), element, data.stride(0), 1, scale.data_ptr(), per_row, data.shape[0], 0, 0)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+        data = weight.data.contiguous()
+        self._kept.append(data)
+        layout = (data.data_ptr(), cpu.element_number(data.dtype), data.stride(0), 1)
+        return (*layout, self._numbers(weight.scale), weight.scale.numel() > 1, data.shape[0], 0, 0)
 
 
 def _native() -> ModuleType:
@@ -254,34 +288,19 @@ def _native() -> ModuleType:
     return module
 
 
-def _check_cache(keys: Tensor, values: Tensor, key_scale: Tensor | None, value_scale: Tensor | None) -> None:
-    pages, heads, dim = keys.shape[:3]
-    fits = keys.shape == (pages, heads, dim, PAGE) and values.shape == (pages, heads, PAGE, dim) and dim <= MAX_HEAD_DIM
-    codes, scales = keys.dtype == E4M3.torch_dtype, [scale for scale in (key_scale, value_scale) if scale is not None]
-    fits &= len(scales) == (2 if codes else 0)
-    fits &= all(scale.shape == (pages, heads, PAGE) and scale.dtype == torch.uint8 for scale in scales)
-    if not (fits and keys.dtype == values.dtype and keys.dtype in _CACHED):
-        raise BackendError(
-            f"keys are [pages, kv heads, D, {PAGE}] and values [pages, kv heads, {PAGE}, D], D up to {MAX_HEAD_DIM}, "
-            "in E4M3 with uint8 scales of every vector, or in bfloat16 or float32 without, "
-            f"not {tuple(keys.shape)} {keys.dtype} and {tuple(values.shape)} {values.dtype}"
-        )
-    if not all(t is None or t.is_contiguous() for t in (keys, values, key_scale, value_scale)):
-        raise BackendError("keys, values and their scales must be contiguous")
-
-
-def _check_rows(table: Tensor, sequence: Tensor, position: Tensor, pages: int) -> None:
+def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
     """A kernel reads where it is told to."""
-    dtypes = (table.dtype, sequence.dtype, position.dtype) == (torch.int32, torch.int64, torch.int64)
-    if not (dtypes and table.ndim == 2 and all(t.is_contiguous() for t in (table, sequence, position))):
-        raise BackendError("the table is int32 [sequences, P], sequences and positions are int64 [R], all contiguous")
-    if not sequence.numel():
-        return
-    far = max(
-        int(sequence.max()) - table.shape[0], int(position.max()) - table.shape[1] * PAGE, int(table.max()) - pages
-    )
-    if far >= 0 or min(int(t.min()) for t in (table, sequence, position)) < 0:
-        raise BackendError(
-            f"sequences, positions or page numbers reach beyond {table.shape[0]} sequences, "
-            f"{table.shape[1] * PAGE} positions or {pages} pages"
-        )
+    rows = (sequence, position)
+    if any(t.dtype != torch.int64 or t.ndim != 1 or not t.is_contiguous() for t in rows) or len(sequence) != len(
+        position
+    ):
+        raise BackendError("sequences and positions are int64 [R], contiguous")
+    sequences, pages = cache.table.shape
+    limits = ((sequence, sequences), (position, pages * PAGE), (cache.table.flatten(), cache.keys.shape[1]))
+    for numbers, limit in limits:
+        found = numbers.tolist()
+        if found and (min(found) < 0 or max(found) >= limit):
+            raise BackendError(
+                f"sequences, positions or page numbers reach beyond {sequences} sequences, {pages * PAGE} positions or "
+                f"{cache.keys.shape[1]} pages"
+            )

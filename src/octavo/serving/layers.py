@@ -1,63 +1,53 @@
-"""What a decoder layer computes over a cache, in torch's operations: the definition that the native kernels follow.
+"""What a decoder computes over a cache, in torch's operations: the definition that the native kernels follow.
 
 Weights are E4M3 codes with one scale a row; everything between them is FP32. Keys and values go through the cache
 before any query sees them, its own position's too.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.decoding import DecoderLayer, DecoderShape
+from octavo.kernels.decoding import Decoder
 from octavo.nn import rotate
 from octavo.numerics import QuantizedTensor
 from octavo.serving.kv_cache import PagedKVCache
 
-__all__ = ["Decoder", "attend", "linear"]
+__all__ = ["attend", "linear", "run"]
 
 
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """A decoder's layers and what they share.
+def run(decoder: Decoder, hidden: Tensor, cache: PagedKVCache, position: Tensor, *, every: bool = False) -> Tensor:
+    """Read the next positions; their keys and values go into the cache.
 
-    Attributes:
-        shape: their sizes.
-        layers: their tensors.
-        cos: float32 [positions, D], cosines of the rotary angles.
-        sin: their sines.
+    Args:
+        decoder: what to run.
+        hidden: float32 [R, hidden], the rows of the embedding; overwritten.
+        cache: takes the keys and values.
+        position: of every row, int64 [R], ascending: those that follow the cache's.
+        every: logits of every row, or of the last.
+
+    Returns:
+        float32 [R, V], or [1, V].
     """
+    for index, layer in enumerate(decoder.layers):
+        hidden += _attention(decoder, index, hidden, cache, position)
+        gate, up = linear(_norm(decoder, hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        hidden += linear(F.silu(gate) * up, layer.down)
+    return linear(_norm(decoder, hidden if every else hidden[-1:], decoder.norm), decoder.head)
 
-    shape: DecoderShape
-    layers: Sequence[DecoderLayer]
-    cos: Tensor
-    sin: Tensor
 
-    def run(self, hidden: Tensor, cache: PagedKVCache, position: Tensor) -> None:
-        """Pass rows of the residual stream through all layers, in place, and append their keys and values.
+def _norm(decoder: Decoder, hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(hidden, (decoder.shape.hidden_size,), weight, decoder.shape.norm_eps)
 
-        Args:
-            hidden: float32 [R, hidden], one row a position.
-            cache: takes the keys and values.
-            position: of every row, int64 [R], ascending: those that follow the cache's.
-        """
-        for index, layer in enumerate(self.layers):
-            hidden += self._attention(index, hidden, cache, position)
-            normed = F.rms_norm(hidden, (self.shape.hidden_size,), layer.mlp_norm, self.shape.norm_eps)
-            gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
-            hidden += linear(F.silu(gate) * up, layer.down)
 
-    def _attention(self, index: int, hidden: Tensor, cache: PagedKVCache, position: Tensor) -> Tensor:
-        shape, layer = self.shape, self.layers[index]
-        normed = F.rms_norm(hidden, (shape.hidden_size,), layer.attention_norm, shape.norm_eps)
-        heads = linear(normed, layer.qkv).unflatten(-1, (-1, shape.head_dim))
-        queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=-2)
-        queries, keys = (rotate(x[None], self.cos[position], self.sin[position])[0] for x in (queries, keys))
-        cache.store(index, position, keys, values)
-        seen = cache.read(index, int(position[-1]) + 1)
-        return linear(attend(queries, *seen, position, shape.attention_scale).flatten(1), layer.out)
+def _attention(decoder: Decoder, index: int, hidden: Tensor, cache: PagedKVCache, position: Tensor) -> Tensor:
+    shape, layer = decoder.shape, decoder.layers[index]
+    heads = linear(_norm(decoder, hidden, layer.attention_norm), layer.qkv).unflatten(-1, (-1, shape.head_dim))
+    queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=-2)
+    queries, keys = (rotate(x[None], decoder.cos[position], decoder.sin[position])[0] for x in (queries, keys))
+    cache.store(index, position, keys, values)
+    seen = cache.read(index, int(position[-1]) + 1)
+    return linear(attend(queries, *seen, position, shape.attention_scale).flatten(1), layer.out)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:

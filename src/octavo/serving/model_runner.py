@@ -6,17 +6,16 @@ one call; elsewhere octavo.serving.layers computes the same, many times slower.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, Format
 from octavo.kernels import cpu, quantize
-from octavo.kernels.decoding import MAX_HEAD_DIM, DecoderLayer, DecoderShape, NativeDecoder
+from octavo.kernels.decoding import MAX_HEAD_DIM, Decoder, DecoderLayer, DecoderShape, NativeDecoder
 from octavo.models import Llama, llama
 from octavo.numerics import PerRow, QuantizedTensor
+from octavo.serving import layers
 from octavo.serving.kv_cache import PagedKVCache
-from octavo.serving.layers import Decoder, linear
 
 __all__ = ["ModelRunner"]
 
@@ -56,33 +55,19 @@ class ModelRunner:
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError(f"heads may be {MAX_HEAD_DIM} wide, not {config.head_dim}")
         self.config = config
-        self._shape = DecoderShape(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            norm_eps=config.rms_norm_eps,
-        )
-        decoder = model.model
-        self._decoder = Decoder(self._shape, [_layer(layer) for layer in decoder.layers], decoder.cos, decoder.sin)
-        self._norm = decoder.norm.weight.detach().float()
-        self._head = _codes(model.lm_head.weight)
-        tied = model.lm_head.weight is decoder.embed_tokens.weight
-        self._embedding = None if tied else decoder.embed_tokens.weight.detach().clone()
+        self._decoder = _decoder(model)
+        embedding = model.model.embed_tokens.weight
+        self._embedding = None if model.lm_head.weight is embedding else embedding.detach().clone()
         by_torch = level == "torch" or (level is None and cpu.why_absent() is not None)
-        self._level = None if by_torch else level
-        self._native = None
-        if not by_torch:
-            self._native = NativeDecoder(self._shape, self._decoder.layers, decoder.cos, decoder.sin, level=level)
+        self._native = None if by_torch else NativeDecoder(self._decoder, level=level)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights and their scales: what a token reads, but for a separate embedding."""
-        layers = [
-            weight for layer in self._decoder.layers for weight in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        ]
-        return sum(weight.data.nbytes + weight.scale.nbytes for weight in [*layers, self._head])
+        weights = [self._decoder.head]
+        for layer in self._decoder.layers:
+            weights += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        return sum(weight.data.nbytes + weight.scale.nbytes for weight in weights)
 
     def new_cache(self, max_positions: int | None = None, *, fmt: Format = E4M3) -> PagedKVCache:
         """An empty cache for one sequence; None makes room for all positions that the model knows."""
@@ -111,27 +96,18 @@ class ModelRunner:
         position = cache.next_positions(len(tokens))
         hidden = self._embed(tokens)
         if self._native is None:
-            self._decoder.run(hidden, cache, position)
+            logits = layers.run(self._decoder, hidden, cache, position, every=every)
         else:
-            sequence = torch.zeros(len(tokens), dtype=torch.int64)
-            self._native.run(hidden, cache.tensors, sequence, position)
+            logits = self._native.run(hidden, cache.tensors, torch.zeros_like(position), position, every=every)
         cache.length += len(tokens)
-        rows = hidden if every else hidden[-1:]
-        normed = F.rms_norm(rows, (self._shape.hidden_size,), self._norm, self._shape.norm_eps)
-        logits = self._logits(normed)
         return logits if every else logits[0]
-
-    def _logits(self, normed: Tensor) -> Tensor:
-        if self._native is None:
-            return linear(normed, self._head)
-        head = self._head
-        return cpu.gemm(normed, head.data, b_scale=head.scale, out_dtype=torch.float32, level=self._level)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:
             return self._embedding[tokens].float()
-        rows = self._head.data.view(torch.uint8)[tokens].view(self._head.data.dtype)
-        return QuantizedTensor(rows, self._head.scale[tokens], PerRow(), torch.float32).dequantize()
+        head = self._decoder.head
+        rows = head.data.view(torch.uint8)[tokens].view(head.data.dtype)
+        return QuantizedTensor(rows, head.scale[tokens], PerRow(), torch.float32).dequantize()
 
     def _check(self, tokens: Tensor, cache: PagedKVCache) -> None:
         if tokens.ndim != 1 or not len(tokens):
@@ -145,6 +121,22 @@ class ModelRunner:
                 f"this model knows {self.config.max_positions} positions, and {cache.length + len(tokens)} are needed; "
                 "shorten the text"
             )
+
+
+def _decoder(model: Llama) -> Decoder:
+    config, body = model.config, model.model
+    shape = DecoderShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.rms_norm_eps,
+    )
+    norm = body.norm.weight.detach().float()
+    return Decoder(
+        shape, [_layer(layer) for layer in body.layers], body.cos, body.sin, norm, _codes(model.lm_head.weight)
+    )
 
 
 def _layer(layer: nn.Module) -> DecoderLayer:

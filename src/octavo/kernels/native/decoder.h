@@ -1,4 +1,5 @@
-// The layers of a Llama-style decoder: norm, attention, norm, gated MLP, each half added to the residual stream.
+// A Llama-style decoder: layers of norm, attention, norm, gated MLP, each half added to the residual stream; then the last
+// norm and the head.
 //
 // Everything between two weights is FP32 and stays here, so that a token costs one call.
 #pragma once
@@ -83,9 +84,11 @@ struct Decoder {
         });
     }
 
-    void linear(const float* x, int64_t k, const Weight& weight, float* y) const {
+    void linear(const float* x, int64_t k, const Weight& weight, float* y) const { linear(x, rows, k, weight, y); }
+
+    static void linear(const float* x, int64_t count, int64_t k, const Weight& weight, float* y) {
         const Operand numbers{x, Element::f32, k, 1, nullptr, false};
-        gemm({numbers, weight.operand, rows, weight.rows, k, weight.block, weight.bias, y, Dtype::f32});
+        gemm({numbers, weight.operand, count, weight.rows, k, weight.block, weight.bias, y, Dtype::f32});
     }
 
     void add_to_hidden(const float* x) const {
@@ -175,6 +178,12 @@ struct Decoder {
         linear(gated, p.intermediate_size, layer.down, normed);
         add_to_hidden(normed);
     }
+
+    void finish() const {
+        const int64_t first = p.every ? 0 : rows - 1;
+        norm(p.norm);
+        linear(normed + first * p.hidden_size, rows - first, p.hidden_size, p.head, p.logits);
+    }
 };
 
 void decode(const DecoderProblem& p) {
@@ -182,6 +191,7 @@ void decode(const DecoderProblem& p) {
     Decoder work{p};
     work.lay_out(between.floats(work.lay_out(nullptr)));
     for (int64_t i = 0; i < p.layer_count; ++i) work.run(i);
+    work.finish();
     between.trim();
 }
 

@@ -46,9 +46,10 @@ struct Scales {
 private:
     bool reaches_far(const Operand& operand, int64_t rows) const {
         const int64_t count = operand.scale ? (operand.scale_per_row ? rows : 1) * blocks : 0;
-        for (int64_t i = 0; i < count; ++i)
-            if (!(operand.scale[i] >= 0x1p-60f && operand.scale[i] <= 0x1p60f)) return true;
-        return false;
+        constexpr uint32_t low = (127u - 60) << 23, high = (127u + 60) << 23;  // the bits of 2^-60 and 2^60
+        uint32_t far = 0;
+        for (int64_t i = 0; i < count; ++i) far |= bits_as<uint32_t>(operand.scale[i]) - low > high - low;
+        return far;
     }
 };
 

@@ -151,10 +151,12 @@ struct DecoderLayer {
     Weight qkv, out, gate_up, down;             // heads of queries, keys, values; gate, then up
 };
 
-// The layers of a Llama-style decoder for the next positions of some sequences; numbers between weights are FP32. Keys
-// and values of all rows are written to the cache before any row attends.
+// A Llama-style decoder above its embedding, for the next positions of some sequences; numbers between weights are FP32.
+// Keys and values of all rows are written to the cache before any row attends.
 struct DecoderProblem {
     const DecoderLayer* layers;
+    const float* norm;          // the last, [hidden]
+    Weight head;
     int64_t layer_count, hidden_size, intermediate_size, heads;
     float norm_eps, attention_scale;
     double amax_floor;          // of the scales of keys and values
@@ -164,6 +166,8 @@ struct DecoderProblem {
     int64_t page_count;         // of one layer
     Rows rows;
     float* hidden;              // [rows, hidden], the residual stream, in and out
+    bool every;                 // logits of every row, or of the last
+    float* logits;              // [rows or 1, rows of the head]
 };
 
 struct Kernels {

@@ -27,12 +27,17 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// The layers of a decoder, with what they need at every call.
+// A decoder, with what it needs at every call.
 class Decoder {
 public:
+    // Address, element, strides, scale, scale per row, rows, block, bias: what nanobind makes of a Python tuple.
+    using BoundWeight = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool, int64_t, int64_t, uintptr_t>;
+
     Decoder(int level, int64_t hidden_size, int64_t intermediate_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-            float norm_eps, float attention_scale, double amax_floor, uintptr_t cos, uintptr_t sin)
+            float norm_eps, float attention_scale, double amax_floor, uintptr_t cos, uintptr_t sin, uintptr_t norm, BoundWeight head)
         : level_(level) {
+        problem_.norm = at<const float>(norm);
+        problem_.head = weight(head);
         problem_.hidden_size = hidden_size;
         problem_.intermediate_size = intermediate_size;
         problem_.heads = heads;
@@ -45,9 +50,6 @@ public:
         problem_.cache.head_dim = head_dim;
     }
 
-    // Address, element, strides, scale, scale per row, rows, block, bias: what nanobind makes of a Python tuple.
-    using BoundWeight = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool, int64_t, int64_t, uintptr_t>;
-
     void add_layer(uintptr_t attention_norm, uintptr_t mlp_norm, BoundWeight qkv, BoundWeight out, BoundWeight gate_up,
                    BoundWeight down) {
         layers_.push_back({at<const float>(attention_norm), at<const float>(mlp_norm), weight(qkv), weight(out),
@@ -55,7 +57,8 @@ public:
     }
 
     void run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t keys,
-             uintptr_t key_scales, uintptr_t values, uintptr_t value_scales, int64_t page_count, uintptr_t table, int64_t table_stride) const {
+             uintptr_t key_scales, uintptr_t values, uintptr_t value_scales, int64_t page_count, uintptr_t table, int64_t table_stride,
+             bool every, uintptr_t logits) const {
         DecoderProblem problem = problem_;
         problem.layers = layers_.data();
         problem.layer_count = static_cast<int64_t>(layers_.size());
@@ -67,6 +70,8 @@ public:
         problem.page_count = page_count;
         problem.rows = {rows, at<const int64_t>(sequence), at<const int64_t>(position)};
         problem.hidden = at<float>(hidden);
+        problem.every = every;
+        problem.logits = at<float>(logits);
         nb::gil_scoped_release released;
         kernels(level_).decode(problem);
     }
@@ -164,7 +169,8 @@ NB_MODULE(_native, m) {
         kernels(level).attend(problem);
     });
     nb::class_<Decoder>(m, "Decoder")
-        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, double, uintptr_t, uintptr_t>())
+        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, double, uintptr_t, uintptr_t,
+                      uintptr_t, Decoder::BoundWeight>())
         .def("add_layer", &Decoder::add_layer)
         .def("run", &Decoder::run);
     m.def("dequantize", [](int level, uintptr_t codes, int format, int64_t rows, int64_t columns, int64_t stride,

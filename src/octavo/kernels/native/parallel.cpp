@@ -6,6 +6,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 
 namespace octavo {
 namespace {
@@ -14,19 +15,15 @@ namespace {
 struct Runtime {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
     int (*max_threads)() = nullptr;
-    int (*thread_number)() = nullptr;
-    int (*team_size)() = nullptr;
     int (*in_parallel)() = nullptr;
 
     Runtime() {
         find(parallel, "GOMP_parallel");
         find(max_threads, "omp_get_max_threads");
-        find(thread_number, "omp_get_thread_num");
-        find(team_size, "omp_get_num_threads");
         find(in_parallel, "omp_in_parallel");
     }
 
-    bool complete() const { return parallel && max_threads && thread_number && team_size && in_parallel; }
+    bool complete() const { return parallel && max_threads && in_parallel; }
 
 private:
     template <class F>
@@ -58,10 +55,14 @@ private:
 #endif
 };
 
+constexpr int64_t TURNS = 8;  // of every thread, if all are equally fast
+
+// Threads take parts as they come: cores are not equally fast, and some have other work.
 struct Region {
     Body body;
     void* context;
-    int64_t count;
+    int64_t count, part;
+    std::atomic<int64_t> next{0};
 };
 
 void run(Body body, void* context, int64_t begin, int64_t end) {
@@ -69,11 +70,13 @@ void run(Body body, void* context, int64_t begin, int64_t end) {
     body(context, begin, end);
 }
 
-void run_part(void* argument) {
-    const Region& region = *static_cast<Region*>(argument);
-    const int64_t threads = runtime().team_size(), own = runtime().thread_number();
-    const int64_t begin = region.count * own / threads, end = region.count * (own + 1) / threads;
-    if (begin < end) run(region.body, region.context, begin, end);
+void run_parts(void* argument) {
+    Region& region = *static_cast<Region*>(argument);
+    for (;;) {
+        const int64_t begin = region.next.fetch_add(region.part, std::memory_order_relaxed);
+        if (begin >= region.count) return;
+        run(region.body, region.context, begin, std::min(begin + region.part, region.count));
+    }
 }
 
 }  // namespace
@@ -92,8 +95,9 @@ void parallel_for(int64_t count, int64_t grain, Body body, void* context) {
         if (count > 0) run(body, context, 0, count);
         return;
     }
-    Region region{body, context, count};
-    runtime().parallel(run_part, &region, static_cast<unsigned>(threads), 0);
+    const int64_t part = std::max<int64_t>({grain, 1, count / (threads * TURNS)});
+    Region region{body, context, count, part};
+    runtime().parallel(run_parts, &region, static_cast<unsigned>(threads), 0);
 }
 
 }  // namespace octavo
