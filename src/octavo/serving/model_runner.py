@@ -13,7 +13,8 @@ from octavo.formats import E4M3, Format
 from octavo.kernels import cpu, quantize
 from octavo.kernels.decoding import MAX_HEAD_DIM, Decoder, DecoderLayer, DecoderShape, NativeDecoder
 from octavo.models import Llama, llama
-from octavo.numerics import PerRow, QuantizedTensor
+from octavo.nn import Linear
+from octavo.numerics import PerBlock, PerRow, QuantizedTensor
 from octavo.serving import layers
 from octavo.serving.kv_cache import PagedKVCache
 
@@ -28,7 +29,7 @@ class ModelRunner:
         level: an instruction-set level of the native kernels; None is the best, "torch" uses none.
 
     Raises:
-        ConfigError: a model on another device, or with heads wider than 512.
+        ConfigError: a model on another device, with heads wider than 512, or with weights held as blocks of codes.
         BackendError: a level that is not there.
 
     Example:
@@ -110,6 +111,8 @@ class ModelRunner:
         return QuantizedTensor(rows, head.scale[tokens], PerRow(), torch.float32).dequantize()
 
     def _check(self, tokens: Tensor, cache: PagedKVCache) -> None:
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+            raise TypeError(f"tokens are integers, not {tokens.dtype}")
         if tokens.ndim != 1 or not len(tokens):
             raise ConfigError(
                 f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}"
@@ -134,9 +137,7 @@ def _decoder(model: Llama) -> Decoder:
         norm_eps=config.rms_norm_eps,
     )
     norm = body.norm.weight.detach().float()
-    return Decoder(
-        shape, [_layer(layer) for layer in body.layers], body.cos, body.sin, norm, _codes(model.lm_head.weight)
-    )
+    return Decoder(shape, [_layer(layer) for layer in body.layers], body.cos, body.sin, norm, _codes(model.lm_head))
 
 
 def _layer(layer: nn.Module) -> DecoderLayer:
@@ -144,14 +145,29 @@ def _layer(layer: nn.Module) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
         attention_norm=layer.input_layernorm.weight.detach().float(),
-        qkv=_codes(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-        out=_codes(attention.o_proj.weight),
+        qkv=_codes(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=_codes(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.detach().float(),
-        gate_up=_codes(mlp.gate_proj.weight, mlp.up_proj.weight),
-        down=_codes(mlp.down_proj.weight),
+        gate_up=_codes(mlp.gate_proj, mlp.up_proj),
+        down=_codes(mlp.down_proj),
     )
 
 
-def _codes(*weights: Tensor) -> QuantizedTensor:
-    """Weights below each other, each row with its own scale."""
-    return quantize(torch.cat([weight.detach().float() for weight in weights]), E4M3, granularity=PerRow())
+def _codes(*linears: nn.Linear) -> QuantizedTensor:
+    """Weights below each other, each row with a scale of its own; codes that are held stay as they are."""
+    parts = [_codes_of(linear) for linear in linears]
+    data = torch.cat([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
+    return QuantizedTensor(data, torch.cat([part.scale for part in parts]), PerRow(), torch.float32)
+
+
+def _codes_of(linear: nn.Linear) -> QuantizedTensor:
+    held = linear.held_weight() if isinstance(linear, Linear) else None
+    if held is None:
+        return quantize(linear.weight.detach().float(), E4M3, granularity=PerRow())
+    if held.data.dtype != E4M3.torch_dtype or isinstance(held.granularity, PerBlock):
+        raise ConfigError(
+            f"a runner reads E4M3 codes with a scale a row or one for all, and this weight is held as "
+            f"{held.data.dtype} {held.granularity}; octavo.restore(model) first"
+        )
+    scale = held.scale.float().reshape(-1, 1).expand(held.shape[0], 1)
+    return QuantizedTensor(held.data, scale, PerRow(), torch.float32)

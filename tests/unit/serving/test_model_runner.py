@@ -44,6 +44,14 @@ def with_decoded_weights(made):
     return made
 
 
+@torch.no_grad()
+def with_decoded_head(made):
+    """Where the head was not converted, its weight is what the runner casts."""
+    codes = octavo.quantize(made.lm_head.weight, E4M3, granularity=octavo.PerRow())
+    made.lm_head.weight = torch.nn.Parameter(codes.dequantize(), requires_grad=False)
+    return made
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (9, 1)])
@@ -95,6 +103,24 @@ def test_bytes_count_every_weight_once():
     assert ModelRunner(made).weight_bytes == sum(n * k + 4 * n for n, k in rows.values())
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_codes_that_are_held_are_read_as_they_are(recipe):
+    made, tokens = model(tie=False), torch.arange(20)
+    made.requires_grad_(False)
+    octavo.convert(made, recipe=recipe, frozen="fp8")
+    runner = ModelRunner(made)
+    found = runner(tokens, runner.new_cache(fmt=FP32), every=True)
+    octavo.restore(made)
+    torch.testing.assert_close(found, with_decoded_head(made)(tokens[None])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_codes_in_blocks_are_refused():
+    made = model(tie=False).requires_grad_(False)
+    octavo.convert(made, recipe="blockwise", frozen="fp8")
+    with pytest.raises(ConfigError, match=r"octavo\.restore"):
+        ModelRunner(made)
+
+
 def test_bad_input_is_refused_and_the_cache_stays():
     runner = ModelRunner(model())
     cache = runner.new_cache(max_positions=64)
@@ -108,6 +134,8 @@ def test_bad_input_is_refused_and_the_cache_stays():
     ):
         with pytest.raises(ConfigError, match=text):
             runner(tokens, cache)
+    with pytest.raises(TypeError, match="integers"):
+        runner(torch.ones(3), cache)
     assert cache.length == 60
     large = runner.new_cache(max_positions=1000)
     with pytest.raises(ConfigError, match="knows 256 positions, and 257"):
