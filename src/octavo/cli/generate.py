@@ -1,16 +1,24 @@
-"""``octavo generate``: text from a run, printed as it is written."""
+"""``octavo generate``: text from a run or a GGUF file, printed as it is written.
+
+A run's model computes as it was trained. A file's model is for generation only: its weights become FP8 codes.
+"""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from tokenizers import Tokenizer
 
 from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
+from octavo.models import load_gguf
 from octavo.models.generation import generate as continue_tokens
+from octavo.serving import ModelRunner
+from octavo.serving import generate as serve_tokens
 from octavo.training.config import MOST_SEED
 from octavo.training.run_folder import TrainedRun, load_run
 
@@ -20,9 +28,22 @@ CHUNK_TOKENS = 8
 UNFINISHED = "\ufffd"  # what a character decodes to while some of its bytes are missing
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen."""
+
+    temperature: float
+    top_k: int | None
+    generator: torch.Generator
+
+    def arguments(self) -> dict[str, Any]:
+        """As keyword arguments."""
+        return {"temperature": self.temperature, "top_k": self.top_k, "generator": self.generator}
+
+
 def generate(
     *,
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run's folder, or a .gguf file.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 120,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
@@ -30,11 +51,14 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a prompt with a trained model."""
-    check_is_run(run_dir)
     if not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
-    run = load_run(run_dir)
-    text = _stream(run, prompt, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    sampling = Sampling(temperature, top_k, torch.Generator().manual_seed(seed))
+    if model.suffix == ".gguf":
+        text = _from_file(model, prompt, max_new_tokens, sampling)
+    else:
+        check_is_run(model)
+        text = _from_run(load_run(model), prompt, max_new_tokens, sampling)
     first = next(text, "")  # bad values are refused before anything is printed
     _write(prompt + first)
     for piece in text:
@@ -42,30 +66,42 @@ def generate(
     _write("\n")
 
 
-def _stream(
-    run: TrainedRun, prompt: str, count: int, *, temperature: float, top_k: int | None, seed: int
-) -> Iterator[str]:
-    """Pieces of new text, a few tokens at a time."""
+def _from_run(run: TrainedRun, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
     ids = run.tokenizer.encode(prompt, add_special_tokens=False).ids
-    generator = torch.Generator().manual_seed(seed)
-    prompt_length, written = len(ids), 0
-    while True:
-        left = count - (len(ids) - prompt_length)
-        with run.surroundings:
-            ids += continue_tokens(
-                run.model,
-                ids,
-                max_new_tokens=min(CHUNK_TOKENS, left),
-                temperature=temperature,
-                top_k=top_k,
-                generator=generator,
-                context=run.config.training.context,
-            )
-        text = str(run.tokenizer.decode(ids[prompt_length:])).rstrip(UNFINISHED)
+
+    def new_tokens() -> Iterator[list[int]]:
+        for start in range(0, max(count, 1), CHUNK_TOKENS):
+            with run.surroundings:
+                new = continue_tokens(
+                    run.model,
+                    ids,
+                    max_new_tokens=min(CHUNK_TOKENS, count - start),
+                    context=run.config.training.context,
+                    **sampling.arguments(),
+                )
+            ids.extend(new)
+            yield new
+
+    return _as_text(run.tokenizer, new_tokens())
+
+
+def _from_file(path: Path, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
+    loaded = load_gguf(path)
+    ids = loaded.tokenizer.encode(prompt).ids
+    runner = ModelRunner(loaded.model)
+    new = serve_tokens(runner, ids, max_new_tokens=count, stop_id=loaded.eos_id, **sampling.arguments())
+    return _as_text(loaded.tokenizer, ([token] for token in new))
+
+
+def _as_text(tokenizer: Tokenizer, new_tokens: Iterable[list[int]]) -> Iterator[str]:
+    """Pieces of text as tokens come, whole characters only."""
+    ids: list[int] = []
+    written = 0
+    for new in new_tokens:
+        ids += new
+        text = str(tokenizer.decode(ids)).rstrip(UNFINISHED)
         yield text[written:]
         written = len(text)
-        if left <= CHUNK_TOKENS:
-            return
 
 
 def _write(piece: str) -> None:

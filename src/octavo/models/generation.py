@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 
-__all__ = ["generate", "sample"]
+__all__ = ["check_request", "generate", "sample"]
 
 
 @torch.no_grad()
@@ -39,7 +39,9 @@ def generate(
     Raises:
         ConfigError: an empty prompt, a negative temperature, or top_k, context or max_new_tokens out of range.
     """
-    _check(prompt_ids, max_new_tokens, temperature, top_k, context)
+    check_request(prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
+    if context < 1:
+        raise ConfigError(f"context must be at least 1, not {context}")
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -70,11 +72,12 @@ def sample(
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _check(prompt_ids: list[int], max_new_tokens: int, temperature: float, top_k: int | None, context: int) -> None:
+def check_request(prompt_ids: list[int], *, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+    """Raise ConfigError for an empty prompt, a negative temperature, or top_k or max_new_tokens out of range."""
     if not prompt_ids:
         raise ConfigError("the prompt is empty; give at least one token to continue from")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature must be 0 or more, not {temperature}")
-    for name, value, least in (("top_k", top_k, 1), ("context", context, 1), ("max_new_tokens", max_new_tokens, 0)):
+    for name, value, least in (("top_k", top_k, 1), ("max_new_tokens", max_new_tokens, 0)):
         if value is not None and value < least:
             raise ConfigError(f"{name} must be at least {least}, not {value}")

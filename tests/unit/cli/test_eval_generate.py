@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.models import generate
+from octavo.models import generate, load_gguf
+from octavo.serving import ModelRunner
+from octavo.serving import generate as continue_by_runner
 from octavo.training.corpus import Split
 from octavo.training.data import open_data
 from octavo.training.run_folder import load_run
+from tests.unit.models import small_gguf
 
 
 def test_eval_is_the_loss_on_the_runs_own_test_split(octavo, finished_run):
@@ -111,3 +114,20 @@ def test_short_text_is_not_called_a_split(octavo, finished_run, tmp_path):
 
 def test_eval_of_an_empty_source_is_refused(octavo, finished_run):
     assert octavo("eval", finished_run, "--data", "").exit_code == 2
+
+
+def test_generate_reads_gguf_files(octavo, tmp_path):
+    """A file's model continues a prompt as the runner does; a file that is none is named."""
+    path = tmp_path / "model.gguf"
+    small_gguf.write(path)
+    arguments = ["generate", path, "--prompt", "the 12", "--max-new-tokens", 6, "--temperature", 0]
+    result = octavo(*arguments)
+    assert result.exit_code == 0, result.output
+    loaded = load_gguf(path)
+    ids = loaded.tokenizer.encode("the 12").ids
+    new = list(
+        continue_by_runner(ModelRunner(loaded.model), ids, max_new_tokens=6, temperature=0.0, stop_id=loaded.eos_id)
+    )
+    assert result.stdout == "the 12" + loaded.tokenizer.decode(new).rstrip("\ufffd") + "\n"
+    path.write_bytes(b"not a model")
+    assert octavo(*arguments).exit_code == 2
