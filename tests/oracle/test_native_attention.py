@@ -73,6 +73,24 @@ def test_vectors_of_any_size(fmt, size):
         torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-4, atol=1e-5 * size)
 
 
+def test_values_of_very_different_size_in_one_page():
+    """The query sees a vector 1e9 times smaller than another; what it weighs next to nothing must not hide it."""
+    cache = PagedKVCache(1, 1, 8, max_positions=2)
+    keys = torch.tensor([[[100.0] + 7 * [0.0]], [[-100.0] + 7 * [0.0]]])
+    values = torch.tensor([[8 * [1e-9]], [8 * [1.0]]])
+    cache.store(0, torch.arange(2), keys, values)
+    queries, position = torch.ones(1, 1, 8), torch.tensor([1])
+    for level in cpu.levels():
+        found = native(queries, cache.tensors, position, level=level)
+        torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 16), (2, 0, 16)])
+def test_no_rows_or_no_heads_give_nothing(shape):
+    cache = filled(E4M3, 5, 2, 16)
+    assert native(torch.ones(shape), cache.tensors, torch.zeros(shape[0], dtype=torch.int64)).shape == shape
+
+
 def test_large_scores_do_not_overflow():
     cache = filled(FP32, 130, 1, 8)
     queries, position = 1e4 * torch.randn(3, 2, 8), torch.tensor([0, 64, 129])

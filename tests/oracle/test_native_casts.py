@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import octavo
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import cpu
 from octavo.numerics import Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure, quantize
@@ -264,3 +265,34 @@ def test_threads_change_nothing():
                 assert_same_cast(x, E4M3, granularity)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 31), (4, 128, 256), (2, 200, 300), (3, 130, 130), (2, 2, 256, 5)])
+@pytest.mark.parametrize("granularity", [PerBlock(1, 32), PerBlock(128, 128), PerBlock(2, 7)], ids=str)
+def test_blocks_do_not_reach_from_one_matrix_into_the_next(shape, granularity):
+    x = torch.randn(shape)
+    x[0] *= 1000
+    whole = octavo.quantize(x, E4M3, granularity=granularity)
+    flat = x.reshape(-1, *shape[-2:])
+    one_by_one = [octavo.quantize(matrix, E4M3, granularity=granularity) for matrix in flat]
+    for name in ("data", "scale"):
+        parts = torch.stack([getattr(own, name).view(torch.uint8) for own in one_by_one])
+        assert torch.equal(getattr(whole, name).view(torch.uint8).reshape(parts.shape), parts)
+    decoded = torch.stack([own.dequantize() for own in one_by_one]).reshape(shape)
+    assert torch.equal(whole.dequantize(), decoded)
+    assert torch.equal(octavo.fake_quantize(x, E4M3, granularity=granularity), decoded)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(3, 40)], ids=str)
+def test_what_saturates_and_underflows_is_counted(granularity):
+    x = torch.randn(9, 100) * 10.0 ** torch.randint(-6, 5, (9, 100))
+    x[0, :3] = torch.tensor([math.nan, math.inf, 0.0])
+    x[1, :2] = torch.tensor([448.0, 464.0])
+    scale = torch.ones(granularity.scale_shape(x.shape))
+    finite = x.isfinite()
+    for level in cpu.levels():
+        found = cpu.quantize(x, E4M3, granularity, RULE, scale=scale, counting=True, level=level)
+        assert found.nonfinite == int((~finite).sum())
+        assert found.saturated == int((finite & (x.abs() > 448.0)).sum())
+        zero = (found.codes.view(torch.uint8) & 0x7F) == 0
+        assert found.underflowed == int((finite & (x != 0) & zero).sum())

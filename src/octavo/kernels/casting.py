@@ -206,10 +206,10 @@ def _rounded(
 ) -> Tensor:
     """The values, by one call of a kernel where there is one."""
     check_float(x, "the tensor to quantize")
-    if not cpu.supports(x, fmt) or x.dtype not in cpu.DTYPES or cpu.is_traced(x):
-        values = dequantize(quantize(x, fmt, granularity=granularity, scale_rounding=scale_rounding))
-        return values if out is None else out.copy_(values)
     groups = granularity_or_default(granularity)
+    if not cpu.supports(x, fmt, groups) or x.dtype not in cpu.DTYPES or cpu.is_traced(x):
+        values = dequantize(quantize(x, fmt, granularity=groups, scale_rounding=scale_rounding))
+        return values if out is None else out.copy_(values)
     check_cast(x, fmt, groups, None, None, scale_rounding=scale_rounding, scale_format=FP32)
     check_scale_options(scale_rounding, AMAX_FLOOR, 0)
     values = cpu.fake_quantize(x, fmt, groups, cpu.ScaleRule(scale_rounding, AMAX_FLOOR, 0), out=out)
@@ -273,9 +273,10 @@ torch.library.register_fake("octavo::cast")(_cast_shapes)
 
 
 def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
-    if not cpu.decodes(codes, dtype):
+    groups = granularity_from_list(granularity)
+    if not cpu.decodes(codes, dtype, groups):
         return dequantize_by_torch(codes, scale, granularity, dtype)
-    return cpu.dequantize(codes, scale, granularity_from_list(granularity), dtype)
+    return cpu.dequantize(codes, scale, groups, dtype)
 
 
 torch.library.impl("octavo::dequantize", "CPU")(_dequantize)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E5M2, Format
-from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, ScaleRounding
+from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.numerics.accumulate import CHAIN
+from octavo.numerics.granularity import stacks
 
 _absence: str | None = None
 try:
@@ -75,8 +76,8 @@ class Cast:
         scale: float32, in the granularity's shape.
         amax: float32, largest finite magnitude of every group, in the same shape.
         nonfinite: number of NaN and ±Inf elements.
-        saturated: number of finite elements beyond the format's maximum after scaling; 0 if not counted.
-        underflowed: number of nonzero elements whose code is zero; 0 if not counted.
+        saturated: finite elements beyond the format's maximum after scaling; 0 if not counted.
+        underflowed: nonzero elements whose code is zero; 0 if not counted.
     """
 
     codes: Tensor
@@ -102,9 +103,10 @@ def threads() -> int:
     return 0 if _absence else _native.max_threads()
 
 
-def supports(x: Tensor, fmt: Format) -> bool:
-    """Whether :func:`quantize` can cast ``x``."""
-    if _absence or x.device.type != "cpu" or fmt not in _FORMATS or x.numel() == 0:
+def supports(x: Tensor, fmt: Format, granularity: Granularity | None = None) -> bool:
+    """Whether :func:`quantize` can cast ``x``; without a granularity, whether a cast with given scales can."""
+    known = not _absence and x.device.type == "cpu" and fmt in _FORMATS and x.numel() > 0
+    if not known or (granularity is not None and not stacks(granularity, x.shape)):
         return False
     if torch.compiler.is_compiling():
         return True
@@ -248,14 +250,13 @@ def dequantize(
         result.data_ptr(),
         DTYPES.index(out_dtype),
     )
-    if out is not None:
-        return out
-    return (result.t() if transposed else result).reshape(codes.shape)
+    return out if out is not None else (result.t() if transposed else result).reshape(codes.shape)
 
 
-def decodes(codes: Tensor, dtype: torch.dtype) -> bool:
+def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
     """Whether :func:`dequantize` can decode these codes to ``dtype``."""
-    return not _absence and knows(codes.dtype) and dtype in DTYPES and codes.numel() > 0
+    known = not _absence and knows(codes.dtype) and dtype in DTYPES
+    return known and codes.numel() > 0 and stacks(granularity, codes.shape)
 
 
 def knows(*dtypes: torch.dtype) -> bool:
@@ -443,7 +444,7 @@ def _as_matrix(x: Tensor, granularity: Granularity, *, may_transpose: bool = Tru
     if may_transpose and _is_transposed(x):
         return x.t(), True
     if x.ndim != 2:
-        x = x.reshape(-1, x.shape[-1]) if isinstance(granularity, PerRow) else x.reshape(1, -1)
+        x = x.reshape(1, -1) if isinstance(granularity, PerTensor) else x.reshape(-1, x.shape[-1])
     return (x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()), False
 
 
@@ -492,9 +493,7 @@ def level_number(name: str | None) -> int:
     Raises:
         BackendError: this build or this processor does not have it.
     """
-    if name is None:
-        return -1
     known = levels()
-    if name not in known:
+    if name is not None and name not in known:
         raise BackendError(f"there is no level {name!r} here; use one of {', '.join(known) or 'none'}")
-    return known.index(name)
+    return -1 if name is None else known.index(name)

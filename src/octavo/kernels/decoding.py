@@ -140,6 +140,15 @@ class CacheTensors:
         if not all(tensor.is_contiguous() for tensor in (self.keys, self.values, self.table, *scales)):
             raise BackendError("keys, values, their scales and the table must be contiguous")
 
+    def check_made_for(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        """Raise BackendError for a cache of another model."""
+        own = (self.keys.shape[0], self.keys.shape[2], self.keys.shape[3])
+        if own != (layers, kv_heads, head_dim):
+            raise BackendError(
+                f"this cache is for {own[0]} layers with {own[1]} key heads of {own[2]} numbers, and the model has "
+                f"{layers} with {kv_heads} of {head_dim}; take one from the runner's new_cache()"
+            )
+
     def addresses(self, layer: int) -> tuple[int, int, int, int]:
         """Where a layer's keys, their scales, its values and their scales begin; 0 for none."""
         tensors = (self.keys, self.key_scale, self.values, self.value_scale)
@@ -212,7 +221,8 @@ class NativeDecoder:
     """
 
     def __init__(self, decoder: Decoder, *, level: str | None = None) -> None:
-        shape = decoder.shape
+        self._shape = shape = decoder.shape
+        self._layers, self._positions = len(decoder.layers), len(decoder.cos)
         self._kept: list[Tensor] = []
         self._vocabulary = decoder.head.shape[0]
         self._decoder = _native().Decoder(
@@ -250,9 +260,9 @@ class NativeDecoder:
             float32 [R, V], or [1, V].
 
         Raises:
-            BackendError: rows beyond the cache.
+            BackendError: a cache or rows of another model, or rows beyond the cache or the table of angles.
         """
-        _check_rows(cache, sequence, position)
+        self._check(hidden, cache, sequence, position)
         logits = torch.empty(len(hidden) if every else 1, self._vocabulary)
         self._decoder.run(
             hidden.data_ptr(),
@@ -269,8 +279,22 @@ class NativeDecoder:
         )
         return logits
 
+    def _check(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
+        cache.check_made_for(self._layers, self._shape.kv_heads, self._shape.head_dim)
+        wanted = (len(sequence), self._shape.hidden_size)
+        if hidden.shape != wanted or hidden.dtype != torch.float32 or not hidden.is_contiguous() or not len(hidden):
+            raise BackendError(
+                f"this decoder reads float32 rows {wanted}, contiguous and at least one, not {tuple(hidden.shape)} "
+                f"{hidden.dtype}"
+            )
+        _check_rows(cache, sequence, position)
+        if int(position.max()) >= self._positions:
+            raise BackendError(
+                f"this decoder has angles for {self._positions} positions, not {int(position.max()) + 1}"
+            )
+
     def _numbers(self, tensor: Tensor) -> int:
-        self._kept.append(tensor.detach().float().contiguous())
+        self._kept.append(tensor.detach().float().clone(memory_format=torch.contiguous_format))
         return self._kept[-1].data_ptr()
 
     def _weight(self, weight: QuantizedTensor) -> tuple[int, ...]:

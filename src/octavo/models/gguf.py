@@ -30,6 +30,7 @@ from octavo.models.llama import Llama, LlamaConfig
 
 __all__ = ["GGUFModel", "load_gguf"]
 
+MOST_POSITIONS = 1 << 21
 ARCHITECTURE = "llama"
 CHAT_TEMPLATE = "tokenizer.chat_template"
 SHAPE_SETTINGS = {
@@ -105,6 +106,11 @@ def _config(file: GGUFFile) -> LlamaConfig:
         raise CheckpointError(f"{file.path} holds a model that octavo's Llama cannot be: {error}") from error
     if config.num_layers > len(file.tensors):
         raise CheckpointError(f"{file.path} speaks of {config.num_layers} layers and has {len(file.tensors)} tensors")
+    if config.max_positions > MOST_POSITIONS:
+        raise CheckpointError(
+            f"{file.path} speaks of {config.max_positions} positions, whose angles would fill the memory; "
+            f"octavo reads models of up to {MOST_POSITIONS}"
+        )
     _check_settings(file, config)
     return config
 

@@ -63,8 +63,10 @@ def _merging(file: GGUFFile) -> models.BPE:
 
 
 def _add_whole_tokens(file: GGUFFile, tokenizer: Tokenizer) -> None:
-    kinds = file.get(f"{PREFIX}token_type", list, [])
-    typed = list(zip(file.get(VOCABULARY, list), kinds, strict=False))
+    tokens, kinds = file.get(VOCABULARY, list), file.get(f"{PREFIX}token_type", list, [])
+    if kinds and len(kinds) != len(tokens):
+        raise CheckpointError(f"{file.path} has a damaged tokenizer: {len(tokens)} tokens and {len(kinds)} token types")
+    typed = list(zip(tokens, kinds, strict=False))  # a file may have no types
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == CONTROL])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == USER_DEFINED])
 

@@ -27,6 +27,7 @@ __all__ = [
     "granularity_as_list",
     "granularity_from_list",
     "granularity_or_default",
+    "stacks",
 ]
 
 
@@ -188,3 +189,13 @@ def granularity_as_list(granularity: Granularity) -> list[int]:
 def granularity_from_list(values: list[int]) -> Granularity:
     """What :func:`granularity_as_list` wrote."""
     return PerBlock(*values) if len(values) == 2 else PerRow() if values else PerTensor()
+
+
+def stacks(granularity: Granularity, shape: torch.Size) -> bool:
+    """Whether the matrices of a tensor, put below each other, have the same groups as one by one.
+
+    Example:
+        >>> stacks(PerBlock(128, 128), torch.Size([2, 256, 64])), stacks(PerBlock(128, 128), torch.Size([2, 200, 64]))
+        (True, False)
+    """
+    return not isinstance(granularity, PerBlock) or len(shape) < 3 or shape[-2] % granularity.rows == 0

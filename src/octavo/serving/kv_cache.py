@@ -38,7 +38,6 @@ class PagedKVCache:
 
     Attributes:
         tensors: keys, values, their scales, and the pages of the sequence in order.
-        length: number of positions that are filled; a smaller number forgets what follows.
 
     Raises:
         ConfigError: a size below 1, or another format.
@@ -71,7 +70,24 @@ class PagedKVCache:
             value_scale,
             torch.arange(pages, dtype=torch.int32)[None],
         )
-        self.length = 0
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Number of positions that are filled; a smaller number forgets what follows."""
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        if not 0 <= length <= self._length:
+            raise ConfigError(
+                f"{self._length} positions are filled, of which the first 0 to all can be kept, not {length}"
+            )
+        self._length = length
+
+    def advance(self, count: int) -> None:
+        """Count positions that were stored."""
+        self._length += count
 
     @property
     def capacity(self) -> int:

@@ -20,6 +20,8 @@ from octavo.serving.kv_cache import PagedKVCache
 
 __all__ = ["ModelRunner"]
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class ModelRunner:
     """Next-token logits of a model, as fast as its weights can be read.
@@ -90,17 +92,20 @@ class ModelRunner:
             float32 [V], or [T, V].
 
         Raises:
-            ConfigError: no token, one outside the vocabulary, or more than the cache or the model has positions for;
-                the cache is as it was then.
+            TypeError: tokens that are no tensor of integers.
+            BackendError: a cache of another model.
+            ConfigError: no token, one outside the vocabulary, or more than the cache or the model has positions for.
+                The cache is as it was, whatever is raised.
         """
         self._check(tokens, cache)
+        tokens = tokens.long()  # torch takes bytes for a mask
         position = cache.next_positions(len(tokens))
         hidden = self._embed(tokens)
         if self._native is None:
             logits = layers.run(self._decoder, hidden, cache, position, every=every)
         else:
             logits = self._native.run(hidden, cache.tensors, torch.zeros_like(position), position, every=every)
-        cache.length += len(tokens)
+        cache.advance(len(tokens))
         return logits if every else logits[0]
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -111,8 +116,11 @@ class ModelRunner:
         return QuantizedTensor(rows, head.scale[tokens], PerRow(), torch.float32).dequantize()
 
     def _check(self, tokens: Tensor, cache: PagedKVCache) -> None:
-        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-            raise TypeError(f"tokens are integers, not {tokens.dtype}")
+        dtype = getattr(tokens, "dtype", type(tokens).__name__)
+        if dtype not in _INTEGERS:
+            raise TypeError(f"tokens are a tensor of integers, not {dtype}")
+        config = self.config
+        cache.tensors.check_made_for(config.num_layers, config.num_kv_heads, config.head_dim)
         if tokens.ndim != 1 or not len(tokens):
             raise ConfigError(
                 f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}"
@@ -144,10 +152,10 @@ def _layer(layer: nn.Module) -> DecoderLayer:
     assert isinstance(layer, llama.DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
-        attention_norm=layer.input_layernorm.weight.detach().float(),
+        attention_norm=layer.input_layernorm.weight.detach().float().clone(),
         qkv=_codes(attention.q_proj, attention.k_proj, attention.v_proj),
         out=_codes(attention.o_proj),
-        mlp_norm=layer.post_attention_layernorm.weight.detach().float(),
+        mlp_norm=layer.post_attention_layernorm.weight.detach().float().clone(),
         gate_up=_codes(mlp.gate_proj, mlp.up_proj),
         down=_codes(mlp.down_proj),
     )

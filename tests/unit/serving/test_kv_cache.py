@@ -39,10 +39,15 @@ def test_positions_follow_each_other_until_the_pages_are_full():
     cache = PagedKVCache(1, 1, 8, max_positions=65)
     assert cache.capacity == 128
     assert cache.next_positions(3).tolist() == [0, 1, 2]
-    cache.length = 126
+    cache.advance(126)
     assert cache.next_positions(2).tolist() == [126, 127]
     with pytest.raises(ConfigError, match="room for 128 positions, and 129 are needed"):
         cache.next_positions(3)
+    cache.length = 100
+    assert cache.next_positions(1).tolist() == [100]
+    for length in (-1, 101):
+        with pytest.raises(ConfigError, match="100 positions are filled"):
+            cache.length = length
 
 
 def test_bytes_are_half_of_bf16_and_a_scale():

@@ -7,8 +7,9 @@ import octavo
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.kernels import cpu
+from octavo.kernels.decoding import CacheTensors, NativeDecoder
 from octavo.models import Llama, LlamaConfig
-from octavo.serving import ModelRunner
+from octavo.serving import ModelRunner, PagedKVCache
 
 LEVELS = ("torch", *cpu.levels())
 
@@ -121,6 +122,96 @@ def test_codes_in_blocks_are_refused():
         ModelRunner(made)
 
 
+@pytest.mark.parametrize("level", cpu.levels())
+def test_the_first_layers_codes_are_those_of_the_definition(level):
+    """Keys of layer 0 differ by the order of sums alone; those that are all zero, and their scales, not at all."""
+    made, tokens = model(), torch.randint(0, 300, (70,))
+    made.model.layers[0].self_attn.v_proj.weight.data[:4] *= 1e-30
+    made.model.layers[1].self_attn.k_proj.weight.data.zero_()
+    caches = []
+    for name in ("torch", level):
+        runner = ModelRunner(made, level=name)
+        caches.append(runner.new_cache())
+        runner(tokens, caches[-1])
+    wanted, found = (cache.tensors for cache in caches)
+    for name in ("keys", "values", "key_scale", "value_scale"):
+        one, other = (getattr(tensors, name)[0].view(torch.uint8) for tensors in (wanted, found))
+        assert (one != other).float().mean() < 1e-3
+    for name in ("keys", "key_scale"):
+        one, other = (getattr(tensors, name)[1].view(torch.uint8) for tensors in (wanted, found))
+        assert torch.equal(one, other)
+    assert wanted.key_scale[1, 0, 0, 0] != wanted.key_scale[0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+def test_sequences_share_a_call_and_nothing_else(level):
+    """Rows of two sequences in turn, in pages of one cache, are what each sequence gives alone."""
+    runner, tokens = ModelRunner(model(), level=level), torch.randint(0, 300, (2, 70))
+    alone = torch.stack([runner(own, runner.new_cache(128), every=True) for own in tokens])
+    t = runner.new_cache(256).tensors
+    shared = CacheTensors(
+        t.keys, t.values, t.key_scale, t.value_scale, torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    )
+    native, found = NativeDecoder(runner._decoder, level=level), []
+    for start in range(0, 70, 5):
+        sequence = torch.tensor([0, 1]).repeat(5)
+        position = torch.arange(start, start + 5).repeat_interleave(2)
+        hidden = runner._embed(tokens[:, start : start + 5].t().flatten())
+        found.append(native.run(hidden, shared, sequence, position, every=True).view(5, 2, -1))
+    torch.testing.assert_close(torch.cat(found).transpose(0, 1), alone, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_cache_of_another_model_is_refused(level):
+    runner = ModelRunner(model(), level=level)
+    for cache in (PagedKVCache(1, 2, 12, max_positions=64), PagedKVCache(3, 2, 16, max_positions=64)):
+        with pytest.raises(BackendError, match="new_cache"):
+            runner(torch.tensor([1]), cache)
+
+
+def test_rows_of_another_model_are_refused():
+    runner = ModelRunner(model(), level=cpu.levels()[-1])
+    tensors, native = runner.new_cache().tensors, NativeDecoder(runner._decoder)
+    one = torch.zeros(1, dtype=torch.int64)
+    for hidden in (torch.zeros(1, 71), torch.zeros(2, 72), torch.zeros(1, 72).double(), torch.zeros(72, 1).t()[:, ::2]):
+        with pytest.raises(BackendError, match="float32 rows"):
+            native.run(hidden, tensors, one, one)
+    with pytest.raises(BackendError, match="at least one"):
+        native.run(torch.zeros(0, 72), tensors, one[:0], one[:0])
+    far = PagedKVCache(3, 2, 12, max_positions=512).tensors
+    with pytest.raises(BackendError, match="angles for 256 positions"):
+        native.run(torch.zeros(1, 72), far, one, one + 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_tokens_of_any_integer_dtype_are_the_same_tokens(dtype):
+    runner, tokens = ModelRunner(model()), torch.ones(72, dtype=torch.int64)
+    wanted = runner(tokens, runner.new_cache())
+    assert torch.equal(runner(tokens.to(dtype), runner.new_cache()), wanted)
+
+
+def test_the_model_may_change_afterwards():
+    made = model(tie=False)
+    runner = ModelRunner(made)
+    before = runner(torch.arange(9), runner.new_cache())
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(2.0)
+    assert torch.equal(runner(torch.arange(9), runner.new_cache()), before)
+
+
+def test_gates_beyond_what_exp_reaches():
+    """silu of a number far below zero is zero, and not what is left of it over the largest power of e."""
+    made = model()
+    made.model.layers[0].mlp.gate_proj.weight.data *= 1e4
+    logits = []
+    for name in LEVELS:
+        runner = ModelRunner(made, level=name)
+        logits.append(runner(torch.arange(9), runner.new_cache(fmt=FP32)))
+    for found in logits[1:]:
+        torch.testing.assert_close(found, logits[0], rtol=1e-3, atol=1e-3)
+
+
 def test_bad_input_is_refused_and_the_cache_stays():
     runner = ModelRunner(model())
     cache = runner.new_cache(max_positions=64)
@@ -134,8 +225,9 @@ def test_bad_input_is_refused_and_the_cache_stays():
     ):
         with pytest.raises(ConfigError, match=text):
             runner(tokens, cache)
-    with pytest.raises(TypeError, match="integers"):
-        runner(torch.ones(3), cache)
+    for tokens in (torch.ones(3), torch.ones(3, dtype=torch.bool), [1, 2]):
+        with pytest.raises(TypeError, match="integers"):
+            runner(tokens, cache)
     assert cache.length == 60
     large = runner.new_cache(max_positions=1000)
     with pytest.raises(ConfigError, match="knows 256 positions, and 257"):

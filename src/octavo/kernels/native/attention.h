@@ -120,7 +120,8 @@ private:
         int64_t i = 0;
         for (; i + STEP <= width; i += STEP) step<SPECIAL>(rows + i, stride, out, i, STEP);
         if (i == width) return;
-        Element rest[PAGE_OR_DIM * STEP] = {};
+        Element rest[PAGE_OR_DIM * STEP];
+        std::memset(rest, 0, count * STEP * sizeof(Element));
         for (int64_t r = 0; r < count; ++r) std::memcpy(rest + r * STEP, rows + r * stride + i, (width - i) * sizeof(Element));
         step<SPECIAL>(rest, STEP, out, i, width - i);
     }
@@ -264,6 +265,7 @@ struct Attention {
 
 void attend(const AttentionProblem& p) {
     static thread_local Scratch partial;
+    if (p.rows.count == 0 || p.heads == 0) return;
     Attention work{p};
     for (int64_t row = 0; row < p.rows.count; ++row) work.pages = largest(work.pages, work.pages_of(row));
     const int64_t a_row = p.heads * work.pages * (2 + p.cache.head_dim), at_once = largest<int64_t>(1, KEPT_AT_ONCE / a_row);

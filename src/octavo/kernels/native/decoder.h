@@ -30,7 +30,8 @@ inline void silu_times(const float* gate, const float* up, int64_t n, float* y) 
     for (int64_t i = 0; i < n; i += LANES) {
         const int64_t some = least_of<int64_t>(LANES, n - i);
         const f32v own = load_f32(gate + i, some);
-        store_f32(y + i, own / (1.0f + exponential(-own)) * load_f32(up + i, some), some);
+        const f32v silu = own < -87.0f ? f32v{} : own / (1.0f + exponential(-own));  // where e^-x leaves FP32
+        store_f32(y + i, silu * load_f32(up + i, some), some);
     }
 }
 

@@ -7,7 +7,7 @@
 // Codes of subnormals become subnormals, which are exact as well (some processors are slow at them; a weight has few).
 // NaN and Inf codes become finite numbers, and a row may span too many binades: such sums are made in the plain way.
 //
-// Every sum is made of the same four chains, however many rows there are: a row's result does not depend on the others.
+// Every sum is made of the same four chains for up to FEW rows: a row's result does not depend on the others.
 #pragma once
 
 #include "fp8.h"
@@ -303,10 +303,11 @@ struct FewRows {
 
     template <class F>
     void run() const {
-        parallel_for(p.n, largest<int64_t>(1, 16384 / p.k), [&](int64_t begin, int64_t end) {
-            for (int64_t first = begin; first < end; first += SOME) {
+        const int64_t groups = (p.n + SOME - 1) / SOME;
+        parallel_for(groups, largest<int64_t>(1, 16384 / (p.k * SOME)), [&](int64_t begin, int64_t end) {
+            for (int64_t group = begin; group < end; ++group) {
                 float sums[FEW * SOME];
-                const int64_t last = least_of(first + SOME, end);
+                const int64_t first = group * SOME, last = least_of(first + SOME, p.n);
                 multiply_columns<F>(first, last, sums);
                 if (p.out_dtype == Dtype::f32) finish<float>(first, last, sums);
                 else if (p.out_dtype == Dtype::bf16) finish<Bf16>(first, last, sums);

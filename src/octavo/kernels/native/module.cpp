@@ -1,4 +1,4 @@
-// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py checks everything before it calls.
+// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py and decoding.py check everything before they call.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
