@@ -1,8 +1,8 @@
 // y = (a · bᵀ) · scales + bias, sums in FP32; each operand FP8 codes or numbers in high precision.
 //
-// K is cut into chunks. Of each chunk both operands are decoded once, into panels that a micro-kernel can read in order:
-// ROWS rows of a, COLUMNS of b, K outermost (panels.h). The micro-kernel keeps ROWS x COLUMNS sums in registers. Where scales change
-// along K, it stops at every change, and its sums are scaled before they are added to those of the blocks before.
+// K is cut into chunks. Of each chunk both operands are decoded once, into panels that the micro-kernel reads in order
+// (panels.h): ROWS rows of a, COLUMNS of b. It keeps ROWS x COLUMNS sums in registers. Where scales change along K, it stops
+// at every change, and its sums are scaled before they are added to those of the blocks before.
 #pragma once
 
 #include "few_rows.h"
@@ -24,7 +24,7 @@ struct Gemm {
     const Scales scales{p};
     const float unshift = half_scale(p.a.element) * half_scale(p.b.element);  // what decoded numbers were divided by
     const int64_t row_panels = (p.m + ROWS - 1) / ROWS, column_panels = (p.n + COLUMNS - 1) / COLUMNS;
-    float* sums = nullptr;       // [m, n]
+    float* sums = nullptr;          // [m, n]
     Number<P>* a_panels = nullptr;  // of the chunk
     Number<P>* b_panels = nullptr;
 
