@@ -130,11 +130,11 @@ void gemm(Random& random, std::vector<Verdict>& levels) {
     fill(a, b, random);
     if (random.one_in(3)) plant_specials(a, b, random);
 
-    const int64_t widths[] = {0, 0, 32, 128, 256, 100};
+    const int64_t widths[] = {0, 0, 32, 128, 256, 100, 33};
     p.block = random.any_of(widths);
     const int64_t blocks = p.block ? (p.k + p.block - 1) / p.block : 1;
     Scales kind = Scales(random.below(4));
-    if (p.block == 100) kind = Scales::powers_of_two;  // a block may end inside a chunk and be scaled in two parts
+    if (p.block % 8) kind = Scales::powers_of_two;  // a block may lie in two chunks and be scaled in two parts
     const int far = random.one_in(2) ? 70 : -70;
     const std::vector<float> a_scales = any_scales(a, blocks, kind, far, random), b_scales = any_scales(b, blocks, kind, -far, random);
     a.scale = a_scales.data(), b.scale = b_scales.data();

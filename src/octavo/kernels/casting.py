@@ -107,7 +107,7 @@ def quantize_and_measure(
         scale: as there.
         zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
     """
-    if not cpu.supports(x, fmt):
+    if not cpu.supports(x, fmt, granularity):
         found = measure(x.detach(), granularity)
         if amax is not None and zero_is_unknown:
             amax = torch.where(amax > 0, amax, found.amax)

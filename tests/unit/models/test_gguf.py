@@ -134,9 +134,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"make it \(64, 96\)",
     ),
     "wrong vocabulary": (
-        {f"{NAME}tokens": small_gguf.TOKENS[:-1], f"{NAME}merges": ["1 2"]},
+        {f"{NAME}tokens": small_gguf.TOKENS[:-1], f"{NAME}merges": ["1 2"], f"{NAME}token_type": None},
         "token_embd.weight of sh",
     ),
+    "wrong token types": ({f"{NAME}token_type": [1]}, "damaged tokenizer: 263 tokens and 1 token types"),
+    "too many positions": ({"llama.context_length": 2**32 - 1}, "4294967295 positions"),
     "missing setting": ({"llama.embedding_length": None}, "says nothing of llama.embedding_length"),
     "setting of a kind": ({"llama.embedding_length": "wide"}, "'wide' as llama.embedding_length, where int belongs"),
     "heads that differ": (

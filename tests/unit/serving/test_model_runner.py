@@ -1,5 +1,7 @@
 """The runner against octavo's own model with the same codes decoded, and against torch's operations over the cache."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -140,7 +142,7 @@ def test_the_first_layers_codes_are_those_of_the_definition(level):
     for name in ("keys", "key_scale"):
         one, other = (getattr(tensors, name)[1].view(torch.uint8) for tensors in (wanted, found))
         assert torch.equal(one, other)
-    assert wanted.key_scale[1, 0, 0, 0] != wanted.key_scale[0, 0, 0, 0]
+    assert not bool(found.keys[1].float().any())
 
 
 @pytest.mark.parametrize("level", cpu.levels())
@@ -225,9 +227,10 @@ def test_bad_input_is_refused_and_the_cache_stays():
     ):
         with pytest.raises(ConfigError, match=text):
             runner(tokens, cache)
-    for tokens in (torch.ones(3), torch.ones(3, dtype=torch.bool), [1, 2]):
+    wrong: list[Any] = [torch.ones(3), torch.ones(3, dtype=torch.bool), [1, 2]]
+    for given in wrong:
         with pytest.raises(TypeError, match="integers"):
-            runner(tokens, cache)
+            runner(given, cache)
     assert cache.length == 60
     large = runner.new_cache(max_positions=1000)
     with pytest.raises(ConfigError, match="knows 256 positions, and 257"):

@@ -1,149 +1,38 @@
 // y = (a · bᵀ) · scales + bias, sums in FP32; each operand FP8 codes or numbers in high precision.
 //
-// K is cut into chunks. Of each chunk both operands are decoded once, into panels that a micro-kernel can read in order:
-// ROWS rows of a, COLUMNS of b, K outermost. The micro-kernel keeps ROWS x COLUMNS sums in registers. Where scales change
-// along K, it stops at every change, and its sums are scaled before they are added to those of the blocks before.
+// K is cut into chunks. Of each chunk both operands are decoded once, into panels that the micro-kernel reads in order
+// (panels.h): ROWS rows of a, COLUMNS of b. It keeps ROWS x COLUMNS sums in registers. Where scales change along K, it stops
+// at every change, and its sums are scaled before they are added to those of the blocks before.
 #pragma once
 
 #include "few_rows.h"
+#include "panels.h"
 
 namespace octavo {
 namespace {
 
-constexpr int VECTORS = 2, COLUMNS = VECTORS * LANES;
-#if defined(__AVX512F__)
-constexpr int ROWS = 12;  // of 32 registers, 24 hold sums
-#else
-constexpr int ROWS = 6;  // of 16 registers, 12 hold sums
-#endif
-constexpr int64_t CHUNK = 320;                                // of K, at most: panels of both operands fit the first-level cache
+constexpr int64_t CHUNK = 320;                                // of K, about: panels of both operands fit the first-level cache
 constexpr int64_t TILE_ROWS = 16 * ROWS, TILE_COLUMNS = 128;  // of the output, for one thread at a time
-
-// Packing.
-
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-typedef uint16_t u16x8 __attribute__((vector_size(16)));
-typedef uint32_t u32x4 __attribute__((vector_size(16)));
-typedef uint64_t u64x2 __attribute__((vector_size(16)));
-
-// The FP32 values of eight codes and of the next eight, divided by HALF_SCALE<F>.
-template <class F>
-inline void decode_eights(float* first, float* second, u8x16 codes) {
-#if defined(__AVX2__)
-    const __m256i halves = halves_of_16((__m128i)codes, F{});
-    _mm256_storeu_ps(first, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
-    _mm256_storeu_ps(second, _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
-#else
-    uint8_t bytes[16];
-    store(bytes, codes);
-    for (int i = 0; i < 8; i += LANES) store_f32(first + i, decode<F>(bytes + i));
-    for (int i = 0; i < 8; i += LANES) store_f32(second + i, decode<F>(bytes + 8 + i));
-#endif
-}
-
-// Up to eight bytes, zeros behind them.
-inline u8x16 load_eight(const uint8_t* from, int64_t count) {
-    uint64_t word = 0;
-    if (count >= 8) std::memcpy(&word, from, 8);
-    else if (count > 0) std::memcpy(&word, from, count);
-    return bits_as<u8x16>(u64x2{word, 0});
-}
-
-// Eight rows of eight bytes become eight columns, two in each result.
-inline void transpose(const u8x16* rows, u8x16* columns) {
-    const u8x16 bytes = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-    const u16x8 low16 = {0, 8, 1, 9, 2, 10, 3, 11}, high16 = {4, 12, 5, 13, 6, 14, 7, 15};
-    const u32x4 low32 = {0, 4, 1, 5}, high32 = {2, 6, 3, 7};
-    u16x8 pairs[4];
-    for (int i = 0; i < 4; ++i) pairs[i] = bits_as<u16x8>(__builtin_shuffle(rows[2 * i], rows[2 * i + 1], bytes));
-    const u32x4 a = bits_as<u32x4>(__builtin_shuffle(pairs[0], pairs[1], low16));
-    const u32x4 b = bits_as<u32x4>(__builtin_shuffle(pairs[2], pairs[3], low16));
-    const u32x4 c = bits_as<u32x4>(__builtin_shuffle(pairs[0], pairs[1], high16));
-    const u32x4 d = bits_as<u32x4>(__builtin_shuffle(pairs[2], pairs[3], high16));
-    columns[0] = bits_as<u8x16>(__builtin_shuffle(a, b, low32));
-    columns[1] = bits_as<u8x16>(__builtin_shuffle(a, b, high32));
-    columns[2] = bits_as<u8x16>(__builtin_shuffle(c, d, low32));
-    columns[3] = bits_as<u8x16>(__builtin_shuffle(c, d, high32));
-}
-
-// Rows [row, row + count) and columns [begin, end) of codes: panel[k][0 ... width), zeros for rows that are not there.
-// Every store writes eight numbers; what lies beyond the width is overwritten by the next k, hence the order.
-template <class F>
-void pack_codes(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, float* panel) {
-    for (int group = (width - 1) / 8 * 8; group >= 0; group -= 8) {
-        const int64_t present = largest<int64_t>(0, least_of<int64_t>(8, count - group));
-        const uint8_t* codes = static_cast<const uint8_t*>(from.data) + (row + group) * from.row_stride;
-        float* to = panel + group;
-        if (from.row_stride == 1) {
-            for (int64_t k = begin; k < end; k += 2, to += 2 * width) {
-                const u64x2 first = bits_as<u64x2>(load_eight(codes + k * from.column_stride, present));
-                const bool last = k + 1 == end;
-                const u64x2 second = bits_as<u64x2>(load_eight(codes + (k + 1) * from.column_stride, last ? 0 : present));
-                decode_eights<F>(to, to + width, bits_as<u8x16>(__builtin_shuffle(first, second, u64x2{0, 2})));
-            }
-            continue;
-        }
-        for (int64_t k = begin; k < end; k += 8, to += 8 * width) {
-            u8x16 rows[8], columns[4];
-            for (int r = 0; r < 8; ++r) rows[r] = load_eight(codes + r * from.row_stride + k, r < present ? end - k : 0);
-            transpose(rows, columns);
-            for (int i = 0; i < 4; ++i) decode_eights<F>(to + 2 * i * width, to + (2 * i + 1) * width, columns[i]);
-        }
-    }
-}
-
-// The same of numbers in high precision.
-template <class T>
-void pack_numbers(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, float* panel) {
-    const T* x = static_cast<const T*>(from.data) + row * from.row_stride;
-    for (int64_t r = 0; r < width; ++r)
-        for (int64_t k = begin; k < end; ++k)
-            panel[(k - begin) * width + r] = r < count ? as_f32(x[r * from.row_stride + k * from.column_stride]) : 0.0f;
-}
-
-inline void pack(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, float* panel) {
-    switch (from.element) {
-        case Element::e4m3: return pack_codes<E4M3>(from, row, count, begin, end, width, panel);
-        case Element::e5m2: return pack_codes<E5M2>(from, row, count, begin, end, width, panel);
-        case Element::f32: return pack_numbers<float>(from, row, count, begin, end, width, panel);
-        case Element::bf16: return pack_numbers<Bf16>(from, row, count, begin, end, width, panel);
-        case Element::f16: return pack_numbers<F16>(from, row, count, begin, end, width, panel);
-    }
-}
-
-// Sums of products of k columns of two panels. A function of its own, so that all sums stay in registers.
-__attribute__((noinline)) void multiply(const float* a, const float* b, int64_t k, float* out) {
-    f32v sums[ROWS][VECTORS] = {};
-    for (; k > 0; --k, a += ROWS, b += COLUMNS) {
-        f32v right[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) right[v] = load<f32v>(b + v * LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r) {
-            const f32v left = all(a[r]);
-#pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; ++v) sums[r][v] = fused(left, right[v], sums[r][v]);
-        }
-    }
-    for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < VECTORS; ++v) store(out + r * COLUMNS + v * LANES, sums[r][v]);
-}
 
 constexpr float half_scale(Element element) {
     return element == Element::e4m3 ? HALF_SCALE<E4M3> : element == Element::e5m2 ? HALF_SCALE<E5M2> : 1.0f;
 }
 
+template <class P>
 struct Gemm {
     const GemmProblem& p;
     const Scales scales{p};
     const float unshift = half_scale(p.a.element) * half_scale(p.b.element);  // what decoded numbers were divided by
     const int64_t row_panels = (p.m + ROWS - 1) / ROWS, column_panels = (p.n + COLUMNS - 1) / COLUMNS;
-    float* sums = nullptr;      // [m, n]
-    float* a_panels = nullptr;  // of the chunk
-    float* b_panels = nullptr;
+    float* sums = nullptr;          // [m, n]
+    Number<P>* a_panels = nullptr;  // of the chunk
+    Number<P>* b_panels = nullptr;
 
-    const int64_t chunks = (p.k + CHUNK - 1) / CHUNK, chunk = ((p.k + chunks - 1) / chunks + 7) / 8 * 8;
+    // Blocks are not cut where they are made of whole groups of eight: their sums are rounded once, then scaled.
+    const int64_t unit = p.block && p.block <= CHUNK && p.block % 8 == 0 ? p.block : 8;
+    const int64_t chunks = (p.k + CHUNK - 1) / CHUNK, chunk = ((p.k + chunks - 1) / chunks + unit - 1) / unit * unit;
 
-    int64_t panel_floats(int width) const { return (chunk + 8) * width + 8; }  // stores come in eights
+    int64_t panel_size(int width) const { return (chunk + 8) * width + 8 * P::DEPTH; }  // stores come in eights
 
     void pack_chunk(int64_t begin, int64_t end) const {
         parallel_for(row_panels + column_panels, 8, [&](int64_t first, int64_t last) {
@@ -151,8 +40,8 @@ struct Gemm {
                 const bool left = i < row_panels;
                 const int64_t panel = left ? i : i - row_panels;
                 const int width = left ? ROWS : COLUMNS;
-                pack(left ? p.a : p.b, panel * width, least_of<int64_t>(width, (left ? p.m : p.n) - panel * width), begin,
-                     end, width, (left ? a_panels : b_panels) + panel * panel_floats(width));
+                pack<P>(left ? p.a : p.b, panel * width, least_of<int64_t>(width, (left ? p.m : p.n) - panel * width), begin,
+                        end, width, (left ? a_panels : b_panels) + panel * panel_size(width));
             }
         });
     }
@@ -184,13 +73,13 @@ struct Gemm {
     }
 
     void multiply_panels(int64_t row_panel, int64_t column_panel, int64_t begin, int64_t end) const {
-        const float* a = a_panels + row_panel * panel_floats(ROWS);
-        const float* b = b_panels + column_panel * panel_floats(COLUMNS);
+        const Number<P>* a = a_panels + row_panel * panel_size(ROWS);
+        const Number<P>* b = b_panels + column_panel * panel_size(COLUMNS);
         float found[ROWS * COLUMNS];
         for (int64_t k = begin; k < end;) {
             const int64_t block = p.block ? k / p.block : 0;
             const int64_t stop = p.block ? least_of(end, (block + 1) * p.block) : end;
-            multiply(a + (k - begin) * ROWS, b + (k - begin) * COLUMNS, stop - k, found);
+            multiply<P>(a + (k - begin) * ROWS, b + (k - begin) * COLUMNS, stop - k, found);
             add(found, row_panel * ROWS, column_panel * COLUMNS, block, k == 0);
             k = stop;
         }
@@ -239,17 +128,25 @@ struct Gemm {
     }
 };
 
-void gemm(const GemmProblem& p) {
-    if (takes_few_rows(p)) return few_rows(p);
+template <class P>
+void gemm_by(const GemmProblem& p) {
     static thread_local Scratch panels, sums;
-    Gemm work{p};
-    const int64_t a_floats = work.row_panels * work.panel_floats(ROWS);
-    work.a_panels = panels.floats(a_floats + work.column_panels * work.panel_floats(COLUMNS));
-    work.b_panels = work.a_panels + a_floats;
+    Gemm<P> work{p};
+    const int64_t a_size = work.row_panels * work.panel_size(ROWS), b_size = work.column_panels * work.panel_size(COLUMNS);
+    work.a_panels = reinterpret_cast<Number<P>*>(panels.floats((a_size + b_size + P::DEPTH - 1) / P::DEPTH));
+    work.b_panels = work.a_panels + a_size;
     work.sums = p.out_dtype == Dtype::f32 ? static_cast<float*>(p.out) : sums.floats(p.m * p.n);
     work.run();
     panels.trim();
     sums.trim();
+}
+
+void gemm(const GemmProblem& p) {
+    if (takes_few_rows(p)) return few_rows(p);
+#if defined(__AVX512BF16__)
+    if (Pairs::can(p)) return gemm_by<Pairs>(p);
+#endif
+    gemm_by<Numbers>(p);
 }
 
 }  // namespace

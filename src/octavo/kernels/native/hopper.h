@@ -9,7 +9,9 @@
 // less than 2^15 quanta, 33 of them are less than 2^21; and no power of two here comes near the ends of FP32.
 #pragma once
 
-#include "gemm.h"
+#include "memory.h"
+#include "panels.h"
+#include "parallel.h"
 
 namespace octavo {
 namespace {
@@ -34,7 +36,7 @@ struct HopperPanel {
     void fill(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end) {
         const int64_t elements = (end - begin + HOPPER_STEP - 1) / HOPPER_STEP * HOPPER_STEP * WIDTH;
         if (end - begin < HOPPER_CHUNK) std::memset(values, 0, elements * sizeof(float));
-        pack(from, row, count, begin, end, WIDTH, values);
+        pack<Numbers>(from, row, count, begin, end, WIDTH, values);
         if (from.element == Element::e4m3) find_exponents<E4M3>(elements);
         else find_exponents<E5M2>(elements);
     }
