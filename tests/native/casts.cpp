@@ -40,6 +40,32 @@ struct Elements {
     std::vector<unsigned char> memory;
 };
 
+// Where the values of codes are written: nowhere, or beside the elements or over them, without a change between rows.
+enum class Values { none, apart, in_place, count };
+
+class Place {
+public:
+    Place(const Elements& x, Values where) : memory_(int64_t(x.memory.size())), before_(x.memory) {
+        if (where == Values::in_place) std::memcpy(memory_.data(), x.memory.data(), x.memory.size());
+        else before_.assign(x.memory.size(), *memory_.data());
+    }
+
+    void* data(const Elements& x) { return memory_.data() + x.offset * bytes_of(x.dtype); }
+
+    bool is_intact(const Elements& x) {
+        const int64_t size = bytes_of(x.dtype), first = x.offset * size, stride = x.stride * size;
+        for (int64_t i = 0; i < int64_t(before_.size()); ++i) {
+            const bool is_element = i >= first && (i - first) % stride < x.shape.columns * size;
+            if (!is_element && memory_[i] != before_[i]) return false;
+        }
+        return memory_.is_intact();
+    }
+
+private:
+    Written<unsigned char> memory_;
+    std::vector<unsigned char> before_;
+};
+
 enum class Numbers { plain, wide, any_bits, few_specials, zeros, largest, smallest, count };
 
 void fill(Elements& x, Numbers kind, Random& random) {
@@ -69,6 +95,7 @@ struct Wanted {
     int64_t across;
     std::vector<Group> groups;
     std::vector<int> codes;
+    std::vector<float> values;
     octavo::Counts counts{};
 };
 
@@ -100,13 +127,15 @@ Wanted wanted_of(const octavo::QuantizeProblem& p, const Elements& x) {
         }
     for (Group& g : wanted.groups) {
         g.encode_scale = encode_scale_of(p, &g - wanted.groups.data(), g.amax);
-        g.scale = 1.0f / g.encode_scale;
+        g.scale = p.given_scale ? p.given_scale[&g - wanted.groups.data()] : 1.0f / g.encode_scale;
     }
     for (int64_t r = 0; r < x.shape.rows; ++r)
         for (int64_t c = 0; c < x.shape.columns; ++c) {
             const float element = x.at(r, c), scaled = element * group(r, c).encode_scale;
             const int code = code_of(p, element, scaled);
             wanted.codes.push_back(code);
+            const float decoded = static_cast<float>(definition::decode(code, small(p.format)));
+            wanted.values.push_back(rounded(decoded * group(r, c).scale, x.dtype));
             if (!p.counting || !std::isfinite(element)) continue;
             wanted.counts.saturated += std::fabs(scaled) > definition::decode(small(p.format).max_code, small(p.format));
             wanted.counts.underflowed += element != 0 && (code & 0x7f) == 0;
@@ -123,32 +152,41 @@ std::string name_of(const octavo::QuantizeProblem& p, const Elements& x) {
                  p.given_scale != nullptr, p.counting);
 }
 
-void compare(octavo::QuantizeProblem p, const Elements& x, std::vector<Verdict>& levels) {
-    p.x = {x.data(), x.dtype, x.shape.rows, x.shape.columns, x.stride};
-    const Wanted wanted = wanted_of(p, x);
+// Codes, or with `where` their values, and what comes with them.
+void compare(octavo::QuantizeProblem p, const Elements& x, Values where, Verdict& level, const Wanted& wanted) {
     const int64_t groups = int64_t(wanted.groups.size()), count = int64_t(wanted.codes.size());
-    const std::string name = name_of(p, x);
-    for (Verdict& level : levels) {
-        Written<uint8_t> codes(count);
-        Written<float> scale(groups), measured(groups);
-        octavo::Counts counts{};
-        p.codes = codes.data(), p.scale = p.given_scale ? nullptr : scale.data(), p.measured = measured.data();
-        p.counts = &counts;
-        level.kernels.quantize(p);
-        for (int64_t i = 0; i < count; ++i) {
-            const bool both_nan = definition::is_nan(codes[i], small(p.format)) && definition::is_nan(wanted.codes[i], small(p.format));
-            level.expect(both_nan || codes[i] == wanted.codes[i], int(codes[i]), wanted.codes[i], "code", i, name);
-        }
-        for (int64_t g = 0; g < groups; ++g) {
-            level.expect(measured[g], float(wanted.groups[g].amax), "amax", g, name);
-            if (!p.given_scale) level.expect(scale[g], wanted.groups[g].scale, "scale", g, name);
-        }
-        const int64_t found[] = {counts.nonfinite, counts.saturated, counts.underflowed};
-        const int64_t expected[] = {wanted.counts.nonfinite, wanted.counts.saturated, wanted.counts.underflowed};
-        for (int i = 0; i < 3; ++i) level.expect(found[i] == expected[i], found[i], expected[i], "count", i, name);
-        const bool intact = codes.is_intact() && scale.is_intact() && measured.is_intact();
-        level.expect(intact, 0, 1, "margin", 0, name);
+    const std::string name = name_of(p, x) + words(", values %d", int(where));
+    Written<uint8_t> codes(count);
+    Written<float> scale(groups), measured(groups);
+    Place place(x, where);
+    octavo::Counts counts{};
+    p.x = {where == Values::in_place ? place.data(x) : x.data(), x.dtype, x.shape.rows, x.shape.columns, x.stride};
+    p.codes = where == Values::none ? codes.data() : nullptr, p.values = where == Values::none ? nullptr : place.data(x);
+    p.scale = p.given_scale ? nullptr : scale.data(), p.measured = measured.data(), p.counts = &counts;
+    level.kernels.quantize(p);
+    for (int64_t i = 0; i < count && where == Values::none; ++i) {
+        const bool both_nan = definition::is_nan(codes[i], small(p.format)) && definition::is_nan(wanted.codes[i], small(p.format));
+        level.expect(both_nan || codes[i] == wanted.codes[i], int(codes[i]), wanted.codes[i], "code", i, name);
     }
+    for (int64_t i = 0; i < count && where != Values::none; ++i) {
+        const float value = get(p.values, x.dtype, i / x.shape.columns * x.stride + i % x.shape.columns);
+        level.expect(value, wanted.values[i], "value", i, name);
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+        level.expect(measured[g], float(wanted.groups[g].amax), "amax", g, name);
+        if (!p.given_scale) level.expect(scale[g], wanted.groups[g].scale, "scale", g, name);
+    }
+    const int64_t found[] = {counts.nonfinite, counts.saturated, counts.underflowed};
+    const int64_t expected[] = {wanted.counts.nonfinite, wanted.counts.saturated, wanted.counts.underflowed};
+    for (int i = 0; i < 3; ++i) level.expect(found[i] == expected[i], found[i], expected[i], "count", i, name);
+    const bool intact = codes.is_intact() && scale.is_intact() && measured.is_intact() && place.is_intact(x);
+    level.expect(intact, 0, 1, "margin", 0, name);
+}
+
+void compare(const octavo::QuantizeProblem& p, const Elements& x, std::vector<Verdict>& levels) {
+    const Wanted wanted = wanted_of(p, x);
+    for (Verdict& level : levels)
+        for (int where = 0; where < int(Values::count); ++where) compare(p, x, Values(where), level, wanted);
 }
 
 }  // namespace

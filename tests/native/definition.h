@@ -49,6 +49,15 @@ inline int encode(double value, const Small& format, bool saturate) {
     return sign | int(steps);
 }
 
+// A finite value within the maximum, rounded up in magnitude where what it has below its quantum and `drawn`, a part of
+// 2^bits, together make one quantum; else down. Exact: FP64 holds both.
+inline int encode_stochastic(double value, double drawn, int bits, const Small& format) {
+    if (!std::isfinite(value) || value == 0) return encode(value, format, true);
+    const int exponent = std::fmax(std::ilogb(value), format.min_exponent());
+    const double quanta = std::ldexp(std::fabs(value), format.mantissa_bits - exponent) + std::ldexp(drawn, -bits);
+    return encode(std::copysign(std::ldexp(std::floor(quanta), exponent - format.mantissa_bits), value), format, true);
+}
+
 enum class Rule { fp32, rceil, floor, even };
 
 // What brings `amax` to the format's maximum.

@@ -16,8 +16,9 @@ struct Kernel {
     void (*trial)(trial::Random&, std::vector<trial::Verdict>&);
 };
 
-constexpr Kernel KERNELS[] = {{"quantize", trial::quantize}, {"dequantize", trial::dequantize}, {"gemm", trial::gemm},
-                              {"hopper", trial::hopper}};
+constexpr Kernel KERNELS[] = {{"quantize", trial::quantize}, {"dequantize", trial::dequantize},
+                              {"round_stochastic", trial::round_stochastic}, {"gemm", trial::gemm}, {"hopper", trial::hopper},
+                              {"attend", trial::attend}, {"decode", trial::decode}};
 
 std::vector<trial::Verdict> verdicts() {
     std::vector<trial::Verdict> found;

@@ -60,6 +60,13 @@ public:
         expect(equal, found, wanted, what, index, problem);
     }
 
+    // Sums and such: within `bound` of a finite number, else the same.
+    void expect_near(float found, double wanted, double bound, const char* what, int64_t index, const std::string& problem) {
+        const bool same = std::isnan(wanted) ? std::isnan(found) : found == wanted;
+        const bool near = std::isfinite(wanted) && std::fabs(found - wanted) <= bound;
+        expect(same || near, double(found), wanted, what, index, problem);
+    }
+
     const octavo::Kernels& kernels;
     int64_t compared = 0, wrong = 0;
 };
@@ -124,7 +131,10 @@ std::string words(const char* format, Numbers... numbers) {
 void quantize(Random& random, std::vector<Verdict>& levels);
 void quantize_every_input(std::vector<Verdict>& levels);
 void dequantize(Random& random, std::vector<Verdict>& levels);
+void round_stochastic(Random& random, std::vector<Verdict>& levels);
 void gemm(Random& random, std::vector<Verdict>& levels);
 void hopper(Random& random, std::vector<Verdict>& levels);
+void attend(Random& random, std::vector<Verdict>& levels);
+void decode(Random& random, std::vector<Verdict>& levels);
 
 }  // namespace trial

@@ -1,0 +1,278 @@
+// Trials of decode: a decoder in FP64, and how far FP32 may be from it. What the kernel wrote to the cache is compared with
+// the keys and values that belong there, and is then what the definition attends to: rounding it is a step of its own.
+#include "cache.h"
+#include "near.h"
+
+namespace trial {
+namespace {
+
+using definition::Near;
+using octavo::Element;
+typedef std::vector<Near> Numbers;
+
+std::vector<float> any_numbers(int64_t count, double low, double high, Random& random) {
+    std::vector<float> numbers(count);
+    for (float& number : numbers) number = static_cast<float>(low + (high - low) * random.uniform());
+    return numbers;
+}
+
+// y = x · weightᵀ + bias: codes with scales, for every row or for blocks of its columns, or numbers without.
+class Linear {
+public:
+    Linear(int64_t rows, int64_t k, Random& random)
+        : rows_(rows), k_(k), block_(random.one_in(3) ? 32 : 0), bias_(any_numbers(random.one_in(3) ? rows : 0, -1, 1, random)) {
+        constexpr Element elements[] = {Element::e4m3, Element::e4m3, Element::e5m2, Element::bf16, Element::f32};
+        element_ = random.any_of(elements);
+        if (!is_code()) block_ = 0;
+        memory_.resize(rows * k * (is_code() ? 1 : bytes_of(dtype())));
+        const double size = 3.0 / double(k);  // so that an error does not grow on its way, whatever its signs
+        if (is_code()) scale_ = any_numbers(rows * blocks(), 0x1p-8 * size, 0x1p-7 * size, random);
+        for (int64_t i = 0; i < rows * k; ++i) {
+            const double number = random.uniform() * 2 - 1;
+            if (is_code()) memory_[i] = uint8_t(definition::encode(number * 0x1p7, format(), true));
+            else put(memory_.data(), dtype(), i, number * size);
+        }
+    }
+
+    octavo::Weight weight() const {
+        const octavo::Operand operand{memory_.data(), element_, k_, 1, scale_.empty() ? nullptr : scale_.data(), !scale_.empty()};
+        return {operand, rows_, block_, bias_.empty() ? nullptr : bias_.data()};
+    }
+
+    Numbers operator()(const Numbers& x) const {
+        Numbers y;
+        for (int64_t row = 0; row < rows_; ++row) {
+            definition::Sum sum;
+            for (int64_t i = 0; i < k_; ++i) sum.add(x[i] * at(row, i));
+            const Near scaled = rounded(sum.total());
+            y.push_back(bias_.empty() ? scaled : scaled + double(bias_[row]));
+        }
+        return y;
+    }
+
+private:
+    bool is_code() const { return element_ == Element::e4m3 || element_ == Element::e5m2; }
+    const definition::Small& format() const { return small(octavo::Format(int(element_))); }
+    octavo::Dtype dtype() const { return octavo::Dtype(int(element_) - 2); }
+    int64_t blocks() const { return block_ ? (k_ + block_ - 1) / block_ : 1; }
+
+    double at(int64_t row, int64_t i) const {
+        if (!is_code()) return get(memory_.data(), dtype(), row * k_ + i);
+        return definition::decode(memory_[row * k_ + i], format()) * scale_[row * blocks() + (block_ ? i / block_ : 0)];
+    }
+
+    int64_t rows_, k_, block_;
+    Element element_;
+    std::vector<uint8_t> memory_;
+    std::vector<float> scale_, bias_;
+};
+
+struct Sizes {
+    int64_t hidden, intermediate, heads, kv_heads, dim;
+};
+
+struct Layer {
+    Layer(const Sizes& s, Random& random)
+        : attention_norm(any_numbers(s.hidden, 0.5, 1.5, random)), mlp_norm(any_numbers(s.hidden, 0.5, 1.5, random)),
+          qkv((s.heads + 2 * s.kv_heads) * s.dim, s.hidden, random), out(s.hidden, s.heads * s.dim, random),
+          gate_up(2 * s.intermediate, s.hidden, random), down(s.hidden, s.intermediate, random) {}
+
+    octavo::DecoderLayer layer() const {
+        return {attention_norm.data(), mlp_norm.data(), qkv.weight(), out.weight(), gate_up.weight(), down.weight()};
+    }
+
+    std::vector<float> attention_norm, mlp_norm;
+    Linear qkv, out, gate_up, down;
+};
+
+struct Model {
+    Model(const Sizes& sizes, int64_t layer_count, int64_t words, int64_t positions, Random& random)
+        : sizes(sizes), layers(layer_count, Layer(sizes, random)), norm(any_numbers(sizes.hidden, 0.5, 1.5, random)),
+          head(words, sizes.hidden, random), cos(any_numbers(positions * sizes.dim, -1, 1, random)),
+          sin(any_numbers(positions * sizes.dim, -1, 1, random)) {
+        for (Layer& layer : layers) layer = Layer(sizes, random);
+    }
+
+    Sizes sizes;
+    std::vector<Layer> layers;
+    std::vector<float> norm;
+    Linear head;
+    std::vector<float> cos, sin;
+    float eps = 1e-5f;
+};
+
+Numbers normed(const Numbers& x, const std::vector<float>& weight, double eps) {
+    definition::Sum squares;
+    for (const Near& number : x) squares.add(number * number);
+    const Near factor = Near(1) / square_root(squares.total() / double(x.size()) + eps);
+    Numbers y;
+    for (size_t i = 0; i < x.size(); ++i) y.push_back(x[i] * factor * double(weight[i]));
+    return y;
+}
+
+// The gate's part of numbers comes first.
+Numbers gated(const Numbers& gate_up) {
+    Numbers y;
+    for (size_t i = 0; i < gate_up.size() / 2; ++i) {
+        const Near gate = gate_up[i];
+        y.push_back(gate / (Near(1) + exponential(-gate)) * gate_up[gate_up.size() / 2 + i]);
+    }
+    return y;
+}
+
+// One head of some, turned by the angles of a position.
+Numbers turned(const Numbers& heads, int64_t head, int64_t dim, const float* cos, const float* sin) {
+    const Near* x = heads.data() + head * dim;
+    Numbers y;
+    for (int64_t i = 0; i < dim; ++i) {
+        const Near other = i < dim / 2 ? -x[i + dim / 2] : x[i - dim / 2];
+        y.push_back(x[i] * double(cos[i]) + other * double(sin[i]));
+    }
+    return y;
+}
+
+struct Row {
+    int64_t sequence, position;
+};
+
+// The definition, which follows what one level wrote.
+struct Forward {
+    const Model& model;
+    const std::vector<Row>& rows;
+    const Cache& cache;  // after the call
+    Verdict& level;
+    const std::string& name;
+    std::vector<Numbers> hidden;
+
+    // A vector of the cache: rounded to the cache's format, which is E4M3 with the least power of two that fits.
+    void compare_stored(const Numbers& wanted, const std::vector<double>& stored, double scale) const {
+        const bool coded = cache.shape.element == Element::e4m3;
+        const double half_ulp = coded ? 0x1p-4 : cache.shape.element == Element::bf16 ? 0x1p-8 : 0;
+        double amax = 0, error = 0;
+        for (size_t d = 0; d < wanted.size(); ++d) {
+            const double rounding = half_ulp * wanted[d].magnitude();
+            const double bound = wanted[d].error + (coded ? std::fmax(rounding, scale * 0x1p-10) : rounding);
+            level.expect_near(static_cast<float>(stored[d]), wanted[d].value, bound, "stored", int64_t(d), name);
+            amax = std::fmax(amax, std::fabs(wanted[d].value)), error = std::fmax(error, rounded(wanted[d]).error);
+        }
+        const bool fits = amax - error <= 448 * scale && amax + error >= 224 * scale;
+        level.expect(!coded || fits, scale, amax / 448, "scale", 0, name);
+    }
+
+    // Queries of a row; its keys and values are compared.
+    std::vector<Numbers> look(int64_t index, size_t r) const {
+        const auto& [sequence, position] = rows[r];
+        const int64_t heads = model.sizes.heads, kv_heads = model.sizes.kv_heads, dim = model.sizes.dim;
+        const float *cos = model.cos.data() + position * dim, *sin = model.sin.data() + position * dim;
+        const Layer& layer = model.layers[index];
+        const Numbers all = layer.qkv(normed(hidden[r], layer.attention_norm, model.eps));
+        std::vector<Numbers> queries;
+        for (int64_t head = 0; head < heads; ++head) queries.push_back(turned(all, head, dim, cos, sin));
+        for (int64_t head = 0; head < kv_heads; ++head) {
+            const Spot spot{index, sequence, position, head};
+            const Near* value = all.data() + (heads + kv_heads + head) * dim;
+            compare_stored(turned(all, heads + head, dim, cos, sin), cache.key(spot), cache.key_scale(spot));
+            compare_stored({value, value + dim}, cache.value(spot), cache.value_scale(spot));
+        }
+        return queries;
+    }
+
+    Numbers attended(int64_t index, size_t r, const std::vector<Numbers>& queries) const {
+        Numbers found;
+        const int64_t group = model.sizes.heads / model.sizes.kv_heads;
+        for (int64_t head = 0; head < model.sizes.heads; ++head) {
+            std::vector<std::vector<double>> keys, values;
+            for (int64_t position = 0; position <= rows[r].position; ++position) {
+                const Spot spot{index, rows[r].sequence, position, head / group};
+                keys.push_back(cache.key(spot)), values.push_back(cache.value(spot));
+            }
+            const double scale = static_cast<float>(1 / std::sqrt(double(model.sizes.dim)));
+            for (const Near& number : definition::attend(queries[head], keys, values, scale, 0)) found.push_back(number);
+        }
+        return found;
+    }
+
+    static void add(Numbers& to, const Numbers& some) {
+        for (size_t i = 0; i < to.size(); ++i) to[i] = to[i] + some[i];
+    }
+
+    void run(int64_t index) {
+        const Layer& layer = model.layers[index];
+        for (size_t r = 0; r < rows.size(); ++r) {
+            add(hidden[r], layer.out(attended(index, r, look(index, r))));
+            add(hidden[r], layer.down(gated(layer.gate_up(normed(hidden[r], layer.mlp_norm, model.eps)))));
+        }
+    }
+
+    Numbers logits(size_t r) const { return model.head(normed(hidden[r], model.norm, model.eps)); }
+};
+
+// Some next positions of every sequence, in turn; positions are anywhere.
+std::vector<Row> any_rows(int64_t sequences, int64_t length, int64_t each, Random& random) {
+    std::vector<Row> rows;
+    std::vector<int64_t> first;
+    for (int64_t s = 0; s < sequences; ++s) first.push_back(random.below(length - each + 1));
+    for (int64_t i = 0; i < each; ++i)
+        for (int64_t s = 0; s < sequences; ++s) rows.push_back({s, first[s] + i});
+    return rows;
+}
+
+void compare(const Model& model, octavo::DecoderProblem p, Cache cache, const std::vector<Row>& rows, std::vector<float> hidden,
+             const std::string& name, Verdict& level) {
+    const int64_t size = model.sizes.hidden, words = p.head.rows, logit_rows = p.every ? int64_t(rows.size()) : 1;
+    Cache before = cache;
+    Forward wanted{model, rows, cache, level, name, {}};
+    for (size_t r = 0; r < rows.size(); ++r) wanted.hidden.emplace_back(hidden.begin() + r * size, hidden.begin() + (r + 1) * size);
+    Written<float> logits(logit_rows * words);
+    p.cache = cache.cache(), p.keys = cache.keys(), p.values = cache.values();
+    p.hidden = hidden.data(), p.logits = logits.data();
+    level.kernels.decode(p);
+    for (int64_t index = 0; index < p.layer_count; ++index) wanted.run(index);
+    for (int64_t i = 0; i < int64_t(rows.size()) * size; ++i) {
+        const Near& number = wanted.hidden[i / size][i % size];
+        level.expect_near(hidden[i], number.value, number.error, "hidden", i, name);
+    }
+    for (int64_t i = 0; i < logit_rows; ++i) {
+        const Numbers own = wanted.logits(rows.size() - logit_rows + i);
+        for (int64_t w = 0; w < words; ++w)
+            level.expect_near(logits[i * words + w], own[w].value, own[w].error, "logit", i * words + w, name);
+    }
+    for (const Row& row : rows)
+        for (int64_t index = 0; index < p.layer_count; ++index)
+            for (int64_t head = 0; head < model.sizes.kv_heads; ++head)
+                before.take(cache, {index, row.sequence, row.position, head});
+    level.expect(logits.is_intact() && before == cache, 0, 1, "margin", 0, name);
+}
+
+}  // namespace
+
+void decode(Random& random, std::vector<Verdict>& levels) {
+    constexpr Element caches[] = {Element::f32, Element::f32, Element::bf16, Element::e4m3};
+    const int64_t kv_heads = random.between(1, 2), group = random.between(1, 3), each = random.one_in(8) ? 9 : random.between(1, 2);
+    const Sizes sizes{random.between(4, 40), random.between(4, 50), kv_heads * group, kv_heads, 2 * random.between(1, 12)};
+    const CacheShape shape{random.any_of(caches), random.between(1, 2), random.between(1, 2), random.between(1, 2), kv_heads, sizes.dim};
+    const int64_t length = shape.pages * octavo::PAGE;
+    const Model model(sizes, shape.layers, random.between(1, 40), length, random);
+    const Cache cache(shape, {0, 1}, {0, 1}, random);
+    const std::vector<Row> rows = any_rows(shape.sequences, length, each, random);
+    const std::vector<float> hidden = any_numbers(int64_t(rows.size()) * sizes.hidden, -1, 1, random);
+
+    std::vector<octavo::DecoderLayer> layers;
+    for (const Layer& layer : model.layers) layers.push_back(layer.layer());
+    std::vector<int64_t> sequence, position;
+    for (const Row& row : rows) sequence.push_back(row.sequence), position.push_back(row.position);
+    octavo::DecoderProblem p{};
+    p.layers = layers.data(), p.norm = model.norm.data(), p.head = model.head.weight();
+    p.layer_count = shape.layers, p.hidden_size = sizes.hidden, p.intermediate_size = sizes.intermediate, p.heads = sizes.heads;
+    p.norm_eps = model.eps, p.attention_scale = static_cast<float>(1 / std::sqrt(double(sizes.dim))), p.amax_floor = 1e-12;
+    p.cos = model.cos.data(), p.sin = model.sin.data(), p.page_count = cache.page_count();
+    p.rows = {int64_t(rows.size()), sequence.data(), position.data()}, p.every = random.one_in(2);
+    const std::string name = words("decode, cache of %d, %lld layers of %lld and %lld, heads %lld / %lld of %lld, rows %lld of "
+                                   "%lld sequences, every %d", int(shape.element), (long long)shape.layers,
+                                   (long long)sizes.hidden, (long long)sizes.intermediate, (long long)sizes.heads,
+                                   (long long)kv_heads, (long long)sizes.dim, (long long)rows.size(),
+                                   (long long)shape.sequences, p.every);
+    for (Verdict& level : levels) compare(model, p, cache, rows, hidden, name, level);
+}
+
+}  // namespace trial
