@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs and the trials of
-# tests/native, every level this processor has. Needs .venv (make venv) and GCC's sanitizer libraries, which come with g++.
+# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs, generation with
+# them, and the trials of tests/native, every level this processor has. Needs .venv (make venv) and GCC's sanitizer libraries, which come with g++.
 #
 #   scripts/sanitize.sh [pytest's arguments]
 set -euo pipefail
@@ -27,4 +27,4 @@ cmake --install "$home/cmake" --prefix "$own" >/dev/null
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
     "$home/bin/python" -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels/test_casting.py \
-    -k "not memory_is_given_back" "$@"
+    tests/unit/serving -k "not memory_is_given_back" "$@"
