@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs and the trials of
-# tests/native, every level this processor has. Needs .venv (make venv) and GCC's sanitizer libraries, which come with g++.
+# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs, generation, and
+# the trials of tests/native, every level this processor has. Needs .venv (make venv) and GCC's sanitizer libraries, which
+# come with g++.
 #
 #   scripts/sanitize.sh [pytest's arguments]
 set -euo pipefail

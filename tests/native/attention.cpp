@@ -14,8 +14,8 @@ struct Row {
 };
 
 int64_t any_position(int64_t count, Random& random) {
-    const int64_t positions[] = {0, std::min<int64_t>(octavo::PAGE, count) - 1, std::min<int64_t>(octavo::PAGE, count - 1), count - 1,
-                                 random.below(count), random.below(count), random.below(count)};
+    const int64_t second_page = std::min<int64_t>(octavo::PAGE, count - 1), any = random.below(count);
+    const int64_t positions[] = {0, octavo::PAGE - 1, second_page, count - 1, any, any, any};
     return random.any_of(positions);
 }
 
@@ -47,7 +47,8 @@ std::vector<definition::Near> wanted_of(const Cache& cache, const float* query, 
 }
 
 CacheShape any_shape(Random& random) {
-    CacheShape shape{random.any_of(ELEMENTS), 1, random.between(1, 3), random.between(1, 4), random.between(1, 3), random.size(100)};
+    CacheShape shape{random.any_of(ELEMENTS), 1, random.between(1, 3), random.between(1, 4), random.between(1, 3),
+                     random.size(100)};
     if (random.one_in(15)) shape.head_dim = octavo::MAX_HEAD_DIM - random.below(2), shape.kv_heads = 1;
     return shape;
 }

@@ -250,7 +250,8 @@ void decode(Random& random, std::vector<Verdict>& levels) {
     constexpr Element caches[] = {Element::f32, Element::f32, Element::bf16, Element::e4m3};
     const int64_t kv_heads = random.between(1, 2), group = random.between(1, 3), each = random.one_in(8) ? 9 : random.between(1, 2);
     const Sizes sizes{random.between(4, 40), random.between(4, 50), kv_heads * group, kv_heads, 2 * random.between(1, 12)};
-    const CacheShape shape{random.any_of(caches), random.between(1, 2), random.between(1, 2), random.between(1, 2), kv_heads, sizes.dim};
+    const CacheShape shape{random.any_of(caches), random.between(1, 2), random.between(1, 2), random.between(1, 2), kv_heads,
+                           sizes.dim};
     const int64_t length = shape.pages * octavo::PAGE;
     const Model model(sizes, shape.layers, random.between(1, 40), length, random);
     const Cache cache(shape, {0, 1}, {0, 1}, random);
