@@ -156,7 +156,7 @@ struct Decoder {
     Pages of_layer(const Pages& first, int64_t layer) const {
         const int64_t vectors = layer * p.page_count * kv_heads * PAGE;
         const int64_t size = p.cache.element == Element::e4m3 ? 1 : p.cache.element == Element::bf16 ? 2 : 4;
-        return {static_cast<uint8_t*>(first.data) + vectors * dim * size, first.scale + vectors};
+        return {static_cast<uint8_t*>(first.data) + vectors * dim * size, first.scale ? first.scale + vectors : nullptr};
     }
 
     void run(int64_t index) {
