@@ -294,7 +294,7 @@ class NativeDecoder:
             )
 
     def _numbers(self, tensor: Tensor) -> int:
-        self._kept.append(tensor.detach().float().clone(memory_format=torch.contiguous_format))
+        self._kept.append(tensor.detach().float().contiguous())
         return self._kept[-1].data_ptr()
 
     def _weight(self, weight: QuantizedTensor) -> tuple[int, ...]:
@@ -314,10 +314,8 @@ def _native() -> ModuleType:
 
 def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
     """A kernel reads where it is told to."""
-    rows = (sequence, position)
-    if any(t.dtype != torch.int64 or t.ndim != 1 or not t.is_contiguous() for t in rows) or len(sequence) != len(
-        position
-    ):
+    fits = all(t.dtype == torch.int64 and t.ndim == 1 and t.is_contiguous() for t in (sequence, position))
+    if not fits or len(sequence) != len(position):
         raise BackendError("sequences and positions are int64 [R], contiguous")
     sequences, pages = cache.table.shape
     limits = ((sequence, sequences), (position, pages * PAGE), (cache.table.flatten(), cache.keys.shape[1]))

@@ -20,6 +20,7 @@ from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, E8M0, FP32, Format
 from octavo.kernels import quantize
 from octavo.kernels.decoding import PAGE, CacheTensors
+from octavo.nn.arguments import check_sizes
 from octavo.numerics import PerRow, ScaleRounding
 from octavo.numerics.scaling import scale_from_e8m0
 
@@ -49,14 +50,7 @@ class PagedKVCache:
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, *, max_positions: int, fmt: Format = E4M3) -> None:
-        for name, size in (
-            ("layers", layers),
-            ("kv_heads", kv_heads),
-            ("head_dim", head_dim),
-            ("max_positions", max_positions),
-        ):
-            if size < 1:
-                raise ConfigError(f"{name} must be at least 1, not {size}")
+        check_sizes(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_positions=max_positions)
         if fmt not in (E4M3, BF16, FP32):
             raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
         pages = -(-max_positions // PAGE)
@@ -123,9 +117,8 @@ class PagedKVCache:
                 to[layer, page, :, place] = vectors.to(to.dtype)
                 continue
             cast = quantize(vectors, E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0)
-            to.view(torch.uint8)[layer, page, :, place] = cast.data.view(
-                torch.uint8
-            )  # codes cannot be assigned by index
+            # torch assigns no codes by index
+            to.view(torch.uint8)[layer, page, :, place] = cast.data.view(torch.uint8)
             scales[layer, page, :, place] = cast.scale[..., 0]
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:

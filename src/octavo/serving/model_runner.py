@@ -144,21 +144,25 @@ def _decoder(model: Llama) -> Decoder:
         head_dim=config.head_dim,
         norm_eps=config.rms_norm_eps,
     )
-    norm = body.norm.weight.detach().float()
-    return Decoder(shape, [_layer(layer) for layer in body.layers], body.cos, body.sin, norm, _codes(model.lm_head))
+    own, norm = [_layer(layer) for layer in body.layers], _copied(body.norm.weight)
+    return Decoder(shape, own, _copied(body.cos), _copied(body.sin), norm, _codes(model.lm_head))
 
 
 def _layer(layer: nn.Module) -> DecoderLayer:
     assert isinstance(layer, llama.DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
-        attention_norm=layer.input_layernorm.weight.detach().float().clone(),
+        attention_norm=_copied(layer.input_layernorm.weight),
         qkv=_codes(attention.q_proj, attention.k_proj, attention.v_proj),
         out=_codes(attention.o_proj),
-        mlp_norm=layer.post_attention_layernorm.weight.detach().float().clone(),
+        mlp_norm=_copied(layer.post_attention_layernorm.weight),
         gate_up=_codes(mlp.gate_proj, mlp.up_proj),
         down=_codes(mlp.down_proj),
     )
+
+
+def _copied(numbers: Tensor) -> Tensor:
+    return numbers.detach().to(torch.float32, copy=True)
 
 
 def _codes(*linears: nn.Linear) -> QuantizedTensor:

@@ -192,13 +192,16 @@ def test_tokens_of_any_integer_dtype_are_the_same_tokens(dtype):
     assert torch.equal(runner(tokens.to(dtype), runner.new_cache()), wanted)
 
 
-def test_the_model_may_change_afterwards():
-    made = model(tie=False)
-    runner = ModelRunner(made)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_model_may_change_afterwards(level, tie):
+    made = model(tie=tie)
+    runner = ModelRunner(made, level=level)
     before = runner(torch.arange(9), runner.new_cache())
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(2.0)
+        made.model.cos.zero_()
     assert torch.equal(runner(torch.arange(9), runner.new_cache()), before)
 
 
