@@ -8,7 +8,7 @@ import torch
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.kernels import cpu
-from octavo.kernels.decoding import PAGE, CacheTensors, attend
+from octavo.kernels.decoding import MAX_HEAD_DIM, PAGE, CacheTensors, attend
 from octavo.serving import PagedKVCache
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
@@ -157,6 +157,12 @@ def test_a_nan_reaches_who_sees_it_and_nobody_else(fmt):
         assert not is_bad[:, :2].any()
         assert is_bad[1:, 2:, 5].all()
         assert is_bad.sum() == 4
+
+
+def test_both_languages_have_the_same_page():
+    from octavo.kernels import _native  # absent where it could not be built
+
+    assert (_native.PAGE, _native.MAX_HEAD_DIM) == (PAGE, MAX_HEAD_DIM)
 
 
 def test_what_does_not_fit_is_refused():

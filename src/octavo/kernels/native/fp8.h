@@ -127,11 +127,9 @@ inline __m256i halves_of_16(__m128i codes, E4M3 format) {
     return _mm256_or_si256(halves, _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80)));  // all ones are a NaN
 }
 
-template <class F, bool FINITE = false>
+template <class F>
 inline Pair decode_pair(const uint8_t* codes) {
-    auto halves = [](const uint8_t* from) {
-        return FINITE ? finite_halves_of_16(load<__m128i>(from), F{}) : halves_of_16(load<__m128i>(from), F{});
-    };
+    auto halves = [](const uint8_t* from) { return halves_of_16(load<__m128i>(from), F{}); };
 #if defined(__AVX512F__)
     return {(f32v)_mm512_cvtph_ps(halves(codes)), (f32v)_mm512_cvtph_ps(halves(codes + 16))};
 #else
@@ -143,14 +141,11 @@ inline Pair decode_pair(const uint8_t* codes) {
 template <class F>
 constexpr float HALF_SCALE = 1.0f;
 
-template <class F, bool FINITE = false>
+template <class F>
 inline Pair decode_pair(const uint8_t* codes) {
     return {decode<F>(codes), decode<F>(codes + LANES)};
 }
 #endif
-
-// Whether a NaN code of E4M3 is among 4 · LANES codes is kept in the largest magnitude that was seen.
-inline u8v raise_magnitudes(u8v seen, const uint8_t* codes) { return largest_byte(seen, load<u8v>(codes) & uint8_t(0x7f)); }
 
 }  // namespace
 }  // namespace octavo
