@@ -36,7 +36,7 @@ PY
     echo "# Exact versions for CI, the Makefile and the README. Written by scripts/lock.sh; do not edit."
     "${pip[@]}" freeze --all --exclude pip |
         sed -E 's/\+[A-Za-z0-9.]+$//' |
-        grep -vE '^(nvidia-|cuda-|triton==)'
+        grep -vE '^(nvidia-|cuda-)'
 } >"$scratch/lock"
 grep -qx "$torch_pin" "$scratch/lock" || { echo "lock: torch was resolved to another version than $torch_pin" >&2; exit 1; }
 grep -q ' @ ' "$scratch/lock" && { echo "lock: a requirement has a path instead of a version" >&2; exit 1; }

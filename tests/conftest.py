@@ -2,14 +2,20 @@
 
 A GPU test carries the marker ``gpu``. Where there is no CUDA device it is skipped, and the closing summary says how
 many were, so that a green run on a CPU is not mistaken for a green run on a GPU.
+
+Triton's kernels run in its interpreter where there is no GPU. It must be told before Triton is imported first.
 """
 
+import os
 import random
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # No test asserts a time, not even by accident: a slow machine must not make a property fail.
 hypothesis.settings.register_profile("octavo", parent=hypothesis.settings(), deadline=None)

@@ -1,0 +1,100 @@
+"""Compile for Hopper, on a machine without a GPU, every kernel that a list of calls would launch.
+
+    python -m tests.triton.hopper_build [MODULE OF CALLS ...]
+
+Triton brings its assembler along, so all but the launch can happen anywhere. The calls run as they are, with tensors
+on the CPU; a launch compiles its kernel for compute capability 9.0 and does nothing more. Prints a line of JSON for
+each: the call, the kernel, its registers, stack and shared memory in bytes, and which tensor-core instructions it has.
+A stack means that registers were spilled or an array is indexed at run time.
+"""
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from octavo.kernels.triton import codes
+from tests.triton import calls
+
+HOPPER = GPUTarget("cuda", 90, 32)
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class NoDevice:
+    """The little of a driver that compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def instead_of_launching() -> Iterator[list[Any]]:
+    """Collects the kernels that would have been launched, compiled."""
+    compiled: list[Any] = []
+    run, tuned = JITFunction.run, Autotuner.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled.append(run(self, *args, **(kwargs | {"warmup": True})))
+        return compiled[-1]
+
+    def every_config(self: Any, *args: Any, **kwargs: Any) -> None:
+        for config in self.configs:
+            self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    triton.runtime.driver.set_active(NoDevice())
+    JITFunction.run, Autotuner.run = compile_only, every_config
+    try:
+        yield compiled
+    finally:
+        JITFunction.run, Autotuner.run = run, tuned
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """What the kernel takes of a multiprocessor, and its tensor-core instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"\b{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
+    products = sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", kernel.asm["ptx"])))
+    return {"registers": registers, "stack": stack, "shared": kernel.metadata.shared, "tensor_core": products}
+
+
+def all_calls(modules: list[str]) -> Iterator[tuple[str, Callable[[], object]]]:
+    names = modules or [module.name for module in pkgutil.iter_modules(calls.__path__)]
+    for name in names:
+        module = importlib.import_module(f"tests.triton.calls.{name}")
+        for call, function in module.CALLS.items():
+            yield f"{name}: {call}", function
+
+
+def main() -> None:
+    codes.has_hardware_casts = lambda device: True  # as on the GPU that is compiled for
+    for call, function in all_calls(sys.argv[1:]):
+        with instead_of_launching() as compiled:
+            function()
+        for kernel in compiled:
+            print(json.dumps({"call": call, "kernel": kernel.metadata.name} | resources(kernel)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
