@@ -75,7 +75,7 @@ def test_vectors_of_any_size(fmt, size):
 
 
 def test_the_smallest_scale_has_byte_zero():
-    """E8M0's 0 is 2^-127, a subnormal number of FP32: of keys that meet large queries, and of values beside larger ones."""
+    """E8M0's 0 is 2^-127, a subnormal number of FP32: of keys that meet large queries, of a value beside larger ones."""
     cache = PagedKVCache(1, 1, 8, max_positions=3)
     keys, values = torch.randn(2, 3, 1, 8)
     cache.store(0, torch.arange(3), 2.0**-127 * keys, 2.0**-122 * values)
@@ -95,7 +95,9 @@ def test_a_weight_is_e_to_the_power_of_its_score(level):
     """Beside a score of 0, a score below -17.5 has a weight and the sum of all is 1: the output is e^x, to 2 ulps."""
     powers = torch.cat([torch.linspace(-86.99, -17.5, 20_000), -math.log(2) * (torch.arange(26, 125) + 0.5)])
     cache = PagedKVCache(1, 1, 2, max_positions=2, fmt=FP32)
-    cache.store(0, torch.arange(2), torch.tensor([[[0.0, 0.0]], [[1.0, 0.0]]]), torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]]))
+    cache.store(
+        0, torch.arange(2), torch.tensor([[[0.0, 0.0]], [[1.0, 0.0]]]), torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]])
+    )
     position = torch.ones(len(powers), dtype=torch.int64)
     queries = torch.stack([powers, torch.zeros_like(powers)], dim=1)[:, None]
     sequence = torch.zeros_like(position)
