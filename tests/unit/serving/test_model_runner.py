@@ -117,6 +117,24 @@ def test_codes_that_are_held_are_read_as_they_are(recipe):
     torch.testing.assert_close(found, with_decoded_head(made)(tokens[None])[0], rtol=1e-4, atol=1e-4)
 
 
+def test_a_bias_that_would_be_lost_is_refused():
+    made = model(tie=False)
+    made.lm_head = torch.nn.Linear(72, 300)
+    with pytest.raises(ConfigError, match="the bias of this model's Linear"):
+        ModelRunner(made)
+
+
+@pytest.mark.parametrize(
+    ("path", "inputs", "outputs"),
+    [("mlp.down_proj", 64, 32000), ("mlp.gate_proj", 72, 8), ("self_attn.o_proj", 72, 71), ("mlp.up_proj", 71, 200)],
+)
+def test_layers_of_another_shape_are_refused(path, inputs, outputs):
+    made = model()
+    made.model.layers[1].set_submodule(path, torch.nn.Linear(inputs, outputs, bias=False))
+    with pytest.raises((BackendError, ConfigError), match=r"a decoder of this shape has|side by side"):
+        ModelRunner(made)
+
+
 def test_codes_in_blocks_are_refused():
     made = model(tie=False).requires_grad_(False)
     octavo.convert(made, recipe="blockwise", frozen="fp8")
@@ -220,7 +238,7 @@ def test_rows_of_another_model_are_refused():
     runner = ModelRunner(model(), level=cpu.levels()[-1])
     tensors, native = runner.new_cache().tensors, NativeDecoder(runner._decoder)
     one = torch.zeros(1, dtype=torch.int64)
-    for hidden in (torch.zeros(1, 71), torch.zeros(2, 72), torch.zeros(1, 72).double(), torch.zeros(72, 1).t()[:, ::2]):
+    for hidden in (torch.zeros(1, 71), torch.zeros(2, 72), torch.zeros(1, 72).double(), torch.zeros(1, 144)[:, ::2]):
         with pytest.raises(BackendError, match="float32 rows"):
             native.run(hidden, tensors, one, one)
     with pytest.raises(BackendError, match="at least one"):

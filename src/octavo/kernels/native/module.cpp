@@ -1,4 +1,5 @@
-// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py and decoding.py check everything before they call.
+// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py, products.py and decoding.py
+// look at all of it first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
