@@ -75,7 +75,7 @@ def test_vectors_of_any_size(fmt, size):
 
 
 def test_the_smallest_scale_has_byte_zero():
-    """E8M0's 0 is 2^-127, a subnormal number of FP32: of keys that meet large queries, of a value beside larger ones."""
+    """E8M0's 0 is 2^-127, a subnormal of FP32: of keys that meet large queries, of a value beside larger ones."""
     cache = PagedKVCache(1, 1, 8, max_positions=3)
     keys, values = torch.randn(2, 3, 1, 8)
     cache.store(0, torch.arange(3), 2.0**-127 * keys, 2.0**-122 * values)
