@@ -28,4 +28,5 @@ cmake --install "$home/cmake" --prefix "$own" >/dev/null
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
     "$home/bin/python" -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels \
-    tests/unit/serving tests/unit/models tests/contract/test_backends.py tests/contract/test_held_weights.py -k "not memory_is_given_back" "$@"
+    tests/unit/serving tests/unit/models tests/contract/test_backends.py tests/contract/test_held_weights.py \
+    -k "not memory_is_given_back" "$@"
