@@ -54,8 +54,11 @@ def test_every_layout_and_pair_of_formats(shape, granularity):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_scales_that_leave_fp32_one_by_one_meet_inside(granularity):
-    a, b = operand(20, 300, E4M3, granularity, exponent=-100), operand(40, 300, E4M3, granularity, exponent=90)
+@pytest.mark.parametrize("rows", [5, 20])
+@pytest.mark.parametrize(("left", "right"), [(126, -120), (-147, 126)])
+def test_scales_that_leave_fp32_one_by_one_meet_inside(left, right, rows, granularity):
+    """A sum times the left scale alone would be infinite, or have few bits left."""
+    a, b = operand(rows, 300, E4M3, granularity, exponent=left), operand(40, 300, E4M3, granularity, exponent=right)
     for level in cpu.levels():
         assert_product(product(a, b, None, torch.float32, level), a, b, None)
 
@@ -142,12 +145,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("flush", [False, True])
-def test_numbers_of_any_size_meet_codes_of_any_size(fmt, flush):
+@pytest.mark.parametrize("copies", [1, 4])
+def test_numbers_of_any_size_meet_codes_of_any_size(fmt, flush, copies):
     """Each row has one number, at one end of FP32, beside one at the other end that meets a code of zero."""
     codes = torch.tensor([fmt.min_subnormal, -fmt.min_normal, 1.0, -fmt.max]).to(fmt.torch_dtype)
     weight = torch.zeros(4, 70).to(fmt.torch_dtype)
     weight[:, 37] = codes
-    sizes = torch.tensor([2.0**-149, 2.0**-126, 3e-30, 1.0, 3e30, 1.5 * 2.0**111])
+    sizes = torch.tensor([2.0**-149, 2.0**-126, 1.1e-37, 3e-30, 1.0, 3e30, 1.5 * 2.0**111]).repeat(copies)
     for other in (0.0, 2.0**-149, 1.0, 3e38):
         x = torch.full((len(sizes), 70), other)
         x[:, 37] = sizes
@@ -156,9 +160,11 @@ def test_numbers_of_any_size_meet_codes_of_any_size(fmt, flush):
             torch.set_flush_denormal(flush)
             try:
                 found = products.gemm(x, weight, out_dtype=torch.float32, level=level)
+                turned = products.gemm(weight, x, out_dtype=torch.float32, level=level)
             finally:
                 torch.set_flush_denormal(False)
             assert torch.equal(found, exact.float())
+            assert torch.equal(turned, exact.float().t())
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)

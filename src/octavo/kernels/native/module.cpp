@@ -35,7 +35,7 @@ public:
     using BoundWeight = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool, int64_t, int64_t, uintptr_t>;
 
     Decoder(int level, int64_t hidden_size, int64_t intermediate_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-            float norm_eps, float attention_scale, double amax_floor, uintptr_t cos, uintptr_t sin, uintptr_t norm, BoundWeight head)
+            float norm_eps, float attention_scale, double /* amax_floor */, uintptr_t cos, uintptr_t sin, uintptr_t norm, BoundWeight head)
         : level_(level) {
         problem_.norm = at<const float>(norm);
         problem_.head = weight(head);
@@ -44,7 +44,6 @@ public:
         problem_.heads = heads;
         problem_.norm_eps = norm_eps;
         problem_.attention_scale = attention_scale;
-        problem_.amax_floor = amax_floor;
         problem_.cos = at<const float>(cos);
         problem_.sin = at<const float>(sin);
         problem_.cache.kv_heads = kv_heads;
