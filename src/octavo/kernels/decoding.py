@@ -23,7 +23,6 @@ from octavo.errors import BackendError
 from octavo.formats import E4M3
 from octavo.kernels import cpu
 from octavo.numerics import PerRow, QuantizedTensor
-from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "Decoder", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
 
@@ -261,7 +260,6 @@ class NativeDecoder:
             shape.head_dim,
             shape.norm_eps,
             shape.attention_scale,
-            AMAX_FLOOR,
             *(self._numbers(numbers) for numbers in (decoder.cos, decoder.sin, decoder.norm)),
             self._weight(decoder.head),
         )
