@@ -7,7 +7,7 @@ tensorwise recipe, not six.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,23 @@ from octavo.numerics.cast import can_be_asked
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
 
-__all__ = ["WeightCache", "WeightOperands", "cast_operand", "fp8_linear"]
+__all__ = ["InputOperands", "WeightCache", "WeightOperands", "cast_operand", "fp8_linear"]
 
 Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
+
+
+@dataclass(frozen=True, slots=True)
+class InputOperands:
+    """An input as a recipe's operands, made by whoever made the input.
+
+    Attributes:
+        output: [M, K], the left operand of the output GEMM.
+        transposed: [K, M], the right operand of grad_weight's GEMM; None where ``output``'s own transpose serves, or
+            where the weight takes no gradient.
+    """
+
+    output: Operand
+    transposed: Operand | None = None
 
 
 def fp8_linear(
@@ -34,6 +48,7 @@ def fp8_linear(
     recipe: Recipe,
     *,
     weight_operands: "WeightOperands | None" = None,
+    input_operands: InputOperands | None = None,
     tap: LayerTap | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, its GEMMs and those of its backward as ``recipe`` says.
@@ -44,6 +59,8 @@ def fp8_linear(
         bias: [N] or None; added in FP32 before the output is rounded.
         recipe: the casts and GEMMs.
         weight_operands: the weight's operands where they exist already; ``weight`` then only takes the gradient.
+        input_operands: the input's operands where they exist already; ``x`` then only says shape and dtype and takes
+            the gradient, so that it needs no memory of its own (``value.expand(M, K)``). Nothing of it is measured.
         tap: what delayed and static scales are made from, and what is recorded; without it a delayed cast measures its
             own tensor. A weight that takes no gradient records no amax.
 
@@ -52,7 +69,8 @@ def fp8_linear(
         rows.
 
     Raises:
-        ConfigError: the recipe's input is static and ``tap`` has no scale for it.
+        ConfigError: the recipe's input is static and ``tap`` has no scale for it, or ``input_operands`` are not what
+            the recipe multiplies.
 
     Example:
         >>> from octavo import recipes
@@ -64,10 +82,32 @@ def fp8_linear(
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would not do for K = 0
     computed = rows.float() if x.dtype is torch.float64 else rows
+    if input_operands is not None:
+        learning = weight.requires_grad and torch.is_grad_enabled()
+        _check_operands(input_operands, rows, recipe, learning=learning)
     y: Tensor = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
-        computed, weight, bias, recipe, weight_operands, tap or LayerTap()
+        computed, weight, bias, recipe, weight_operands, input_operands, tap or LayerTap()
     )
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _check_operands(operands: InputOperands, x: Tensor, recipe: Recipe, *, learning: bool) -> None:
+    """Raise ConfigError unless the recipe's GEMMs can use these operands of ``x``."""
+    made, transposed = operands.output, operands.transposed
+    made_by, wanted = recipe.output.a, recipe.grad_weight.b
+    pairs = [("output", made, x.shape, made_by)]
+    if transposed is not None:
+        pairs.append(("transposed", transposed, x.t().shape, wanted))
+    elif learning and not _serves_both_ways(made, made_by, wanted):
+        raise ConfigError(
+            f"recipe {recipe.name!r} casts the input anew for grad_weight; give input_operands.transposed"
+        )
+    for name, operand, shape, spec in pairs:
+        if operand.shape != shape or isinstance(operand, QuantizedTensor) != (spec is not None):
+            raise ConfigError(
+                f"input_operands.{name} is a {type(operand).__name__} of shape {tuple(operand.shape)}; "
+                f"recipe {recipe.name!r} multiplies {'a' if spec else 'no'} QuantizedTensor, of shape {tuple(shape)}"
+            )
 
 
 def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -> Operand:
@@ -209,6 +249,7 @@ class _ScaledLinear(torch.autograd.Function):
         bias: Tensor | None,
         recipe: Recipe,
         weight_operands: WeightOperands | None,
+        input_operands: InputOperands | None,
         tap: LayerTap,
     ) -> Tensor:
         needs_grad_input, needs_grad_weight, *_ = ctx.needs_input_grad
@@ -218,14 +259,16 @@ class _ScaledLinear(torch.autograd.Function):
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
             input_tap.nonfinite = weight_tap.nonfinite = None
         weights = WeightOperands(weight, recipe, weight_tap) if weight_operands is None else weight_operands
-        input_operand = cast_operand(x, recipe.output.a, input_tap)
+        inputs = input_operands or InputOperands(cast_operand(x, recipe.output.a, input_tap))
         emulate = recipe.emulate_tensor_cores
-        y = _multiply(input_operand, weights.output(), recipe.output, x.dtype, emulate=emulate, bias=bias)
+        y = _multiply(inputs.output, weights.output(), recipe.output, x.dtype, emulate=emulate, bias=bias)
         kept: list[Operand | None] = [None, None]
         if needs_grad_input:
             kept[0], ctx.transpose_weight = weights.kept()
         if needs_grad_weight:
-            kept[1] = _transposed(input_operand, x, recipe.output.a, recipe.grad_weight.b, input_tap)
+            kept[1] = inputs.transposed
+            if kept[1] is None:
+                kept[1] = _transposed(inputs.output, x, recipe.output.a, recipe.grad_weight.b, input_tap)
         _keep(ctx, kept, tap.amaxes)
         ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -251,7 +294,7 @@ class _ScaledLinear(torch.autograd.Function):
             grad_weight = _multiply(grad_t, input_t, recipe.grad_weight, weight_dtype, emulate=emulate)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def _multiply(
