@@ -1,7 +1,7 @@
 """Casts with a scale for every block of rows x columns, of a matrix, of its transpose, or of both.
 
-A block lies inside a tile of 128 x 128, so that everything is done in one reading. Blocks of the transpose are columns
-x rows here; square blocks are the same both ways, and their codes are made once.
+A block lies inside a tile of 64 x 64 or 128 x 128, so that everything is done in one reading. Blocks of the transpose
+are columns x rows here; square blocks are the same both ways, and their codes are made once.
 
 | call                  | launches | bytes read | bytes written                               |
 |-----------------------|----------|------------|---------------------------------------------|
@@ -24,6 +24,7 @@ from octavo.kernels.triton.casts import Lines, Made
 __all__ = ["LARGEST", "cast_blocks"]
 
 LARGEST = 128  # rows and columns of a block; both are powers of two
+_WARPS = {64: 4, 128: 16}  # a program's, by the rows and columns of its tile: 32 elements a thread
 
 
 @triton.jit
@@ -35,9 +36,19 @@ def _spread(groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexp
 
 @triton.jit
 def _highest(number, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    """The largest magnitude of each block, [SIZE / ROWS, SIZE / COLUMNS]."""
     blocks = tl.reshape(number, (SIZE // ROWS, ROWS, SIZE // COLUMNS, COLUMNS))
     return casts.highest(casts.highest(blocks, 3), 1)
+
+
+@triton.jit
+def _amaxes(number, broken, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """The amax of each block, [SIZE / ROWS, SIZE / COLUMNS]; counts what is not finite."""
+    amax = _highest(number, ROWS, COLUMNS, SIZE)
+    if casts.any_broken(amax):
+        if COUNT:
+            casts.raise_count(broken, casts.is_broken(number))
+        amax = _highest(casts.finite(number), ROWS, COLUMNS, SIZE)
+    return amax
 
 
 @triton.jit
@@ -53,16 +64,10 @@ def cast_blocks_kernel(
     row, column = casts.first_of_tile(tl.program_id(0), columns, SIZE, SIZE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    amax = _highest(number, ROWS, COLUMNS, SIZE)
-    flipped_amax = _highest(number, COLUMNS, ROWS, SIZE) if FLIPPED and ROWS != COLUMNS else amax
-    if casts.any_broken(amax):
-        casts.raise_count(broken, casts.is_broken(number))
-        amax = _highest(casts.finite(number), ROWS, COLUMNS, SIZE)
-        if FLIPPED and ROWS != COLUMNS:
-            flipped_amax = _highest(casts.finite(number), COLUMNS, ROWS, SIZE)
     across = tl.cdiv(columns, SIZE)
     first_row, first_column = tl.program_id(0) // across * SIZE, tl.program_id(0) % across * SIZE
     if DIRECT or ROWS == COLUMNS:
+        amax = _amaxes(number, broken, True, ROWS, COLUMNS, SIZE)
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         decode = codes.reciprocal(encode)
         block_row = first_row // ROWS + tl.arange(0, SIZE // ROWS)[:, None]
@@ -70,9 +75,7 @@ def cast_blocks_kernel(
         blocks_down, blocks_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
         at = block_row.to(tl.int64) * blocks_across + block_column
         within = (block_row < blocks_down) & (block_column < blocks_across)
-        made = casts.codes_of(
-            number, _spread(encode, ROWS, COLUMNS, SIZE), MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE
-        )
+        made = casts.codes_of(number, _spread(encode, ROWS, COLUMNS, SIZE), MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         if DIRECT:
             tl.store(scales + at, decode, mask=within)
             tl.store(amaxes + at, amax, mask=within)
@@ -83,7 +86,7 @@ def cast_blocks_kernel(
             tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
     if FLIPPED:
         if ROWS != COLUMNS:
-            amax = flipped_amax
+            amax = _amaxes(number, broken, not DIRECT, COLUMNS, ROWS, SIZE)
             encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
             decode = codes.reciprocal(encode)
             made = casts.codes_of(
@@ -130,11 +133,12 @@ def cast_blocks(
     turned = casts.empty_codes(columns, rows, device, wanted=flipped)
     scales, amaxes = _groups(rows, columns, block, device)
     flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
-    cast_blocks_kernel[(triton.cdiv(rows, LARGEST) * triton.cdiv(columns, LARGEST),)](
+    size = max(64, *block)
+    cast_blocks_kernel[(triton.cdiv(rows, size) * triton.cdiv(columns, size),)](
         matrix, out, turned, scales, amaxes, flipped_scales, flipped_amaxes, broken,
         rows, columns, matrix.stride(0), out.stride(0),
         DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
-        **casts.constants(fmt, rule, device, propagate=propagate), SIZE=LARGEST, num_warps=8,
+        **casts.constants(fmt, rule, device, propagate=propagate), SIZE=size, num_warps=_WARPS[size],
     )  # fmt: skip
     return Made(
         Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes) if direct else None,

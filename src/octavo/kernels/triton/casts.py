@@ -28,6 +28,7 @@ from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import codes
 
 __all__ = [
+    "TILE",
     "Lines",
     "Made",
     "any_broken",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 AMAX, NONFINITE, SATURATED, UNDERFLOWED = range(4)  # words, int64 each; an amax as its bits
+TILE = (64, 128)  # rows and columns that a program turns: 32 elements a thread, stores of 64 bytes and more
 _ELEMENTS = 8192  # of a flat tile: 32 a thread
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
@@ -297,7 +299,7 @@ def cast_tensor(
     out = empty_codes(rows, columns, device, wanted=direct and values is None)
     turned = empty_codes(columns, rows, device, wanted=flipped)
     seen, written = _flat(matrix, out if values is None else values) if not flipped else (matrix, out)
-    block_rows, block_columns = (128, 128) if flipped else _flat_tile(seen)
+    block_rows, block_columns = TILE if flipped else _flat_tile(seen)
     tiles = triton.cdiv(seen.shape[0], block_rows) * triton.cdiv(seen.shape[1], block_columns)
     cast_tensor_kernel[(tiles,)](
         seen, written, turned, words, given, used,

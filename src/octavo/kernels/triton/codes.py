@@ -79,12 +79,12 @@ def encode_scale_from_amax(
     if (ROUNDING == "fp32" or ROUNDING == "rceil") and MARGIN <= 50:
         # Both operands are FP32 numbers, so one rounding of their quotient is what FP64's, rounded again, would be.
         # An amax below 1 takes a dividend 2^64 smaller: neither the quotient nor the dividend leaves FP32's range.
-        top: tl.constexpr = MAX * 2.0**-MARGIN
+        dividend: tl.constexpr = MAX * 2.0**-MARGIN
         smallest = tl.full(amax.shape, 2.0**-149, tl.float32)
         large = amax >= 1.0
-        quotient = tl.div_rn(tl.where(large, top, top * 2.0**-64), tl.maximum(amax, smallest))
+        quotient = tl.div_rn(tl.where(large, dividend, dividend * 2.0**-64), tl.maximum(amax, smallest))
         quotient = tl.where(large, quotient, tl.minimum(quotient, _FP32_MAX * 2.0**-64) * 2.0**64)
-        of_lowest: tl.constexpr = max(min(top / lowest, _FP32_MAX), _FP32_TINY)
+        of_lowest: tl.constexpr = max(min(dividend / lowest, _FP32_MAX), _FP32_TINY)
         raised = amax.to(tl.float64) < tl.full(amax.shape, lowest, tl.float64)
         encode = tl.where(raised, of_lowest, tl.maximum(quotient, _FP32_TINY))
         if ROUNDING == "rceil":

@@ -26,7 +26,6 @@ __all__ = ["cast_rows"]
 
 _LONGEST = 16384  # elements of a row in registers: 32 a thread
 _ELEMENTS = 4096  # of the rows that a program casts, where they are shorter
-_TILE = 128  # rows and columns
 
 
 @triton.jit
@@ -154,12 +153,20 @@ def _cast_lines(matrix: Tensor, fmt: Format, rule: ScaleRule, *, propagate: bool
     device, (rows, columns) = matrix.device, matrix.shape
     words = torch.zeros(2 + rows + columns, dtype=torch.int32, device=device)
     broken, row_amaxes, column_amaxes = words[:2].view(torch.int64), words[2 : 2 + rows], words[2 + rows :]
-    row_scales, column_scales = torch.empty(rows + columns, 1, dtype=torch.float32, device=device).split([rows, columns])
+    row_scales, column_scales = torch.empty(rows + columns, 1, dtype=torch.float32, device=device).split(
+        [rows, columns]
+    )
     out = casts.empty_codes(rows, columns, device, wanted=direct)
     turned = casts.empty_codes(columns, rows, device, wanted=flipped)
-    grid = (triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE),)
+    grid = (triton.cdiv(rows, casts.TILE[0]) * triton.cdiv(columns, casts.TILE[1]),)
     sizes = (rows, columns, matrix.stride(0))
-    wanted = {"ROWS": direct, "COLUMNS": flipped, "BLOCK_ROWS": _TILE, "BLOCK_COLUMNS": _TILE, "num_warps": 8}
+    wanted = {
+        "ROWS": direct,
+        "COLUMNS": flipped,
+        "BLOCK_ROWS": casts.TILE[0],
+        "BLOCK_COLUMNS": casts.TILE[1],
+        "num_warps": 8,
+    }
     measure_lines_kernel[grid](matrix, row_amaxes, column_amaxes, broken, *sizes, **wanted)
     cast_lines_kernel[grid](
         matrix, out, turned, row_amaxes, column_amaxes, row_scales, column_scales, *sizes,
