@@ -12,9 +12,23 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.functional import fp8_linear
 from octavo.kernels import casting, gpu
 from octavo.kernels.cpu import ScaleRule
-from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure
+from octavo.kernels.triton import values
+from octavo.numerics import (
+    Granularity,
+    Nonfinite,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QuantizedTensor,
+    ScaleRounding,
+    cast_stochastic,
+    measure,
+)
 from octavo.numerics import quantize as quantize_by_torch
+from octavo.numerics.cast import round_stochastic_by_torch
 from octavo.numerics.granularity import granularity_as_list
+from octavo.numerics.quantized import dequantize_by_torch
+from octavo.numerics.random_bits import random_bits_by_torch
 from tests.contract.gemm_oracle import recorded_products
 
 FORMATS = (E4M3, E5M2)
@@ -152,6 +166,49 @@ def test_values_in_place_and_elsewhere_are_those_of_the_codes(granularity, dtype
         given = x.clone().to(device)
         assert gpu.fake_quantize(given, E5M2, granularity, rule, out=given) is given
         assert torch.equal(given.cpu(), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, where float16 becomes infinite
+@every_granularity
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_code_decodes_as_defined(granularity, fmt, device):
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.torch_dtype)
+    for codes in (every.view(2, 128).repeat(40, 2)[:, :200], every.view(64, 4).t()):
+        scale = (torch.rand(granularity.scale_shape(codes.shape)) + 0.5).to(torch.float32)
+        if isinstance(granularity, PerTensor):
+            assert (
+                gpu.dequantize(every.view(2, 2, 64).to(device), scale.to(device), granularity, torch.float32).ndim == 3
+            )
+        for dtype in (torch.float32, torch.float16):
+            wanted = dequantize_by_torch(codes, scale, granularity_as_list(granularity), dtype)
+            found = gpu.dequantize(codes.to(device), scale.to(device), granularity, dtype)
+            torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_stochastic_rounding_takes_the_same_random_bits_to_the_same_codes(fmt, device):
+    held = torch.tensor([fmt.magnitude(code) for code in range(fmt.max_code + 1)])
+    between = held[:-1] + held.diff() * torch.rand(len(held) - 1)
+    tiny = torch.tensor([2.0**-149, 2.0**-130, 2.0**-30, 0.0, float("inf"), float("nan")])
+    numbers = torch.cat([held, between, held[1:] * (1 - 2.0**-24), tiny])
+    x = torch.cat([numbers, -numbers]).repeat(9)
+    for random in (torch.randint(1 << 20, x.shape), torch.zeros(x.shape), torch.full(x.shape, (1 << 20) - 1)):
+        drawn = random.to(torch.int32)
+        found = gpu.round_stochastic(x.to(device), drawn.to(device), fmt)
+        assert_codes(found, round_stochastic_by_torch(x, drawn, fmt.torch_dtype))
+
+
+def test_random_bits_are_those_of_the_definition(device):
+    for seed, count in ((0, 7), (0x1234_5678_9ABC_DEF0, 9001)):
+        given = torch.tensor(seed)
+        assert torch.equal(values.random_bits(given.to(device), count).cpu(), random_bits_by_torch(given, count))
+
+
+@pytest.mark.gpu
+def test_a_seed_gives_the_same_codes_on_every_device():
+    x = torch.randn(300, 70)
+    made = [cast_stochastic(x.to(where), E4M3, generator=torch.Generator().manual_seed(3)) for where in ("cpu", "cuda")]
+    assert_codes(made[1], made[0])
 
 
 def test_what_is_left_to_torch():

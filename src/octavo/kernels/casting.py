@@ -16,6 +16,7 @@ from octavo.numerics import (
     Granularity,
     Measurement,
     Nonfinite,
+    PerTensor,
     QuantizedTensor,
     ScaleRounding,
     dequantize,
@@ -396,3 +397,21 @@ def _round_stochastic(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Ten
 
 
 torch.library.impl("octavo::round_stochastic", "CPU")(_round_stochastic)
+
+
+def _dequantize_on_gpu(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
+    groups = granularity_from_list(granularity)
+    if not gpu.decodes(codes, dtype, groups):
+        return dequantize_by_torch(codes, scale, granularity, dtype)
+    return gpu.dequantize(codes, scale, groups, dtype)
+
+
+def _round_stochastic_on_gpu(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
+    if gpu.supports(scaled, format_of(dtype), PerTensor()):
+        return gpu.round_stochastic(scaled, random, format_of(dtype))
+    return round_stochastic_by_torch(scaled, random, dtype)
+
+
+torch.library.impl("octavo::dequantize", "CUDA")(_dequantize_on_gpu)
+torch.library.impl("octavo::round_stochastic", "CUDA")(_round_stochastic_on_gpu)
+torch.library.impl("octavo::random_bits", "CUDA")(gpu.random_bits)

@@ -19,12 +19,25 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.cpu import DTYPES, ScaleRule
 from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor
 from octavo.numerics.granularity import stacks
+from octavo.numerics.random_bits import random_bits_by_torch
 
 if TYPE_CHECKING:
     from octavo.kernels.triton.casts import Made
 
-__all__ = ["Cast", "fake_quantize", "fakes", "quantize", "supports", "why_absent"]
+__all__ = [
+    "Cast",
+    "decodes",
+    "dequantize",
+    "fake_quantize",
+    "fakes",
+    "quantize",
+    "random_bits",
+    "round_stochastic",
+    "supports",
+    "why_absent",
+]
 
+_FORMATS = {fmt.torch_dtype: fmt for fmt in (E4M3, E5M2)}
 _LARGEST_BLOCK = 128  # rows or columns that fit into a kernel's tile
 _LONGEST_ROW = 16384  # elements that stay in registers
 
@@ -64,7 +77,7 @@ def why_absent() -> str | None:
 
 def supports(x: Tensor, fmt: Format, granularity: Granularity, *, given: bool = False) -> bool:
     """Whether :func:`quantize` can cast ``x``; ``given`` says whether the amax or the scale is."""
-    if not x.is_cuda or why_absent() or fmt not in (E4M3, E5M2) or x.dtype not in DTYPES or not x.numel():
+    if not x.is_cuda or why_absent() or fmt not in _FORMATS.values() or x.dtype not in DTYPES or not x.numel():
         return False
     if (given and not isinstance(granularity, PerTensor)) or not _fits(granularity) or not stacks(granularity, x.shape):
         return False
@@ -156,6 +169,60 @@ def fake_quantize(
         return out
     result = (values.t() if turned else values).reshape(x.shape)
     return result if out is None else out.copy_(result)
+
+
+def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
+    """Whether :func:`dequantize` can decode these codes to ``dtype``."""
+    known = not why_absent() and codes.dtype in _FORMATS and dtype in DTYPES
+    return known and codes.numel() > 0 and _fits(granularity) and stacks(granularity, codes.shape)
+
+
+def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+    """``fp32(codes) · scale``, rounded once to ``out_dtype``.
+
+    Args:
+        codes: as :func:`decodes` allows.
+        scale: float32, in the granularity's shape.
+        granularity: the scaling groups.
+        out_dtype: float32, bfloat16 or float16.
+    """
+    from octavo.kernels.triton import values
+
+    matrix, turned = _as_matrix(codes, granularity)
+    shape = granularity.scale_shape(codes.shape)
+    scales = scale.reshape(1, 1) if isinstance(granularity, PerTensor) else scale.reshape(-1, shape[-1])
+    block = (0, 0) if isinstance(granularity, PerTensor) else (1, 0)
+    if isinstance(granularity, PerBlock):
+        block = (granularity.rows, granularity.columns)
+    if turned:
+        scales, block = scales.t(), block[::-1]
+    with _on_device_of(codes):
+        made = values.dequantize(matrix, scales, block, _FORMATS[codes.dtype], out_dtype)
+    return (made.t() if turned else made).reshape(codes.shape)
+
+
+def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
+    """Codes of numbers, rounded up in magnitude where the dropped fraction and a random one together make 1.
+
+    Args:
+        scaled: float32, not empty, finite ones within ±maximum.
+        random: integers from 0 to 2²⁰ - 1, shaped like ``scaled``.
+        fmt: E4M3 or E5M2.
+    """
+    from octavo.kernels.triton import values
+
+    with _on_device_of(scaled):
+        return values.round_stochastic(scaled.contiguous(), random.to(torch.int32).contiguous(), fmt)
+
+
+def random_bits(seed: Tensor, count: int) -> Tensor:
+    """int32 [count]: what :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 [] on the device."""
+    if why_absent() or not count:
+        return random_bits_by_torch(seed, count)
+    from octavo.kernels.triton import values
+
+    with _on_device_of(seed):
+        return values.random_bits(seed, count)
 
 
 def _kernels(

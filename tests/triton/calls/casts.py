@@ -7,7 +7,7 @@ import torch
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.triton import blocks, casts, rows
+from octavo.kernels.triton import blocks, casts, rows, values
 from octavo.numerics import ScaleRounding
 
 _FP32 = ScaleRule(ScaleRounding.FP32, 1e-12, 0)
@@ -15,6 +15,9 @@ _POWERS = ScaleRule(ScaleRounding.RCEIL, 1e-12, 0)
 _x, _master = torch.empty(1024, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096)
 _long = torch.empty(64, 16384, dtype=torch.bfloat16)
 _amax = torch.ones(())
+_codes = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn)
+_random = torch.empty(1024, 4096, dtype=torch.int32)
+_one, _row_scales, _tile_scales = torch.ones(1, 1), torch.ones(1024, 1), torch.ones(1024, 32)
 
 CALLS: dict[str, Callable[[], object]] = {
     "tensor": partial(casts.cast_tensor, _x, E4M3, _FP32),
@@ -33,8 +36,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "rows and columns, FP32": partial(rows.cast_rows, _master, E4M3, _POWERS, flipped=True),
     "1 x 128": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128)),
     "1 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128), flipped=True),
-    "1 x 128 both ways, FP32": partial(blocks.cast_blocks, _master, E4M3, _FP32, (1, 128), flipped=True),
+    "1 x 128 both ways, FP32": partial(blocks.cast_blocks, _master, E4M3, _POWERS, (1, 128), flipped=True),
     "128 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (128, 128), flipped=True),
     "1 x 32 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 32), flipped=True),
+    "dequantize, tensor": partial(values.dequantize, _codes, _one, (0, 0), E4M3, torch.bfloat16),
+    "dequantize, rows": partial(values.dequantize, _codes, _row_scales, (1, 0), E4M3, torch.bfloat16),
+    "dequantize, 1 x 128": partial(values.dequantize, _codes, _tile_scales, (1, 128), E4M3, torch.bfloat16),
+    "stochastic": partial(values.round_stochastic, _master, _random, E4M3),
+    "random bits": partial(values.random_bits, torch.zeros((), dtype=torch.int64), 1 << 20),
     "1 x 128 in place": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128), values=_x),
 }
