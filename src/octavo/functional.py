@@ -129,11 +129,11 @@ def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -
 
 def _cast_both_ways(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: RoleTap) -> tuple[Operand, Operand]:
     """``x`` cast as ``spec``, and its transpose cast as ``wanted``, together where both are the same."""
-    if spec is None or spec != wanted:
-        return cast_operand(x, spec, tap), cast_operand(x.t(), wanted, tap)
-    quantized, transposed, found = quantize_both_ways(x, **_options(spec, tap))
-    tap.record(x, found)
-    return quantized, transposed
+    if spec is not None and spec == wanted:  # "!=" is more than a tracer can compare
+        quantized, transposed, found = quantize_both_ways(x, **_options(spec, tap))
+        tap.record(x, found)
+        return quantized, transposed
+    return cast_operand(x, spec, tap), cast_operand(x.t(), wanted, tap)
 
 
 def _options(spec: CastSpec, tap: RoleTap) -> dict[str, Any]:

@@ -28,26 +28,18 @@ _WARPS = {64: 4, 128: 16}  # a program's, by the rows and columns of its tile: 3
 
 
 @triton.jit
-def _spread(groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    """One number a block [SIZE / ROWS, SIZE / COLUMNS] for every element of a tile."""
-    wide = tl.broadcast_to(groups[:, None, :, None], (SIZE // ROWS, ROWS, SIZE // COLUMNS, COLUMNS))
-    return tl.reshape(wide, (SIZE, SIZE))
-
-
-@triton.jit
-def _highest(number, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    blocks = tl.reshape(number, (SIZE // ROWS, ROWS, SIZE // COLUMNS, COLUMNS))
+def _highest(blocks):
     return casts.highest(casts.highest(blocks, 3), 1)
 
 
 @triton.jit
-def _amaxes(number, broken, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    """The amax of each block, [SIZE / ROWS, SIZE / COLUMNS]; counts what is not finite."""
-    amax = _highest(number, ROWS, COLUMNS, SIZE)
+def _amaxes(blocks, broken, COUNT: tl.constexpr):
+    """The amax of each of blocks [down, rows, across, columns], [down, across]; counts what is not finite."""
+    amax = _highest(blocks)
     if casts.any_broken(amax):
         if COUNT:
-            casts.raise_count(broken, casts.is_broken(number))
-        amax = _highest(casts.finite(number), ROWS, COLUMNS, SIZE)
+            casts.raise_count(broken, casts.is_broken(blocks))
+        amax = _highest(casts.finite(blocks))
     return amax
 
 
@@ -67,7 +59,8 @@ def cast_blocks_kernel(
     across = tl.cdiv(columns, SIZE)
     first_row, first_column = tl.program_id(0) // across * SIZE, tl.program_id(0) % across * SIZE
     if DIRECT or ROWS == COLUMNS:
-        amax = _amaxes(number, broken, True, ROWS, COLUMNS, SIZE)
+        blocks = tl.reshape(number, (SIZE // ROWS, ROWS, SIZE // COLUMNS, COLUMNS))
+        amax = _amaxes(blocks, broken, True)
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         decode = codes.reciprocal(encode)
         block_row = first_row // ROWS + tl.arange(0, SIZE // ROWS)[:, None]
@@ -75,23 +68,23 @@ def cast_blocks_kernel(
         blocks_down, blocks_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
         at = block_row.to(tl.int64) * blocks_across + block_column
         within = (block_row < blocks_down) & (block_column < blocks_across)
-        made = casts.codes_of(number, _spread(encode, ROWS, COLUMNS, SIZE), MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+        made = casts.codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         if DIRECT:
             tl.store(scales + at, decode, mask=within)
             tl.store(amaxes + at, amax, mask=within)
         if VALUES:
-            value = codes.number_from_code(made, MANTISSA, HARDWARE) * _spread(decode, ROWS, COLUMNS, SIZE)
+            value = codes.number_from_code(made, MANTISSA, HARDWARE) * decode[:, None, :, None]
+            value = tl.reshape(value, (SIZE, SIZE))
             tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
         elif DIRECT:
-            tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
+            tl.store(out + row[:, None] * out_stride + column[None, :], tl.reshape(made, (SIZE, SIZE)), mask=inside)
     if FLIPPED:
         if ROWS != COLUMNS:
-            amax = _amaxes(number, broken, not DIRECT, COLUMNS, ROWS, SIZE)
+            blocks = tl.reshape(number, (SIZE // COLUMNS, COLUMNS, SIZE // ROWS, ROWS))
+            amax = _amaxes(blocks, broken, not DIRECT)
             encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
             decode = codes.reciprocal(encode)
-            made = casts.codes_of(
-                number, _spread(encode, COLUMNS, ROWS, SIZE), MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE
-            )
+            made = casts.codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         group_row = first_row // COLUMNS + tl.arange(0, SIZE // COLUMNS)[:, None]
         group_column = first_column // ROWS + tl.arange(0, SIZE // ROWS)[None, :]
         groups_down, groups_across = tl.cdiv(rows, COLUMNS), tl.cdiv(columns, ROWS)
@@ -100,7 +93,7 @@ def cast_blocks_kernel(
         tl.store(flipped_scales + place, decode, mask=within)
         tl.store(flipped_amaxes + place, amax, mask=within)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(made), mask=turned)
+        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(tl.reshape(made, (SIZE, SIZE))), mask=turned)
 
 
 def cast_blocks(
