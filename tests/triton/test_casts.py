@@ -224,7 +224,6 @@ def as_on_a_gpu(monkeypatch, device):
     if device.type == "cuda":
         return
     here = gpu.supports
-    monkeypatch.setattr(gpu, "why_absent", lambda: None)
     monkeypatch.setattr(gpu, "supports", lambda x, *rest, **options: here(cast("Tensor", _OnGpu(x)), *rest, **options))
 
 

@@ -8,7 +8,6 @@ Nothing here waits for the device. Triton is imported by the first call that nee
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -37,6 +36,8 @@ __all__ = [
     "why_absent",
 ]
 
+_INSTALLED = find_spec("triton") is not None
+_MADE_FOR_THIS_TORCH = _INSTALLED and torch.version.hip is None  # once: no graph traces find_spec
 _FORMATS = {fmt.torch_dtype: fmt for fmt in (E4M3, E5M2)}
 _LARGEST_BLOCK = 128  # rows or columns that fit into a kernel's tile
 _LONGEST_ROW = 16384  # elements that stay in registers
@@ -65,10 +66,9 @@ class Cast:
     underflowed: Tensor | None = None
 
 
-@cache
 def why_absent() -> str | None:
     """Why no Triton kernel runs here, or None."""
-    if find_spec("triton") is None:
+    if not _INSTALLED:
         return "triton is not installed"
     if torch.version.hip is not None:
         return "they are written for CUDA, and this torch is built for ROCm"
@@ -77,7 +77,8 @@ def why_absent() -> str | None:
 
 def supports(x: Tensor, fmt: Format, granularity: Granularity, *, given: bool = False) -> bool:
     """Whether :func:`quantize` can cast ``x``; ``given`` says whether the amax or the scale is."""
-    if not x.is_cuda or why_absent() or fmt not in _FORMATS.values() or x.dtype not in DTYPES or not x.numel():
+    known = x.is_cuda and _MADE_FOR_THIS_TORCH and fmt in (E4M3, E5M2) and x.dtype in DTYPES
+    if not known or x.numel() == 0:
         return False
     if (given and not isinstance(granularity, PerTensor)) or not _fits(granularity) or not stacks(granularity, x.shape):
         return False
@@ -173,7 +174,7 @@ def fake_quantize(
 
 def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
     """Whether :func:`dequantize` can decode these codes to ``dtype``."""
-    known = not why_absent() and codes.dtype in _FORMATS and dtype in DTYPES
+    known = _MADE_FOR_THIS_TORCH and codes.dtype in _FORMATS and dtype in DTYPES
     return known and codes.numel() > 0 and _fits(granularity) and stacks(granularity, codes.shape)
 
 
@@ -188,7 +189,7 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype
     """
     from octavo.kernels.triton import values
 
-    matrix, turned = _as_matrix(codes, granularity)
+    matrix, turned = _as_matrix(codes, PerRow())  # one long row would leave most of a tile empty
     shape = granularity.scale_shape(codes.shape)
     scales = scale.reshape(1, 1) if isinstance(granularity, PerTensor) else scale.reshape(-1, shape[-1])
     block = (0, 0) if isinstance(granularity, PerTensor) else (1, 0)
@@ -217,7 +218,7 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
 
 def random_bits(seed: Tensor, count: int) -> Tensor:
     """int32 [count]: what :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 [] on the device."""
-    if why_absent() or not count:
+    if not _MADE_FOR_THIS_TORCH or not count:
         return random_bits_by_torch(seed, count)
     from octavo.kernels.triton import values
 
@@ -260,7 +261,7 @@ def _as_matrix(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
     if _is_turned(x):
         return x.t(), True
     if x.ndim != 2:
-        x = x.reshape(1, -1) if isinstance(granularity, PerTensor) else x.reshape(-1, x.shape[-1])
+        x = x.reshape(1, -1) if isinstance(granularity, PerTensor) or x.ndim < 2 else x.reshape(-1, x.shape[-1])
     return (x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()), False
 
 
