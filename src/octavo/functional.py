@@ -7,7 +7,7 @@ tensorwise recipe, not six.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,29 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
-from octavo.kernels import ScaleRule, high_precision_mm, quantize_and_measure, scaled_mm
+from octavo.kernels import ScaleRule, high_precision_mm, quantize_and_measure, quantize_both_ways, scaled_mm
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.cast import can_be_asked
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
 
-__all__ = ["WeightCache", "WeightOperands", "cast_operand", "fp8_linear"]
+__all__ = ["InputOperands", "WeightCache", "WeightOperands", "cast_operand", "fp8_linear"]
 
 Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
+
+
+@dataclass(frozen=True, slots=True)
+class InputOperands:
+    """An input as a recipe's operands, made by whoever made the input.
+
+    Attributes:
+        output: [M, K], the left operand of the output GEMM.
+        transposed: [K, M], the right operand of grad_weight's GEMM; None where ``output``'s own transpose serves, or
+            where the weight takes no gradient.
+    """
+
+    output: Operand
+    transposed: Operand | None = None
 
 
 def fp8_linear(
@@ -34,6 +48,7 @@ def fp8_linear(
     recipe: Recipe,
     *,
     weight_operands: "WeightOperands | None" = None,
+    input_operands: InputOperands | None = None,
     tap: LayerTap | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, its GEMMs and those of its backward as ``recipe`` says.
@@ -44,6 +59,8 @@ def fp8_linear(
         bias: [N] or None; added in FP32 before the output is rounded.
         recipe: the casts and GEMMs.
         weight_operands: the weight's operands where they exist already; ``weight`` then only takes the gradient.
+        input_operands: the input's operands where they exist already; ``x`` then only says shape and dtype and takes
+            the gradient, so that it needs no memory of its own (``value.expand(M, K)``). Nothing of it is measured.
         tap: what delayed and static scales are made from, and what is recorded; without it a delayed cast measures its
             own tensor. A weight that takes no gradient records no amax.
 
@@ -52,7 +69,8 @@ def fp8_linear(
         rows.
 
     Raises:
-        ConfigError: the recipe's input is static and ``tap`` has no scale for it.
+        ConfigError: the recipe's input is static and ``tap`` has no scale for it, or ``input_operands`` are not what
+            the recipe multiplies.
 
     Example:
         >>> from octavo import recipes
@@ -64,10 +82,32 @@ def fp8_linear(
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would not do for K = 0
     computed = rows.float() if x.dtype is torch.float64 else rows
+    if input_operands is not None:
+        learning = weight.requires_grad and torch.is_grad_enabled()
+        _check_operands(input_operands, rows, recipe, learning=learning)
     y: Tensor = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
-        computed, weight, bias, recipe, weight_operands, tap or LayerTap()
+        computed, weight, bias, recipe, weight_operands, input_operands, tap or LayerTap(), torch.is_grad_enabled()
     )
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _check_operands(operands: InputOperands, x: Tensor, recipe: Recipe, *, learning: bool) -> None:
+    """Raise ConfigError unless the recipe's GEMMs can use these operands of ``x``."""
+    made, transposed = operands.output, operands.transposed
+    made_by, wanted = recipe.output.a, recipe.grad_weight.b
+    pairs = [("output", made, x.shape, made_by)]
+    if transposed is not None:
+        pairs.append(("transposed", transposed, x.t().shape, wanted))
+    elif learning and not _serves_both_ways(made, made_by, wanted):
+        raise ConfigError(
+            f"recipe {recipe.name!r} casts the input anew for grad_weight; give input_operands.transposed"
+        )
+    for name, operand, shape, spec in pairs:
+        if operand.shape != shape or isinstance(operand, QuantizedTensor) != (spec is not None):
+            raise ConfigError(
+                f"input_operands.{name} is a {type(operand).__name__} of shape {tuple(operand.shape)}; "
+                f"recipe {recipe.name!r} multiplies {'a' if spec else 'no'} QuantizedTensor, of shape {tuple(shape)}"
+            )
 
 
 def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -> Operand:
@@ -82,21 +122,34 @@ def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -
     if spec is None:
         return x
     tap = RoleTap() if tap is None else tap
-    if spec.scaling == Scaling.STATIC and tap.scale is None:
-        raise ConfigError("a static cast has no scale; calibrate the model, or load its scaling state")
-    quantized, found = quantize_and_measure(
-        x,
-        spec.format,
-        spec.granularity,
-        ScaleRule(spec.scale_rounding, spec.amax_floor, spec.margin),
-        scale_format=spec.scale_format,
-        nonfinite=spec.nonfinite,
-        amax=tap.amax if spec.scaling == Scaling.DELAYED else None,
-        scale=tap.scale if spec.scaling == Scaling.STATIC else None,
-        zero_is_unknown=True,
-    )
+    quantized, found = quantize_and_measure(x, **_options(spec, tap))
     tap.record(x, found)
     return quantized
+
+
+def _cast_both_ways(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: RoleTap) -> tuple[Operand, Operand]:
+    """``x`` cast as ``spec``, and its transpose cast as ``wanted``, together where both are the same."""
+    if spec is not None and spec == wanted:  # "!=" is more than a tracer can compare
+        quantized, transposed, found = quantize_both_ways(x, **_options(spec, tap))
+        tap.record(x, found)
+        return quantized, transposed
+    return cast_operand(x, spec, tap), cast_operand(x.t(), wanted, tap)
+
+
+def _options(spec: CastSpec, tap: RoleTap) -> dict[str, Any]:
+    """A cast's arguments, from what the recipe says and what the layer remembers."""
+    if spec.scaling == Scaling.STATIC and tap.scale is None:
+        raise ConfigError("a static cast has no scale; calibrate the model, or load its scaling state")
+    return {
+        "fmt": spec.format,
+        "granularity": spec.granularity,
+        "rule": ScaleRule(spec.scale_rounding, spec.amax_floor, spec.margin),
+        "scale_format": spec.scale_format,
+        "nonfinite": spec.nonfinite,
+        "amax": tap.amax if spec.scaling == Scaling.DELAYED else None,
+        "scale": tap.scale if spec.scaling == Scaling.STATIC else None,
+        "zero_is_unknown": True,
+    }
 
 
 class WeightOperands:
@@ -109,26 +162,29 @@ class WeightOperands:
     """
 
     def __init__(self, weight: Operand, recipe: Recipe, tap: RoleTap | None = None) -> None:
-        self._weight, self._recipe, self._tap = weight, recipe, tap
+        self._weight, self._recipe, self._tap = weight, recipe, RoleTap() if tap is None else tap
         self._output: Operand | None = None
         self._grad_input: Operand | None = None
 
-    def output(self) -> Operand:
-        """The right operand of the output GEMM, [N, K]."""
+    def output(self, *, and_kept: bool = False) -> Operand:
+        """The right operand of the output GEMM, [N, K]; ``and_kept`` says that :meth:`kept` will be asked too."""
         if self._output is None:
-            weight = self._weight
-            if not isinstance(weight, QuantizedTensor):
-                weight = cast_operand(weight, self._recipe.output.b, self._tap)
-            self._output = weight
+            weight, spec = self._weight, self._recipe.output.b
+            if isinstance(weight, QuantizedTensor):
+                self._output = weight
+            elif and_kept:
+                self._output, self._grad_input = _cast_both_ways(weight, spec, self._recipe.grad_input.b, self._tap)
+            else:
+                self._output = cast_operand(weight, spec, self._tap)
         return self._output
 
     def kept(self) -> tuple[Operand, bool]:
         """What grad_input's GEMM needs of the weight, and whether it is still to be transposed to [K, N]."""
-        output, wanted = self.output(), self._recipe.grad_input.b
-        made_by = wanted if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
-        if _serves_both_ways(output, made_by, wanted):
-            return output, True
+        output, wanted = self.output(and_kept=True), self._recipe.grad_input.b
         if self._grad_input is None:
+            made_by = wanted if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
+            if _serves_both_ways(output, made_by, wanted):
+                return output, True
             self._grad_input = cast_operand(_high_precision(self._weight).t(), wanted, self._tap)
         return self._grad_input, False
 
@@ -209,23 +265,26 @@ class _ScaledLinear(torch.autograd.Function):
         bias: Tensor | None,
         recipe: Recipe,
         weight_operands: WeightOperands | None,
+        input_operands: InputOperands | None,
         tap: LayerTap,
+        learning: bool,  # ctx.needs_input_grad says nothing of torch.no_grad()
     ) -> Tensor:
-        needs_grad_input, needs_grad_weight, *_ = ctx.needs_input_grad
+        needs_grad_input, needs_grad_weight = (needed and learning for needed in ctx.needs_input_grad[:2])
         input_tap, weight_tap = tap.of(INPUT), tap.of(WEIGHT)
-        if not needs_grad_weight:
+        if not ctx.needs_input_grad[1]:
             weight_tap.pending = None
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
             input_tap.nonfinite = weight_tap.nonfinite = None
         weights = WeightOperands(weight, recipe, weight_tap) if weight_operands is None else weight_operands
-        input_operand = cast_operand(x, recipe.output.a, input_tap)
+        inputs = input_operands or _input_operands(x, recipe, input_tap, learning=needs_grad_weight)
         emulate = recipe.emulate_tensor_cores
-        y = _multiply(input_operand, weights.output(), recipe.output, x.dtype, emulate=emulate, bias=bias)
+        right = weights.output(and_kept=needs_grad_input)
+        y = _multiply(inputs.output, right, recipe.output, x.dtype, emulate=emulate, bias=bias)
         kept: list[Operand | None] = [None, None]
         if needs_grad_input:
             kept[0], ctx.transpose_weight = weights.kept()
         if needs_grad_weight:
-            kept[1] = _transposed(input_operand, x, recipe.output.a, recipe.grad_weight.b, input_tap)
+            kept[1] = _transpose_of(inputs)
         _keep(ctx, kept, tap.amaxes)
         ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -240,18 +299,16 @@ class _ScaledLinear(torch.autograd.Function):
         tap = replace(ctx.tap, amaxes=amaxes).of(GRAD_OUTPUT)
         emulate = recipe.emulate_tensor_cores
         grad_input = grad_weight = grad_bias = None
-        grad_operand: Operand | None = None
+        grad_operand, grad_t = _grad_operands(grad_output, recipe, tap, weight_t is not None, input_t is not None)
         if weight_t is not None:
-            grad_operand = cast_operand(grad_output, recipe.grad_input.a, tap)
             if ctx.transpose_weight:
                 weight_t = weight_t.t()
             grad_input = _multiply(grad_operand, weight_t, recipe.grad_input, input_dtype, emulate=emulate)
         if input_t is not None:
-            grad_t = _transposed(grad_operand, grad_output, recipe.grad_input.a, recipe.grad_weight.a, tap)
             grad_weight = _multiply(grad_t, input_t, recipe.grad_weight, weight_dtype, emulate=emulate)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(dim=0, dtype=torch.float32).to(bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _multiply(
@@ -273,13 +330,25 @@ def _high_precision(operand: Operand) -> Tensor:
     return operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
 
 
-def _transposed(
-    operand: Operand | None, hp: Tensor, made_by: CastSpec | None, wanted: CastSpec | None, tap: RoleTap
-) -> Operand:
-    """The transpose of ``hp`` cast as ``wanted``; ``operand``'s codes where its cast gives the same ones."""
-    if isinstance(operand, QuantizedTensor) and _serves_both_ways(operand, made_by, wanted):
-        return operand.t()
-    return cast_operand(hp.t(), wanted, tap)
+def _input_operands(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) -> InputOperands:
+    if learning:
+        return InputOperands(*_cast_both_ways(x, recipe.output.a, recipe.grad_weight.b, tap))
+    return InputOperands(cast_operand(x, recipe.output.a, tap))
+
+
+def _transpose_of(inputs: InputOperands) -> Operand:
+    return inputs.output.t() if inputs.transposed is None else inputs.transposed
+
+
+def _grad_operands(
+    grad_output: Tensor, recipe: Recipe, tap: RoleTap, for_input: bool, for_weight: bool
+) -> tuple[Operand, Operand]:
+    """The left operands of grad_input's and of grad_weight's GEMM; one that is not needed is not cast."""
+    if for_input and for_weight:
+        return _cast_both_ways(grad_output, recipe.grad_input.a, recipe.grad_weight.a, tap)
+    if for_input:
+        return cast_operand(grad_output, recipe.grad_input.a, tap), grad_output
+    return grad_output, cast_operand(grad_output.t(), recipe.grad_weight.a, tap) if for_weight else grad_output
 
 
 def _serves_both_ways(operand: Operand | None, made_by: CastSpec | None, wanted: CastSpec | None) -> bool:

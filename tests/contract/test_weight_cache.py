@@ -25,14 +25,16 @@ def _layer(recipe: str, *, cached: bool) -> Linear:
 def _casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the tensors that are cast from now on."""
     shapes: list[tuple[int, ...]] = []
-    original = functional.cast_operand
 
-    def recording(x, spec, *rest):
-        if spec is not None:
+    def recording(original):
+        def cast(x, *rest, **options):
             shapes.append(tuple(x.shape))
-        return original(x, spec, *rest)
+            return original(x, *rest, **options)
 
-    monkeypatch.setattr(functional, "cast_operand", recording)
+        return cast
+
+    for name in ("quantize_and_measure", "quantize_both_ways"):
+        monkeypatch.setattr(functional, name, recording(getattr(functional, name)))
     return shapes
 
 

@@ -8,7 +8,7 @@ import torch
 import octavo
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0
-from octavo.functional import cast_operand, fp8_linear
+from octavo.functional import InputOperands, cast_operand, fp8_linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor, ScaleRounding, quantize
 from octavo.observers import LayerTap, RoleTap
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling
@@ -238,3 +238,57 @@ def test_every_preset_emulates_tensor_cores_or_refuses():
     for name in set(octavo.recipes.names()) - TENSOR_CORE_SUMS.keys():
         with pytest.raises(ConfigError, match=f"recipe '{name}' has no option 'emulate_tensor_cores'"):
             octavo.recipes.get(name, emulate_tensor_cores=True)
+
+
+def _made_beforehand(x: torch.Tensor, recipe: Recipe) -> InputOperands:
+    """What somebody who makes ``x`` would hand over instead of it."""
+    output, wanted = cast_operand(x, recipe.output.a), recipe.grad_weight.b
+    shared = wanted == recipe.output.a and wanted is not None and wanted.granularity.orientation_free
+    return InputOperands(output, None if shared else cast_operand(x.t(), wanted))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "bf16"])
+def test_operands_that_were_made_beforehand_are_used_and_the_input_is_not_looked_at(name):
+    recipe = octavo.recipes.get(name)
+    x, weight, bias, grad = _tensors()
+    wanted = [*torch.autograd.grad(fp8_linear(x, weight, bias, recipe), (x, weight, bias), grad)]
+    pending = torch.full((3,), -1.0) if recipe.is_delayed else None
+    tap = LayerTap(pending=pending, nonfinite=torch.zeros(3, dtype=torch.int64))
+    placeholder = torch.full((1, 1, 1), float("nan")).expand(2, 3, 24).detach().requires_grad_()
+    y = fp8_linear(placeholder, weight, bias, recipe, input_operands=_made_beforehand(x.detach(), recipe), tap=tap)
+    torch.testing.assert_close(y.reshape(6, 16), fp8_linear(x, weight, bias, recipe), rtol=0, atol=0)
+    wanted[0] = wanted[0].reshape(2, 3, 24)
+    actual = torch.autograd.grad(y, (placeholder, weight, bias), grad.reshape(2, 3, 16))
+    torch.testing.assert_close(list(actual), wanted, rtol=0, atol=0)
+    assert pending is None or pending[0] == -1
+    assert tap.nonfinite is not None
+    assert tap.nonfinite[0] == 0
+
+
+def test_operands_that_a_recipe_does_not_multiply_are_refused():
+    x, weight, _, _ = _tensors()
+    rowwise, rows = octavo.recipes.get("rowwise"), quantize(x, E4M3, granularity=PerRow())
+    wrong = (
+        (TENSORWISE, InputOperands(x.detach())),
+        (TENSORWISE, InputOperands(quantize(x[1:], E4M3))),
+        (TENSORWISE, InputOperands(quantize(x, E4M3), quantize(x, E4M3))),
+        (rowwise, InputOperands(rows)),
+    )
+    for recipe, operands in wrong:
+        with pytest.raises(ConfigError, match="input_operands"):
+            fp8_linear(x, weight, None, recipe, input_operands=operands)
+    fp8_linear(x, weight.detach(), None, rowwise, input_operands=InputOperands(rows))
+    with torch.no_grad():
+        fp8_linear(x, weight, None, rowwise, input_operands=InputOperands(rows))
+
+
+def test_operands_made_beforehand_in_a_compiled_graph():
+    def step(x, weight, hp):
+        return fp8_linear(x, weight, None, TENSORWISE, input_operands=_made_beforehand(hp, TENSORWISE))
+
+    x, weight, _, _ = _tensors(32, 32, 32)
+    made = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        y = function(x, weight, x.detach())
+        made.append([y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))])
+    torch.testing.assert_close(made[1], made[0], rtol=0, atol=0)

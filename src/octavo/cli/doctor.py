@@ -10,7 +10,7 @@ import typer
 
 from octavo.cli.console import print_json, print_table, stdout
 from octavo.formats import E4M3
-from octavo.kernels import cpu, explain
+from octavo.kernels import cpu, explain, gpu
 from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.dispatch import BACKENDS
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor
@@ -82,7 +82,7 @@ def environment() -> dict[str, Any]:
     """What the machine has, for JSON.
 
     ``native_threads`` is how many the native kernels use; ``native_level`` is None, and ``native_absence`` says why,
-    where there are none.
+    where there are none. ``triton_absence`` says why no Triton kernel casts, None where they do.
     """
     return {
         "octavo": own_version(),
@@ -95,6 +95,7 @@ def environment() -> dict[str, Any]:
         "native_levels": list(cpu.levels()),
         "native_level": next(reversed(cpu.levels()), None),
         "native_absence": cpu.why_absent(),
+        "triton_absence": gpu.why_absent(),
     }
 
 
@@ -123,6 +124,8 @@ def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "CPU", facts["cpu"]
     yield "threads", f"{facts['torch_threads']} in torch, {facts['native_threads']} in native kernels"
     yield "native kernels", _native(facts)
+    absence = facts["triton_absence"]
+    yield "GPU's casts", "by Triton kernels" if absence is None else f"none, {absence}"
 
 
 def _native(facts: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Who executes quantize and scaled_mm: backends, and the choice between them."""
 
-from octavo.kernels.casting import fake_quantize, quantize, quantize_and_measure
+from octavo.kernels.casting import fake_quantize, quantize, quantize_and_measure, quantize_both_ways
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.dispatch import explain, scaled_mm, selections
 from octavo.kernels.torch_native import high_precision_mm, needs_widening, probe_cpu
@@ -14,6 +14,7 @@ __all__ = [
     "probe_cpu",
     "quantize",
     "quantize_and_measure",
+    "quantize_both_ways",
     "scaled_mm",
     "selections",
 ]

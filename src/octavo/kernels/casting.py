@@ -1,7 +1,9 @@
-"""Who casts: native kernels for E4M3 and E5M2 on a CPU, octavo.numerics for everything else; the numbers are the same.
+"""Who casts: kernels for E4M3 and E5M2 on a CPU or GPU, octavo.numerics for everything else; the numbers are the same.
 
-In a traced graph a native cast is one operator, ``octavo::cast``: a compiler would write a slower loop of its own.
+In a traced graph a kernel's cast is one operator, ``octavo::cast``: a compiler would write a slower loop of its own.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,11 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
 from octavo.formats import FP32, Format, format_of
-from octavo.kernels import cpu
+from octavo.kernels import cpu, gpu
 from octavo.numerics import (
     Granularity,
     Measurement,
     Nonfinite,
+    PerTensor,
     QuantizedTensor,
     ScaleRounding,
     dequantize,
@@ -25,7 +28,7 @@ from octavo.numerics.granularity import granularity_as_list, granularity_from_li
 from octavo.numerics.quantized import check_cast, dequantize_by_torch, stored_scale
 from octavo.numerics.scaling import AMAX_FLOOR, check_scale_options
 
-__all__ = ["fake_quantize", "quantize", "quantize_and_measure"]
+__all__ = ["fake_quantize", "quantize", "quantize_and_measure", "quantize_both_ways"]
 
 
 def quantize(
@@ -107,7 +110,8 @@ def quantize_and_measure(
         scale: as there.
         zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
     """
-    if not cpu.supports(x, fmt, granularity):
+    on_gpu = gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)
+    if not on_gpu and not cpu.supports(x, fmt, granularity):
         found = measure(x.detach(), granularity)
         if amax is not None and zero_is_unknown:
             amax = torch.where(amax > 0, amax, found.amax)
@@ -135,19 +139,65 @@ def quantize_and_measure(
         )
         found = Measurement(measured, count)
     else:
-        cast = cpu.quantize(
-            x,
-            fmt,
-            granularity,
-            rule,
-            nonfinite=nonfinite,
-            amax=amax,
-            scale=scale,
-            zero_is_unknown=zero_is_unknown,
+        run = gpu.quantize if on_gpu else cpu.quantize
+        cast = run(
+            x, fmt, granularity, rule, nonfinite=nonfinite, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown
         )
-        codes, made = cast.codes, cast.scale
-        found = Measurement(cast.amax, torch.tensor(cast.nonfinite) if cast.nonfinite else None)
+        codes, made, found = cast.codes, cast.scale, Measurement(cast.amax, _count(cast.nonfinite))
     return QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype), found
+
+
+def quantize_both_ways(
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    rule: cpu.ScaleRule,
+    *,
+    scale_format: Format = FP32,
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_is_unknown: bool = False,
+) -> tuple[QuantizedTensor, QuantizedTensor, Measurement]:
+    """A matrix and its transpose, each cast by itself, and what was found; arguments as :func:`quantize_and_measure`.
+
+    A GPU makes both in one go, the codes of each contiguous, as its GEMM reads them. Elsewhere one cast serves both
+    where their groups are the same, and the transpose is a view.
+    """
+    options: dict[str, Any] = {
+        "nonfinite": nonfinite, "amax": amax, "scale": scale, "zero_is_unknown": zero_is_unknown
+    }  # fmt: skip
+    if not gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None):
+        quantized, found = quantize_and_measure(x, fmt, granularity, rule, scale_format=scale_format, **options)
+        if granularity.orientation_free:
+            return quantized, quantized.t(), found
+        turned, _ = quantize_and_measure(x.t(), fmt, granularity, rule, scale_format=scale_format, **options)
+        return quantized, turned, found
+    if cpu.is_traced(x):
+        codes, made, codes_t, made_t, measured, count = torch.ops.octavo.cast_both_ways(
+            x.detach(),
+            fmt.torch_dtype,
+            granularity_as_list(granularity),
+            *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
+            *(amax, scale, zero_is_unknown),
+        )
+    else:
+        cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, **options)
+        assert cast.transposed is not None
+        codes, made, measured, count = cast.codes, cast.scale, cast.amax, cast.nonfinite
+        codes_t, made_t = cast.transposed
+    return (
+        QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype),
+        QuantizedTensor(codes_t, stored_scale(made_t, scale_format), granularity, x.dtype),
+        Measurement(measured, count),
+    )
+
+
+def _count(nonfinite: int | Tensor) -> Tensor | None:
+    """A CPU knows that there are none, a GPU does not say."""
+    if isinstance(nonfinite, Tensor):
+        return nonfinite
+    return torch.tensor(nonfinite) if nonfinite else None
 
 
 def fake_quantize(
@@ -207,12 +257,14 @@ def _rounded(
     """The values, by one call of a kernel where there is one."""
     check_float(x, "the tensor to quantize")
     groups = granularity_or_default(granularity)
-    if not cpu.supports(x, fmt, groups) or x.dtype not in cpu.DTYPES or cpu.is_traced(x):
+    on_gpu = gpu.supports(x, fmt, groups) and gpu.fakes(x, groups)
+    if not (on_gpu or cpu.supports(x, fmt, groups)) or x.dtype not in cpu.DTYPES or cpu.is_traced(x):
         values = dequantize(quantize(x, fmt, granularity=groups, scale_rounding=scale_rounding))
         return values if out is None else out.copy_(values)
     check_cast(x, fmt, groups, None, None, scale_rounding=scale_rounding, scale_format=FP32)
     check_scale_options(scale_rounding, AMAX_FLOOR, 0)
-    values = cpu.fake_quantize(x, fmt, groups, cpu.ScaleRule(scale_rounding, AMAX_FLOOR, 0), out=out)
+    run = gpu.fake_quantize if on_gpu else cpu.fake_quantize
+    values = run(x, fmt, groups, cpu.ScaleRule(scale_rounding, AMAX_FLOOR, 0), out=out)
     if out is not None:
         torch.autograd.graph.increment_version(out)  # what was saved for a backward pass is no longer there
     return values
@@ -257,19 +309,75 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
     return codes, scales, amaxes, torch.tensor(cast.nonfinite)
 
 
+def _cast_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    cast = _run_on_gpu(x, *arguments)
+    return cast.codes, cast.scale, cast.amax, cast.nonfinite.clone()  # two of an operator's results share no memory
+
+
+def _cast_both_ways_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    cast = _run_on_gpu(x, *arguments, both_ways=True)
+    assert cast.transposed is not None
+    codes, scale = cast.transposed
+    scale = scale.clone() if scale.data_ptr() == cast.scale.data_ptr() else scale
+    return cast.codes, cast.scale, codes, scale, cast.amax, cast.nonfinite.clone()
+
+
+def _run_on_gpu(  # noqa: PLR0917 (an operator's schema)
+    x: Tensor,
+    dtype: torch.dtype,
+    block: list[int],
+    rounding: str,
+    amax_floor: float,
+    margin: int,
+    propagate: bool,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    zero_is_unknown: bool,
+    *,
+    both_ways: bool = False,
+) -> gpu.Cast:
+    return gpu.quantize(
+        x,
+        format_of(dtype),
+        granularity_from_list(block),
+        cpu.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
+        nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
+        amax=amax,
+        scale=scale,
+        zero_is_unknown=zero_is_unknown,
+        both_ways=both_ways,
+    )
+
+
 def _cast_shapes(x: Tensor, dtype: torch.dtype, block: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes = torch.empty_strided(x.shape, cpu.codes_strides(x), dtype=dtype, device=x.device)
+    codes = x.new_empty(x.shape, dtype=dtype)  # contiguous
+    if not x.is_cuda:
+        codes = torch.empty_strided(x.shape, cpu.codes_strides(x), dtype=dtype, device=x.device)
     scale = x.new_empty(granularity_from_list(block).scale_shape(x.shape), dtype=torch.float32)
     return codes, scale, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
 
 
-torch.library.define(
-    "octavo::cast",
+def _cast_both_ways_shapes(
+    x: Tensor, dtype: torch.dtype, block: list[int], *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    turned = x.shape[::-1]
+    groups = granularity_from_list(block)
+    codes, codes_t = x.new_empty(x.shape, dtype=dtype), x.new_empty(turned, dtype=dtype)
+    scale, scale_t = (x.new_empty(groups.scale_shape(shape), dtype=torch.float32) for shape in (x.shape, turned))
+    return codes, scale, codes_t, scale_t, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
+
+
+_ARGUMENTS = (
     "(Tensor x, ScalarType dtype, int[] block, str rounding, float amax_floor, int margin, bool propagate, "
-    "Tensor? amax, Tensor? scale, bool zero_is_unknown) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? amax, Tensor? scale, bool zero_is_unknown)"
 )
+torch.library.define("octavo::cast", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
 torch.library.impl("octavo::cast", "CPU")(_cast)
+torch.library.impl("octavo::cast", "CUDA")(_cast_on_gpu)
 torch.library.register_fake("octavo::cast")(_cast_shapes)
+torch.library.define("octavo::cast_both_ways", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+torch.library.impl("octavo::cast_both_ways", "CUDA")(_cast_both_ways_on_gpu)
+torch.library.register_fake("octavo::cast_both_ways")(_cast_both_ways_shapes)
 
 
 def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
@@ -289,3 +397,21 @@ def _round_stochastic(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Ten
 
 
 torch.library.impl("octavo::round_stochastic", "CPU")(_round_stochastic)
+
+
+def _dequantize_on_gpu(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
+    groups = granularity_from_list(granularity)
+    if not gpu.decodes(codes, dtype, groups):
+        return dequantize_by_torch(codes, scale, granularity, dtype)
+    return gpu.dequantize(codes, scale, groups, dtype)
+
+
+def _round_stochastic_on_gpu(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
+    if gpu.supports(scaled, format_of(dtype), PerTensor()):
+        return gpu.round_stochastic(scaled, random, format_of(dtype))
+    return round_stochastic_by_torch(scaled, random, dtype)
+
+
+torch.library.impl("octavo::dequantize", "CUDA")(_dequantize_on_gpu)
+torch.library.impl("octavo::round_stochastic", "CUDA")(_round_stochastic_on_gpu)
+torch.library.impl("octavo::random_bits", "CUDA")(gpu.random_bits)

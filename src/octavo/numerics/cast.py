@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import FP8_FORMATS, Format, format_of
+from octavo.numerics.random_bits import random_bits, seed_from
 
 __all__ = [
     "Nonfinite",
@@ -110,7 +111,8 @@ def cast_stochastic(
         x: as in :func:`cast_nearest`.
         fmt: as in :func:`cast_nearest`.
         encode_scale: as in :func:`cast_nearest`.
-        generator: source of the random bits; the same state gives the same codes.
+        generator: the seed of the random bits is drawn from it; the same state gives the same codes on every device.
+            None is torch's default generator of the CPU.
         nonfinite: see the module's text.
 
     Example:
@@ -122,9 +124,8 @@ def cast_stochastic(
     """
     x = _checked(x, fmt, nonfinite)
     scaled = _restore_infinities(_scaled(x, encode_scale).clamp(-fmt.max, fmt.max), x, fmt, nonfinite)
-    random = torch.randint(
-        1 << STOCHASTIC_BITS, scaled.shape, generator=generator, device=scaled.device, dtype=torch.int32
-    )
+    drawn = random_bits(seed_from(generator), scaled.shape, scaled.device)
+    random = (drawn >> (32 - STOCHASTIC_BITS)) & ((1 << STOCHASTIC_BITS) - 1)
     result: Tensor = torch.ops.octavo.round_stochastic(scaled.detach(), random, fmt.torch_dtype)
     return result
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2, FP8_FORMATS
-from octavo.numerics import cast_stochastic
+from octavo.numerics import cast, cast_stochastic
 from octavo.numerics.cast import STOCHASTIC_BITS
+from octavo.numerics.random_bits import random_bits, seed_from
 from octavo.numerics.reference import decode, encode_stochastic
 from tests.oracle.rounding_table import float32_edges, rounding_table
 
@@ -35,7 +36,7 @@ def test_exact_values_never_move(fmt):
 @every_format
 def test_the_largest_random_number_moves_all_but_exact_values(fmt, monkeypatch):
     """With it, the smallest fraction that 20 bits resolve goes up, half of that does not, and an exact value stays."""
-    monkeypatch.setattr(torch, "randint", lambda high, shape, **_: torch.full(shape, high - 1))
+    monkeypatch.setattr(cast, "random_bits", lambda seed, shape, device: torch.full(shape, -1, dtype=torch.int32))
     values = torch.tensor([fmt.magnitude(code) for code in range(fmt.max_code + 1)])
     smallest = values.diff() * 2.0**-STOCHASTIC_BITS
     low, high = values[:-1], values[1:]
@@ -68,7 +69,8 @@ def test_never_crosses_the_maximum(fmt):
 def test_equals_the_reference_with_the_same_random_integers(fmt):
     magnitudes = torch.randn(1200, generator=seeded(1)).mul(3).exp() * fmt.min_normal
     x = torch.where(torch.rand(1200, generator=seeded(2)) < 0.5, magnitudes, -magnitudes).clamp(-fmt.max, fmt.max)
-    random = torch.randint(1 << STOCHASTIC_BITS, x.shape, generator=seeded(7)).tolist()
+    drawn = random_bits(seed_from(seeded(7)), x.shape, x.device)
+    random = ((drawn >> (32 - STOCHASTIC_BITS)) & ((1 << STOCHASTIC_BITS) - 1)).tolist()
     expected = [
         encode_stochastic(value, fmt, uniform=Fraction(integer, 1 << STOCHASTIC_BITS))
         for value, integer in zip(x.tolist(), random, strict=True)

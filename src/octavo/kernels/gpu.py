@@ -1,0 +1,279 @@
+"""The Triton kernels that cast, as Python sees them: what they can do, and calls with tensors of any shape.
+
+Codes and scales are those of :mod:`octavo.numerics`, bit for bit. Codes always come out contiguous in the order of the
+tensor that was asked for, whatever the order in memory of what is cast: Hopper's FP8 GEMM reads both operands along K.
+Nothing here waits for the device. Triton is imported by the first call that needs it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels.cpu import DTYPES, ScaleRule
+from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor
+from octavo.numerics.granularity import stacks
+from octavo.numerics.random_bits import random_bits_by_torch
+
+if TYPE_CHECKING:
+    from octavo.kernels.triton.casts import Made
+
+__all__ = [
+    "Cast",
+    "decodes",
+    "dequantize",
+    "fake_quantize",
+    "fakes",
+    "quantize",
+    "random_bits",
+    "round_stochastic",
+    "supports",
+    "why_absent",
+]
+
+_INSTALLED = find_spec("triton") is not None
+_MADE_FOR_THIS_TORCH = _INSTALLED and torch.version.hip is None  # once: no graph traces find_spec
+_FORMATS = {fmt.torch_dtype: fmt for fmt in (E4M3, E5M2)}
+_LARGEST_BLOCK = 128  # rows or columns that fit into a kernel's tile
+_LONGEST_ROW = 16384  # elements that stay in registers
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """What a cast gives.
+
+    Attributes:
+        codes: in the format's dtype, shaped like the input, contiguous.
+        scale: float32, in the granularity's shape.
+        amax: float32, largest finite magnitude of every group, in the same shape.
+        nonfinite: number of NaN and ±Inf elements, int64 [].
+        transposed: codes and scale of the input's transpose, cast by itself; None if not asked for.
+        saturated: finite elements beyond the format's maximum after scaling, int64 []; None if not counted.
+        underflowed: nonzero elements whose code is zero, int64 []; None if not counted.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    amax: Tensor
+    nonfinite: Tensor
+    transposed: tuple[Tensor, Tensor] | None = None
+    saturated: Tensor | None = None
+    underflowed: Tensor | None = None
+
+
+def why_absent() -> str | None:
+    """Why no Triton kernel runs here, or None."""
+    if not _INSTALLED:
+        return "triton is not installed"
+    if torch.version.hip is not None:
+        return "they are written for CUDA, and this torch is built for ROCm"
+    return None if torch.cuda.is_available() else "there is no CUDA device"
+
+
+def supports(x: Tensor, fmt: Format, granularity: Granularity, *, given: bool = False) -> bool:
+    """Whether :func:`quantize` can cast ``x``; ``given`` says whether the amax or the scale is."""
+    known = x.is_cuda and _MADE_FOR_THIS_TORCH and fmt in (E4M3, E5M2) and x.dtype in DTYPES
+    if not known or x.numel() == 0:
+        return False
+    if (given and not isinstance(granularity, PerTensor)) or not _fits(granularity) or not stacks(granularity, x.shape):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001 (torch.func's tensors have no memory)
+
+
+def _fits(granularity: Granularity) -> bool:
+    if not isinstance(granularity, PerBlock):
+        return isinstance(granularity, PerTensor | PerRow)
+    sizes = (granularity.rows, granularity.columns)
+    return all(size <= _LARGEST_BLOCK and size & (size - 1) == 0 for size in sizes)
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    rule: ScaleRule,
+    *,
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_is_unknown: bool = False,
+    both_ways: bool = False,
+    counting: bool = False,
+) -> Cast:
+    """Measure and cast.
+
+    Args:
+        x: as :func:`supports` allows.
+        fmt: E4M3 or E5M2.
+        granularity: the scaling groups.
+        rule: how amaxes become scales.
+        nonfinite: what an infinite element becomes.
+        amax: float32 [], to provide for instead of what is measured.
+        scale: float32 [], used as it is.
+        zero_is_unknown: whether a given amax of 0 means the measured one.
+        both_ways: cast the transpose of the matrix ``x`` too, from the same reading where groups allow.
+        counting: count saturated and underflowed elements, with one scale a tensor.
+    """
+    matrix, turned = _as_matrix(x.detach(), granularity)
+    with _on_device_of(x):
+        made = _kernels(
+            matrix, fmt, granularity, rule,
+            propagate=nonfinite == Nonfinite.PROPAGATE, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
+            direct=both_ways or not turned, flipped=both_ways or turned, counting=counting,
+        )  # fmt: skip
+    own, other = (made.flipped, made.direct) if turned else (made.direct, made.flipped)
+    assert own is not None
+    shape = granularity.scale_shape(x.shape)
+    return Cast(
+        own.codes.view(x.shape),
+        own.scale.view(shape),
+        own.amax.view(shape),
+        made.nonfinite,
+        (other.codes, other.scale) if both_ways and other is not None else None,
+        made.saturated,
+        made.underflowed,
+    )
+
+
+def fakes(x: Tensor, granularity: Granularity) -> bool:
+    """Whether :func:`fake_quantize` can do what :func:`supports` allows: not columns, nor rows longer than 16384."""
+    if isinstance(granularity, PerTensor):
+        return True
+    return not _is_turned(x) and not (isinstance(granularity, PerRow) and x.shape[-1] > _LONGEST_ROW)
+
+
+def fake_quantize(
+    x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule, *, out: Tensor | None = None
+) -> Tensor:
+    """The values of :func:`quantize`'s codes, without the codes.
+
+    Args:
+        x: as :func:`supports` and :func:`fakes` allow.
+        fmt: E4M3 or E5M2.
+        granularity: the scaling groups.
+        rule: how amaxes become scales.
+        out: where to write: shaped like ``x``, in its dtype, or ``x`` itself; None makes a new tensor.
+    """
+    matrix, turned = _as_matrix(x.detach(), granularity)
+    in_place = out is not None and out.stride() == x.stride() and matrix.data_ptr() == x.data_ptr() == out.data_ptr()
+    values = matrix if in_place else torch.empty(matrix.shape, dtype=x.dtype, device=x.device)
+    with _on_device_of(x):
+        _kernels(matrix, fmt, granularity, rule, values=values)
+    if in_place and out is not None:
+        return out
+    result = (values.t() if turned else values).reshape(x.shape)
+    return result if out is None else out.copy_(result)
+
+
+def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
+    """Whether :func:`dequantize` can decode these codes to ``dtype``."""
+    known = _MADE_FOR_THIS_TORCH and codes.dtype in _FORMATS and dtype in DTYPES
+    return known and codes.numel() > 0 and _fits(granularity) and stacks(granularity, codes.shape)
+
+
+def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype: torch.dtype) -> Tensor:
+    """``fp32(codes) · scale``, rounded once to ``out_dtype``.
+
+    Args:
+        codes: as :func:`decodes` allows.
+        scale: float32, in the granularity's shape.
+        granularity: the scaling groups.
+        out_dtype: float32, bfloat16 or float16.
+    """
+    from octavo.kernels.triton import values
+
+    matrix, turned = _as_matrix(codes, PerRow())  # one long row would leave most of a tile empty
+    shape = granularity.scale_shape(codes.shape)
+    scales = scale.reshape(1, 1) if isinstance(granularity, PerTensor) else scale.reshape(-1, shape[-1])
+    block = (0, 0) if isinstance(granularity, PerTensor) else (1, 0)
+    if isinstance(granularity, PerBlock):
+        block = (granularity.rows, granularity.columns)
+    if turned:
+        scales, block = scales.t(), block[::-1]
+    with _on_device_of(codes):
+        made = values.dequantize(matrix, scales, block, _FORMATS[codes.dtype], out_dtype)
+    return (made.t() if turned else made).reshape(codes.shape)
+
+
+def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
+    """Codes of numbers, rounded up in magnitude where the dropped fraction and a random one together make 1.
+
+    Args:
+        scaled: float32, not empty, finite ones within ±maximum.
+        random: integers from 0 to 2²⁰ - 1, shaped like ``scaled``.
+        fmt: E4M3 or E5M2.
+    """
+    from octavo.kernels.triton import values
+
+    with _on_device_of(scaled):
+        return values.round_stochastic(scaled.contiguous(), random.to(torch.int32).contiguous(), fmt)
+
+
+def random_bits(seed: Tensor, count: int) -> Tensor:
+    """int32 [count]: what :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 [] on the device."""
+    if not _MADE_FOR_THIS_TORCH or not count:
+        return random_bits_by_torch(seed, count)
+    from octavo.kernels.triton import values
+
+    with _on_device_of(seed):
+        return values.random_bits(seed, count)
+
+
+def _kernels(
+    matrix: Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    rule: ScaleRule,
+    *,
+    propagate: bool = True,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_is_unknown: bool = False,
+    direct: bool = True,
+    flipped: bool = False,
+    counting: bool = False,
+    values: Tensor | None = None,
+) -> "Made":
+    from octavo.kernels.triton import blocks, casts, rows
+
+    if isinstance(granularity, PerTensor):
+        return casts.cast_tensor(
+            matrix, fmt, rule, propagate=propagate, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
+            direct=direct, flipped=flipped, counting=counting, values=values,
+        )  # fmt: skip
+    if isinstance(granularity, PerBlock):
+        block = (granularity.rows, granularity.columns)
+        return blocks.cast_blocks(
+            matrix, fmt, rule, block, propagate=propagate, direct=direct, flipped=flipped, values=values
+        )
+    return rows.cast_rows(matrix, fmt, rule, propagate=propagate, direct=direct, flipped=flipped, values=values)
+
+
+def _as_matrix(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
+    """``x`` as a matrix whose columns lie side by side, and whether it is the transpose of ``x``."""
+    if _is_turned(x):
+        return x.t(), True
+    if x.ndim != 2:
+        x = x.reshape(1, -1) if isinstance(granularity, PerTensor) or x.ndim < 2 else x.reshape(-1, x.shape[-1])
+    return (x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()), False
+
+
+def _is_turned(x: Tensor) -> bool:
+    return x.ndim == 2 and x.stride(0) == 1 and x.shape[1] > 1 and x.stride(1) > 1
+
+
+@contextmanager
+def _on_device_of(x: Tensor) -> Iterator[None]:
+    """Triton launches on the current device."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        yield
+    else:
+        with torch.cuda.device(x.device):
+            yield

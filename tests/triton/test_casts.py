@@ -1,0 +1,316 @@
+"""Casts on the GPU against octavo.numerics: the same codes, scales, amaxes and counts, to the bit, in either order."""
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+import octavo
+from octavo.formats import E4M3, E5M2, Format
+from octavo.functional import fp8_linear
+from octavo.kernels import casting, gpu
+from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.triton import values
+from octavo.numerics import (
+    Granularity,
+    Nonfinite,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QuantizedTensor,
+    ScaleRounding,
+    cast_stochastic,
+    measure,
+)
+from octavo.numerics import quantize as quantize_by_torch
+from octavo.numerics.cast import round_stochastic_by_torch
+from octavo.numerics.granularity import granularity_as_list
+from octavo.numerics.quantized import dequantize_by_torch
+from octavo.numerics.random_bits import random_bits_by_torch
+from tests.contract.gemm_oracle import recorded_products
+
+FORMATS = (E4M3, E5M2)
+RULE = ScaleRule(ScaleRounding.FP32, 1e-12, 0)
+POWERS = ScaleRule(ScaleRounding.RCEIL, 1e-12, 0)
+GRANULARITIES = (PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(4, 2))
+every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+
+
+def wanted_cast(
+    x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule, nonfinite: Nonfinite = Nonfinite.PROPAGATE
+) -> QuantizedTensor:
+    return quantize_by_torch(
+        x.cpu(), fmt, granularity=granularity, scale_rounding=rule.rounding, amax_floor=rule.amax_floor,
+        margin=rule.margin, nonfinite=nonfinite,
+    )  # fmt: skip
+
+
+def assert_codes(found: Tensor, wanted: Tensor) -> None:
+    """Equal to the bit, but for the signs of NaN."""
+    assert found.is_contiguous()
+    assert found.shape == wanted.shape
+    held, broken = found.cpu().view(torch.uint8), wanted.float().isnan()
+    assert torch.equal(found.cpu().float().isnan(), broken)
+    assert torch.equal(held[~broken], wanted.view(torch.uint8)[~broken])
+
+
+def assert_cast(found: gpu.Cast, x: Tensor, wanted: QuantizedTensor) -> None:
+    measured = measure(x.cpu(), wanted.granularity)
+    assert_codes(found.codes, wanted.data)
+    assert torch.equal(found.scale.cpu(), wanted.scale)
+    assert torch.equal(found.amax.cpu(), measured.amax)
+    assert int(found.nonfinite) == int(measured.nonfinite or 0)
+
+
+def tensors(dtype: torch.dtype) -> list[Tensor]:
+    """Ragged, narrow, padded and turned matrices, and what is no matrix; amaxes differ from line to line."""
+    spread = torch.logspace(-8, 4, 150, base=2)
+    matrix = (torch.randn(70, 150) * spread).to(dtype)
+    return [matrix, matrix.t(), matrix[:, 3:139], torch.randn(1, 1).to(dtype), torch.randn(5, 1).to(dtype)]
+
+
+@every_granularity
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_codes_and_scales_of_both_orders_are_those_of_the_definition(granularity, dtype, device):
+    for x in tensors(dtype):
+        for both_ways in (False, True):
+            found = gpu.quantize(x.to(device), E4M3, granularity, POWERS, both_ways=both_ways)
+            assert_cast(found, x, wanted_cast(x, E4M3, granularity, POWERS))
+            assert (found.transposed is not None) == both_ways
+            if found.transposed is not None:
+                wanted = wanted_cast(x.t(), E4M3, granularity, POWERS)
+                assert_codes(found.transposed[0], wanted.data)
+                assert torch.equal(found.transposed[1].cpu(), wanted.scale)
+
+
+@every_granularity
+def test_more_and_fewer_dimensions_than_two(granularity, device):
+    for shape in ((3, 128, 40), (2, 2, 128, 3)) + (((7,),) if not isinstance(granularity, PerBlock) else ()):
+        x = torch.randn(shape)
+        assert_cast(gpu.quantize(x.to(device), E4M3, granularity, RULE), x, wanted_cast(x, E4M3, granularity, RULE))
+
+
+@every_granularity
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("nonfinite", list(Nonfinite))
+def test_what_is_not_finite_is_counted_and_spoils_no_scale(granularity, fmt, nonfinite, device):
+    x = torch.randn(9, 140)
+    x[2, 3], x[2, 4], x[8, 139], x[5] = float("inf"), float("nan"), float("-inf"), float("nan")
+    for rule in (RULE, POWERS):
+        found = gpu.quantize(x.to(device), fmt, granularity, rule, nonfinite=nonfinite, both_ways=True)
+        assert_cast(found, x, wanted_cast(x, fmt, granularity, rule, nonfinite))
+        assert int(found.nonfinite) == 143
+        assert found.transposed is not None
+        assert_codes(found.transposed[0], wanted_cast(x.t(), fmt, granularity, rule, nonfinite).data)
+
+
+@pytest.mark.parametrize("rounding", list(ScaleRounding))
+def test_every_rule_of_a_scale(rounding, device):
+    x = torch.randn(4, 40).bfloat16()
+    for rule in (ScaleRule(rounding, 0.0, 0), ScaleRule(rounding, 8.0, 3), ScaleRule(rounding, 1e-12, 300)):
+        for granularity in (PerTensor(), PerRow(), PerBlock(1, 32)):
+            found = gpu.quantize(x.to(device), E5M2, granularity, rule)
+            assert_cast(found, x, wanted_cast(x, E5M2, granularity, rule))
+            zeros = torch.zeros_like(x)
+            assert_cast(gpu.quantize(zeros.to(device), E5M2, granularity, rule), zeros,
+                        wanted_cast(zeros, E5M2, granularity, rule))  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, where products saturate
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_a_known_amax_or_a_given_scale_is_used_while_the_tensor_is_measured(both_ways, device):
+    x = torch.randn(70, 150)
+    x[3, 4] = float("inf")
+    for past, held in ((0.5, None), (0.0, None), (None, 0.25), (None, 2.0**-127)):
+        amax, scale = (None if value is None else torch.tensor(value) for value in (past, held))
+        found = gpu.quantize(
+            x.to(device), E4M3, PerTensor(), RULE, zero_is_unknown=True, both_ways=both_ways,
+            amax=None if amax is None else amax.to(device), scale=None if scale is None else scale.to(device),
+        )  # fmt: skip
+        assert_cast(found, x, quantize_by_torch(x, E4M3, amax=amax if past else None, scale=scale))
+    found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE, amax=torch.zeros((), device=device))
+    assert_cast(found, x, quantize_by_torch(x, E4M3, amax=torch.tensor(0.0)))
+
+
+def test_saturated_and_underflowed_elements_are_counted_on_request(device):
+    x = torch.tensor([[1.0, 500.0, -460.0, 448.0, 1e-5, 0.0, float("inf"), float("nan")]])
+    found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE, scale=torch.ones((), device=device), counting=True)
+    assert found.saturated is not None
+    assert found.underflowed is not None
+    assert (int(found.saturated), int(found.underflowed), int(found.nonfinite)) == (2, 1, 2)
+
+
+def test_a_row_that_does_not_fit_into_registers(device):
+    x = torch.randn(2, 16400)
+    assert_cast(gpu.quantize(x.to(device), E4M3, PerRow(), POWERS), x, wanted_cast(x, E4M3, PerRow(), POWERS))
+    assert not gpu.fakes(x, PerRow())
+
+
+@every_granularity
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_in_place_and_elsewhere_are_those_of_the_codes(granularity, dtype, device):
+    for x in tensors(dtype):
+        if not gpu.fakes(x, granularity):
+            continue
+        # The interpreter cuts bfloat16 off instead of rounding it; with powers of two there is nothing to round.
+        rule = POWERS if device.type == "cpu" else RULE
+        wanted = wanted_cast(x, E5M2, granularity, rule).dequantize()
+        given = x.to(device)
+        made = gpu.fake_quantize(given, E5M2, granularity, rule)
+        assert torch.equal(made.cpu(), wanted)
+        other = torch.empty_like(given)
+        assert gpu.fake_quantize(given, E5M2, granularity, rule, out=other) is other
+        assert torch.equal(other.cpu(), wanted)
+        given = x.clone().to(device)
+        assert gpu.fake_quantize(given, E5M2, granularity, rule, out=given) is given
+        assert torch.equal(given.cpu(), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, where float16 becomes infinite
+@every_granularity
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_code_decodes_as_defined(granularity, fmt, device):
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.torch_dtype)
+    for codes in (every.view(2, 128).repeat(40, 2)[:, :200], every.view(64, 4).t()):
+        scale = (torch.rand(granularity.scale_shape(codes.shape)) + 0.5).to(torch.float32)
+        if isinstance(granularity, PerTensor):
+            assert (
+                gpu.dequantize(every.view(2, 2, 64).to(device), scale.to(device), granularity, torch.float32).ndim == 3
+            )
+        for dtype in (torch.float32, torch.float16):
+            wanted = dequantize_by_torch(codes, scale, granularity_as_list(granularity), dtype)
+            found = gpu.dequantize(codes.to(device), scale.to(device), granularity, dtype)
+            torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_stochastic_rounding_takes_the_same_random_bits_to_the_same_codes(fmt, device):
+    held = torch.tensor([fmt.magnitude(code) for code in range(fmt.max_code + 1)])
+    between = held[:-1] + held.diff() * torch.rand(len(held) - 1)
+    tiny = torch.tensor([2.0**-149, 2.0**-130, 2.0**-30, 0.0, float("inf"), float("nan")])
+    numbers = torch.cat([held, between, held[1:] * (1 - 2.0**-24), tiny])
+    x = torch.cat([numbers, -numbers]).repeat(9)
+    for random in (torch.randint(1 << 20, x.shape), torch.zeros(x.shape), torch.full(x.shape, (1 << 20) - 1)):
+        drawn = random.to(torch.int32)
+        found = gpu.round_stochastic(x.to(device), drawn.to(device), fmt)
+        assert_codes(found, round_stochastic_by_torch(x, drawn, fmt.torch_dtype))
+
+
+def test_random_bits_are_those_of_the_definition(device):
+    for seed, count in ((0, 7), (0x1234_5678_9ABC_DEF0, 9001)):
+        given = torch.tensor(seed)
+        assert torch.equal(values.random_bits(given.to(device), count).cpu(), random_bits_by_torch(given, count))
+
+
+@pytest.mark.gpu
+def test_a_seed_gives_the_same_codes_on_every_device():
+    x = torch.randn(300, 70)
+    made = [cast_stochastic(x.to(where), E4M3, generator=torch.Generator().manual_seed(3)) for where in ("cpu", "cuda")]
+    assert_codes(made[1], made[0])
+
+
+def test_what_is_left_to_torch():
+    x = torch.empty(4, 6)
+    assert not gpu.supports(x, E4M3, PerTensor())
+    if not torch.cuda.is_available():
+        assert gpu.why_absent() == "there is no CUDA device"
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, device):
+    """The routes of a GPU, for CPU tensors in Triton's interpreter."""
+    if device.type == "cuda":
+        return
+    here = gpu.supports
+    monkeypatch.setattr(gpu, "supports", lambda x, *rest, **options: here(cast("Tensor", _OnGpu(x)), *rest, **options))
+
+
+class _OnGpu:
+    """What :func:`gpu.supports` asks of a tensor."""
+
+    is_cuda = True
+
+    def __init__(self, x: Tensor) -> None:
+        self.dtype, self.shape, self.numel = x.dtype, x.shape, x.numel
+
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
+
+
+def _step(name: str, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    y = fp8_linear(leaves[0], leaves[1], None, octavo.recipes.get(name))
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_linear_layer_computes_the_same_and_keeps_a_byte_an_element(name, device, request):
+    x, weight, grad = (torch.randn(shape, device=device) for shape in ((48, 32), (16, 32), (48, 16)))
+    with recorded_products() as wanted:
+        _step(name, x.cpu(), weight.cpu(), grad.cpu())
+    request.getfixturevalue("as_on_a_gpu")
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with recorded_products() as found, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _step(name, x, weight, grad)
+    for one, other in zip(found, wanted, strict=True):
+        for mine, theirs in ((one.a, other.a), (one.b, other.b)):
+            assert_codes(mine.data, theirs.data)
+            assert torch.equal(mine.scale.cpu(), theirs.scale)
+    codes = [t for t in kept if t.dtype is torch.float8_e4m3fn]
+    assert all(t.is_contiguous() for t in codes)
+    hp = name == "rowwise_hp_grad_weight"  # keeps x itself
+    assert sum(t.numel() for t in codes) == weight.numel() + (0 if hp else x.numel())
+
+
+@every_granularity
+def test_the_operators_are_what_their_shape_functions_say(granularity, device):
+    for x in (torch.randn(5, 130, device=device), torch.randn(130, 5, device=device).t()):
+        arguments = (torch.float8_e4m3fn, granularity_as_list(granularity), "fp32", 1e-12, 0, True, None, None, False)
+        made = casting._cast_both_ways_on_gpu(x, *arguments)
+        shapes = casting._cast_both_ways_shapes(x, *arguments)
+        for one, other in zip(made, shapes, strict=True):
+            assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        spaces = {tensor.data_ptr() for tensor in made}
+        assert len(spaces) == len(made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_it_is_one_graph_and_computes_the_same(name):
+    x, weight, grad = (torch.randn(shape, device="cuda") for shape in ((64, 256), (128, 256), (64, 128)))
+    step = torch.compile(lambda x, weight: fp8_linear(x, weight, None, octavo.recipes.get(name)), fullgraph=True)
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    y = step(*leaves)
+    compiled = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+    torch.testing.assert_close(compiled, _step(name, x, weight, grad), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@every_granularity
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_large_tensors_and_every_number(granularity, dtype):
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    edges = patterns.view(torch.bfloat16 if dtype is not torch.float16 else torch.float16).to(dtype)
+    for x in (torch.randn(1024, 8192).to(dtype), edges.view(256, 256), torch.randn(513, 1111).to(dtype)):
+        for rule in (RULE, replace(POWERS, margin=1)):
+            found = gpu.quantize(x.cuda(), E4M3, granularity, rule, both_ways=True)
+            assert_cast(found, x, wanted_cast(x, E4M3, granularity, rule))
+
+
+@pytest.mark.gpu
+def test_a_cast_can_be_captured_in_a_graph():
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    gpu.quantize(x, E4M3, PerTensor(), RULE, both_ways=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gpu.quantize(x, E4M3, PerTensor(), RULE, both_ways=True)
+    x.copy_(torch.randn_like(x) * 3)
+    graph.replay()
+    assert_cast(found, x, wanted_cast(x, E4M3, PerTensor(), RULE))
