@@ -14,7 +14,9 @@ from octavo.kernels.backend import Backend, MatmulProblem
 from octavo.kernels.hopper_model import HopperModelBackend
 from octavo.kernels.native_backend import NativeBackend
 from octavo.kernels.reference import ReferenceBackend
-from octavo.kernels.torch_native import CpuBackend, CudaBackend
+from octavo.kernels.torch_cuda import CudaBackend
+from octavo.kernels.torch_native import CpuBackend
+from octavo.kernels.triton_backend import TritonBackend
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.cast import check_float
 
@@ -22,6 +24,7 @@ __all__ = ["BACKENDS", "Selection", "explain", "scaled_mm", "selections"]
 
 BACKENDS: tuple[Backend, ...] = (
     CudaBackend(),
+    TritonBackend(),
     NativeBackend(),
     CpuBackend(),
     HopperModelBackend(),
@@ -67,7 +70,8 @@ def scaled_mm(
         bias: [N], added before the rounding.
         accumulate: "fp32"; or "hopper-fast" or "hopper-slow" for the sums of Hopper's tensor cores, which are made with
             and without fast accumulation: by the hardware where there is one, to the bit by a model elsewhere. On CUDA
-            "fp32" is what cuBLAS calls so: the sums of tensor cores, promoted to FP32 on the way.
+            "fp32" is what cuBLAS calls so: the sums of tensor cores, promoted to FP32 on the way. With block scales
+            that happens at the end of every block, as "hopper-slow" does at every 128 of K.
         fast_accumulation: with "fp32" on CUDA, let cuBLAS keep fewer bits while it sums; of no effect elsewhere.
         backend: a backend's name, or "auto" for the fastest that can.
 
