@@ -126,7 +126,7 @@ def test_cublas_is_asked_for_what_it_takes(granularity, bias_dtype, accumulate, 
         rounds_early = capability is ADA and isinstance(granularity, PerRow)
         assert rounds_early == (cublas.out_dtype is torch.bfloat16) or out_dtype is torch.bfloat16
         tolerance = 2**-8 if rounds_early or out_dtype is torch.bfloat16 else 2**-22
-        torch.testing.assert_close(y.float(), exact, rtol=tolerance, atol=2**-5 * (tolerance == 2**-8))
+        torch.testing.assert_close(y.float(), exact, rtol=tolerance, atol=2**-5 if tolerance == 2**-8 else 2**-22)
 
 
 def test_a_bias_that_learns_has_a_gradient(monkeypatch):

@@ -164,7 +164,7 @@ def rounded_to_bf16(sums):
     """FP32 numbers rounded to bfloat16's, for the interpreter, whose own conversion cuts bits off."""
     bits = sums.to(tl.int32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x1_0000
-    return tl.where(sums == sums, nearest, 0x7FC0_0000).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7FFF_FFFF) > 0x7F80_0000, 0x7FC0_0000, nearest).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -333,7 +333,7 @@ def k_major(codes: Tensor) -> Tensor:
     """The codes with contiguous rows that begin at multiples of 16 bytes: themselves, or a copy.
 
     Args:
-        codes: [..., K]; a stack of matrices must be contiguous to be taken as it is.
+        codes: [R, K], or [E, R, K], whose matrices must follow each other to be taken as they are.
 
     Example:
         >>> codes = torch.ones(2, 32, dtype=torch.uint8)
@@ -341,7 +341,7 @@ def k_major(codes: Tensor) -> Tensor:
         (True, (16, 1))
     """
     row = codes.shape[-1]
-    stacked = codes.ndim == 2 or codes.is_contiguous()
+    stacked = codes.ndim == 2 or codes.stride(0) == codes.shape[1] * codes.stride(1)
     if stacked and codes.stride(-1) == 1 and codes.stride(-2) >= row and codes.stride(-2) % _ALIGNMENT == 0:
         if codes.data_ptr() % _ALIGNMENT == 0:
             return codes
@@ -350,12 +350,19 @@ def k_major(codes: Tensor) -> Tensor:
     return padded
 
 
-def choose_tile(m: int, n: int, device: torch.device) -> tuple[Tile, int]:
-    """The tile that covers [m, n] in the least time, and how many programs there are work for."""
+def choose_tile(m: int, n: int, device: torch.device, groups: int = 1) -> tuple[Tile, int]:
+    """The tile that covers [m, n] in the least time, and how many programs share the work.
+
+    Rows of different groups share no tile, so each further group is taken for half a tile more.
+    """
     at_once = programs(device)
-    counts = [-(-m // (tile.rows * tile.halves)) * -(-n // tile.columns) for tile in TILES]
-    tile, count = min(zip(TILES, counts, strict=True), key=lambda pair: -(-pair[1] // at_once) * pair[0].cost)
-    return tile, min(count, at_once)
+
+    def count(tile: Tile) -> int:
+        height = tile.rows * tile.halves
+        return -(-(m + (groups - 1) * height // 2) // height) * -(-n // tile.columns)
+
+    tile = min(TILES, key=lambda tile: -(-count(tile) // at_once) * tile.cost)
+    return tile, min(count(tile), at_once)
 
 
 @cache
