@@ -51,11 +51,11 @@ def operand(rows: int, k: int, granularity: Granularity, device: torch.device, f
         torch.randn(rows, k)
         * torch.exp2(torch.randint(-4, 5, (rows, k // 32 + 1)).float()).repeat_interleave(32, 1)[:, :k]
     )
-    e8m0 = granularity == PerBlock(1, 32)
-    rounding = ScaleRounding.RCEIL if e8m0 else ScaleRounding.FP32
-    return quantize(
-        x.to(device), fmt, granularity=granularity, scale_rounding=rounding, **({"scale_format": E8M0} if e8m0 else {})
-    )
+    if granularity == PerBlock(1, 32):
+        return quantize(
+            x.to(device), fmt, granularity=granularity, scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0
+        )
+    return quantize(x.to(device), fmt, granularity=granularity)
 
 
 def assert_right(y: Tensor, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> None:
@@ -85,6 +85,8 @@ def assert_right(y: Tensor, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor
 @each_pair
 @each_tile
 def test_ragged_shapes(pair, tile, device, monkeypatch):
+    if tile.halves == 2 and gemm.block_width(pair, 10**6)[0] != CHAIN:
+        pytest.skip("narrow blocks have no tiles of two halves")
     monkeypatch.setattr(gemm, "TILES", (tile,))
     for m, n, k in SHAPES:
         a, b = operand(m, k, pair[0], device), operand(n, k, pair[1], device)
@@ -168,9 +170,12 @@ def test_codes_that_can_be_fetched_are_not_copied():
 def test_the_cheapest_tile_is_taken(monkeypatch, device):
     monkeypatch.setattr(gemm, "programs", lambda _: 132)
     largest, middle, smallest = gemm.TILES
-    assert gemm.choose_tile(4096, 4096, device) == (largest, 132)
-    assert gemm.choose_tile(1024, 2048, device) == (middle, 128)
-    assert gemm.choose_tile(16, 512, device) == (smallest, 4)
+    assert gemm.choose_tile(4096, 4096, device, 128) == (largest, 132)
+    assert gemm.choose_tile(1024, 2048, device, 128) == (middle, 128)
+    assert gemm.choose_tile(16, 512, device, 128) == (smallest, 4)
+    assert gemm.choose_tile(4096, 4096, device, 32) == (middle, 132)
+    assert gemm.choose_tile(1024, 4096, device, 128)[0] == largest
+    assert gemm.choose_tile(1024, 4096, device, 128, groups=64)[0] == middle, "experts of 16 rows"
 
 
 def test_scales_that_do_not_change_along_k_wait_for_the_end():

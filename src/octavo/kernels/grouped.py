@@ -77,12 +77,12 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor) -> None:
         raise ConfigError(f"rows of different experts share no scale; quantize a per row, not {a.granularity}")
     if offsets.dtype not in (torch.int32, torch.int64) or offsets.shape != (b.shape[0] + 1,):
         raise ConfigError(
-            f"offsets must be int32 or int64 of shape ({b.shape[0] + 1},), not {offsets.dtype} of {tuple(offsets.shape)}"
+            f"offsets must be int32 or int64 of shape ({b.shape[0] + 1},), not {offsets.dtype} {tuple(offsets.shape)}"
         )
     for name, device in (("b", b.data.device), ("offsets", offsets.device)):
         if device != a.data.device:
             raise ConfigError(f"{name} is on {device} and a on {a.data.device}; move it there first")
-    if can_be_asked(offsets):
+    if can_be_asked(offsets) and not is_traced(offsets):
         given = offsets.tolist()
         if given[0] != 0 or given[-1] != a.shape[0] or given != sorted(given):
             raise ConfigError(f"offsets must rise from 0 to the {a.shape[0]} rows of a, not be {given}")

@@ -54,7 +54,7 @@ class Tile:
 
 
 # The cheapest for a shape is taken. Costs are counted, not measured: bytes from the L2 cache for each product.
-TILES = (
+TILES: tuple[Tile, ...] = (
     Tile(rows=128, halves=2, columns=128, warps=8, stages=4, cost=1.0),
     Tile(rows=128, halves=1, columns=128, warps=8, stages=4, cost=0.65),
     Tile(rows=64, halves=1, columns=128, warps=4, stages=4, cost=0.45),
@@ -64,10 +64,9 @@ _ALIGNMENT = 16  # bytes
 
 
 @triton.jit
-def scale_values(scale, at, within):
-    """Scales as FP32 numbers, 0 for what is not ``within``; bytes are E8M0."""
-    held = tl.load(scale + at, mask=within, other=0)
-    if scale.dtype.element_ty == tl.uint8:
+def scale_values(held):
+    """Scales as FP32 numbers; bytes are E8M0."""
+    if held.dtype == tl.uint8:
         exponent = held.to(tl.int32)
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2^-127 is subnormal
         bits = tl.where(exponent == 255, 0x7FC0_0000, bits)
@@ -108,7 +107,7 @@ def add_scaled_rows(total, sums, scale, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def tile_sums(
-    a, b, a_scale, b_scale, row, column, b_row, m, n, k,
+    a, b, a_scale, b_scale, row, column, b_row, m, k,
     a_scale_row, a_scale_block, b_scale_row, b_scale_block,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr,
     ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -126,11 +125,8 @@ def tile_sums(
     ONE_COLUMN: tl.constexpr = B_ROWS % COLUMNS == 0  # one scale for all columns
     if ONE_COLUMN:
         b_at = (column // B_ROWS).to(tl.int64) * b_scale_row
-        b_within = column < n
     else:
-        columns = column + tl.arange(0, COLUMNS)
-        b_at = (columns // B_ROWS).to(tl.int64) * b_scale_row
-        b_within = columns < n
+        b_at = ((column + tl.arange(0, COLUMNS)) // B_ROWS).to(tl.int64) * b_scale_row
     upper = tl.zeros((ROWS, COLUMNS), tl.float32)
     lower = tl.zeros((ROWS, COLUMNS), tl.float32)
     ones = tl.full((ROWS, 1), 1.0, tl.float32)
@@ -138,8 +134,9 @@ def tile_sums(
         right = b.load([b_row, block * BLOCK]).T
         left = a.load([row, block * BLOCK])
         if ALONG_K:
-            b_scales = scale_values(b_scale, b_at + block * b_scale_block, b_within)
-            scales = scale_values(a_scale, upper_at + block * a_scale_block, upper_within)[:, None]
+            b_scales = scale_values(tl.load(b_scale + b_at + block * b_scale_block))
+            held = tl.load(a_scale + upper_at + block * a_scale_block, mask=upper_within, other=0)
+            scales = scale_values(held)[:, None]
             if ONE_COLUMN:
                 upper = add_scaled_rows(upper, tl.dot(left, right), scales * b_scales, INTERPRETED)
             else:
@@ -149,7 +146,8 @@ def tile_sums(
         if HALVES == 2:
             left = a.load([row + ROWS, block * BLOCK])
             if ALONG_K:
-                scales = scale_values(a_scale, lower_at + block * a_scale_block, lower_within)[:, None]
+                held = tl.load(a_scale + lower_at + block * a_scale_block, mask=lower_within, other=0)
+                scales = scale_values(held)[:, None]
                 if ONE_COLUMN:
                     lower = add_scaled_rows(lower, tl.dot(left, right), scales * b_scales, INTERPRETED)
                 else:
@@ -177,8 +175,9 @@ def store_columns(
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
     if not ALONG_K:
-        scales = scale_values(a_scale, (rows // A_ROWS).to(tl.int64) * a_scale_row, rows < m)
-        sums *= scales[:, None] * scale_values(b_scale, (columns // B_ROWS).to(tl.int64) * b_scale_row, columns < n)
+        a_held = tl.load(a_scale + (rows // A_ROWS).to(tl.int64) * a_scale_row, mask=rows < m, other=0)
+        b_held = tl.load(b_scale + (columns // B_ROWS).to(tl.int64) * b_scale_row, mask=columns < n, other=0)
+        sums *= scale_values(a_held)[:, None] * scale_values(b_held)[None, :]
     if BIAS:
         sums += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
     if INTERPRETED and out.dtype.element_ty == tl.bfloat16:
@@ -231,7 +230,7 @@ def scaled_gemm(
         row = (first + within % height) * (ROWS * HALVES)
         column = within // height * COLUMNS
         upper, lower = tile_sums(
-            a, b, a_scale, b_scale, row, column, column, m, n, k,
+            a, b, a_scale, b_scale, row, column, column, m, k,
             a_scale_row, a_scale_block, b_scale_row, b_scale_block,
             A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK, INTERPRETED,
         )  # fmt: skip
@@ -275,13 +274,20 @@ class Scales:
         block *= q.scale.shape[-1] > 1
         return cls(q.scale, 0, matrix, 0, block) if rows >= q.shape[-2] else cls(q.scale, rows, matrix, row, block)
 
-    def columnwise(self, columns: int) -> "Scales":
-        """Copied, if need be, so that the scales of neighbouring columns of y are neighbours: a load takes many."""
-        if not self.stride_block or self.stride_row == 1 or self.rows % columns == 0:
+    def columnwise(self, n: int, columns: int) -> "Scales":
+        """Copied, if need be, so that the scales of neighbouring columns of y are neighbours, in whole tiles of them.
+
+        A load takes several then, and needs no mask.
+        """
+        if not self.stride_block or self.rows % columns == 0:
             return self
-        values = self.values.transpose(-1, -2).contiguous()
-        *stack, block, row = values.stride()
-        return Scales(values, self.rows, stack[0] if stack else 0, row, block)
+        groups = -(-(n + -n % columns) // self.rows)
+        *stack, held, blocks = self.values.shape
+        if self.stride_row == 1 and held == groups:
+            return self
+        values = self.values.new_zeros((*stack, blocks, groups))
+        values[..., :held] = self.values.transpose(-1, -2)
+        return Scales(values, self.rows, blocks * groups, 1, groups)
 
 
 def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -298,10 +304,10 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
     """
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     out = a.data.new_empty((m, n), dtype=out_dtype)
-    tile, count = choose_tile(m, n, out.device)
     block, along_k = block_width((a.granularity, b.granularity), k)
+    tile, count = choose_tile(m, n, out.device, block)
     left, right = k_major(a.data), k_major(b.data)
-    a_scales, b_scales = Scales.of(a), Scales.of(b).columnwise(tile.columns)
+    a_scales, b_scales = Scales.of(a), Scales.of(b).columnwise(n, tile.columns)
     with on_device_of(out):
         scaled_gemm[(count,)](
             TensorDescriptor.from_tensor(left, [tile.rows, block]),
@@ -350,10 +356,11 @@ def k_major(codes: Tensor) -> Tensor:
     return padded
 
 
-def choose_tile(m: int, n: int, device: torch.device, groups: int = 1) -> tuple[Tile, int]:
+def choose_tile(m: int, n: int, device: torch.device, block: int, groups: int = 1) -> tuple[Tile, int]:
     """The tile that covers [m, n] in the least time, and how many programs share the work.
 
-    Rows of different groups share no tile, so each further group is taken for half a tile more.
+    Narrow blocks spend their time on scaling, not on fetching codes: tiles of two halves would not help. Rows of
+    different groups share no tile, so each further group is taken for half a tile more.
     """
     at_once = programs(device)
 
@@ -361,7 +368,8 @@ def choose_tile(m: int, n: int, device: torch.device, groups: int = 1) -> tuple[
         height = tile.rows * tile.halves
         return -(-(m + (groups - 1) * height // 2) // height) * -(-n // tile.columns)
 
-    tile = min(TILES, key=lambda tile: -(-count(tile) // at_once) * tile.cost)
+    fit = [tile for tile in TILES if tile.halves == 1 or block == CHAIN]
+    tile = min(fit, key=lambda tile: -(-count(tile) // at_once) * tile.cost)
     return tile, min(count(tile), at_once)
 
 

@@ -46,7 +46,7 @@ def scaled_grouped_gemm(
         column = within // height * COLUMNS  # an expert's rows one after the other: they share the weight's codes
         scale = b_scale + expert.to(tl.int64) * b_scale_matrix
         upper, lower = tile_sums(
-            a, b, a_scale, scale, row, column, expert * n + column, end, n, k,
+            a, b, a_scale, scale, row, column, expert * n + column, end, k,
             a_scale_row, a_scale_block, b_scale_row, b_scale_block,
             A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK, INTERPRETED,
         )  # fmt: skip
@@ -75,10 +75,10 @@ def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out
     """
     (tokens, k), (experts, n, _) = a.shape, b.shape
     out = a.data.new_empty((tokens, n), dtype=out_dtype)
-    tile, programs = gemm.choose_tile(tokens, n, out.device, experts)
     block, along_k = gemm.block_width((a.granularity, b.granularity), k)
+    tile, programs = gemm.choose_tile(tokens, n, out.device, block, experts)
     left, right = gemm.k_major(a.data), gemm.k_major(b.data).flatten(0, 1)
-    a_scales, b_scales = gemm.Scales.of(a), gemm.Scales.of(b).columnwise(tile.columns)
+    a_scales, b_scales = gemm.Scales.of(a), gemm.Scales.of(b).columnwise(n, tile.columns)
     with gemm.on_device_of(out):
         scaled_grouped_gemm[(programs,)](
             TensorDescriptor.from_tensor(left, [tile.rows, block]),
