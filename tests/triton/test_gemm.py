@@ -35,6 +35,7 @@ PAIRS: list[tuple[Granularity, Granularity]] = [
     (PerBlock(1, 64), PerBlock(48, 64)),
     (PerRow(), PerBlock(1, 64)),
     (PerBlock(1, 128), PerTensor()),
+    (PerBlock(1, 128), PerRow()),
     (PerRow(), PerRow()),
     (PerTensor(), PerTensor()),
     (PerRow(), PerTensor()),
@@ -167,6 +168,21 @@ def test_codes_that_can_be_fetched_are_not_copied():
         assert gemm.k_major(copy) is copy
 
 
+def test_scales_of_columns_lie_side_by_side_in_whole_tiles():
+    """A kernel reads them without a mask."""
+    for granularity, groups in ((PerBlock(1, 32), 256), (PerBlock(48, 32), 6), (PerRow(), 256)):
+        q = operand(150, 70, granularity, torch.device("cpu"))
+        found = gemm.Scales.of(q).columnwise(150, 128)
+        held, blocks = q.scale.shape
+        assert (found.values.shape, found.stride_row) == ((blocks, groups), 1)
+        assert torch.equal(found.values[:, :held], q.scale.t())
+        assert found.stride_block == (groups if blocks > 1 else 0)
+        again = gemm.Scales(found.values.t(), found.rows, 0, 1, groups)
+        assert again.columnwise(150, 128) is again
+    whole = gemm.Scales.of(operand(150, 70, PerBlock(128, 32), torch.device("cpu")))
+    assert whole.columnwise(150, 128) is whole
+
+
 def test_the_cheapest_tile_is_taken(monkeypatch, device):
     monkeypatch.setattr(gemm, "programs", lambda _: 132)
     largest, middle, smallest = gemm.TILES
@@ -175,7 +191,7 @@ def test_the_cheapest_tile_is_taken(monkeypatch, device):
     assert gemm.choose_tile(16, 512, device, 128) == (smallest, 4)
     assert gemm.choose_tile(4096, 4096, device, 32) == (middle, 132)
     assert gemm.choose_tile(1024, 4096, device, 128)[0] == largest
-    assert gemm.choose_tile(1024, 4096, device, 128, groups=64)[0] == middle, "experts of 16 rows"
+    assert gemm.choose_tile(1024, 4096, device, 128, groups=64)[0] == smallest, "experts of 16 rows"
 
 
 def test_scales_that_do_not_change_along_k_wait_for_the_end():

@@ -12,11 +12,12 @@ that small do with it; beyond FP32 it is infinite, as all but the smallest outpu
 
 Tiles of codes are fetched by the tensor memory accelerator, which wants every row to begin at a multiple of 16 bytes
 and fills with zeros what lies outside of the matrix. Codes whose rows do not are copied first, as are transposed
-views: an operand's K must be the contiguous dimension. Programs stay and take one tile after another, in an order that
+views: an operand's K must be the contiguous dimension. So are scales of b that change from column to column of y: a
+thread needs 32 of them for every block, and takes two at once where they lie side by side. Programs stay and take one tile after another, in an order that
 keeps a few rows of tiles together, so that they find each other's codes in the L2 cache.
 
 Registers limit the tile. Two accumulators, the tile's and the block's, of 256 x 128 numbers would take all 256 that a
-thread of eight warps has. So a tile may consist of two halves, which share the codes of b: the block's sums of one half
+thread of eight warps may have. So a tile may consist of two halves, which share the codes of b: the block's sums of one half
 are added before those of the other begin.
 """
 
@@ -279,7 +280,7 @@ class Scales:
 
         A load takes several then, and needs no mask.
         """
-        if not self.stride_block or self.rows % columns == 0:
+        if self.rows % columns == 0:
             return self
         groups = -(-(n + -n % columns) // self.rows)
         *stack, held, blocks = self.values.shape
@@ -287,7 +288,7 @@ class Scales:
             return self
         values = self.values.new_zeros((*stack, blocks, groups))
         values[..., :held] = self.values.transpose(-1, -2)
-        return Scales(values, self.rows, blocks * groups, 1, groups)
+        return Scales(values, self.rows, blocks * groups, 1, groups if self.stride_block else 0)
 
 
 def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -307,7 +308,9 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
     block, along_k = block_width((a.granularity, b.granularity), k)
     tile, count = choose_tile(m, n, out.device, block)
     left, right = k_major(a.data), k_major(b.data)
-    a_scales, b_scales = Scales.of(a), Scales.of(b).columnwise(n, tile.columns)
+    a_scales, b_scales = Scales.of(a), Scales.of(b)
+    if along_k:
+        b_scales = b_scales.columnwise(n, tile.columns)
     with on_device_of(out):
         scaled_gemm[(count,)](
             TensorDescriptor.from_tensor(left, [tile.rows, block]),

@@ -78,7 +78,9 @@ def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out
     block, along_k = gemm.block_width((a.granularity, b.granularity), k)
     tile, programs = gemm.choose_tile(tokens, n, out.device, block, experts)
     left, right = gemm.k_major(a.data), gemm.k_major(b.data).flatten(0, 1)
-    a_scales, b_scales = gemm.Scales.of(a), gemm.Scales.of(b).columnwise(n, tile.columns)
+    a_scales, b_scales = gemm.Scales.of(a), gemm.Scales.of(b)
+    if along_k:
+        b_scales = b_scales.columnwise(n, tile.columns)
     with gemm.on_device_of(out):
         scaled_grouped_gemm[(programs,)](
             TensorDescriptor.from_tensor(left, [tile.rows, block]),
