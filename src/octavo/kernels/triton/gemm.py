@@ -12,13 +12,13 @@ that small do with it; beyond FP32 it is infinite, as all but the smallest outpu
 
 Tiles of codes are fetched by the tensor memory accelerator, which wants every row to begin at a multiple of 16 bytes
 and fills with zeros what lies outside of the matrix. Codes whose rows do not are copied first, as are transposed
-views: an operand's K must be the contiguous dimension. So are scales of b that change from column to column of y: a
-thread needs 32 of them for every block, and takes two at once where they lie side by side. Programs stay and take one tile after another, in an order that
-keeps a few rows of tiles together, so that they find each other's codes in the L2 cache.
+views: an operand's K must be the contiguous dimension. Scales of b that change from column to column of y are copied
+too, unless they lie side by side: a thread needs 32 of them for every block, and takes two at once then.
 
-Registers limit the tile. Two accumulators, the tile's and the block's, of 256 x 128 numbers would take all 256 that a
-thread of eight warps may have. So a tile may consist of two halves, which share the codes of b: the block's sums of one half
-are added before those of the other begin.
+Programs stay and take one tile after another, in an order that keeps a few rows of tiles together, so that they find
+each other's codes in the L2 cache. Registers limit the tile: two accumulators, the tile's and the block's, of 256 x 128
+numbers would take all that a thread of eight warps may have. So a tile may consist of two halves, which share the codes
+of b: the block's sums of one half are added before those of the other begin.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +36,20 @@ from octavo.kernels.triton import codes
 from octavo.numerics import Granularity, PerBlock, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN
 
-__all__ = ["TILES", "Scales", "Tile", "block_width", "k_major", "product", "programs"]
+__all__ = [
+    "TILES",
+    "Scales",
+    "Tile",
+    "block_width",
+    "choose_tile",
+    "k_major",
+    "on_device_of",
+    "product",
+    "programs",
+    "store_sums",
+    "tile_constants",
+    "tile_sums",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +314,8 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
         out_dtype: float32, bfloat16 or float16.
 
     Returns:
-        [M, N].
+        [M, N], contiguous. Nothing waits for the device; a CUDA graph can be captured once the kernel is compiled, which
+        its first call does.
     """
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     out = a.data.new_empty((m, n), dtype=out_dtype)
@@ -388,7 +402,7 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def tile_constants(tile: Tile, block: int) -> dict[str, Any]:
-    """A tile as what a launch takes; narrower blocks leave room for more of them in flight."""
+    """A tile as what a launch takes."""
     return {
         "ROWS": tile.rows,
         "HALVES": tile.halves,
