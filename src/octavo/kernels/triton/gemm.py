@@ -314,8 +314,8 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
         out_dtype: float32, bfloat16 or float16.
 
     Returns:
-        [M, N], contiguous. Nothing waits for the device; a CUDA graph can be captured once the kernel is compiled, which
-        its first call does.
+        [M, N], contiguous. Nothing waits for the device; a CUDA graph can be captured once the kernel is compiled,
+        which its first call does.
     """
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     out = a.data.new_empty((m, n), dtype=out_dtype)
