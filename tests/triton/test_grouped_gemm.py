@@ -52,6 +52,12 @@ def test_every_row_meets_its_own_expert(pair, tile, device, monkeypatch):
         assert_each_right(y, x, weights, split)
 
 
+def test_one_expert(device):
+    x, weights = operand(20, 40, PerRow(), device), stack(1, 30, 40, PerRow(), device)
+    y = grouped_product(x, weights, torch.tensor([0, 20], device=device), torch.float32)
+    assert_each_right(y, x, weights, (0, 20))
+
+
 def test_the_gradient_of_x_is_the_product_with_transposed_weights(device):
     split = (0, 30, 30, 90)
     weights = octavo.quantize(torch.randn(3, 40, 50, device=device), E4M3)
