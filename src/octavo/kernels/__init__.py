@@ -3,6 +3,7 @@
 from octavo.kernels.casting import fake_quantize, quantize, quantize_and_measure, quantize_both_ways
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.dispatch import explain, scaled_mm, selections
+from octavo.kernels.grouped import scaled_grouped_mm
 from octavo.kernels.torch_native import high_precision_mm, needs_widening, probe_cpu
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "quantize",
     "quantize_and_measure",
     "quantize_both_ways",
+    "scaled_grouped_mm",
     "scaled_mm",
     "selections",
 ]

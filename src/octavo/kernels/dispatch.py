@@ -14,14 +14,17 @@ from octavo.kernels.backend import Backend, MatmulProblem
 from octavo.kernels.hopper_model import HopperModelBackend
 from octavo.kernels.native_backend import NativeBackend
 from octavo.kernels.reference import ReferenceBackend
-from octavo.kernels.torch_native import CpuBackend, CudaBackend
+from octavo.kernels.torch_cuda import CudaBackend
+from octavo.kernels.torch_native import CpuBackend
+from octavo.kernels.triton_backend import TritonBackend
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.cast import check_float
 
-__all__ = ["BACKENDS", "Selection", "explain", "scaled_mm", "selections"]
+__all__ = ["BACKENDS", "Selection", "check_operands", "explain", "scaled_mm", "selections"]
 
 BACKENDS: tuple[Backend, ...] = (
     CudaBackend(),
+    TritonBackend(),
     NativeBackend(),
     CpuBackend(),
     HopperModelBackend(),
@@ -67,7 +70,8 @@ def scaled_mm(
         bias: [N], added before the rounding.
         accumulate: "fp32"; or "hopper-fast" or "hopper-slow" for the sums of Hopper's tensor cores, which are made with
             and without fast accumulation: by the hardware where there is one, to the bit by a model elsewhere. On CUDA
-            "fp32" is what cuBLAS calls so: the sums of tensor cores, promoted to FP32 on the way.
+            "fp32" is what cuBLAS calls so: the sums of tensor cores, promoted to FP32 on the way. With block scales
+            that happens at the end of every block, as "hopper-slow" does at every 128 of K.
         fast_accumulation: with "fp32" on CUDA, let cuBLAS keep fewer bits while it sums; of no effect elsewhere.
         backend: a backend's name, or "auto" for the fastest that can.
 
@@ -110,6 +114,23 @@ def selections() -> tuple[Selection, ...]:
     return tuple(selection for _, selection in _record.values())
 
 
+def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a product's result; None stands for ``a.hp_dtype``.
+
+    Raises:
+        ConfigError: it is none, or an operand is not quantized.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, QuantizedTensor):
+            raise ConfigError(
+                f"{name} must be a QuantizedTensor, not {type(operand).__name__}; octavo.quantize makes one"
+            )
+    out_dtype = a.hp_dtype if out_dtype is None else out_dtype
+    if out_dtype not in _OUT_DTYPES:
+        raise ConfigError(f"out_dtype must be bfloat16, float16 or float32, not {out_dtype}")
+    return out_dtype
+
+
 def _select(problem: MatmulProblem) -> Backend:
     if torch.compiler.is_compiling():  # a choice per traced graph; the record is for what runs eagerly
         return _backend(explain(problem).backend)
@@ -147,11 +168,7 @@ def _describe(
     *,
     fast_accumulation: bool = False,
 ) -> MatmulProblem:
-    for name, operand in (("a", a), ("b", b)):
-        if not isinstance(operand, QuantizedTensor):
-            raise ConfigError(
-                f"{name} must be a QuantizedTensor, not {type(operand).__name__}; octavo.quantize makes one"
-            )
+    out_dtype = check_operands(a, b, out_dtype)
     if a.data.ndim != 2 or b.data.ndim != 2:
         raise ConfigError(
             f"scaled_mm multiplies matrices, not shapes {tuple(a.shape)} and {tuple(b.shape)}; flatten them"
@@ -162,9 +179,6 @@ def _describe(
             "pass b as [N, K]"
         )
     _check_devices(a, b, bias)
-    out_dtype = a.hp_dtype if out_dtype is None else out_dtype
-    if out_dtype not in _OUT_DTYPES:
-        raise ConfigError(f"out_dtype must be bfloat16, float16 or float32, not {out_dtype}")
     if accumulate not in list(Accumulate):
         raise ConfigError(f"accumulate must be one of {', '.join(Accumulate)}, not {accumulate!r}")
     if bias is not None:

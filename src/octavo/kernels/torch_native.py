@@ -1,6 +1,6 @@
-"""FP8 products with nothing but torch: widened codes on a CPU, ``torch._scaled_mm`` on CUDA.
+"""FP8 products with nothing but torch's operations on a CPU, of widened codes.
 
-On a CPU every E4M3 and E5M2 code is exactly a bfloat16 value, and so is every product of two an FP32 value. The codes
+Every E4M3 and E5M2 code is exactly a bfloat16 value, and so is every product of two an FP32 value. The codes
 are widened to FP32 and multiplied by an ordinary GEMM whose operands may be rounded to bfloat16: that changes no
 code, the sums stay FP32, and CPUs with bfloat16 instructions run it about twice as fast. The scales (and the bias)
 are applied to the FP32 sums, which are rounded once. Torch's own bfloat16 GEMM would round before the scale: a
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
-from octavo.numerics import Accumulate, PerRow, QuantizedTensor
+from octavo.numerics import Accumulate, QuantizedTensor
 
-__all__ = ["CpuBackend", "CudaBackend", "high_precision_mm", "needs_widening", "probe_cpu", "widen"]
+__all__ = ["CpuBackend", "high_precision_mm", "needs_widening", "probe_cpu", "widen"]
 
 _precision_lock = Lock()
 _found_precisions: list[str] = []
@@ -51,42 +51,6 @@ class CpuBackend:
         multiply = torch.ops.octavo.widened_mm if torch.compiler.is_compiling() else _widened_mm
         result: Tensor = multiply(a.data, rows_of_scales(a), b.data, rows_of_scales(b), bias, problem.out_dtype, block)
         return result
-
-
-class CudaBackend:
-    """cuBLAS through ``torch._scaled_mm``; operands are padded with zero codes to the multiples of 16 that it wants.
-
-    Padding happens after the scales are known, so it takes no part in them, and is cut off again. A bias is added
-    here, in FP32, since cuBLAS takes none with an FP32 result. With per-row scales cuBLAS writes bfloat16 and nothing
-    else: an FP32 result, such as a master weight's gradient, is then rounded to bfloat16 on the way, as in torchao.
-    """
-
-    name = "torch_cuda"
-
-    def unsupported_reason(self, problem: MatmulProblem) -> str | None:
-        """None for the pairs of formats and scales that cuBLAS multiplies."""
-        return next(_cuda_objections(problem), None)
-
-    def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
-        """See :class:`octavo.kernels.backend.Backend`."""
-        per_row = PerRow() in (a.granularity, b.granularity)
-        left, right = _pad_to_16(a.data, rows=False), _pad_to_16(b.data, rows=True)
-        a_scale, b_scale = a.fp32_scale, b.fp32_scale
-        if per_row:
-            extra = right.shape[0] - problem.n
-            a_scale = rows_of_scales(a).expand(problem.m, 1).contiguous()
-            b_scale = rows_of_scales(b).expand(problem.n, 1)
-            b_scale = torch.nn.functional.pad(b_scale, (0, 0, 0, extra), value=1.0).t()
-        computed = torch.bfloat16 if per_row else torch.float32 if bias is not None else problem.out_dtype
-        product = torch._scaled_mm(
-            left,
-            right.t(),
-            scale_a=a_scale,
-            scale_b=b_scale,
-            out_dtype=computed,
-            use_fast_accum=problem.fast_accumulation or problem.accumulate is Accumulate.HOPPER_FAST,
-        )[:, : problem.n]
-        return (product if bias is None else product.float() + bias.float()).to(problem.out_dtype)
 
 
 def widen(codes: Tensor) -> Tensor:
@@ -160,35 +124,6 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
             return True  # nobody asked: left to the compiler
         probe_cpu()
     return _multiplied[dtype]
-
-
-def _cuda_objections(problem: MatmulProblem) -> Iterator[str]:
-    if problem.device != "cuda":
-        yield f"it runs on CUDA, and the operands are on {problem.device}"
-        return  # asking for the capability would start CUDA
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 9):
-        yield f"FP8 tensor cores need compute capability 8.9, and this device has {capability[0]}.{capability[1]}"
-    if block_widths(problem):
-        yield "cuBLAS here takes per-tensor and per-row scales, not block scales"
-    if problem.accumulate is not Accumulate.FP32 and capability[0] != 9:
-        yield f"only Hopper sums as Hopper does, and this device has compute capability {capability[0]}.{capability[1]}"
-    if problem.a_dtype is torch.float8_e5m2 and problem.b_dtype is torch.float8_e5m2:
-        yield "cuBLAS does not multiply E5M2 by E5M2"
-    if {problem.a_dtype, problem.b_dtype} - {torch.float8_e4m3fn, torch.float8_e5m2}:
-        yield "FNUZ formats have no tensor core here"
-    if 0 in (problem.m, problem.n, problem.k):
-        yield "an empty operand has no product"
-
-
-def _pad_to_16(codes: Tensor, *, rows: bool) -> Tensor:
-    """Contiguous codes [R, K], zeros added to K and, if asked, to R, up to multiples of 16."""
-    row_padding = -codes.shape[0] % 16 if rows else 0
-    column_padding = -codes.shape[1] % 16
-    if not row_padding and not column_padding:
-        return codes.contiguous()
-    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, column_padding, 0, row_padding))
-    return padded.view(codes.dtype)
 
 
 @contextmanager

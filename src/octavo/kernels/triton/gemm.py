@@ -1,0 +1,414 @@
+"""Products of codes on FP8 tensor cores, with scales that may change along K.
+
+    y = Σ_blocks (a[:, block] @ b[:, block].T) · a_scale[:, block] · b_scale[:, block].T + bias
+
+A program computes a tile of y. The tensor core sums one block of K, from zero; the block's sums times both scales are
+added to the tile's FP32 accumulator. Inside a block Hopper's tensor cores keep 13 fraction bits (octavo.numerics'
+accumulate.py describes it), so with blocks of 128 these are the sums called ``hopper-slow``. Where no scale changes
+along K, blocks of 128 are added as they are, and the scales multiply the finished sums.
+
+A block's two scales are multiplied first. Their product is one FP32 number: below 2^-126 it loses bits, and outputs
+that small do with it; beyond FP32 it is infinite, as all but the smallest outputs are.
+
+Tiles of codes are fetched by the tensor memory accelerator, which wants every row to begin at a multiple of 16 bytes
+and fills with zeros what lies outside of the matrix. Codes whose rows do not are copied first, as are transposed
+views: an operand's K must be the contiguous dimension. Scales of b that change from column to column of y are copied
+too, unless they lie side by side: a thread needs 32 of them for every block, and takes two at once then.
+
+Programs stay and take one tile after another, in an order that keeps a few rows of tiles together, so that they find
+each other's codes in the L2 cache. Registers limit the tile: two accumulators, the tile's and the block's, of 256 x 128
+numbers would take all that a thread of eight warps may have. So a tile may consist of two halves, which share the codes
+of b: the block's sums of one half are added before those of the other begin.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.kernels.triton import codes
+from octavo.numerics import Granularity, PerBlock, PerTensor, QuantizedTensor
+from octavo.numerics.accumulate import CHAIN
+
+__all__ = [
+    "TILES",
+    "Scales",
+    "Tile",
+    "block_width",
+    "choose_tile",
+    "k_major",
+    "on_device_of",
+    "product",
+    "programs",
+    "store_sums",
+    "tile_constants",
+    "tile_sums",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a program works: on ``halves`` x ``rows`` rows and ``columns`` columns of y at once.
+
+    ``cost`` is the time that a block of K takes, in units of the first tile's.
+    """
+
+    rows: int
+    halves: int
+    columns: int
+    warps: int
+    stages: int
+    cost: float
+
+
+# The cheapest for a shape is taken. Costs are counted, not measured: bytes from the L2 cache for each product.
+TILES: tuple[Tile, ...] = (
+    Tile(rows=128, halves=2, columns=128, warps=8, stages=4, cost=1.0),
+    Tile(rows=128, halves=1, columns=128, warps=8, stages=4, cost=0.65),
+    Tile(rows=64, halves=1, columns=128, warps=4, stages=4, cost=0.45),
+)
+_GROUP = 8  # rows of tiles that are worked on together
+_ALIGNMENT = 16  # bytes
+
+
+@triton.jit
+def scale_values(held):
+    """Scales as FP32 numbers; bytes are E8M0."""
+    if held.dtype == tl.uint8:
+        exponent = held.to(tl.int32)
+        bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2^-127 is subnormal
+        bits = tl.where(exponent == 255, 0x7FC0_0000, bits)
+        held = bits.to(tl.float32, bitcast=True)
+    return held
+
+
+@triton.jit
+def add_scaled(total, sums, scale, other_scale, INTERPRETED: tl.constexpr):
+    """``total + sums · (scale · other_scale)``, [ROWS, 1] and [1, COLUMNS].
+
+    An opaque instruction, since the compiler would put these off until after the next product, whose sums then need
+    registers beside these.
+    """
+    scale = tl.broadcast_to(scale, total.shape)
+    if INTERPRETED:
+        total += sums * (scale * other_scale)
+    else:
+        instructions: tl.constexpr = "{ .reg .f32 both; mul.rn.f32 both, $2, $3; fma.rn.f32 $0, $1, both, $4; }"
+        other_scale = tl.broadcast_to(other_scale, total.shape)
+        total = tl.inline_asm_elementwise(
+            instructions, "=f,f,f,f,f", [sums, scale, other_scale, total], tl.float32, is_pure=False, pack=1
+        )
+    return total
+
+
+@triton.jit
+def add_scaled_rows(total, sums, scale, INTERPRETED: tl.constexpr):
+    """``total + sums · scale``, [ROWS, 1]; an opaque instruction as above."""
+    scale = tl.broadcast_to(scale, total.shape)
+    if INTERPRETED:
+        total += sums * scale
+    else:
+        instruction: tl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
+        total = tl.inline_asm_elementwise(instruction, "=f,f,f,f", [sums, scale, total], tl.float32, False, 1)
+    return total
+
+
+@triton.jit
+def tile_sums(
+    a, b, a_scale, b_scale, row, column, b_row, m, k,
+    a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr,
+    ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums in FP32, in two halves; the second is of no meaning where there is one.
+
+    They are scaled where scales change along K.
+    """
+    upper_rows = row + tl.arange(0, ROWS)
+    lower_rows = upper_rows + ROWS
+    upper_within, lower_within = upper_rows < m, lower_rows < m
+    upper_at = (upper_rows // A_ROWS).to(tl.int64) * a_scale_row
+    lower_at = (lower_rows // A_ROWS).to(tl.int64) * a_scale_row
+    ONE_COLUMN: tl.constexpr = B_ROWS % COLUMNS == 0  # one scale for all columns
+    if ONE_COLUMN:
+        b_at = (column // B_ROWS).to(tl.int64) * b_scale_row
+    else:
+        b_at = ((column + tl.arange(0, COLUMNS)) // B_ROWS).to(tl.int64) * b_scale_row
+    upper = tl.zeros((ROWS, COLUMNS), tl.float32)
+    lower = tl.zeros((ROWS, COLUMNS), tl.float32)
+    ones = tl.full((ROWS, 1), 1.0, tl.float32)
+    for block in range(tl.cdiv(k, BLOCK)):
+        right = b.load([b_row, block * BLOCK]).T
+        left = a.load([row, block * BLOCK])
+        if ALONG_K:
+            b_scales = scale_values(tl.load(b_scale + b_at + block * b_scale_block))
+            held = tl.load(a_scale + upper_at + block * a_scale_block, mask=upper_within, other=0)
+            scales = scale_values(held)[:, None]
+            if ONE_COLUMN:
+                upper = add_scaled_rows(upper, tl.dot(left, right), scales * b_scales, INTERPRETED)
+            else:
+                upper = add_scaled(upper, tl.dot(left, right), scales, b_scales[None, :], INTERPRETED)
+        else:
+            upper = add_scaled_rows(upper, tl.dot(left, right), ones, INTERPRETED)
+        if HALVES == 2:
+            left = a.load([row + ROWS, block * BLOCK])
+            if ALONG_K:
+                held = tl.load(a_scale + lower_at + block * a_scale_block, mask=lower_within, other=0)
+                scales = scale_values(held)[:, None]
+                if ONE_COLUMN:
+                    lower = add_scaled_rows(lower, tl.dot(left, right), scales * b_scales, INTERPRETED)
+                else:
+                    lower = add_scaled(lower, tl.dot(left, right), scales, b_scales[None, :], INTERPRETED)
+            else:
+                lower = add_scaled_rows(lower, tl.dot(left, right), ones, INTERPRETED)
+    return upper, lower
+
+
+@triton.jit
+def rounded_to_bf16(sums):
+    """FP32 numbers rounded to bfloat16's, for the interpreter, whose own conversion cuts bits off."""
+    bits = sums.to(tl.int32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x1_0000
+    return tl.where((bits & 0x7FFF_FFFF) > 0x7F80_0000, 0x7FC0_0000, nearest).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_columns(
+    out, sums, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Applies the scales that are the same for all of K, adds the bias, rounds, and writes what lies inside of y."""
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    if not ALONG_K:
+        a_held = tl.load(a_scale + (rows // A_ROWS).to(tl.int64) * a_scale_row, mask=rows < m, other=0)
+        b_held = tl.load(b_scale + (columns // B_ROWS).to(tl.int64) * b_scale_row, mask=columns < n, other=0)
+        sums *= scale_values(a_held)[:, None] * scale_values(b_held)[None, :]
+    if BIAS:
+        sums += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
+    if INTERPRETED and out.dtype.element_ty == tl.bfloat16:
+        sums = rounded_to_bf16(sums)
+    at = rows.to(tl.int64)[:, None] * n + columns[None, :]
+    tl.store(out + at, sums.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
+@triton.jit
+def store_sums(
+    out, sums, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Part of the columns after part: all at once would take too many registers on their way to memory."""
+    if PARTS == 1:
+        store_columns(
+            out, sums, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, INTERPRETED,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = tl.split(sums.reshape(ROWS, 2, HALF).permute(0, 2, 1))
+        store_sums(
+            out, left, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, HALF, PARTS // 2, INTERPRETED,
+        )  # fmt: skip
+        store_sums(
+            out, right, a_scale, b_scale, bias, row, column + HALF, m, n, a_scale_row, b_scale_row,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, HALF, PARTS // 2, INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def scaled_gemm(
+    a, b, a_scale, b_scale, bias, out, m, n, k,
+    a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """All tiles of y, [M, N]; a: [M, K] and b: [N, K] descriptors; scales with their strides."""
+    down = tl.cdiv(m, ROWS * HALVES)
+    across = tl.cdiv(n, COLUMNS)
+    PARTS: tl.constexpr = COLUMNS * out.dtype.element_ty.primitive_bitwidth // 1024  # 128 bytes, a line of cache, a row
+    for tile in range(tl.program_id(0), down * across, tl.num_programs(0)):
+        first = tile // (GROUP * across) * GROUP
+        height = tl.minimum(down - first, GROUP)
+        within = tile % (GROUP * across)
+        row = (first + within % height) * (ROWS * HALVES)
+        column = within // height * COLUMNS
+        upper, lower = tile_sums(
+            a, b, a_scale, b_scale, row, column, column, m, k,
+            a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+            A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK, INTERPRETED,
+        )  # fmt: skip
+        store_sums(
+            out, upper, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS, INTERPRETED,
+        )  # fmt: skip
+        if HALVES == 2:
+            store_sums(
+                out, lower, a_scale, b_scale, bias, row + ROWS, column, m, n, a_scale_row, b_scale_row,
+                A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS, INTERPRETED,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Scales as a kernel reads them.
+
+    Attributes:
+        values: float32 or E8M0 bytes.
+        rows: of the operand that share a scale; 0 if all do.
+        stride_matrix: elements from one matrix's scales to the next one's.
+        stride_row: elements from one group of rows to the next.
+        stride_block: elements from one block of K to the next.
+    """
+
+    values: Tensor
+    rows: int
+    stride_matrix: int
+    stride_row: int
+    stride_block: int
+
+    @classmethod
+    def of(cls, q: QuantizedTensor) -> "Scales":
+        """The scales of a matrix, or of a stack of them."""
+        if isinstance(q.granularity, PerTensor):
+            return cls(q.scale, 0, 0, 0, 0)
+        rows = q.granularity.rows if isinstance(q.granularity, PerBlock) else 1
+        *stack, row, block = q.scale.stride()
+        matrix = stack[0] if stack else 0
+        block *= q.scale.shape[-1] > 1
+        return cls(q.scale, 0, matrix, 0, block) if rows >= q.shape[-2] else cls(q.scale, rows, matrix, row, block)
+
+    def columnwise(self, n: int, columns: int) -> "Scales":
+        """Copied, if need be, so that the scales of neighbouring columns of y are neighbours, in whole tiles of them.
+
+        A load takes several then, and needs no mask.
+        """
+        if self.rows % columns == 0:
+            return self
+        groups = -(-(n + -n % columns) // self.rows)
+        *stack, held, blocks = self.values.shape
+        if self.stride_row == 1 and held == groups:
+            return self
+        values = self.values.new_zeros((*stack, blocks, groups))
+        values[..., :held] = self.values.transpose(-1, -2)
+        return Scales(values, self.rows, blocks * groups, 1, groups if self.stride_block else 0)
+
+
+def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """``a @ b.T + bias``, rounded once: the definition is octavo.kernels' reference backend.
+
+    Args:
+        a: [M, K], E4M3 or E5M2.
+        b: [N, K], E4M3 or E5M2. Where blocks of both operands share scales along K, they are equally wide.
+        bias: [N] or None.
+        out_dtype: float32, bfloat16 or float16.
+
+    Returns:
+        [M, N], contiguous. Nothing waits for the device; a CUDA graph can be captured once the kernel is compiled,
+        which its first call does.
+    """
+    m, n, k = a.shape[0], b.shape[0], a.shape[1]
+    out = a.data.new_empty((m, n), dtype=out_dtype)
+    block, along_k = block_width((a.granularity, b.granularity), k)
+    tile, count = choose_tile(m, n, out.device, block)
+    left, right = k_major(a.data), k_major(b.data)
+    a_scales, b_scales = Scales.of(a), Scales.of(b)
+    if along_k:
+        b_scales = b_scales.columnwise(n, tile.columns)
+    with on_device_of(out):
+        scaled_gemm[(count,)](
+            TensorDescriptor.from_tensor(left, [tile.rows, block]),
+            TensorDescriptor.from_tensor(right, [tile.columns, block]),
+            *(a_scales.values, b_scales.values, out if bias is None else bias, out, m, n, k),
+            *(a_scales.stride_row, a_scales.stride_block, b_scales.stride_row, b_scales.stride_block),
+            A_ROWS=a_scales.rows or tile.rows,
+            B_ROWS=b_scales.rows or tile.columns,
+            ALONG_K=along_k,
+            BIAS=bias is not None,
+            GROUP=_GROUP,
+            **tile_constants(tile, block),
+        )
+    return out
+
+
+def block_width(granularities: tuple[Granularity, Granularity], k: int) -> tuple[int, bool]:
+    """How much of K is summed at once, and whether scales change from one such block to the next.
+
+    Example:
+        >>> block_width((PerBlock(1, 32), PerTensor()), 1000), block_width((PerBlock(1, 32), PerTensor()), 32)
+        ((32, True), (128, False))
+    """
+    widths = [g.columns for g in granularities if isinstance(g, PerBlock) and g.columns < k]
+    return (widths[0], True) if widths else (CHAIN, False)
+
+
+def k_major(codes: Tensor) -> Tensor:
+    """The codes with contiguous rows that begin at multiples of 16 bytes: themselves, or a copy.
+
+    Args:
+        codes: [R, K], or [E, R, K], whose matrices must follow each other to be taken as they are.
+
+    Example:
+        >>> codes = torch.ones(2, 32, dtype=torch.uint8)
+        >>> k_major(codes) is codes, k_major(codes.t()).stride()
+        (True, (16, 1))
+    """
+    row = codes.shape[-1]
+    stacked = codes.ndim == 2 or codes.stride(0) == codes.shape[1] * codes.stride(1)
+    if stacked and codes.stride(-1) == 1 and codes.stride(-2) >= row and codes.stride(-2) % _ALIGNMENT == 0:
+        if codes.data_ptr() % _ALIGNMENT == 0:
+            return codes
+    padded = codes.new_empty((*codes.shape[:-1], row + -row % _ALIGNMENT))[..., :row]
+    padded.view(torch.uint8).copy_(codes.view(torch.uint8))
+    return padded
+
+
+def choose_tile(m: int, n: int, device: torch.device, block: int, groups: int = 1) -> tuple[Tile, int]:
+    """The tile that covers [m, n] in the least time, and how many programs share the work.
+
+    Narrow blocks spend their time on scaling, not on fetching codes: tiles of two halves would not help. Rows of
+    different groups share no tile, so each further group is taken for half a tile more.
+    """
+    at_once = programs(device)
+
+    def count(tile: Tile) -> int:
+        height = tile.rows * tile.halves
+        return -(-(m + (groups - 1) * height // 2) // height) * -(-n // tile.columns)
+
+    fit = [tile for tile in TILES if tile.halves == 1 or block == CHAIN]
+    tile = min(fit, key=lambda tile: -(-count(tile) // at_once) * tile.cost)
+    return tile, min(count(tile), at_once)
+
+
+@cache
+def programs(device: torch.device) -> int:
+    """How many programs share the tiles: one for each multiprocessor; a few in the interpreter."""
+    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Launches go to the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def tile_constants(tile: Tile, block: int) -> dict[str, Any]:
+    """A tile as what a launch takes."""
+    return {
+        "ROWS": tile.rows,
+        "HALVES": tile.halves,
+        "COLUMNS": tile.columns,
+        "BLOCK": block,
+        "INTERPRETED": codes.INTERPRETED,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

@@ -1,0 +1,97 @@
+"""Products of experts: each row of x with its own expert's weight, all of them in one launch.
+
+Rows are sorted by expert, so that an expert's lie together. Where they begin stands in device memory, and is read there
+by every program: the tiles of all experts are counted, and a tile's number says whose it is and where. A tile of x
+may reach into the next expert's rows; what it makes of them is not written.
+
+The tile itself is that of gemm.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.kernels.triton import gemm
+from octavo.numerics import QuantizedTensor
+
+__all__ = ["grouped_product"]
+
+tile_sums, store_sums = gemm.tile_sums, gemm.store_sums
+
+
+@triton.jit
+def scaled_grouped_gemm(
+    a, b, a_scale, b_scale, offsets, out, tokens, experts, n, k,
+    a_scale_row, a_scale_block, b_scale_matrix, b_scale_row, b_scale_block,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """All tiles of y, [T, N]; a: [T, K] and b: [E · N, K] descriptors; EXPERTS is a power of two, E or more."""
+    across = tl.cdiv(n, COLUMNS)
+    PARTS: tl.constexpr = COLUMNS * out.dtype.element_ty.primitive_bitwidth // 1024
+    each = tl.arange(0, EXPERTS)
+    starts = tl.maximum(tl.load(offsets + each, mask=each < experts, other=0).to(tl.int32), 0)
+    ends = tl.minimum(tl.load(offsets + 1 + each, mask=each < experts, other=0).to(tl.int32), tokens)
+    down = tl.cdiv(tl.maximum(ends - starts, 0), ROWS * HALVES)
+    finished = tl.cumsum(down, 0) * across
+    for tile in range(tl.program_id(0), tl.sum(down, 0) * across, tl.num_programs(0)):
+        before = finished <= tile
+        expert = tl.sum(before.to(tl.int32), 0)
+        within = tile - tl.sum(tl.where(before, down, 0), 0) * across
+        height = tl.sum(tl.where(each == expert, down, 0), 0)
+        end = tl.sum(tl.where(each == expert, ends, 0), 0)
+        row = tl.sum(tl.where(each == expert, starts, 0), 0) + within % height * (ROWS * HALVES)
+        column = within // height * COLUMNS  # an expert's rows one after the other: they share the weight's codes
+        scale = b_scale + expert.to(tl.int64) * b_scale_matrix
+        upper, lower = tile_sums(
+            a, b, a_scale, scale, row, column, expert * n + column, end, k,
+            a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+            A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK, INTERPRETED,
+        )  # fmt: skip
+        store_sums(
+            out, upper, a_scale, scale, out, row, column, end, n, a_scale_row, b_scale_row,
+            A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS, INTERPRETED,
+        )  # fmt: skip
+        if HALVES == 2:
+            store_sums(
+                out, lower, a_scale, scale, out, row + ROWS, column, end, n, a_scale_row, b_scale_row,
+                A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS, INTERPRETED,
+            )  # fmt: skip
+
+
+def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``y[t] = a[t] @ b[expert of t].T``: the definition is octavo.kernels.grouped's loop.
+
+    Args:
+        a: [T, K], E4M3 or E5M2.
+        b: [E, N, K], E4M3 or E5M2.
+        offsets: [E + 1], int32 or int64: expert e has the rows from offsets[e] to offsets[e + 1].
+        out_dtype: float32, bfloat16 or float16.
+
+    Returns:
+        [T, N]; rows that no expert has are not written.
+    """
+    (tokens, k), (experts, n, _) = a.shape, b.shape
+    out = a.data.new_empty((tokens, n), dtype=out_dtype)
+    block, along_k = gemm.block_width((a.granularity, b.granularity), k)
+    tile, programs = gemm.choose_tile(tokens, n, out.device, block, experts)
+    left, right = gemm.k_major(a.data), gemm.k_major(b.data).flatten(0, 1)
+    a_scales, b_scales = gemm.Scales.of(a), gemm.Scales.of(b)
+    if along_k:
+        b_scales = b_scales.columnwise(n, tile.columns)
+    with gemm.on_device_of(out):
+        scaled_grouped_gemm[(programs,)](
+            TensorDescriptor.from_tensor(left, [tile.rows, block]),
+            TensorDescriptor.from_tensor(right, [tile.columns, block]),
+            *(a_scales.values, b_scales.values, offsets, out, tokens, experts, n, k),
+            *(a_scales.stride_row, a_scales.stride_block),
+            *(b_scales.stride_matrix, b_scales.stride_row, b_scales.stride_block),
+            A_ROWS=a_scales.rows or tile.rows,
+            B_ROWS=b_scales.rows or tile.columns,
+            ALONG_K=along_k,
+            EXPERTS=triton.next_power_of_2(experts),
+            **gemm.tile_constants(tile, block),
+        )
+    return out

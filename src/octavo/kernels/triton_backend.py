@@ -1,0 +1,126 @@
+"""FP8 products by octavo's own kernel on a GPU, where cuBLAS has none: scales that change along K.
+
+The kernel stands in triton/gemm.py. It also multiplies E5M2 by E5M2, which cuBLAS refuses though the tensor cores do
+not. It sums 128 of K, or what shares a scale if that is less, in a tensor core, and those sums in FP32: with
+``accumulate="fp32"`` as with "hopper-slow".
+
+In a traced graph a product is one operator, ``octavo::triton_mm``.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E4M3, E5M2
+from octavo.kernels.backend import MatmulProblem, block_widths
+from octavo.kernels.cpu import is_traced
+from octavo.kernels.reference import ReferenceBackend
+from octavo.numerics import Accumulate, QuantizedTensor
+from octavo.numerics.accumulate import CHAIN
+from octavo.numerics.granularity import granularity_as_list, granularity_from_list
+
+__all__ = ["TritonBackend", "objections_to_device"]
+
+_WIDTHS = (32, 64, CHAIN)
+_INSTALLED = find_spec("triton") is not None
+_REFERENCE = ReferenceBackend()
+
+
+class TritonBackend:
+    """E4M3 and E5M2 on a GPU of compute capability 9.0 or more; any rows share a scale, and 32, 64 or 128 of K."""
+
+    name = "triton"
+
+    def unsupported_reason(self, problem: MatmulProblem) -> str | None:
+        """None for products of E4M3 and E5M2 on Hopper, unless scales change at other places along K."""
+        return next(_objections(problem), None)
+
+    def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
+        """See :class:`octavo.kernels.backend.Backend`."""
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
+            return _REFERENCE.scaled_mm(a, b, bias, problem)  # its operations have gradients
+        if not (is_traced(a.data) or is_traced(b.data)):  # the operator is the same function behind 20 µs of dispatch
+            return _product(a, b, bias, problem.out_dtype)
+        result: Tensor = torch.ops.octavo.triton_mm(
+            *(a.data, a.scale, granularity_as_list(a.granularity)),
+            *(b.data, b.scale, granularity_as_list(b.granularity)),
+            *(bias, problem.out_dtype),
+        )
+        return result
+
+
+def objections_to_device(device: str, *dtypes: torch.dtype) -> Iterator[str]:
+    """What keeps Triton's kernels from multiplying codes of these dtypes on a type of device."""
+    if device != "cuda":
+        yield f"it runs on CUDA, and the operands are on {device}"
+        return  # asking for the capability would start CUDA
+    if not _INSTALLED:
+        yield "triton is not installed"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        yield f"it is written for Hopper, compute capability 9.0, and this device has {major}.{minor}"
+    if set(dtypes) - {E4M3.torch_dtype, E5M2.torch_dtype}:
+        yield "it multiplies E4M3 and E5M2"
+
+
+def _objections(problem: MatmulProblem) -> Iterator[str]:
+    yield from objections_to_device(problem.device, problem.a_dtype, problem.b_dtype)
+    widths = sorted(width for width in block_widths(problem) if width < problem.k)
+    if len(widths) > 1:
+        yield f"its blocks of K are as wide in both operands, not {' and '.join(map(str, widths))}"
+    if set(widths) - set(_WIDTHS):
+        yield f"its blocks of K are {', '.join(map(str, _WIDTHS))} wide, not {widths[0]}"
+    yield from _objections_to_sums(problem.accumulate, widths)
+    if 0 in (problem.m, problem.n, problem.k):
+        yield "an empty operand has no product"
+
+
+def _objections_to_sums(accumulate: Accumulate, widths: list[int]) -> Iterator[str]:
+    if accumulate is Accumulate.FP32:
+        return
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        yield f"only Hopper sums as Hopper does, and this device has compute capability {major}.{minor}"
+    if widths and widths != [CHAIN]:
+        yield f"Hopper's sums can be scaled every {CHAIN} of K, not every {widths[0]}"
+    if accumulate is Accumulate.HOPPER_FAST and not widths:
+        yield f"it starts a fresh chain every {CHAIN} of K"
+
+
+def _product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    from octavo.kernels.triton import gemm
+
+    return gemm.product(a, b, bias, out_dtype)
+
+
+def _triton_mm(  # noqa: PLR0917 (an operator's schema)
+    a: Tensor,
+    a_scale: Tensor,
+    a_granularity: list[int],
+    b: Tensor,
+    b_scale: Tensor,
+    b_granularity: list[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    left = QuantizedTensor(a, a_scale, granularity_from_list(a_granularity), out_dtype)
+    right = QuantizedTensor(b, b_scale, granularity_from_list(b_granularity), out_dtype)
+    return _product(left, right, bias, out_dtype)
+
+
+def _shape_of_product(a: Tensor, *rest: object) -> Tensor:
+    _, _, b, _, _, _, out_dtype = rest
+    assert isinstance(b, Tensor)
+    assert isinstance(out_dtype, torch.dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+torch.library.define(
+    "octavo::triton_mm",
+    "(Tensor a, Tensor a_scale, int[] a_granularity, Tensor b, Tensor b_scale, int[] b_granularity, Tensor? bias, "
+    "ScalarType out_dtype) -> Tensor",
+)
+torch.library.impl("octavo::triton_mm", "CUDA")(_triton_mm)
+torch.library.register_fake("octavo::triton_mm")(_shape_of_product)

@@ -1,0 +1,189 @@
+"""What cuBLAS is asked for: held to its rules by a stand-in here, run on a GPU where there is one."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import octavo
+from octavo.kernels import dispatch, torch_cuda
+from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.reference import ReferenceBackend
+from octavo.kernels.torch_cuda import CudaBackend, _pad_to_16
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
+from octavo.numerics.accumulate import hopper_sums
+
+HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
+
+
+def device_is(monkeypatch, capability: tuple[int, int], cuda: tuple[int, int] = (13, 0)) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch_cuda, "_CUDA", cuda)
+
+
+def test_padding_adds_zero_codes_up_to_multiples_of_16():
+    codes = octavo.quantize(torch.randn(5, 18), octavo.E5M2).data
+    padded = _pad_to_16(codes, rows=True)
+    assert padded.shape == (16, 32)
+    assert padded.is_contiguous()
+    bits = padded.view(torch.uint8)
+    assert torch.equal(bits[:5, :18], codes.view(torch.uint8))
+    assert int(bits[5:].sum()) == int(bits[:, 18:].sum()) == 0
+    assert _pad_to_16(codes, rows=False).shape == (5, 32)
+    whole = octavo.quantize(torch.randn(16, 16), octavo.E4M3).data
+    assert _pad_to_16(whole.t(), rows=True).is_contiguous()
+    assert torch.equal(_pad_to_16(whole.t(), rows=True).view(torch.uint8), whole.t().view(torch.uint8))
+    row = octavo.quantize(torch.randn(32, 1), octavo.E4M3).data.t()
+    assert row.is_contiguous()
+    assert _pad_to_16(row, rows=False).stride() == (32, 1)
+
+
+PROBLEM = MatmulProblem(
+    m=16,
+    n=16,
+    k=16,
+    device="cuda",
+    a_dtype=torch.float8_e4m3fn,
+    b_dtype=torch.float8_e4m3fn,
+    a_granularity=PerTensor(),
+    b_granularity=PerTensor(),
+    out_dtype=torch.float32,
+    bias=False,
+    accumulate=Accumulate.HOPPER_FAST,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu"}, "it runs on CUDA, and the operands are on cpu"),
+        ({"m": 0}, "an empty operand has no product"),
+        ({"a_dtype": torch.float8_e5m2, "b_dtype": torch.float8_e5m2}, "cuBLAS does not multiply E5M2 by E5M2"),
+        ({"a_dtype": torch.float8_e4m3fnuz}, "FNUZ formats have no tensor core here"),
+        (
+            {"a_granularity": PerBlock(1, 128)},
+            "cuBLAS here takes per-tensor and per-row scales, not block scales",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_it_objects_in_words(changes, reason, monkeypatch):
+    device_is(monkeypatch, HOPPER)
+    assert CudaBackend().unsupported_reason(PROBLEM) is None
+    rows = replace(PROBLEM, a_granularity=PerRow(), b_granularity=PerRow())
+    assert CudaBackend().unsupported_reason(rows) is None
+    assert CudaBackend().unsupported_reason(replace(PROBLEM, **changes)) == reason
+
+
+def test_it_leaves_to_others_what_it_would_round_twice(monkeypatch):
+    rows = replace(PROBLEM, a_granularity=PerRow(), accumulate=Accumulate.FP32)
+    plain, biased = replace(rows, out_dtype=torch.bfloat16), replace(rows, out_dtype=torch.bfloat16, bias=True)
+    for capability, cuda in ((HOPPER, (12, 8)), (BLACKWELL, (13, 0))):
+        device_is(monkeypatch, capability, cuda)
+        for problem in (rows, biased, replace(rows, out_dtype=torch.float16)):
+            reason = CudaBackend().unsupported_reason(problem)
+            assert reason == f"with per-row scales it would round to bfloat16 before {problem.out_dtype} or a bias"
+        assert CudaBackend().unsupported_reason(plain) is None
+    device_is(monkeypatch, ADA)  # nobody else multiplies there
+    assert CudaBackend().unsupported_reason(rows) is None
+
+
+class _CublasStandIn:
+    """Holds the wrapper to cuBLAS's rules, computes in float64, and remembers what was asked."""
+
+    def __call__(self, a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum) -> Tensor:
+        assert a.stride() == (a.shape[1], 1)
+        assert b.t().stride() == (b.shape[0], 1)
+        assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+        per_row = scale_a.ndim == 2
+        assert (scale_a.shape, scale_b.shape) == (((a.shape[0], 1), (1, b.shape[1])) if per_row else ((), ()))
+        assert not per_row or (scale_a.is_contiguous() and scale_b.is_contiguous())
+        assert bias is None or (bias.shape == (b.shape[1],) and bias.dtype is out_dtype is not torch.float32)
+        self.out_dtype, self.fast, self.bias = out_dtype, use_fast_accum, bias
+        return (a.double() @ b.double() * scale_a * scale_b + (0 if bias is None else bias)).to(out_dtype)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("accumulate", [Accumulate.FP32, Accumulate.HOPPER_FAST])
+@pytest.mark.parametrize("width", [7, 16])
+def test_cublas_is_asked_for_what_it_takes(granularity, bias_dtype, accumulate, width, monkeypatch):
+    cublas = _CublasStandIn()
+    monkeypatch.setattr(torch, "_scaled_mm", cublas)
+    x, weight = torch.randn(5, 18), torch.randn(width, 18)
+    a, b = (octavo.quantize(t, octavo.E4M3, granularity=granularity) for t in (x, weight))
+    bias = None if bias_dtype is None else torch.randn(width).to(bias_dtype)
+    exact = ReferenceBackend().scaled_mm(a, b, bias, dispatch._describe(a, b, torch.float32, bias, Accumulate.FP32))
+    for capability, out_dtype in itertools.product((HOPPER, ADA), (torch.bfloat16, torch.float32)):
+        device_is(monkeypatch, capability)
+        y = CudaBackend().scaled_mm(a, b, bias, dispatch._describe(a, b, out_dtype, bias, accumulate))
+        assert (y.dtype, y.shape) == (out_dtype, (5, width))
+        assert y.is_contiguous()
+        assert cublas.fast is (accumulate is Accumulate.HOPPER_FAST)
+        assert (cublas.bias is not None) == (bias_dtype is torch.bfloat16 is out_dtype)
+        rounds_early = capability is ADA and isinstance(granularity, PerRow)
+        assert rounds_early == (cublas.out_dtype is torch.bfloat16) or out_dtype is torch.bfloat16
+        tolerance = 2**-8 if rounds_early or out_dtype is torch.bfloat16 else 2**-22
+        torch.testing.assert_close(y.float(), exact, rtol=tolerance, atol=2**-5 if tolerance == 2**-8 else 2**-22)
+
+
+def test_a_bias_that_learns_has_a_gradient(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", _CublasStandIn())
+    device_is(monkeypatch, HOPPER)
+    a = octavo.quantize(torch.randn(16, 16, dtype=torch.bfloat16), octavo.E4M3)
+    bias = torch.zeros(16, dtype=torch.bfloat16, requires_grad=True)
+    y = CudaBackend().scaled_mm(a, a, bias, dispatch._describe(a, a, None, bias, Accumulate.FP32))
+    y.sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((16,), 16.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
+@pytest.mark.parametrize("shape", [(512, 384, 1024), (33, 40, 4096), (1, 7, 130)], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_the_product_is_within_a_tensor_core_of_the_exact_one(granularity, shape, out_dtype):
+    """A step of 32 loses less than 34 units of 2^-13 of its chain's magnitudes, and a chain of 128 has four steps."""
+    m, n, k = shape
+    a, b = (
+        octavo.quantize(torch.randn(rows, k, device="cuda"), octavo.E4M3, granularity=granularity) for rows in (m, n)
+    )
+    for bias in (None, torch.randn(n, device="cuda").to(out_dtype)):
+        y = octavo.scaled_mm(a, b, out_dtype=out_dtype, bias=bias, backend="torch_cuda")
+        exact = octavo.scaled_mm(a, b, out_dtype=torch.float32, bias=bias, backend="reference").double()
+        magnitudes = octavo.scaled_mm(_magnitudes(a), _magnitudes(b), out_dtype=torch.float32, backend="reference")
+        allowed = magnitudes.double() * 4 * 34 * 2**-13 + exact.abs() * torch.finfo(out_dtype).eps
+        assert ((y.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_bias_is_added_before_the_only_rounding():
+    ones = QuantizedTensor(
+        torch.ones(16, 16, device="cuda").to(torch.float8_e4m3fn), torch.tensor(1027.0 / 16).cuda(), PerTensor(),
+        torch.bfloat16,
+    )  # fmt: skip
+    unit = replace(ones, scale=torch.tensor(1.0).cuda())
+    rows = [replace(q, scale=q.scale.expand(16, 1).contiguous(), granularity=PerRow()) for q in (ones, unit)]
+    bias = torch.full((16,), 3.0, dtype=torch.bfloat16, device="cuda")
+    for a, b in ((ones, unit), rows):
+        for given in (bias, bias.float()):
+            assert octavo.scaled_mm(a, b, bias=given, backend="torch_cuda").unique().tolist() == [1032.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW])
+def test_on_hopper_the_sums_are_those_of_the_model(accumulate):
+    """K of one chain: how a library cuts longer ones is its own affair."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("only Hopper sums as Hopper does")
+    a, b = (octavo.quantize(torch.randn(rows, 128, device="cuda"), octavo.E4M3) for rows in (128, 64))
+    one = torch.ones((), device="cuda")
+    a, b = replace(a, scale=one), replace(b, scale=one)
+    y = octavo.scaled_mm(a, b, out_dtype=torch.float32, accumulate=accumulate, backend="torch_cuda")
+    assert torch.equal(y, hopper_sums(a.data, b.data, accumulate=accumulate))
+
+
+def _magnitudes(q: QuantizedTensor) -> QuantizedTensor:
+    return replace(q, data=(q.data.view(torch.uint8) & 0x7F).view(q.data.dtype))

@@ -1,0 +1,106 @@
+"""What octavo's own kernel is asked for on a GPU, and what it refuses; that it multiplies stands in tests/triton."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import octavo
+from octavo.kernels import explain, triton_backend
+from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.triton_backend import TritonBackend
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
+
+PROBLEM = MatmulProblem(
+    m=256,
+    n=256,
+    k=256,
+    device="cuda",
+    a_dtype=torch.float8_e4m3fn,
+    b_dtype=torch.float8_e5m2,
+    a_granularity=PerBlock(1, 128),
+    b_granularity=PerBlock(128, 128),
+    out_dtype=torch.float32,
+    bias=False,
+    accumulate=Accumulate.FP32,
+)
+FAST, SLOW = Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW
+ROWS = {"a_granularity": PerRow(), "b_granularity": PerRow()}
+GROUPS = {"a_granularity": PerBlock(1, 32), "b_granularity": PerBlock(1, 32)}
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(triton_backend, "_INSTALLED", True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, ROWS, GROUPS, {"b_granularity": PerTensor()}, {"a_granularity": PerBlock(1, 300)},
+        {"a_granularity": PerBlock(1, 64), "b_granularity": PerRow()},
+        {"accumulate": SLOW}, {"accumulate": FAST}, ROWS | {"accumulate": SLOW},
+    ],
+    ids=lambda changes: ", ".join(f"{name} {value}" for name, value in changes.items()),
+)  # fmt: skip
+def test_it_takes(changes):
+    assert TritonBackend().unsupported_reason(replace(PROBLEM, **changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu"}, "it runs on CUDA, and the operands are on cpu"),
+        ({"a_dtype": torch.float8_e4m3fnuz}, "it multiplies E4M3 and E5M2"),
+        ({"b_granularity": PerBlock(1, 64)}, "its blocks of K are as wide in both operands, not 64 and 128"),
+        ({"a_granularity": PerBlock(1, 8), "b_granularity": PerRow()}, "its blocks of K are 32, 64, 128 wide, not 8"),
+        (GROUPS | {"accumulate": SLOW}, "Hopper's sums can be scaled every 128 of K, not every 32"),
+        (ROWS | {"accumulate": FAST}, "it starts a fresh chain every 128 of K"),
+        ({"k": 0}, "an empty operand has no product"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_it_objects_in_words(changes, reason):
+    assert TritonBackend().unsupported_reason(replace(PROBLEM, **changes)) == reason
+
+
+def test_it_objects_to_devices_and_to_its_own_absence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    older = "it is written for Hopper, compute capability 9.0, and this device has 8.9"
+    assert TritonBackend().unsupported_reason(PROBLEM) == older
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert TritonBackend().unsupported_reason(PROBLEM) is None
+    newer = "only Hopper sums as Hopper does, and this device has compute capability 10.0"
+    assert TritonBackend().unsupported_reason(replace(PROBLEM, accumulate=SLOW)) == newer
+    monkeypatch.setattr(triton_backend, "_INSTALLED", False)
+    assert TritonBackend().unsupported_reason(PROBLEM) == "triton is not installed"
+
+
+def test_auto_takes_it_for_what_cublas_refuses(monkeypatch):
+    gradients = replace(PROBLEM, a_dtype=torch.float8_e5m2, a_granularity=PerTensor(), b_granularity=PerTensor())
+    assert explain(PROBLEM).backend == explain(gradients).backend == "triton"
+    assert dict(explain(gradients).rejected) == {"torch_cuda": "cuBLAS does not multiply E5M2 by E5M2"}
+    assert explain(replace(gradients, a_dtype=torch.float8_e4m3fn)).backend == "torch_cuda"
+    assert explain(replace(PROBLEM, accumulate=SLOW)).backend == "triton"
+
+
+def test_a_graph_has_one_operator():
+    with FakeTensorMode():
+        a, b = (torch.empty(rows, 256, device="cuda", dtype=torch.float8_e4m3fn) for rows in (5, 7))
+        quantized = [
+            QuantizedTensor(codes, torch.empty(codes.shape[0], 2, device="cuda"), PerBlock(1, 128), torch.bfloat16)
+            for codes in (a, b)
+        ]
+        y = octavo.scaled_mm(*quantized, bias=torch.empty(7, device="cuda"), backend="triton")
+        assert (y.shape, y.dtype, y.device.type) == ((5, 7), torch.bfloat16, "cuda")
+
+
+def test_a_learned_scale_goes_where_gradients_are():
+    q = octavo.quantize(torch.randn(4, 256), octavo.E4M3, granularity=PerBlock(1, 128))
+    scale = q.scale.clone().requires_grad_()
+    problem = replace(PROBLEM, m=4, n=4, a_dtype=q.data.dtype, b_dtype=q.data.dtype)
+    y = TritonBackend().scaled_mm(replace(q, scale=scale), q, None, problem)
+    y.sum().backward()
+    assert scale.grad is not None
