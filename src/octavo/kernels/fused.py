@@ -5,7 +5,6 @@ operator for each, ``octavo::norm_cast``, ``norm_backward``, ``activation_cast``
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -36,6 +35,7 @@ FUNCTIONS = ("gelu", "gelu_tanh", "qgelu", "relu", "silu", "srelu")
 LONGEST_ROW = 16384  # what the registers of one program hold
 LONGEST_LAYERNORM = 8192  # beside two running sums for its parameters
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = find_spec("triton") is not None  # a look for the file, without importing it
 _BLOCK_WIDTHS = (16, 32, 64, 128)  # that divide a tile
 
 
@@ -48,7 +48,7 @@ def _objections(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iter
     groups = cast.granularity
     if x.device.type not in DEVICES:
         yield f"the kernels run on {', '.join(DEVICES)}, and the tensor is on {x.device}"
-    if not _has_triton():
+    if not _HAS_TRITON:
         yield "triton is not installed"
     if x.dtype not in _DTYPES:
         yield f"the kernels read float32, bfloat16 and float16, not {x.dtype}"
@@ -60,11 +60,6 @@ def _objections(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iter
         yield f"the kernels write E4M3 and E5M2, not {cast.format}"
     if isinstance(groups, PerBlock) and (groups.rows != 1 or groups.columns not in _BLOCK_WIDTHS):
         yield f"the kernels scale blocks of one row and {', '.join(map(str, _BLOCK_WIDTHS))} columns, not {groups}"
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def cast_norm(
