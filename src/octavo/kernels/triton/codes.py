@@ -75,8 +75,22 @@ def encode_scale_from_amax(
     MARGIN: tl.constexpr,
 ):
     """numerics.scaling's function of finite FP32 amaxes; ROUNDING is a ScaleRounding's word."""
-    lowest = tl.full(amax.shape, max(_NOTHING, FLOOR), tl.float64)
-    largest = tl.maximum(amax.to(tl.float64), lowest)
+    lowest: tl.constexpr = max(_NOTHING, FLOOR)
+    if (ROUNDING == "fp32" or ROUNDING == "rceil") and MARGIN <= 50:
+        # Both operands are FP32 numbers, so one rounding of their quotient is what FP64's, rounded again, would be.
+        # An amax below 1 takes a dividend 2^64 smaller: neither the quotient nor the dividend leaves FP32's range.
+        top: tl.constexpr = MAX * 2.0**-MARGIN
+        smallest = tl.full(amax.shape, 2.0**-149, tl.float32)
+        large = amax >= 1.0
+        quotient = tl.div_rn(tl.where(large, top, top * 2.0**-64), tl.maximum(amax, smallest))
+        quotient = tl.where(large, quotient, tl.minimum(quotient, _FP32_MAX * 2.0**-64) * 2.0**64)
+        of_lowest: tl.constexpr = max(min(top / lowest, _FP32_MAX), _FP32_TINY)
+        raised = amax.to(tl.float64) < tl.full(amax.shape, lowest, tl.float64)
+        encode = tl.where(raised, of_lowest, tl.maximum(quotient, _FP32_TINY))
+        if ROUNDING == "rceil":
+            encode = (encode.to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
+        return encode
+    largest = tl.maximum(amax.to(tl.float64), tl.full(amax.shape, lowest, tl.float64))
     if ROUNDING == "fp32" or ROUNDING == "rceil":
         quotient = tl.full(amax.shape, MAX * 2.0**-MARGIN, tl.float64) / largest
         quotient = tl.maximum(quotient, tl.full(amax.shape, _FP32_TINY, tl.float64))

@@ -1,0 +1,150 @@
+"""Casts with a scale for every block of rows x columns, of a matrix, of its transpose, or of both.
+
+A block lies inside a tile of 128 x 128, so that everything is done in one reading. Blocks of the transpose are columns
+x rows here; square blocks are the same both ways, and their codes are made once.
+
+| call                  | launches | bytes read | bytes written                               |
+|-----------------------|----------|------------|---------------------------------------------|
+| one order             | 1        | size of x  | 1 an element, 8 a block                     |
+| both                  | 1        | size of x  | 2 an element, 8 a block of either           |
+
+One launch clears the count before.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.triton import casts, codes
+from octavo.kernels.triton.casts import Lines, Made
+
+__all__ = ["LARGEST", "cast_blocks"]
+
+LARGEST = 128  # rows and columns of a block; both are powers of two
+
+
+@triton.jit
+def _spread(groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """One number a block [SIZE / ROWS, SIZE / COLUMNS] for every element of a tile."""
+    wide = tl.broadcast_to(groups[:, None, :, None], (SIZE // ROWS, ROWS, SIZE // COLUMNS, COLUMNS))
+    return tl.reshape(wide, (SIZE, SIZE))
+
+
+@triton.jit
+def _highest(number, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """The largest magnitude of each block, [SIZE / ROWS, SIZE / COLUMNS]."""
+    blocks = tl.reshape(number, (SIZE // ROWS, ROWS, SIZE // COLUMNS, COLUMNS))
+    return casts.highest(casts.highest(blocks, 3), 1)
+
+
+@triton.jit
+def cast_blocks_kernel(
+    x, out, flipped, scales, amaxes, flipped_scales, flipped_amaxes, broken,
+    rows, columns, stride, out_stride,
+    DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
+    MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Reads x once, writes a byte an element for each order; with VALUES, x's size once."""
+    row, column = casts.first_of_tile(tl.program_id(0), columns, SIZE, SIZE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    amax = _highest(number, ROWS, COLUMNS, SIZE)
+    flipped_amax = _highest(number, COLUMNS, ROWS, SIZE) if FLIPPED and ROWS != COLUMNS else amax
+    if casts.any_broken(amax):
+        casts.raise_count(broken, casts.is_broken(number))
+        amax = _highest(casts.finite(number), ROWS, COLUMNS, SIZE)
+        if FLIPPED and ROWS != COLUMNS:
+            flipped_amax = _highest(casts.finite(number), COLUMNS, ROWS, SIZE)
+    across = tl.cdiv(columns, SIZE)
+    first_row, first_column = tl.program_id(0) // across * SIZE, tl.program_id(0) % across * SIZE
+    if DIRECT or ROWS == COLUMNS:
+        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        decode = codes.reciprocal(encode)
+        block_row = first_row // ROWS + tl.arange(0, SIZE // ROWS)[:, None]
+        block_column = first_column // COLUMNS + tl.arange(0, SIZE // COLUMNS)[None, :]
+        blocks_down, blocks_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+        at = block_row.to(tl.int64) * blocks_across + block_column
+        within = (block_row < blocks_down) & (block_column < blocks_across)
+        made = casts.codes_of(
+            number, _spread(encode, ROWS, COLUMNS, SIZE), MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE
+        )
+        if DIRECT:
+            tl.store(scales + at, decode, mask=within)
+            tl.store(amaxes + at, amax, mask=within)
+        if VALUES:
+            value = codes.number_from_code(made, MANTISSA, HARDWARE) * _spread(decode, ROWS, COLUMNS, SIZE)
+            tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
+        elif DIRECT:
+            tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
+    if FLIPPED:
+        if ROWS != COLUMNS:
+            amax = flipped_amax
+            encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+            decode = codes.reciprocal(encode)
+            made = casts.codes_of(
+                number, _spread(encode, COLUMNS, ROWS, SIZE), MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE
+            )
+        group_row = first_row // COLUMNS + tl.arange(0, SIZE // COLUMNS)[:, None]
+        group_column = first_column // ROWS + tl.arange(0, SIZE // ROWS)[None, :]
+        groups_down, groups_across = tl.cdiv(rows, COLUMNS), tl.cdiv(columns, ROWS)
+        place = group_column.to(tl.int64) * groups_down + group_row
+        within = (group_row < groups_down) & (group_column < groups_across)
+        tl.store(flipped_scales + place, decode, mask=within)
+        tl.store(flipped_amaxes + place, amax, mask=within)
+        turned = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(made), mask=turned)
+
+
+def cast_blocks(
+    matrix: Tensor,
+    fmt: Format,
+    rule: ScaleRule,
+    block: tuple[int, int],
+    *,
+    propagate: bool = True,
+    direct: bool = True,
+    flipped: bool = False,
+    values: Tensor | None = None,
+) -> Made:
+    """A scale for every block of a matrix, of its transpose, or of both.
+
+    Args:
+        matrix: [M, K] float32, bfloat16 or float16, not empty, its columns side by side.
+        fmt: E4M3 or E5M2.
+        rule: how amaxes become scales.
+        block: rows and columns of a block, in each order its own; powers of two up to 128.
+        propagate: whether an infinite element stays one (NaN in E4M3); otherwise it saturates.
+        direct: whether to write the matrix.
+        flipped: whether to write its transpose, [K, M].
+        values: where to write what the codes of ``direct`` alone stand for, instead of codes: shaped as ``matrix``, or
+            itself.
+    """
+    device, (rows, columns) = matrix.device, matrix.shape
+    broken = torch.zeros((), dtype=torch.int64, device=device)
+    out = casts.empty_codes(rows, columns, device, wanted=direct and values is None) if values is None else values
+    turned = casts.empty_codes(columns, rows, device, wanted=flipped)
+    scales, amaxes = _groups(rows, columns, block, device)
+    flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
+    cast_blocks_kernel[(triton.cdiv(rows, LARGEST) * triton.cdiv(columns, LARGEST),)](
+        matrix, out, turned, scales, amaxes, flipped_scales, flipped_amaxes, broken,
+        rows, columns, matrix.stride(0), out.stride(0),
+        DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
+        **casts.constants(fmt, rule, device, propagate=propagate), SIZE=LARGEST, num_warps=8,
+    )  # fmt: skip
+    return Made(
+        Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes) if direct else None,
+        Lines(turned.view(fmt.torch_dtype), flipped_scales, flipped_amaxes) if flipped else None,
+        broken,
+    )
+
+
+def _groups(rows: int, columns: int, block: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for scales and amaxes."""
+    shape = (triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1]))
+    scales, amaxes = torch.empty(2, *shape, dtype=torch.float32, device=device)
+    return scales, amaxes

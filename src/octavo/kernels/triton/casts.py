@@ -1,0 +1,346 @@
+"""Casts with one scale a tensor, and what every kernel that casts shares.
+
+A kernel works on a row-major matrix, *direct*, and may write its transpose, *flipped*, from the same registers: both
+operands of a GEMM on Hopper lie along K, so one tensor is read in two orders by its two GEMMs. Every tile is a load
+and one store for each order, 16 bytes a thread at a time.
+
+| call                        | launches | bytes read      | bytes written                        |
+|-----------------------------|----------|-----------------|--------------------------------------|
+| scale from this tensor      | 2        | 2 · size of x   | 1 an element, 2 with the transpose   |
+| amax known from the past    | 2        | size of x       | the same; the first launch ends when it finds the amax |
+| scale given                 | 1        | size of x       | the same                             |
+
+Before them, one launch clears 32 bytes: amax and counts, which kernels raise atomically. The host reads none of them:
+the kernel that casts makes the scale from the amax itself.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.triton import codes
+
+__all__ = [
+    "Lines",
+    "Made",
+    "any_broken",
+    "cast_tensor",
+    "codes_of",
+    "constants",
+    "empty_codes",
+    "finite",
+    "first_of_tile",
+    "highest",
+    "is_broken",
+    "raise_count",
+]
+
+AMAX, NONFINITE, SATURATED, UNDERFLOWED = range(4)  # words, int64 each; an amax as its bits
+_ELEMENTS = 8192  # of a flat tile: 32 a thread
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+_NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
+_INTERPRETED: tl.constexpr = tl.constexpr(codes.INTERPRETED)
+_FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
+_INFINITY: tl.constexpr = tl.constexpr(0x7F80_0000)  # bits of a magnitude; those of NaN are larger, all others smaller
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Codes in one order with what belongs to them; scale and amax in the granularity's shape."""
+
+    codes: Tensor
+    scale: Tensor
+    amax: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a cast gives.
+
+    Attributes:
+        direct: of the matrix; None if not asked for.
+        flipped: of its transpose; None if not asked for.
+        nonfinite: NaN and ±Inf elements, int64 [].
+        saturated: finite elements beyond the format's maximum after scaling, int64 []; None if not counted.
+        underflowed: nonzero elements whose code is zero, int64 []; None if not counted.
+    """
+
+    direct: Lines | None
+    flipped: Lines | None
+    nonfinite: Tensor
+    saturated: Tensor | None = None
+    underflowed: Tensor | None = None
+
+
+def constants(fmt: Format, rule: ScaleRule, device: torch.device, *, propagate: bool) -> dict[str, Any]:
+    """What a kernel that measures and casts takes at compile time."""
+    return codes.format_constants(fmt) | {
+        "ROUNDING": str(rule.rounding),
+        "FLOOR": float(rule.amax_floor),
+        "MARGIN": int(min(rule.margin, _NO_LARGER_MARGIN)),
+        "PROPAGATE": propagate,
+        "HARDWARE": codes.has_hardware_casts(device),
+    }
+
+
+def empty_codes(rows: int, columns: int, device: torch.device, *, wanted: bool) -> Tensor:
+    """Memory for codes as kernels write them; a single byte where they are not wanted."""
+    return torch.empty((rows, columns) if wanted else (1, 1), dtype=torch.uint8, device=device)
+
+
+@triton.jit
+def codes_of(
+    number,
+    encode_scale,
+    MAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    PROPAGATE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """FP32 numbers, scaled and cast."""
+    scaled = number * encode_scale
+    if PROPAGATE and MANTISSA == 3 and HARDWARE:  # adding 0 · number changes nothing, but makes NaN of an infinite one
+        return codes.code_from_number(tl.fma(number, 0.0, scaled), MAX, MANTISSA, BIAS, False, HARDWARE)
+    infinite = tl.abs(number) == float("inf")
+    return codes.code_from_number(scaled, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def highest(number, AXIS: tl.constexpr):
+    """The largest magnitude along an axis: NaN or infinite if any number is, which one instruction finds out."""
+    if _INTERPRETED:  # it reduces by a function of ours in a loop of Python; integers have no NaN to lose
+        return tl.max(tl.abs(number).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+    return tl.reduce(tl.abs(number), AXIS, _larger)
+
+
+@triton.jit
+def is_broken(number):
+    """Where FP32 numbers are NaN or ±Inf."""
+    return (number.to(tl.int32, bitcast=True) & 0x7FFF_FFFF) >= _INFINITY
+
+
+@triton.jit
+def any_broken(number):
+    """Whether one of a block of FP32 numbers is NaN or ±Inf."""
+    return tl.max(is_broken(tl.ravel(number)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def finite(number):
+    """Numbers, 0 where they are NaN or ±Inf."""
+    return tl.where(is_broken(number), 0.0, number)
+
+
+@triton.jit
+def first_of_tile(tile, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """The rows and columns of a tile, int64; tiles are counted along the columns first."""
+    across = tl.cdiv(columns, BLOCK_COLUMNS)
+    row = (tile // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = (tile % across).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    return row, column
+
+
+@triton.jit
+def raise_count(word, found):
+    """Add the number of true elements to an int64 in memory."""
+    tl.atomic_add(word, tl.sum(tl.ravel(found).to(tl.int32), 0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _raise_amax(words, amax):
+    bits = amax.to(tl.int32, bitcast=True).to(tl.int64)  # in the same order
+    if bits > tl.load(words):  # what is read may be out of date, which costs an atomic operation and no more
+        tl.atomic_max(words, bits, sem="relaxed")
+
+
+@triton.jit
+def measure_tensor_kernel(
+    x, words, known,
+    rows, columns, stride, tiles,
+    HAS_KNOWN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Amax and number of non-finite elements. Reads x once, writes 16 bytes; nothing if there is a known amax."""
+    if HAS_KNOWN:
+        tiles = tl.where(tl.load(known) > 0, 0, tiles)
+    start, step = tl.program_id(0) * UNROLL, tl.num_programs(0) * UNROLL
+    most = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for tile in range(start, tiles, step):
+        for further in tl.static_range(UNROLL):  # loads that do not wait for each other
+            number = _tile(x, tile + further, rows, columns, stride, BLOCK_ROWS, BLOCK_COLUMNS)
+            most = _larger(most, tl.abs(number))
+    amax = highest(tl.ravel(most), 0)
+    if is_broken(amax):
+        most = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        for tile in range(start, tiles, step):
+            for further in tl.static_range(UNROLL):
+                number = _tile(x, tile + further, rows, columns, stride, BLOCK_ROWS, BLOCK_COLUMNS)
+                most = tl.maximum(most, tl.abs(finite(number)))
+                if not HAS_KNOWN:
+                    raise_count(words + 1, is_broken(number))
+        amax = highest(tl.ravel(most), 0)
+    _raise_amax(words, amax)
+
+
+@triton.jit
+def _tile(x, tile, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    row, column = first_of_tile(tile, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cast_tensor_kernel(
+    x, out, flipped, words, given, scale,
+    rows, columns, stride, out_stride,
+    SOURCE: tl.constexpr, MEASURE: tl.constexpr, COUNT: tl.constexpr,
+    DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
+    MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Reads x once, writes a byte an element for each order; with VALUES, x's size once.
+
+    SOURCE says where the scale comes from: the amax "measured" in words, "known" or, where that is 0, measured, "amax"
+    whatever it is, or "scale".
+    """
+    row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    one = tl.arange(0, 1)
+    if SOURCE == "scale":
+        decode = tl.load(given + one)
+        encode = tl.minimum(codes.reciprocal(decode), _FP32_MAX)
+    else:
+        if SOURCE == "amax":
+            amax = tl.load(given + one)
+        else:
+            amax = tl.load(words + one).to(tl.int32).to(tl.float32, bitcast=True)
+            if SOURCE == "known":
+                past = tl.load(given + one)
+                amax = tl.where(past > 0, past, amax)
+        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        decode = codes.reciprocal(encode)
+    if tl.program_id(0) == 0:
+        tl.store(scale + one, decode)
+    made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+    if VALUES:
+        value = codes.number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
+        tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
+    elif DIRECT:
+        tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
+    if FLIPPED:
+        turned = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(made), mask=turned)
+    if COUNT:
+        whole = is_broken(number) == 0
+        raise_count(words + 2, whole & (tl.abs(number * encode[:, None]) > MAX))
+        raise_count(words + 3, whole & (number != 0) & ((made & 0x7F) == 0))
+    if MEASURE:
+        found = highest(tl.ravel(number), 0)
+        if is_broken(found):
+            raise_count(words + 1, is_broken(number))
+            found = highest(tl.ravel(finite(number)), 0)
+        _raise_amax(words, found)
+
+
+def cast_tensor(
+    matrix: Tensor,
+    fmt: Format,
+    rule: ScaleRule,
+    *,
+    propagate: bool = True,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_is_unknown: bool = False,
+    direct: bool = True,
+    flipped: bool = False,
+    counting: bool = False,
+    values: Tensor | None = None,
+) -> Made:
+    """One scale for a matrix.
+
+    Args:
+        matrix: [M, K] float32, bfloat16 or float16, not empty, its columns side by side.
+        fmt: E4M3 or E5M2.
+        rule: how the amax becomes a scale.
+        propagate: whether an infinite element stays one (NaN in E4M3); otherwise it saturates.
+        amax: float32 [], to provide for instead of what is measured.
+        scale: float32 [], used as it is.
+        zero_is_unknown: whether a given amax of 0 means the measured one.
+        direct: whether to write the matrix.
+        flipped: whether to write its transpose, [K, M].
+        counting: whether to count saturated and underflowed elements.
+        values: where to write what the codes stand for, instead of codes: shaped and laid out as ``matrix``, or itself.
+    """
+    device = matrix.device
+    words = torch.zeros(4, dtype=torch.int64, device=device)
+    source = "scale" if scale is not None else "measured" if amax is None else "known" if zero_is_unknown else "amax"
+    given = scale if amax is None else amax
+    given = words if given is None else given.detach().to(torch.float32)
+    if source in ("measured", "known"):
+        _measure_tensor(matrix, words, given if source == "known" else None)
+    used = torch.empty((), dtype=torch.float32, device=device)
+    rows, columns = matrix.shape
+    out = empty_codes(rows, columns, device, wanted=direct and values is None)
+    turned = empty_codes(columns, rows, device, wanted=flipped)
+    seen, written = _flat(matrix, out if values is None else values) if not flipped else (matrix, out)
+    block_rows, block_columns = (128, 128) if flipped else _flat_tile(seen)
+    tiles = triton.cdiv(seen.shape[0], block_rows) * triton.cdiv(seen.shape[1], block_columns)
+    cast_tensor_kernel[(tiles,)](
+        seen, written, turned, words, given, used,
+        *seen.shape, seen.stride(0), written.stride(0),
+        SOURCE=source, MEASURE=source != "measured", COUNT=counting,
+        DIRECT=direct, FLIPPED=flipped, VALUES=values is not None,
+        **constants(fmt, rule, device, propagate=propagate),
+        BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
+    )  # fmt: skip
+    found = words.view(torch.float32)[0]
+    return Made(
+        Lines(out.view(fmt.torch_dtype), used, found) if direct else None,
+        Lines(turned.view(fmt.torch_dtype), used, found) if flipped else None,
+        words[NONFINITE],
+        words[SATURATED] if counting else None,
+        words[UNDERFLOWED] if counting else None,
+    )
+
+
+def _measure_tensor(matrix: Tensor, words: Tensor, known: Tensor | None) -> None:
+    seen, _ = _flat(matrix, matrix)
+    block_rows, block_columns = _flat_tile(seen, _ELEMENTS // 4)
+    tiles = triton.cdiv(seen.shape[0], block_rows) * triton.cdiv(seen.shape[1], block_columns)
+    programs = min(triton.cdiv(tiles, 4), _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(matrix.device))
+    measure_tensor_kernel[(programs,)](
+        seen, words, words if known is None else known, *seen.shape, seen.stride(0), tiles,
+        HAS_KNOWN=known is not None, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=8,
+    )  # fmt: skip
+
+
+def _flat(matrix: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices as one row each, where there are no gaps between their rows."""
+    if matrix.is_contiguous() and out.is_contiguous():
+        return matrix.view(1, -1), out.view(1, -1)
+    return matrix, out
+
+
+def _flat_tile(matrix: Tensor, elements: int = _ELEMENTS) -> tuple[int, int]:
+    """Rows and columns of a tile of so many elements, as long as the matrix is wide."""
+    columns = min(elements, triton.next_power_of_2(matrix.shape[1]))
+    return min(elements // columns, triton.next_power_of_2(matrix.shape[0])), columns
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

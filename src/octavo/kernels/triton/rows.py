@@ -1,0 +1,173 @@
+"""Casts with a scale a row, of a matrix and of its transpose.
+
+A row that fits into registers is read once. A row of the transpose is a column, of which no program sees more than a
+part: columns are measured first and cast in a second reading, and rows with them where both are wanted.
+
+| call             | launches | bytes read    | bytes written |
+|------------------|----------|---------------|---------------|
+| rows             | 1        | size of x     | 1 an element  |
+| columns          | 2        | 2 · size of x | 1 an element  |
+| rows and columns | 2        | 2 · size of x | 2 an element  |
+
+Rows longer than 16384 are measured and cast as columns are. One launch clears the counts before.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.triton import casts, codes
+from octavo.kernels.triton.casts import Lines, Made
+
+__all__ = ["cast_rows"]
+
+_LONGEST = 16384  # elements of a row in registers: 32 a thread
+_ELEMENTS = 4096  # of the rows that a program casts, where they are shorter
+_TILE = 128  # rows and columns
+
+
+@triton.jit
+def cast_rows_kernel(
+    x, out, scales, amaxes, broken,
+    rows, columns, stride, out_stride,
+    VALUES: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
+    MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Whole rows. Reads x once, writes a byte an element (with VALUES x's size) and 8 bytes a row."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    amax = casts.highest(number, 1)
+    if casts.any_broken(amax):
+        casts.raise_count(broken, casts.is_broken(number))
+        amax = casts.highest(casts.finite(number), 1)
+    encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+    decode = codes.reciprocal(encode)
+    tl.store(amaxes + row, amax, mask=row < rows)
+    tl.store(scales + row, decode, mask=row < rows)
+    made = casts.codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+    if VALUES:
+        value = codes.number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
+        tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
+
+
+@triton.jit
+def measure_lines_kernel(
+    x, row_amaxes, column_amaxes, broken,
+    rows, columns, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Amaxes of rows, columns or both, raised by every tile. Reads x once, writes 4 bytes a line of a tile."""
+    row, column = casts.first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    of_rows, of_columns = casts.highest(number, 1), casts.highest(number, 0)
+    if casts.any_broken(of_columns):
+        casts.raise_count(broken, casts.is_broken(number))
+        of_rows, of_columns = casts.highest(casts.finite(number), 1), casts.highest(casts.finite(number), 0)
+    if ROWS:  # as bits, which are in the same order
+        tl.atomic_max(row_amaxes + row, of_rows.to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
+    if COLUMNS:
+        of_columns = of_columns.to(tl.int32, bitcast=True)
+        tl.atomic_max(column_amaxes + column, of_columns, mask=column < columns, sem="relaxed")
+
+
+@triton.jit
+def cast_lines_kernel(
+    x, out, flipped, row_amaxes, column_amaxes, row_scales, column_scales,
+    rows, columns, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
+    MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows, columns or both, measured before. Reads x once, writes a byte an element for each of the two."""
+    row, column = casts.first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ROWS:
+        amax = tl.load(row_amaxes + row, mask=row < rows, other=0).to(tl.float32, bitcast=True)
+        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        if tl.program_id(0) % tl.cdiv(columns, BLOCK_COLUMNS) == 0:
+            tl.store(row_scales + row, codes.reciprocal(encode), mask=row < rows)
+        made = casts.codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+        tl.store(out + row[:, None] * columns + column[None, :], made, mask=inside)
+    if COLUMNS:
+        amax = tl.load(column_amaxes + column, mask=column < columns, other=0).to(tl.float32, bitcast=True)
+        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        if tl.program_id(0) < tl.cdiv(columns, BLOCK_COLUMNS):
+            tl.store(column_scales + column, codes.reciprocal(encode), mask=column < columns)
+        made = casts.codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+        turned = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(made), mask=turned)
+
+
+def cast_rows(
+    matrix: Tensor,
+    fmt: Format,
+    rule: ScaleRule,
+    *,
+    propagate: bool = True,
+    direct: bool = True,
+    flipped: bool = False,
+    values: Tensor | None = None,
+) -> Made:
+    """A scale for every row of a matrix, of its transpose, or of both.
+
+    Args:
+        matrix: [M, K] float32, bfloat16 or float16, not empty, its columns side by side.
+        fmt: E4M3 or E5M2.
+        rule: how amaxes become scales.
+        propagate: whether an infinite element stays one (NaN in E4M3); otherwise it saturates.
+        direct: whether to write the rows.
+        flipped: whether to write the columns, as the rows of [K, M].
+        values: where to write what the codes of ``direct`` alone stand for, instead of codes: shaped as ``matrix``, or
+            itself; K is 16384 at most.
+    """
+    if flipped or matrix.shape[1] > _LONGEST:
+        return _cast_lines(matrix, fmt, rule, propagate=propagate, direct=direct, flipped=flipped)
+    device, (rows, columns) = matrix.device, matrix.shape
+    out = casts.empty_codes(rows, columns, device, wanted=values is None) if values is None else values
+    scales, amaxes = torch.empty(2, rows, 1, dtype=torch.float32, device=device)
+    broken = torch.zeros((), dtype=torch.int64, device=device)
+    block_columns = triton.next_power_of_2(columns)
+    block_rows = max(1, min(_ELEMENTS // block_columns, triton.next_power_of_2(rows)))
+    cast_rows_kernel[(triton.cdiv(rows, block_rows),)](
+        matrix, out, scales, amaxes, broken,
+        rows, columns, matrix.stride(0), out.stride(0),
+        VALUES=values is not None, **casts.constants(fmt, rule, device, propagate=propagate),
+        BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
+        num_warps=min(16, max(4, block_rows * block_columns // 1024)),
+    )  # fmt: skip
+    return Made(Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes), None, broken)
+
+
+def _cast_lines(matrix: Tensor, fmt: Format, rule: ScaleRule, *, propagate: bool, direct: bool, flipped: bool) -> Made:
+    device, (rows, columns) = matrix.device, matrix.shape
+    words = torch.zeros(2 + rows + columns, dtype=torch.int32, device=device)
+    broken, row_amaxes, column_amaxes = words[:2].view(torch.int64), words[2 : 2 + rows], words[2 + rows :]
+    row_scales, column_scales = torch.empty(rows + columns, 1, dtype=torch.float32, device=device).split([rows, columns])
+    out = casts.empty_codes(rows, columns, device, wanted=direct)
+    turned = casts.empty_codes(columns, rows, device, wanted=flipped)
+    grid = (triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE),)
+    sizes = (rows, columns, matrix.stride(0))
+    wanted = {"ROWS": direct, "COLUMNS": flipped, "BLOCK_ROWS": _TILE, "BLOCK_COLUMNS": _TILE, "num_warps": 8}
+    measure_lines_kernel[grid](matrix, row_amaxes, column_amaxes, broken, *sizes, **wanted)
+    cast_lines_kernel[grid](
+        matrix, out, turned, row_amaxes, column_amaxes, row_scales, column_scales, *sizes,
+        **wanted, **casts.constants(fmt, rule, device, propagate=propagate),
+    )  # fmt: skip
+    found = [amaxes.view(torch.float32)[:, None] for amaxes in (row_amaxes, column_amaxes)]
+    return Made(
+        Lines(out.view(fmt.torch_dtype), row_scales, found[0]) if direct else None,
+        Lines(turned.view(fmt.torch_dtype), column_scales, found[1]) if flipped else None,
+        broken[0],
+    )
