@@ -202,7 +202,8 @@ class _CastNorm(torch.autograd.Function):
         amax: Tensor | None,
         scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        rows, gain = x.reshape(-1, x.shape[-1]).contiguous(), gain.contiguous()
+        bias = None if bias is None else bias.contiguous()
         made, mean, rstd = fused.cast_norm(rows, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale)
         ctx.save_for_backward(rows, gain, mean, rstd)
         ctx.norm, ctx.shape, ctx.bias_dtype = norm, x.shape, None if bias is None else bias.dtype

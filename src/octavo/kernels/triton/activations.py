@@ -24,7 +24,7 @@ from octavo.kernels.triton import codes, epilogues
 
 __all__ = ["activation_backward", "cast_activation"]
 
-_PROGRAMS, _WITH_COLUMNS = 2112, 528  # 16 and 4 on each of an H100's multiprocessors
+_PROGRAMS, _WITH_COLUMNS = 2112, 396  # 16 and 3 on each of an H100's multiprocessors
 _MEASURED_AT_ONCE = 4096
 
 _SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
@@ -113,7 +113,8 @@ def _activation_rows_kernel(
     at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < columns
     largest = tl.zeros([SIZE], tl.float32)
-    broken = tl.zeros([SIZE], tl.int32)
+    PACK: tl.constexpr = min(8, SIZE)  # what a thread holds side by side is counted together: fewer registers
+    broken = tl.zeros([SIZE // PACK], tl.int32)
     first = tl.program_id(0) * rows_each
     count = tl.minimum(rows_each, rows - first)
     if KNOWN == "amax":
@@ -122,7 +123,7 @@ def _activation_rows_kernel(
         row = first + step
         y = _activated(x, row, at, inside, columns, NAME, GATED, HARDWARE)
         magnitude, nonfinite = codes.finite_magnitude(y)
-        broken += nonfinite
+        broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
         if COLUMN_AMAX or not CAST_ROWS:
             largest = tl.maximum(largest, magnitude)
         if CAST_ROWS:
@@ -201,25 +202,35 @@ def cast_activation(
         **epilogues.PLAIN_ARITHMETIC,
     }
     by_row = launch.GROUPS == epilogues.ROW
-    if by_row or (launch.GROUPS == epilogues.TENSOR and scale is None):
-        shape = epilogues.row_launch(columns if by_row else min(columns, _MEASURED_AT_ONCE))
-        across = triton.cdiv(columns, shape["SIZE"])
-        rows_each = triton.cdiv(rows * across, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
-        _activation_rows_kernel[(triton.cdiv(rows, rows_each), across)](
-            *(x, *launch.outputs[:2], launch.made.found, launch.known, launch.column_amax, rows, columns, rows_each),
-            CAST_ROWS=by_row,
-            COLUMN_AMAX=by_row and cast.transpose,
-            **flags,
-            **shape,
-        )
-    if not by_row or cast.transpose:
-        _activation_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
-            *(x, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
-            GROUPS=launch.GROUPS,
-            TRANSPOSE=cast.transpose,
-            **flags,
-            **epilogues.tile(launch.GROUPS),
-        )
+    with epilogues.on_device_of(x):
+        if by_row or (launch.GROUPS == epilogues.TENSOR and scale is None):
+            shape = epilogues.row_launch(columns if by_row else min(columns, _MEASURED_AT_ONCE))
+            across = triton.cdiv(columns, shape["SIZE"])
+            rows_each = triton.cdiv(rows * across, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
+            _activation_rows_kernel[(triton.cdiv(rows, rows_each), across)](
+                *(
+                    x,
+                    *launch.outputs[:2],
+                    launch.made.found,
+                    launch.known,
+                    launch.column_amax,
+                    rows,
+                    columns,
+                    rows_each,
+                ),
+                CAST_ROWS=by_row,
+                COLUMN_AMAX=by_row and cast.transpose,
+                **flags,
+                **shape,
+            )
+        if not by_row or cast.transpose:
+            _activation_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
+                *(x, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
+                GROUPS=launch.GROUPS,
+                TRANSPOSE=cast.transpose,
+                **flags,
+                **epilogues.tile(launch.GROUPS),
+            )
     return launch.made
 
 
@@ -231,12 +242,13 @@ def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool
     rows, columns = grad_y.shape
     grad_x = torch.empty_like(x)
     size = min(triton.next_power_of_2(columns), 1024)
-    _activation_backward_kernel[(rows * triton.cdiv(columns, size),)](
-        *(grad_y, x, grad_x, columns),
-        NAME=function,
-        GATED=gated,
-        HARDWARE=codes.has_hardware_casts(x.device),
-        SIZE=size,
-        num_warps=4,
-    )
+    with epilogues.on_device_of(x):
+        _activation_backward_kernel[(rows * triton.cdiv(columns, size),)](
+            *(grad_y, x, grad_x, columns),
+            NAME=function,
+            GATED=gated,
+            HARDWARE=codes.has_hardware_casts(x.device),
+            SIZE=size,
+            num_warps=4,
+        )
     return grad_x

@@ -70,9 +70,7 @@ def cast_blocks_kernel(
         blocks_down, blocks_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
         at = block_row.to(tl.int64) * blocks_across + block_column
         within = (block_row < blocks_down) & (block_column < blocks_across)
-        made = casts.codes_of(
-            number, _spread(encode, ROWS, COLUMNS, SIZE), MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE
-        )
+        made = casts.codes_of(number, _spread(encode, ROWS, COLUMNS, SIZE), MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         if DIRECT:
             tl.store(scales + at, decode, mask=within)
             tl.store(amaxes + at, amax, mask=within)

@@ -14,6 +14,7 @@ bits of non-negative FP32 numbers are in the numbers' order, so integer maxima f
 come.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "cast_row",
     "cast_tile",
     "launch_of",
+    "on_device_of",
     "rounded",
     "row_launch",
     "tile",
@@ -228,6 +230,11 @@ def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, sc
         KNOWN="scale" if scale is not None else "amax" if amax is not None else "",
         GROUPS=groups.columns if isinstance(groups, PerBlock) else int(isinstance(groups, PerRow)),
     )
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Launches go to the current device, which need not be the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def row_launch(columns: int) -> dict[str, int]:

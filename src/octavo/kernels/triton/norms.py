@@ -27,9 +27,9 @@ from octavo.kernels.triton import codes, epilogues
 
 __all__ = ["cast_norm", "norm_backward"]
 
-# How many programs share the rows, whatever the device, so that sums are the same everywhere: 16, 4 and 2 on each of an
-# H100's multiprocessors.
-_PROGRAMS, _WITH_COLUMNS, _BACKWARD_PROGRAMS = 2112, 528, 264
+# How many programs share the rows, whatever the device, so that sums are the same everywhere: 16 on each of an H100's
+# multiprocessors, or the 3 whose registers it holds at H = 4096 where each also sums up columns.
+_PROGRAMS, _WITH_COLUMNS, _BACKWARD_PROGRAMS = 2112, 396, 396
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -63,9 +63,9 @@ def _norm_rows_kernel(
     """A program takes ``rows_each`` whole rows, one after the other in registers."""
     at = tl.arange(0, SIZE)
     inside = at < columns
-    w, b = _gain_and_bias(gain, bias, at, inside, HAS_BIAS, ZERO_CENTERED)
     largest = tl.zeros([SIZE], tl.float32)
-    broken = tl.zeros([SIZE], tl.int32)
+    PACK: tl.constexpr = min(8, SIZE)  # what a thread holds side by side is counted together: fewer registers
+    broken = tl.zeros([SIZE // PACK], tl.int32)
     first = tl.program_id(0) * rows_each
     for step in range(tl.minimum(rows_each, rows - first)):
         row = first + step
@@ -79,10 +79,11 @@ def _norm_rows_kernel(
         variance = tl.sum(centred * centred, axis=0, keep_dims=True) / columns
         spread = codes.reciprocal(tl.sqrt_rn(variance + eps))
         tl.store(rstd + row + tl.arange(0, 1), spread)
+        w, b = _gain_and_bias(gain, bias, at, inside, HAS_BIAS, ZERO_CENTERED)  # every time: L1 has more room
         y = _normalised(number, middle, spread, w, b, LAYER, HAS_BIAS)
         y = tl.where(inside, epilogues.rounded(y, HANDED_ON, HARDWARE), 0.0)
         magnitude, nonfinite = codes.finite_magnitude(y)
-        broken += nonfinite
+        broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
         if COLUMN_AMAX or not CAST_ROWS:
             largest = tl.maximum(largest, magnitude)
         if CAST_ROWS:
@@ -147,7 +148,7 @@ def _norm_backward_kernel(
         gain_sum += grad * unit
         if HAS_BIAS:
             bias_sum += grad
-        w, _ = _gain_and_bias(gain, gain, at, inside, False, ZERO_CENTERED)  # again: registers are scarce, L1 is not
+        w, _ = _gain_and_bias(gain, gain, at, inside, False, ZERO_CENTERED)  # every time: L1 has more room
         inner = grad * w
         slope = inner - unit * (tl.sum(inner * unit, axis=0) / columns)
         if LAYER:
@@ -186,23 +187,24 @@ def cast_norm(
     parameters = gain, gain if bias is None else bias, mean, rstd
     by_row = launch.GROUPS == epilogues.ROW
     rows_each = triton.cdiv(rows, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
-    _norm_rows_kernel[(triton.cdiv(rows, rows_each),)](
-        *(x, *parameters, *launch.outputs[:2], launch.made.found, launch.column_amax),
-        *(rows, columns, norm.eps, rows_each),
-        CAST_ROWS=by_row,
-        COLUMN_AMAX=by_row and cast.transpose,
-        **flags,
-        **epilogues.row_launch(columns),
-    )
-    if not by_row or cast.transpose:
-        _norm_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
-            *(x, *parameters, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
-            KNOWN=launch.KNOWN,
-            GROUPS=launch.GROUPS,
-            TRANSPOSE=cast.transpose,
+    with epilogues.on_device_of(x):
+        _norm_rows_kernel[(triton.cdiv(rows, rows_each),)](
+            *(x, *parameters, *launch.outputs[:2], launch.made.found, launch.column_amax),
+            *(rows, columns, norm.eps, rows_each),
+            CAST_ROWS=by_row,
+            COLUMN_AMAX=by_row and cast.transpose,
             **flags,
-            **epilogues.tile(launch.GROUPS),
+            **epilogues.row_launch(columns),
         )
+        if not by_row or cast.transpose:
+            _norm_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
+                *(x, *parameters, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
+                KNOWN=launch.KNOWN,
+                GROUPS=launch.GROUPS,
+                TRANSPOSE=cast.transpose,
+                **flags,
+                **epilogues.tile(launch.GROUPS),
+            )
     return launch.made, mean, rstd
 
 
@@ -211,7 +213,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`octavo.kernels.fused.norm_backward`; the parts are summed in a fixed order.
 
-    Bytes an element, 16-bit: 2 + 2 read, 2 written, and 4 or 8 bytes a column for each of 264 programs.
+    Bytes an element, 16-bit: 2 + 2 read, 2 written, and 4 or 8 bytes a column for each of 396 programs.
     """
     rows, columns = x.shape
     rows_each = triton.cdiv(rows, _BACKWARD_PROGRAMS)
@@ -220,12 +222,13 @@ def norm_backward(
     gain_parts, bias_parts = (
         x.new_empty((programs, size), dtype=torch.float32) for size in (columns, columns if has_bias else 0)
     )
-    _norm_backward_kernel[(programs,)](
-        *(grad_y, x, gain, mean, rstd, grad_x, gain_parts, bias_parts, rows, columns, rows_each),
-        LAYER=norm.layer,
-        HAS_BIAS=has_bias,
-        ZERO_CENTERED=norm.zero_centered,
-        HARDWARE=codes.has_hardware_casts(x.device),
-        **epilogues.row_launch(columns),
-    )
+    with epilogues.on_device_of(x):
+        _norm_backward_kernel[(programs,)](
+            *(grad_y, x, gain, mean, rstd, grad_x, gain_parts, bias_parts, rows, columns, rows_each),
+            LAYER=norm.layer,
+            HAS_BIAS=has_bias,
+            ZERO_CENTERED=norm.zero_centered,
+            HARDWARE=codes.has_hardware_casts(x.device),
+            **epilogues.row_launch(columns),
+        )
     return grad_x, gain_parts.sum(0), bias_parts.sum(0)

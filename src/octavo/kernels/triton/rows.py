@@ -154,7 +154,9 @@ def _cast_lines(matrix: Tensor, fmt: Format, rule: ScaleRule, *, propagate: bool
     device, (rows, columns) = matrix.device, matrix.shape
     words = torch.zeros(2 + rows + columns, dtype=torch.int32, device=device)
     broken, row_amaxes, column_amaxes = words[:2].view(torch.int64), words[2 : 2 + rows], words[2 + rows :]
-    row_scales, column_scales = torch.empty(rows + columns, 1, dtype=torch.float32, device=device).split([rows, columns])
+    row_scales, column_scales = torch.empty(rows + columns, 1, dtype=torch.float32, device=device).split(
+        [rows, columns]
+    )
     out = casts.empty_codes(rows, columns, device, wanted=direct)
     turned = casts.empty_codes(columns, rows, device, wanted=flipped)
     grid = (triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE),)
