@@ -28,6 +28,7 @@ __all__ = [
     "cast_norm",
     "no_kernel_reason",
     "norm_backward",
+    "wrong_place_reason",
 ]
 
 DEVICES = ("cuda",)
@@ -39,6 +40,13 @@ _HAS_TRITON = find_spec("triton") is not None  # a look for the file, without im
 _BLOCK_WIDTHS = (16, 32, 64, 128)  # that divide a tile
 
 
+def wrong_place_reason(x: Tensor) -> str | None:
+    """Why no kernel runs where ``x`` is; None where they do."""
+    if x.device.type not in DEVICES:
+        return f"the kernels run on {', '.join(DEVICES)}, and the tensor is on {x.device}"
+    return None if _HAS_TRITON else "triton is not installed"
+
+
 def no_kernel_reason(x: Tensor, columns: int, cast: ResultCast, *, longest: int = LONGEST_ROW) -> str | None:
     """Why no kernel here makes a result of this width from ``x`` and casts it so; None where one does."""
     return next(_objections(x, columns, cast, longest), None)
@@ -46,10 +54,6 @@ def no_kernel_reason(x: Tensor, columns: int, cast: ResultCast, *, longest: int 
 
 def _objections(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iterator[str]:
     groups = cast.granularity
-    if x.device.type not in DEVICES:
-        yield f"the kernels run on {', '.join(DEVICES)}, and the tensor is on {x.device}"
-    if not _HAS_TRITON:
-        yield "triton is not installed"
     if x.dtype not in _DTYPES:
         yield f"the kernels read float32, bfloat16 and float16, not {x.dtype}"
     if x.numel() == 0:

@@ -9,6 +9,7 @@ from torch import Tensor
 from octavo.formats import E8M0, FP32, Format
 from octavo.kernels.cpu import ScaleRule
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerTensor, QuantizedTensor
+from octavo.numerics.quantized import stored_scale
 
 __all__ = ["CastResult", "NormSpec", "ResultCast", "new_result"]
 
@@ -62,7 +63,7 @@ class CastResult(NamedTuple):
         self, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None
     ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
         """The result and, if asked for, its transpose; ``scale`` is what was given."""
-        given = self.scale if scale is None else scale.detach().float()
+        given = self.scale if scale is None else stored_scale(scale.detach().float(), cast.scale_format)
         output = QuantizedTensor(self.codes, given, cast.granularity, hp_dtype)
         if not cast.transpose:
             return output, None

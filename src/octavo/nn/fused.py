@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from octavo.functional import InputOperands
@@ -96,8 +95,8 @@ def unfused_reason(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, 
 
 
 def _objections(x: Tensor, linear: nn.Module, norm: nn.Module | None, halves: int) -> Iterator[str]:
-    if x.device.type not in fused.DEVICES:
-        yield f"the kernels run on {', '.join(fused.DEVICES)}, and the input is on {x.device}"
+    if (reason := fused.wrong_place_reason(x)) is not None:
+        yield reason
     if not isinstance(linear, Linear) or (norm is not None and not isinstance(norm, LayerNorm | RMSNorm)):
         yield "one of the two layers was replaced"
         return
@@ -137,7 +136,7 @@ def _is_watched(layer: nn.Module) -> bool:
 
 
 def _is_plain(x: Tensor | None) -> bool:
-    return x is None or type(x) in {Tensor, nn.Parameter} or isinstance(x, FakeTensor)
+    return x is None or type(x) in {Tensor, nn.Parameter}
 
 
 def _transposes(linear: Linear) -> bool:

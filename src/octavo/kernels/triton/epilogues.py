@@ -46,7 +46,7 @@ PLAIN_ARITHMETIC = {"enable_fp_fusion": False}  # no fused multiply-adds: every 
 TENSOR: tl.constexpr = tl.constexpr(0)
 ROW: tl.constexpr = tl.constexpr(1)  # any larger number is a block's width
 
-_FP32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+_FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
