@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.arguments import check_choice, check_eps, check_sizes, linear_options
+from octavo.nn.fused import norm_then_linear
 from octavo.nn.linear import Linear
 from octavo.nn.norms import NORMALIZATIONS, norm_layer
 from octavo.recipes import Recipe
@@ -15,7 +16,8 @@ class LayerNormLinear(nn.Module):
     """``linear(norm(x))``.
 
     Outputs that read one input, such as queries, keys and values, are rows of one weight here: the norm's result is
-    quantized once for all of them, in forward and for the weight's gradient.
+    quantized once for all of them, in forward and for the weight's gradient. Where octavo.nn.fused has a kernel for it,
+    only the codes of that result are written.
 
     Args:
         in_features: K.
@@ -68,6 +70,7 @@ class LayerNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """[..., K] to [..., N]; with ``return_norm_output`` a pair with the norm's [..., K]."""
+        if not self.return_norm_output:
+            return norm_then_linear(self.norm, self.linear, x)
         normed: Tensor = self.norm(x)
-        y: Tensor = self.linear(normed)
-        return (y, normed) if self.return_norm_output else y
+        return self.linear(normed), normed

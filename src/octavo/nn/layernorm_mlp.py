@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from octavo.nn.activations import ACTIVATIONS
 from octavo.nn.arguments import check_choice, check_eps, check_sizes, linear_options
+from octavo.nn.fused import activation_then_linear, norm_then_linear
 from octavo.nn.linear import Linear
 from octavo.nn.norms import NORMALIZATIONS, norm_layer
 from octavo.recipes import Recipe
@@ -16,7 +17,8 @@ class LayerNormMLP(nn.Module):
     """``fc2(activation(fc1(norm(x))))``.
 
     With a gated activation fc1 has 2 · ``ffn_hidden_size`` outputs, first the gate's, then those that it multiplies:
-    the norm's result is quantized once for both.
+    the norm's result is quantized once for both. Where octavo.nn.fused has kernels for it, only the codes of the norm's
+    and the activation's results are written.
 
     Args:
         hidden_size: of input and output, H.
@@ -73,8 +75,7 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to the same; every position by itself."""
-        y: Tensor = self.fc2(ACTIVATIONS[self.activation](self.fc1(self.norm(x))))
-        return y
+        return activation_then_linear(self.activation, self.fc2, norm_then_linear(self.norm, self.fc1, x))
 
     def extra_repr(self) -> str:
         """The activation's name."""

@@ -13,14 +13,24 @@ from octavo import recipes
 from octavo.context import active_recipe, autocast_region
 from octavo.errors import ConfigError
 from octavo.formats import FP8_FORMATS
-from octavo.functional import WeightCache, WeightOperands, cast_operand, fp8_linear
+from octavo.functional import InputOperands, WeightCache, WeightOperands, cast_operand, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import can_be_asked, check_float
-from octavo.observers import ROLES, WEIGHT, AmaxHistory, LayerTap, ScaleUpdates, StatefulModule, inside_backward
+from octavo.observers import (
+    INPUT,
+    ROLES,
+    WEIGHT,
+    AmaxHistory,
+    LayerTap,
+    RoleTap,
+    ScaleUpdates,
+    StatefulModule,
+    inside_backward,
+)
 from octavo.recipes import History, Recipe, Scaling
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "autocast_dtype"]
 
 
 FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
@@ -104,7 +114,7 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
         """[..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
-        recipe = self._recipe_now()
+        recipe = self.recipe_now()
         if recipe.is_high_precision and self.held is None and not needs_widening(_autocast(input)):
             return F.linear(input, self.weight, self.bias)
         x = _autocast(input)
@@ -113,12 +123,34 @@ class Linear(StatefulModule, torch.nn.Linear):
             raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
         if recipe.is_high_precision and self.held is None:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
-        tap = self._tap(recipe, awaits_backward=x.requires_grad or self.weight.requires_grad)
-        y = fp8_linear(x, self.weight, self.bias, recipe, weight_operands=self._operands(recipe, tap), tap=tap)
+        return self.forward_cast(recipe, lambda _: (x, None), learns=x.requires_grad)
+
+    def forward_cast(
+        self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]], *, learns: bool
+    ) -> Tensor:
+        """What :meth:`forward` does of an FP8 call once its input is known to fit.
+
+        Args:
+            recipe: :meth:`recipe_now`.
+            make: gives the input, [..., K], and its operands if it has cast it already; then it has also taken its
+                scale from the input's tap and recorded there what it found.
+            learns: whether the input takes a gradient.
+        """
+        tap = self._tap(recipe, awaits_backward=learns or self.weight.requires_grad)
+        x, operands = make(tap.of(INPUT))
+        y = fp8_linear(
+            x,
+            self.weight,
+            self.bias,
+            recipe,
+            weight_operands=self._operands(recipe, tap),
+            input_operands=operands,
+            tap=tap,
+        )
         self._watch_backward(y)
         return y
 
-    def _recipe_now(self) -> Recipe:
+    def recipe_now(self) -> Recipe:
         """The recipe of this call; where activation checkpointing repeats a call, that of the layer's last one.
 
         The repetition may run on a thread of autograd's own, which knows nothing of the block the first time stood in.
@@ -266,10 +298,14 @@ class Linear(StatefulModule, torch.nn.Linear):
         return self.amax_history
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """``x`` in the dtype that ``torch.autocast`` would give a linear layer's input."""
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that ``torch.autocast`` would give a linear layer's input ``x``; its own outside of it."""
     device = x.device.type
     available = torch.amp.is_autocast_available(device)  # not for meta tensors
     if available and x.is_floating_point() and torch.is_autocast_enabled(device):
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _autocast(x: Tensor) -> Tensor:
+    return x.to(autocast_dtype(x))

@@ -1,0 +1,290 @@
+"""Norms and activations whose result is cast before it leaves the kernel: what they take and give, and who runs them.
+
+Triton's kernels run them (kernels/triton/norms.py and activations.py count the bytes moved). A traced graph sees one
+operator for each, ``octavo::norm_cast``, ``norm_backward``, ``activation_cast`` and ``activation_backward``.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E4M3, E5M2, E8M0, FP32, format_of
+from octavo.kernels.cpu import ScaleRule, is_traced
+from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast, new_result
+from octavo.numerics import Nonfinite, PerBlock, ScaleRounding
+from octavo.numerics.granularity import granularity_as_list, granularity_from_list
+
+__all__ = [
+    "DEVICES",
+    "FUNCTIONS",
+    "LONGEST_LAYERNORM",
+    "LONGEST_ROW",
+    "activation_backward",
+    "cast_activation",
+    "cast_norm",
+    "no_kernel_reason",
+    "norm_backward",
+    "wrong_place_reason",
+]
+
+DEVICES = ("cuda",)
+FUNCTIONS = ("gelu", "gelu_tanh", "qgelu", "relu", "silu", "srelu")
+LONGEST_ROW = 16384  # what the registers of one program hold
+LONGEST_LAYERNORM = 8192  # beside two running sums for its parameters
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = find_spec("triton") is not None  # a look for the file, without importing it
+_BLOCK_WIDTHS = (16, 32, 64, 128)  # that divide a tile
+
+
+def wrong_place_reason(x: Tensor) -> str | None:
+    """Why no kernel runs where ``x`` is; None where they do."""
+    if x.device.type not in DEVICES:
+        return f"the kernels run on {', '.join(DEVICES)}, and the tensor is on {x.device}"
+    return None if _HAS_TRITON else "triton is not installed"
+
+
+def no_kernel_reason(x: Tensor, columns: int, cast: ResultCast, *, longest: int = LONGEST_ROW) -> str | None:
+    """Why no kernel here makes a result of this width from ``x`` and casts it so; None where one does."""
+    return next(_objections(x, columns, cast, longest), None)
+
+
+def _objections(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iterator[str]:
+    groups = cast.granularity
+    if x.dtype not in _DTYPES:
+        yield f"the kernels read float32, bfloat16 and float16, not {x.dtype}"
+    if x.numel() == 0:
+        yield "the tensor is empty"
+    if columns > longest:
+        yield f"a row of {columns} is longer than {longest}"
+    if cast.format not in (E4M3, E5M2):
+        yield f"the kernels write E4M3 and E5M2, not {cast.format}"
+    if isinstance(groups, PerBlock) and (groups.rows != 1 or groups.columns not in _BLOCK_WIDTHS):
+        yield f"the kernels scale blocks of one row and {', '.join(map(str, _BLOCK_WIDTHS))} columns, not {groups}"
+
+
+def cast_norm(
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    norm: NormSpec,
+    cast: ResultCast,
+    *,
+    handed_on: torch.dtype,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[CastResult, Tensor, Tensor]:
+    """Normalise the rows of ``x`` in FP32, round to ``handed_on``, cast.
+
+    Args:
+        x: [R, H], contiguous; float32, bfloat16 or float16.
+        gain: [H], any float dtype.
+        bias: [H] or None.
+        norm: which norm.
+        cast: how the result is cast.
+        handed_on: what the result is rounded to first: x's dtype; if that is float32, any of the three.
+        amax: float32 [], what a scale for the tensor is made from, unless it is 0.
+        scale: float32 [], the decode scale to use instead.
+
+    Returns:
+        The operands, and mean (empty for an RMSNorm) and rstd, float32 [R], for :func:`norm_backward`.
+    """
+    if is_traced(x):
+        *parts, mean, rstd = torch.ops.octavo.norm_cast(
+            *(x, gain, bias, norm.layer, norm.eps, norm.zero_centered, handed_on, amax, scale, *_as_arguments(cast))
+        )
+        made = CastResult(*parts)
+    else:
+        made, mean, rstd = _norms().cast_norm(x, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale)
+    return made, mean, rstd
+
+
+def norm_backward(  # noqa: PLR0917 (a backward's inputs)
+    grad_y: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, norm: NormSpec, *, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, in its dtype, and of gain and bias, float32 [H]; the last is empty without a bias."""
+    if is_traced(x):
+        made: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(
+            grad_y, x, gain, mean, rstd, norm.layer, norm.zero_centered, has_bias
+        )
+    else:
+        made = _norms().norm_backward(grad_y, x, gain, mean, rstd, norm, has_bias=has_bias)
+    return made
+
+
+def cast_activation(
+    x: Tensor,
+    function: str,
+    cast: ResultCast,
+    *,
+    gated: bool,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> CastResult:
+    """f(x), or f(first half) · second half, in ``x``'s dtype, cast.
+
+    Args:
+        x: [R, F], [R, 2F] if gated; contiguous; float32, bfloat16 or float16.
+        function: one of :data:`FUNCTIONS`.
+        cast: how the result is cast.
+        gated: whether x carries a gate.
+        amax: as in :func:`cast_norm`.
+        scale: as in :func:`cast_norm`.
+    """
+    if is_traced(x):
+        made = CastResult(*torch.ops.octavo.activation_cast(x, function, gated, amax, scale, *_as_arguments(cast)))
+    else:
+        made = _activations().cast_activation(x, function, cast, gated=gated, amax=amax, scale=scale)
+    return made
+
+
+def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool) -> Tensor:
+    """The gradient of x, in its shape and dtype."""
+    if is_traced(x):
+        grad: Tensor = torch.ops.octavo.activation_backward(grad_y, x, function, gated)
+    else:
+        grad = _activations().activation_backward(grad_y, x, function, gated=gated)
+    return grad
+
+
+def _as_arguments(cast: ResultCast) -> tuple[object, ...]:
+    """A cast as the last arguments of :data:`_CAST`."""
+    rule, e8m0, propagate = cast.rule, cast.scale_format == E8M0, cast.nonfinite == Nonfinite.PROPAGATE
+    numbers = (str(rule.rounding), rule.amax_floor, rule.margin)
+    return (cast.format.torch_dtype, granularity_as_list(cast.granularity), *numbers, e8m0, propagate, cast.transpose)
+
+
+def _from_arguments(  # noqa: PLR0917 (an operator's schema)
+    dtype: torch.dtype,
+    granularity: list[int],
+    rounding: str,
+    amax_floor: float,
+    margin: int,
+    e8m0: bool,
+    propagate: bool,
+    transpose: bool,
+) -> ResultCast:
+    return ResultCast(
+        format=format_of(dtype),
+        granularity=granularity_from_list(granularity),
+        rule=ScaleRule(ScaleRounding(rounding), amax_floor, margin),
+        scale_format=E8M0 if e8m0 else FP32,
+        nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
+        transpose=transpose,
+    )
+
+
+def _norms() -> ModuleType:
+    from octavo.kernels.triton import norms
+
+    return norms
+
+
+def _activations() -> ModuleType:
+    from octavo.kernels.triton import activations
+
+    return activations
+
+
+def _norm_cast(  # noqa: PLR0917 (an operator's schema)
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    layer: bool,
+    eps: float,
+    zero_centered: bool,
+    handed_on: torch.dtype,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    *cast: Any,
+) -> tuple[Tensor, ...]:
+    norm, asked = NormSpec(layer=layer, eps=eps, zero_centered=zero_centered), _from_arguments(*cast)
+    made, mean, rstd = _norms().cast_norm(x, gain, bias, norm, asked, handed_on=handed_on, amax=amax, scale=scale)
+    return (*made, mean, rstd)
+
+
+def _norm_cast_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    layer, cast = rest[2], rest[8:]
+    rows, columns = x.shape
+    mean, rstd = (x.new_empty(size, dtype=torch.float32) for size in (rows if layer else 0, rows))
+    return (*new_result(x, columns, _from_arguments(*cast)), mean, rstd)
+
+
+def _norm_backward(  # noqa: PLR0917 (an operator's schema)
+    grad_y: Tensor,
+    x: Tensor,
+    gain: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    layer: bool,
+    zero_centered: bool,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    norm = NormSpec(layer=layer, eps=0.0, zero_centered=zero_centered)  # eps is in rstd
+    made: tuple[Tensor, Tensor, Tensor] = _norms().norm_backward(grad_y, x, gain, mean, rstd, norm, has_bias=has_bias)
+    return made
+
+
+def _norm_backward_shapes(_: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    has_bias = rest[-1]
+    columns = x.shape[1]
+    gain, bias = (x.new_empty(size, dtype=torch.float32) for size in (columns, columns if has_bias else 0))
+    return torch.empty_like(x), gain, bias
+
+
+def _activation_cast(
+    x: Tensor, function: str, gated: bool, amax: Tensor | None, scale: Tensor | None, *cast: Any
+) -> tuple[Tensor, ...]:
+    asked = _from_arguments(*cast)
+    return tuple(_activations().cast_activation(x, function, asked, gated=gated, amax=amax, scale=scale))
+
+
+def _activation_cast_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    gated, cast = rest[1], rest[4:]
+    return tuple(new_result(x, x.shape[1] // 2 if gated else x.shape[1], _from_arguments(*cast)))
+
+
+def _activation_backward(grad_y: Tensor, x: Tensor, function: str, gated: bool) -> Tensor:
+    grad: Tensor = _activations().activation_backward(grad_y, x, function, gated=gated)
+    return grad
+
+
+def _activation_backward_shapes(_: Tensor, x: Tensor, *__: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _register(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    torch.library.define(f"octavo::{name}", schema)
+    torch.library.impl(f"octavo::{name}", "CompositeExplicitAutograd")(run)
+    torch.library.register_fake(f"octavo::{name}")(shapes)
+
+
+_CAST = (
+    "Tensor? amax, Tensor? scale, ScalarType dtype, int[] granularity, str rounding, float amax_floor, int margin, "
+    "bool e8m0, bool propagate, bool transpose"
+)
+_NORM = "Tensor x, Tensor gain, Tensor? bias, bool layer, float eps, bool zero_centered, ScalarType handed_on"
+_MADE = "Tensor, Tensor, Tensor, Tensor, Tensor"
+_register("norm_cast", f"({_NORM}, {_CAST}) -> ({_MADE}, Tensor, Tensor)", _norm_cast, _norm_cast_shapes)
+_register(
+    "activation_cast",
+    f"(Tensor x, str function, bool gated, {_CAST}) -> ({_MADE})",
+    _activation_cast,
+    _activation_cast_shapes,
+)
+_register(
+    "norm_backward",
+    "(Tensor grad_y, Tensor x, Tensor gain, Tensor mean, Tensor rstd, bool layer, bool zero_centered, bool has_bias) "
+    "-> (Tensor, Tensor, Tensor)",
+    _norm_backward,
+    _norm_backward_shapes,
+)
+_register(
+    "activation_backward",
+    "(Tensor grad_y, Tensor x, str function, bool gated) -> Tensor",
+    _activation_backward,
+    _activation_backward_shapes,
+)

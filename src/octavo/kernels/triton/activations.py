@@ -1,0 +1,254 @@
+"""The activations of an MLP with the cast of their result, and their backward; the result itself is never written.
+
+x is [R, F], or [R, 2F] with the gate's half first; y = f(x), or f(gate) · up, [R, F]. Computed in FP32 and rounded to
+x's dtype where the unfused layer rounds: after f, and after the product; then cast.
+
+| cast                    | rows kernel: reads x, writes | tiles kernel: reads x, writes | bytes, 16-bit, gated |
+|-------------------------|------------------------------|-------------------------------|----------------------|
+| per tensor, dynamic     | amax                         | codes in both orientations    | 4 + 4 + 1 + 1        |
+| per tensor, known scale | nothing, and reads nothing   | codes in both orientations    | 4 + 1 + 1            |
+| per row                 | codes, column amaxes         | codes of the transpose        | 4 + 1 + 4 + 1        |
+| in blocks along K       | (not run)                    | codes in both orientations    | 4 + 1 + 1            |
+
+Bytes are those of an element of y. An activation followed by its cast would write and read y besides. Without the
+transpose, which only a weight's gradient needs, a cast per row ends with the first kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.result_cast import CastResult, ResultCast
+from octavo.kernels.triton import codes, epilogues
+
+__all__ = ["activation_backward", "cast_activation"]
+
+_PROGRAMS, _WITH_COLUMNS = 2112, 396  # 16 and 3 on each of an H100's multiprocessors
+_MEASURED_AT_ONCE = 4096
+
+_SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476)
+_NORMAL_PEAK: tl.constexpr = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+_TANH_SLOPE: tl.constexpr = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi), since (1 + tanh(k/2)) / 2 = sigmoid(k)
+_TANH_CUBE: tl.constexpr = tl.constexpr(0.044715)
+_QUICK_SLOPE: tl.constexpr = tl.constexpr(1.702)
+
+
+@triton.jit
+def _tanh_argument(x):
+    """K such that gelu_tanh(x) = x · sigmoid(k)."""
+    return (x * x * x * _TANH_CUBE + x) * _TANH_SLOPE
+
+
+@triton.jit
+def _function(x, NAME: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """f(x) in FP32, rounded to DTYPE."""
+    if NAME == "relu":
+        y = tl.where(x <= 0, 0.0, x)  # NaN stays NaN
+    elif NAME == "srelu":
+        y = tl.where(x <= 0, 0.0, x)
+        y = y * y
+    elif NAME == "gelu":
+        y = x * 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF))
+    elif NAME == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif NAME == "gelu_tanh":
+        y = x / (1.0 + tl.exp(-_tanh_argument(x)))
+    else:
+        tl.static_assert(NAME == "qgelu")
+        inner = epilogues.rounded(x * _QUICK_SLOPE, DTYPE, HARDWARE)
+        y = x * epilogues.rounded(1.0 / (1.0 + tl.exp(-inner)), DTYPE, HARDWARE)
+    return epilogues.rounded(y, DTYPE, HARDWARE)
+
+
+@triton.jit
+def _function_and_slope(x, NAME: tl.constexpr):
+    """f(x) and its derivative in FP32."""
+    if NAME == "relu":
+        y = tl.where(x <= 0, 0.0, x)
+        slope = tl.where(x <= 0, 0.0, 1.0)
+    elif NAME == "srelu":
+        y = tl.where(x <= 0, 0.0, x)
+        slope = 2.0 * y
+        y = y * y
+    elif NAME == "gelu":
+        area = 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF))
+        y = x * area
+        slope = area + x * tl.exp(x * x * -0.5) * _NORMAL_PEAK
+    else:
+        inner = x
+        inner_slope = tl.full(x.shape, 1.0, tl.float32)
+        if NAME == "gelu_tanh":
+            inner = _tanh_argument(x)
+            inner_slope = (x * x * (3.0 * _TANH_CUBE) + 1.0) * _TANH_SLOPE
+        elif NAME == "qgelu":
+            inner = x * _QUICK_SLOPE
+            inner_slope = tl.full(x.shape, _QUICK_SLOPE, tl.float32)
+        area = 1.0 / (1.0 + tl.exp(-inner))
+        y = x * area
+        slope = area + y * (1.0 - area) * inner_slope
+    return y, slope
+
+
+@triton.jit
+def _activated(x, row, at, inside, columns, NAME: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr):
+    """Y at columns ``at`` of a row, or a column of rows; 0 where not ``inside``."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    here = row.to(tl.int64) * (columns * (2 if GATED else 1)) + at
+    y = _function(tl.load(x + here, mask=inside, other=0.0).to(tl.float32), NAME, DTYPE, HARDWARE)
+    if GATED:
+        up = tl.load(x + here + columns, mask=inside, other=0.0).to(tl.float32)
+        y = epilogues.rounded(y * up, DTYPE, HARDWARE)
+    return y
+
+
+@triton.jit
+def _activation_rows_kernel(
+    x, output, output_scale, found, known, column_amax, rows, columns, rows_each,
+    NAME: tl.constexpr, GATED: tl.constexpr, KNOWN: tl.constexpr, CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
+    MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """A program takes SIZE columns of ``rows_each`` rows; none where an amax is known."""
+    at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = at < columns
+    largest = tl.zeros([SIZE], tl.float32)
+    PACK: tl.constexpr = min(8, SIZE)  # what a thread holds side by side is counted together: fewer registers
+    broken = tl.zeros([SIZE // PACK], tl.int32)
+    first = tl.program_id(0) * rows_each
+    count = tl.minimum(rows_each, rows - first)
+    if KNOWN == "amax":
+        count = tl.where(tl.load(known) > 0, 0, count)
+    for step in range(count):
+        row = first + step
+        y = _activated(x, row, at, inside, columns, NAME, GATED, HARDWARE)
+        magnitude, nonfinite = codes.finite_magnitude(y)
+        broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
+        if COLUMN_AMAX or not CAST_ROWS:
+            largest = tl.maximum(largest, magnitude)
+        if CAST_ROWS:
+            epilogues.cast_row(
+                y, magnitude, row, at, inside, columns, output, output_scale,
+                MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE,
+            )  # fmt: skip
+    if count > 0:
+        epilogues.add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
+    if COLUMN_AMAX:
+        tl.atomic_max(column_amax + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _activation_tiles_kernel(
+    x, output, output_scale, transposed, transposed_scale, found, known, column_amax, rows, columns,
+    NAME: tl.constexpr, GATED: tl.constexpr, KNOWN: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSE: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
+    MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program takes a tile [ROWS, COLUMNS] of y, and measures it unless ``activation_rows`` did."""
+    across = tl.cdiv(columns, COLUMNS)
+    row_tile, column_tile = tl.program_id(0) // across, tl.program_id(0) % across
+    row = (row_tile * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (column_tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows) & (column < columns)
+    y = _activated(x, row, column, inside, columns, NAME, GATED, HARDWARE)
+    if KNOWN != "" or GROUPS > epilogues.ROW:
+        magnitude, nonfinite = codes.finite_magnitude(y)
+        amax, count = tl.max(magnitude), tl.sum(nonfinite)
+        if KNOWN == "amax":
+            unmeasured = tl.load(known) > 0
+            amax = tl.where(unmeasured, amax, 0.0)
+            count = tl.where(unmeasured, count, 0)
+        epilogues.add_to_found(found, amax, count)
+    epilogues.cast_tile(
+        y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
+        found, known, column_amax, KNOWN, GROUPS, TRANSPOSE,
+        MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _activation_backward_kernel(
+    grad_y, x, grad_x, columns, NAME: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """A program takes SIZE columns of one row."""
+    across = tl.cdiv(columns, SIZE)
+    row = tl.program_id(0) // across
+    at = tl.program_id(0) % across * SIZE + tl.arange(0, SIZE)
+    inside = at < columns
+    grad = tl.load(grad_y + row.to(tl.int64) * columns + at, mask=inside, other=0.0).to(tl.float32)
+    here = row.to(tl.int64) * (columns * (2 if GATED else 1)) + at
+    y, slope = _function_and_slope(tl.load(x + here, mask=inside, other=0.0).to(tl.float32), NAME)
+    DTYPE: tl.constexpr = grad_x.dtype.element_ty
+    if GATED:
+        up = tl.load(x + here + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + here + columns, epilogues.rounded(grad * y, DTYPE, HARDWARE).to(DTYPE), mask=inside)
+        grad = grad * up
+    tl.store(grad_x + here, epilogues.rounded(grad * slope, DTYPE, HARDWARE).to(DTYPE), mask=inside)
+
+
+def cast_activation(
+    x: Tensor, function: str, cast: ResultCast, *, gated: bool, amax: Tensor | None, scale: Tensor | None
+) -> CastResult:
+    """See :func:`octavo.kernels.fused.cast_activation`."""
+    rows, columns = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    launch = epilogues.launch_of(x, columns, cast, amax, scale)
+    flags = {
+        "NAME": function,
+        "GATED": gated,
+        "KNOWN": launch.KNOWN,
+        **launch.constants,
+        **epilogues.PLAIN_ARITHMETIC,
+    }
+    by_row = launch.GROUPS == epilogues.ROW
+    with epilogues.on_device_of(x):
+        if by_row or (launch.GROUPS == epilogues.TENSOR and scale is None):
+            shape = epilogues.row_launch(columns if by_row else min(columns, _MEASURED_AT_ONCE))
+            across = triton.cdiv(columns, shape["SIZE"])
+            rows_each = triton.cdiv(rows * across, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
+            _activation_rows_kernel[(triton.cdiv(rows, rows_each), across)](
+                *(
+                    x,
+                    *launch.outputs[:2],
+                    launch.made.found,
+                    launch.known,
+                    launch.column_amax,
+                    rows,
+                    columns,
+                    rows_each,
+                ),
+                CAST_ROWS=by_row,
+                COLUMN_AMAX=by_row and cast.transpose,
+                **flags,
+                **shape,
+            )
+        if not by_row or cast.transpose:
+            _activation_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
+                *(x, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
+                GROUPS=launch.GROUPS,
+                TRANSPOSE=cast.transpose,
+                **flags,
+                **epilogues.tile(launch.GROUPS),
+            )
+    return launch.made
+
+
+def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool) -> Tensor:
+    """See :func:`octavo.kernels.fused.activation_backward`.
+
+    Bytes an element of y, 16-bit: 2 + 4 read and 4 written if gated, 2 + 2 and 2 if not.
+    """
+    rows, columns = grad_y.shape
+    grad_x = torch.empty_like(x)
+    size = min(triton.next_power_of_2(columns), 1024)
+    with epilogues.on_device_of(x):
+        _activation_backward_kernel[(rows * triton.cdiv(columns, size),)](
+            *(grad_y, x, grad_x, columns),
+            NAME=function,
+            GATED=gated,
+            HARDWARE=codes.has_hardware_casts(x.device),
+            SIZE=size,
+            num_warps=4,
+        )
+    return grad_x

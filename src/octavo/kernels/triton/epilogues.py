@@ -1,0 +1,258 @@
+"""What follows a kernel's result while it is still in registers: round it, measure it, cast it, write the codes.
+
+A result stands as FP32 numbers that hold what the unfused layer would have handed on: rounded to its dtype. Two shapes
+occur. A *row* is a whole row of the result, whose own amax can scale it at once. A *tile* is ROWS x COLUMNS of it, for
+scales that are known, or that belong to blocks inside the tile, and for codes written in both orientations:
+
+| operand    | codes  | groups                        | scale                |
+|------------|--------|-------------------------------|----------------------|
+| output     | [R, H] | tensor; a row; B along a row  | [], [R, 1], [R, H/B] |
+| transposed | [H, R] | tensor; a row; B along a row  | [], [H, 1], [H, R/B] |
+
+What is found goes to ``found``, int32 [2]: the bits of the largest finite magnitude and the number of NaN and ±Inf. The
+bits of non-negative FP32 numbers are in the numbers' order, so integer maxima find them, in whatever order programs
+come.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import E8M0
+from octavo.kernels.result_cast import CastResult, ResultCast, new_result
+from octavo.kernels.triton import codes
+from octavo.numerics import Nonfinite, PerBlock, PerRow
+
+__all__ = [
+    "PLAIN_ARITHMETIC",
+    "Launch",
+    "add_to_found",
+    "cast_row",
+    "cast_tile",
+    "launch_of",
+    "on_device_of",
+    "rounded",
+    "row_launch",
+    "tile",
+    "tiles",
+]
+
+PLAIN_ARITHMETIC = {"enable_fp_fusion": False}  # no fused multiply-adds: every kernel finds the same bits
+
+TENSOR: tl.constexpr = tl.constexpr(0)
+ROW: tl.constexpr = tl.constexpr(1)  # any larger number is a block's width
+
+_FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP32 numbers rounded to DTYPE, still FP32. The interpreter's own bfloat16 would cut bits off."""
+    if DTYPE == tl.float32:
+        result = x
+    elif DTYPE == tl.bfloat16 and not HARDWARE:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        result = tl.where((bits & 0x7FFF_FFFF) > 0x7F80_0000, bits | 0x40_0000, nearest).to(tl.float32, bitcast=True)
+    else:
+        result = x.to(DTYPE).to(tl.float32)
+    return result
+
+
+@triton.jit
+def _is_infinite(x):
+    """Whether FP32 numbers are ±Inf."""
+    return (x.to(tl.int32, bitcast=True) & 0x7FFF_FFFF) == 0x7F80_0000
+
+
+@triton.jit
+def add_to_found(found, amax, nonfinite):
+    """Raise found[0] to an amax and found[1] by a count; both are single numbers."""
+    tl.atomic_max(found, amax.to(tl.int32, bitcast=True), sem="relaxed")
+    if nonfinite > 0:
+        tl.atomic_add(found + 1, nonfinite, sem="relaxed")
+
+
+@triton.jit
+def _store_scale(at, encode, mask, E8M0: tl.constexpr):
+    """Store the decode scales that belong to encode scales."""
+    scale = codes.reciprocal(encode)
+    if E8M0:
+        tl.store(at, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
+    else:
+        tl.store(at, scale, mask=mask)
+
+
+@triton.jit
+def _tensor_encode_scale(
+    found, known, KNOWN: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr, MARGIN: tl.constexpr,
+):  # fmt: skip
+    """The encode scale of a whole tensor, [1].
+
+    KNOWN says what ``known`` points to: "scale", a decode scale; "amax", which counts unless it is 0; or "", nothing.
+    Otherwise the amax is ``found``'s.
+    """
+    one = tl.arange(0, 1)
+    if KNOWN == "scale":
+        encode = tl.minimum(codes.reciprocal(tl.load(known + one)), _FP32_MAX)
+    else:
+        amax = tl.load(found + one).to(tl.float32, bitcast=True)
+        if KNOWN == "amax":
+            past = tl.load(known + one)
+            amax = tl.where(past > 0, past, amax)
+        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+    return encode
+
+
+@triton.jit
+def cast_row(
+    y, magnitude, row, at, inside, columns, output, output_scale,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
+    MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Cast a row by its own amax; ``at`` are its columns."""
+    amax = tl.max(magnitude, axis=0, keep_dims=True)
+    encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+    made = codes.code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, _is_infinite(y))
+    tl.store(output + row.to(tl.int64) * columns + at, made, mask=inside)
+    one = tl.arange(0, 1)
+    _store_scale(output_scale + row + one, encode, one == 0, E8M0)
+
+
+@triton.jit
+def cast_tile(
+    y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
+    found, known, column_amax, KNOWN: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSE: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
+    MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile [ROWS, COLUMNS], 0 beyond the matrix, by GROUPS: TENSOR, ROW or a block's width.
+
+    Rows of the output are :func:`cast_row`'s: with ROW only the transpose is written here, by ``column_amax``.
+    """
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    infinite = _is_infinite(y)
+    if GROUPS == TENSOR:
+        encode = _tensor_encode_scale(found, known, KNOWN, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        made = codes.code_from_number(y * encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+        if KNOWN != "scale":
+            one = tl.arange(0, 1)
+            _store_scale(output_scale + one, encode, (one == 0) & (row_tile == 0) & (column_tile == 0), E8M0)
+    elif GROUPS == ROW:
+        amax = tl.load(column_amax + column, mask=column < columns, other=0).to(tl.float32, bitcast=True)
+        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        _store_scale(transposed_scale + column, encode, (column < columns) & (row_tile == 0), E8M0)
+        made = codes.code_from_number(y * encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+    else:
+        encode = _block_encode_scale(
+            y, output_scale, row, column_tile, rows, columns,
+            MAX, MANTISSA, ROUNDING, FLOOR, MARGIN, E8M0, GROUPS, ROWS, COLUMNS,
+        )  # fmt: skip
+        made = codes.code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+    if GROUPS != ROW:
+        at = row[:, None].to(tl.int64) * columns + column[None, :]
+        tl.store(output + at, made, mask=(row < rows)[:, None] & (column < columns)[None, :])
+    if TRANSPOSE:
+        made = tl.trans(made)
+        if GROUPS > ROW:
+            turned = tl.trans(y)
+            encode = _block_encode_scale(
+                turned, transposed_scale, column, row_tile, columns, rows,
+                MAX, MANTISSA, ROUNDING, FLOOR, MARGIN, E8M0, GROUPS, COLUMNS, ROWS,
+            )  # fmt: skip
+            infinite = _is_infinite(turned)
+            made = codes.code_from_number(turned * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+        at = column[:, None].to(tl.int64) * rows + row[None, :]
+        tl.store(transposed + at, made, mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit
+def _block_encode_scale(
+    y, scale, row, column_tile, rows, columns,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr, MARGIN: tl.constexpr,
+    E8M0: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The encode scales of a tile's blocks of WIDTH along its rows, [ROWS, COLUMNS]; stores the decode scales."""
+    groups: tl.constexpr = COLUMNS // WIDTH
+    magnitude, _ = codes.finite_magnitude(y)
+    amax = tl.max(tl.reshape(magnitude, (ROWS, groups, WIDTH)), axis=2)
+    encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+    group = column_tile * groups + tl.arange(0, groups)
+    width = tl.cdiv(columns, WIDTH)
+    at = row[:, None].to(tl.int64) * width + group[None, :]
+    _store_scale(scale + at, encode, (row < rows)[:, None] & (group < width)[None, :], E8M0)
+    return tl.reshape(tl.broadcast_to(encode[:, :, None], (ROWS, groups, WIDTH)), (ROWS, COLUMNS))
+
+
+class Launch(NamedTuple):
+    """A cast as the arguments that every fused kernel takes."""
+
+    made: CastResult
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor]  # codes as uint8, scale, transposed codes as uint8, their scale
+    column_amax: Tensor  # int32, bits of FP32
+    known: Tensor
+    constants: dict[str, Any]  # of the format, the scale rule and the codes
+    KNOWN: str
+    GROUPS: int
+
+
+def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> Launch:
+    """Allocate a result with ``columns`` columns, and name what the kernels are told.
+
+    ``found`` and the column amaxes stand side by side in one tensor of zeros.
+    """
+    groups = cast.granularity
+    per_column = columns if cast.transpose and isinstance(groups, PerRow) else 0
+    zeros = torch.zeros(2 + per_column, dtype=torch.int32, device=x.device)
+    made = new_result(x, columns, cast)._replace(found=zeros[:2])
+    known = amax if scale is None else scale
+    constants = codes.format_constants(cast.format) | {
+        "ROUNDING": str(cast.rule.rounding),
+        "FLOOR": cast.rule.amax_floor,
+        "MARGIN": cast.rule.margin,
+        "E8M0": cast.scale_format == E8M0,
+        "PROPAGATE": cast.nonfinite == Nonfinite.PROPAGATE,
+        "HARDWARE": codes.has_hardware_casts(x.device),
+    }
+    return Launch(
+        made,
+        (made.codes.view(torch.uint8), made.scale, made.transposed.view(torch.uint8), made.transposed_scale),
+        zeros[2:],
+        zeros if known is None else known,
+        constants,
+        KNOWN="scale" if scale is not None else "amax" if amax is not None else "",
+        GROUPS=groups.columns if isinstance(groups, PerBlock) else int(isinstance(groups, PerRow)),
+    )
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Launches go to the current device, which need not be the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def row_launch(columns: int) -> dict[str, int]:
+    """The size of a program that holds rows of ``columns``, and its warps: 16 numbers a thread, up to 16 warps."""
+    size = triton.next_power_of_2(columns)
+    return {"SIZE": size, "num_warps": max(1, min(16, size // 512))}
+
+
+def tile(groups: int) -> dict[str, int]:
+    """The tile of a program and its warps. 128 rows fill a line of the transpose, and hold its blocks."""
+    return (
+        {"ROWS": 128, "COLUMNS": 128, "num_warps": 16}
+        if groups == 128
+        else {"ROWS": 128, "COLUMNS": 64, "num_warps": 8}
+    )
+
+
+def tiles(groups: int, rows: int, columns: int) -> tuple[int]:
+    """How many tiles cover a matrix."""
+    shape = tile(groups)
+    return (triton.cdiv(rows, shape["ROWS"]) * triton.cdiv(columns, shape["COLUMNS"]),)

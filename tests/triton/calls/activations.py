@@ -1,0 +1,34 @@
+"""Activations with the cast of their result, and their backward."""
+
+import torch
+
+from octavo.kernels import fused
+from octavo.kernels.result_cast import ResultCast
+from tests.triton.calls.norms import BLOCK, MX, ROW, TENSOR
+
+WIDTH = 14336
+
+
+def _cast(function: str, cast: ResultCast, amax: bool = False, dtype: torch.dtype = torch.bfloat16):
+    x = torch.empty(64, 2 * WIDTH, dtype=dtype)
+    return fused.cast_activation(x, function, cast, gated=True, amax=torch.ones(()) if amax else None)
+
+
+def _backward(function: str, gated: bool):
+    x = torch.empty(64, 2 * WIDTH if gated else WIDTH, dtype=torch.bfloat16)
+    return fused.activation_backward(x[:, :WIDTH].contiguous(), x, function, gated=gated)
+
+
+CALLS = {
+    "swiglu, tensorwise": lambda: _cast("silu", TENSOR),
+    "swiglu, delayed": lambda: _cast("silu", TENSOR, amax=True),
+    "swiglu, rowwise": lambda: _cast("silu", ROW),
+    "swiglu, rowwise, fp32": lambda: _cast("silu", ROW, dtype=torch.float32),
+    "swiglu, blockwise": lambda: _cast("silu", BLOCK),
+    "swiglu, mxfp8": lambda: _cast("silu", MX),
+    "geglu, tensorwise": lambda: _cast("gelu", TENSOR),
+    "geglu_tanh, rowwise": lambda: _cast("gelu_tanh", ROW),
+    "swiglu backward": lambda: _backward("silu", gated=True),
+    "gelu backward": lambda: _backward("gelu", gated=False),
+    "geglu_tanh backward": lambda: _backward("gelu_tanh", gated=True),
+}

@@ -1,0 +1,57 @@
+"""Norms with the cast of their result, and their backward."""
+
+import torch
+
+from octavo.formats import E4M3, E8M0
+from octavo.kernels import ScaleRule, fused
+from octavo.kernels.result_cast import NormSpec, ResultCast
+from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
+
+ROWS, COLUMNS = 8192, 4096
+TENSOR = ResultCast(format=E4M3, granularity=PerTensor(), rule=ScaleRule(ScaleRounding.FP32, 1e-12, 0), transpose=True)
+ROW = ResultCast(format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.RCEIL, 1e-12, 0), transpose=True)
+BLOCK = ResultCast(
+    format=E4M3, granularity=PerBlock(1, 128), rule=ScaleRule(ScaleRounding.RCEIL, 1e-12, 0), transpose=True
+)
+MX = ResultCast(
+    format=E4M3,
+    granularity=PerBlock(1, 32),
+    rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0),
+    scale_format=E8M0,
+    transpose=True,
+)
+
+
+def _rms(cast: ResultCast, columns: int = COLUMNS, dtype: torch.dtype = torch.bfloat16, amax: bool = False):
+    spec = NormSpec(layer=False, eps=1e-5, zero_centered=False)
+    x, gain = torch.empty(64, columns, dtype=dtype), torch.empty(columns)
+    return fused.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=torch.ones(()) if amax else None)
+
+
+def _layer(cast: ResultCast, columns: int = COLUMNS):
+    spec = NormSpec(layer=True, eps=1e-5, zero_centered=True)
+    x, gain = torch.empty(64, columns, dtype=torch.bfloat16), torch.empty(columns, dtype=torch.bfloat16)
+    return fused.cast_norm(x, gain, gain, spec, cast, handed_on=torch.bfloat16)
+
+
+def _backward(columns: int, layer: bool, dtype: torch.dtype = torch.bfloat16):
+    spec = NormSpec(layer=layer, eps=1e-5, zero_centered=False)
+    x, gain, rstd = torch.empty(64, columns, dtype=dtype), torch.empty(columns), torch.empty(64)
+    return fused.norm_backward(x, x, gain, rstd, rstd, spec, has_bias=layer)
+
+
+CALLS = {
+    "rmsnorm, tensorwise": lambda: _rms(TENSOR),
+    "rmsnorm, tensorwise, fp32": lambda: _rms(TENSOR, dtype=torch.float32),
+    "rmsnorm, delayed": lambda: _rms(TENSOR, amax=True),
+    "rmsnorm, rowwise": lambda: _rms(ROW),
+    "rmsnorm, rowwise, 16384": lambda: _rms(ROW, 16384),
+    "rmsnorm, blockwise": lambda: _rms(BLOCK),
+    "rmsnorm, mxfp8": lambda: _rms(MX),
+    "layernorm, tensorwise": lambda: _layer(TENSOR),
+    "layernorm, rowwise, 8192": lambda: _layer(ROW, 8192),
+    "rmsnorm backward": lambda: _backward(COLUMNS, layer=False),
+    "rmsnorm backward, 16384": lambda: _backward(16384, layer=False),
+    "layernorm backward": lambda: _backward(COLUMNS, layer=True),
+    "layernorm backward, 8192": lambda: _backward(8192, layer=True),
+}
