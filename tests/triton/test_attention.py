@@ -16,8 +16,9 @@ FORMATS = (E4M3, BF16, FP32)
 
 def moved(cache: CacheTensors, device, table=None) -> CacheTensors:
     """On a device, with the pages of another table if there is one."""
-    tensors = (cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.table if table is None else table)
-    return CacheTensors(*(None if tensor is None else tensor.to(device) for tensor in tensors))
+    scales = (None if scale is None else scale.to(device) for scale in (cache.key_scale, cache.value_scale))
+    own = cache.table if table is None else table
+    return CacheTensors(cache.keys.to(device), cache.values.to(device), *scales, own.to(device))
 
 
 def same_bits(one: CacheTensors, other: CacheTensors) -> bool:
@@ -74,9 +75,7 @@ def bound(queries, cache, position, scale):
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (5, 1, 20), (20, 1, 32), (2, 2, 128)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (5, 1, 20), (20, 1, 32), (2, 2, 128)])
 def test_attention_is_near_exact_softmax(fmt, heads, kv_heads, dim, device):
     positions = 2 * PAGE + 37
     cache, position = filled(fmt, positions, kv_heads, dim), torch.tensor([0, 1, PAGE - 1, PAGE, positions - 1])

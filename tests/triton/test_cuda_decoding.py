@@ -10,12 +10,12 @@ from octavo.models import Llama, LlamaConfig
 from octavo.serving import ModelRunner, PagedKVCache
 
 
-def model(device, *, tie=False, heads=4, kv_heads=2):
+def model(device, *, tie=False, heads=4, kv_heads=2, layers=2):
     config = LlamaConfig(
         vocab_size=90,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=2,
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         max_positions=192,
@@ -42,11 +42,10 @@ def error(found, wanted):
     return float((found.cpu() - wanted.cpu()).square().mean().sqrt() / wanted.std())
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("tie", "heads", "kv_heads"), [(True, 4, 2), (False, 4, 1)])
 def test_one_token_is_fp32(tie, heads, kv_heads, device):
     runner, decoder = pair(device, tie=tie, heads=heads, kv_heads=kv_heads)
-    tokens = torch.randint(0, 90, (6,))
+    tokens = torch.randint(0, 90, (3,))
     caches = [runner.new_cache(fmt=FP32) for _ in range(2)]
     for at, token in enumerate(tokens):
         wanted = runner(token[None], caches[0])
@@ -58,19 +57,19 @@ def test_one_token_is_fp32(tie, heads, kv_heads, device):
 def test_few_tokens_round_to_bfloat16(fmt, limit, device):
     """With FP8 keys and values a rounding may fall to the other side of a tie, and moves what later layers round."""
     runner, decoder = pair(device)
-    tokens = torch.randint(0, 90, (75,))
-    caches = [runner.new_cache(fmt=fmt) for _ in range(2)]
-    for start, part in zip((0, 60, 65), tokens.split([60, 5, 10]), strict=True):
+    tokens = torch.randint(0, 90, (16,))
+    caches = [runner.new_cache(64, fmt=fmt) for _ in range(2)]
+    for start, part in zip((0, 10), tokens.split([10, 6]), strict=True):
         wanted = runner(part, caches[0], every=True)
         assert error(decoder.read(part, caches[1].tensors, start, every=True), wanted) < limit
 
 
 def test_many_tokens_are_cast(device):
     """Cast to E4M3 with 3 mantissa bits, 2^-4 at most and 2 % on average of a number, sums of many average it out."""
-    runner, decoder = pair(device)
-    tokens = torch.randint(0, 90, (150,))
+    runner, decoder = pair(device, heads=2, kv_heads=1, layers=1)
+    tokens = torch.randint(0, 90, (135,))
     caches = [runner.new_cache() for _ in range(2)]
-    for start, part in zip((0, 70), tokens.split([70, 80]), strict=True):
+    for start, part in zip((0, 70), tokens.split([70, 65]), strict=True):
         wanted = runner(part, caches[0], every=True)
         assert error(decoder.read(part, caches[1].tensors, start, every=True), wanted) < 0.08
     last = decoder.read(tokens[70:], caches[1].tensors, 70)
@@ -81,17 +80,14 @@ def test_many_tokens_are_cast(device):
 def test_sequences_share_a_step_and_nothing_else(device):
     runner, decoder = pair(device)
     tokens, starts = torch.randint(0, 90, (3, 20)), [3, 17, 9]
-    batch = runner.new_batch(3, 128)
-    alone = [runner.new_cache(128) for _ in range(3)]
+    batch = runner.new_batch(3, 64)
+    alone = [runner.new_cache(64) for _ in range(3)]
     for own, start, sequence, cache in zip(tokens, starts, batch.sequences, alone, strict=True):
         runner(own[:start], sequence)
         runner(own[:start], cache)
-    for _ in range(2):
-        now = torch.stack([own[length] for own, length in zip(tokens, batch.lengths, strict=True)])
-        wanted = torch.stack([runner(token[None], cache) for token, cache in zip(now, alone, strict=True)])
-        found = decoder.step(now, batch.tensors, batch.lengths)
-        batch.advance()
-        assert error(found, wanted) < 0.02
+    now = torch.stack([own[length] for own, length in zip(tokens, batch.lengths, strict=True)])
+    wanted = torch.stack([runner(token[None], cache) for token, cache in zip(now, alone, strict=True)])
+    assert error(decoder.step(now, batch.tensors, batch.lengths), wanted) < 0.02
 
 
 def test_caches_and_rows_that_do_not_fit_are_refused(device):

@@ -32,8 +32,9 @@ def exact(x, w, bias=None, residual=None, *, gated=False):
     return y, size
 
 
-def check(found, wanted, size, columns, *, unit=UNIT):
+def check(found, expected, columns, unit=UNIT):
     """Sums of ``columns`` products in any order, and a few operations after them."""
+    wanted, size = expected
     bound = (columns + 8) * UNIT * size + unit * size
     assert bool(((found.double().cpu() - wanted).abs() <= bound).all())
 
@@ -45,14 +46,14 @@ def test_sums_are_fp32(rows, outputs, columns, gated, device):
     w = weight(2 * outputs, columns, device)
     x = torch.randn(rows, columns, device=device)
     unit = UNIT if rows == 1 else 2.0**-16  # what two parts of bfloat16 leave
-    check(few_rows(x, w, gated=gated), *exact(x, w, gated=gated), columns, unit=unit)
+    check(few_rows(x, w, gated=gated), exact(x, w, gated=gated), columns, unit=unit)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("granularity", [PerRow(), PerTensor()], ids=str)
 def test_bfloat16_rows_are_taken_as_they_are(rows, granularity, device):
     w, x = weight(40, 200, device, granularity), torch.randn(rows, 200, device=device).bfloat16()
-    check(few_rows(x, w), *exact(x, w), 200)
+    check(few_rows(x, w), exact(x, w), 200)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -62,9 +63,9 @@ def test_what_is_added_meets_the_sum(rows, gated, device):
     outputs = 30 if gated else 60
     bias, residual = torch.randn(outputs, device=device), torch.randn(rows, outputs, device=device)
     wanted = exact(x, w, bias, residual, gated=gated)
-    check(few_rows(x, w, gated=gated, bias=bias, residual=residual), *wanted, 100, unit=2.0**-16)
+    check(few_rows(x, w, gated=gated, bias=bias, residual=residual), wanted, 100, unit=2.0**-16)
     assert few_rows(x, w, gated=gated, bias=bias, residual=residual, out=residual) is residual
-    check(residual, *wanted, 100, unit=2.0**-16)
+    check(residual, wanted, 100, unit=2.0**-16)
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -74,7 +75,7 @@ def test_a_norm_comes_first(rows, columns, device):
     norm = torch.randn(columns, device=device)
     normed = F.rms_norm(x.double(), (columns,), norm.double(), 0.5)
     found = few_rows(x, w, norm=norm, eps=0.5)
-    check(found, *exact(normed, w), columns, unit=4 * UNIT if rows == 1 else UNIT_BF16)
+    check(found, exact(normed, w), columns, unit=4 * UNIT if rows == 1 else UNIT_BF16)
     rounded = rms_norm(x, norm, 0.5)
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.double(), normed, rtol=UNIT_BF16 * 1.01, atol=1e-12)

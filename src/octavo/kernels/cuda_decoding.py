@@ -11,13 +11,13 @@ cache and a number of sequences and replayed with other tokens and positions, so
 | 2 to 64  | bfloat16 times codes                        | bfloat16 behind norms, heads, gates | over the cache      |
 | more     | E4M3, one scale a row, times codes          | bfloat16                            | torch's, causal     |
 
-The residual stream is FP32 everywhere: it sums two terms a layer, each of them small beside it, and its bytes are nothing
-beside a weight's. Sums are FP32, keys and values go through the cache before any query sees them, as in the definition,
-octavo.serving.layers. What many rows gain from FP8 tensor cores they pay for with a rounding of the activations to E4M3,
-which the definition does not have.
+The residual stream is FP32 everywhere: it sums two terms a layer, each of them small beside it, and its bytes are
+nothing beside a weight's. Sums are FP32, keys and values go through the cache before any query sees them, as in the
+definition, octavo.serving.layers. What many rows gain from FP8 tensor cores they pay for with a rounding of the
+activations to E4M3, which the definition does not have.
 
-Bytes of a token: every weight's codes and scales once, the positions' keys and values once, which is the minimum; all else
-stays in the second-level cache.
+Bytes of a token: every weight's codes and scales once, the positions' keys and values once, which is the minimum; all
+else stays in the second-level cache.
 """
 
 from collections import OrderedDict
@@ -102,7 +102,8 @@ class CudaDecoder:
         """
         if not len(tokens) == len(positions) == len(cache.table):
             raise BackendError(
-                f"a step reads a token of each sequence: {len(cache.table)}, not {len(tokens)} at {len(positions)} places"
+                f"a step reads a token of each sequence: {len(cache.table)}, not {len(tokens)} tokens at "
+                f"{len(positions)} positions"
             )
         self._check(cache, max(positions) + 1)
         return self._step(tokens, cache, torch.tensor(positions))
@@ -135,7 +136,9 @@ class CudaDecoder:
         return _Graph(graph, tokens, position, logits)
 
     def _next(self, tokens: Tensor, position: Tensor, cache: CacheTensors) -> Tensor:
-        return self._run(self._embed(tokens), cache, torch.arange(len(tokens), device=self._device), position, every=True)
+        return self._run(
+            self._embed(tokens), cache, torch.arange(len(tokens), device=self._device), position, every=True
+        )
 
     def _run(
         self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, start: int = 0, every: bool
@@ -214,9 +217,9 @@ def _attend_all(queries: Tensor, cache: CacheTensors, layer: int, start: int, sc
 
 
 def _held(cache: CacheTensors, layer: int, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of the first sequence's first positions, [kv heads, length, D]: FP32 if the cache is, or bfloat16.
+    """Keys and values of the first sequence's first positions, [kv heads, length, D].
 
-    A code times a power of two is a bfloat16 number, unless that leaves its range.
+    FP32 if the cache is, else bfloat16: a code times a power of two is such a number, unless that leaves its range.
     """
     pages = cache.table[0, : -(-length // PAGE)].long()
     found = []

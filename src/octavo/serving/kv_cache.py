@@ -55,6 +55,9 @@ class PagedKVCache:
         (128, 1.015625)
     """
 
+    tensors: CacheTensors
+    _length: int = 0
+
     def __init__(
         self,
         layers: int,
@@ -66,13 +69,12 @@ class PagedKVCache:
         device: torch.device | None = None,
     ) -> None:
         self.tensors = _empty(layers, kv_heads, head_dim, max_positions=max_positions, fmt=fmt, device=device)
-        self._length = 0
 
     @classmethod
     def over(cls, tensors: CacheTensors) -> "PagedKVCache":
         """An empty cache of the one sequence that is in a table."""
         made = cls.__new__(cls)
-        made.tensors, made._length = tensors, 0
+        made.tensors = tensors
         return made
 
     @property
@@ -216,9 +218,7 @@ def _empty(
     device: torch.device | None,
 ) -> CacheTensors:
     """Zeros, and a table that deals out the pages in order."""
-    check_sizes(
-        layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_positions=max_positions, sequences=sequences
-    )
+    check_sizes(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_positions=max_positions, sequences=sequences)
     if fmt not in (E4M3, BF16, FP32):
         raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
     each = -(-max_positions // PAGE)

@@ -1,9 +1,9 @@
 """``ModelRunner``: a Llama-style model for generation, its weights FP8 codes, its keys and values in a cache.
 
 Every weight, the head's too, becomes E4M3 codes with one scale an output row. Where the head shares the embedding's
-weight, the embedding reads the same codes. On a CPU activations are FP32 and are not cast, and with the native kernels all
-layers are one call; without them octavo.serving.layers computes the same, many times slower. On a GPU a token is one
-CUDA graph, and many tokens at once are cast, for its FP8 tensor cores: kernels/cuda_decoding.py says where.
+weight, the embedding reads the same codes. On a CPU activations are FP32 and are not cast, and with the native kernels
+all layers are one call; without them octavo.serving.layers computes the same, many times slower. On a GPU a token is
+one CUDA graph, and many tokens at once are cast, for its FP8 tensor cores: kernels/cuda_decoding.py says where.
 """
 
 import torch
@@ -33,7 +33,8 @@ class ModelRunner:
         level: an instruction-set level of the CPU's native kernels; None is the best, "torch" uses no kernels at all.
 
     Raises:
-        ConfigError: a model on another device or on several, with heads wider than 512, or with weights held as blocks of codes.
+        ConfigError: a model on another device or on several, with heads wider than 512, or with weights held as blocks
+            of codes.
         BackendError: a level that is not there.
 
     Example:
@@ -159,20 +160,18 @@ class ModelRunner:
         """
         if getattr(tokens, "shape", None) != (len(batch.sequences),):
             raise ConfigError(f"a step reads a token of each of {len(batch.sequences)} sequences, not {tokens}")
-        for token, sequence in zip(tokens.split(1), batch.sequences, strict=True):
-            self._check(token, sequence)
+        for token, cache in zip(tokens.split(1), batch.sequences, strict=True):
+            self._check(token, cache)
         batch.check_room()
         tokens, positions = tokens.long(), batch.lengths
         if self._cuda is not None:
             logits = self._cuda.step(tokens, batch.tensors, positions)
         elif self._native is not None:
             sequence = torch.arange(len(tokens))
-            logits = self._native.run(
-                self._embed(tokens), batch.tensors, sequence, torch.tensor(positions), every=True
-            )
+            logits = self._native.run(self._embed(tokens), batch.tensors, sequence, torch.tensor(positions), every=True)
         else:
             pairs = zip(tokens.split(1), batch.sequences, strict=True)
-            logits = torch.cat([self._on_cpu(token, sequence) for token, sequence in pairs])
+            logits = torch.cat([self._on_cpu(token, cache) for token, cache in pairs])
         batch.advance()
         return logits
 

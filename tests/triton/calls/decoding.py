@@ -1,6 +1,7 @@
 """Generation: products of few rows with the sizes of an 8B model, the cache's store, attention."""
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ def weight(rows: int, columns: int) -> QuantizedTensor:
     )
 
 
-def product(rows: int, dtype: torch.dtype, **options: object) -> object:
+def product(rows: int, dtype: torch.dtype, **options: Any) -> object:
     columns = INNER if "residual" in options else HIDDEN
     outputs = 2 * INNER if options.get("gated") else HIDDEN
     return few_rows(torch.empty(rows, columns, dtype=dtype), weight(outputs, columns), **options)

@@ -2,16 +2,16 @@
 
 The cache's layout stands in kernels/decoding.py; D numbers a head, pages of 64 positions.
 
-A sequence's pages are dealt out to programs, by its length, which stays on the device: the grid depends on nothing but
-the cache's room, so a captured CUDA graph serves every length. Each program keeps, for its pages, the largest score, the
-sum of exp(score - largest) and the weighted sum of the values; a second kernel joins those in a fixed order. The query
-heads that share a key head are the rows of one tile, so keys and values are read once for all of them.
+A sequence's pages are dealt out to programs, by its length, which stays on the device: the grid depends on nothing
+but the cache's room, so a captured CUDA graph serves every length. Each program keeps, for its pages, the largest
+score, the sum of exp(score - largest) and the weighted sum of the values; a second kernel joins those in a fixed order.
+The query heads that share a key head are the rows of one tile, so keys and values are read once for all of them.
 
 Codes are widened to bfloat16, which is exact; queries, and the weights of the values, are the sum of two bfloat16
 numbers, 2^-16 aside; sums are FP32. A key's scale meets its scores and a value's its weights.
 
-Bytes of a row: (2 · D + 2) · kv heads for each position up to its own, which is the minimum, and 8 · D + 16 for each head
-and part of what is kept in between, which the second-level cache holds.
+Bytes of a row: (2 · D + 2) · kv heads for each position up to its own, which is the minimum, and 8 · D + 16 for each
+head and part of what is kept in between, which the second-level cache holds.
 """
 
 import torch

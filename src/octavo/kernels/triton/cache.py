@@ -6,9 +6,10 @@
 | cos, sin | [positions, D]                   | float32, as octavo.nn.rotary_table makes them             |
 | queries  | [R, heads, D]                    | float32                                                   |
 
-One program for each head of each row. A key or value of an E4M3 cache gets the smallest power of two that keeps it within
-the format (E8M0, rounded up) and the codes that octavo.quantize would give it; both, and the turned numbers, are bitwise
-those of the definition, so nothing is contracted to fused multiply-adds. The cache's layout stands in kernels/decoding.py.
+One program for each head of each row. A key or value of an E4M3 cache gets the smallest power of two that keeps it
+within the format (E8M0, rounded up) and the codes that octavo.quantize would give it; both, and the turned numbers, are
+bitwise those of the definition, so nothing is contracted to fused multiply-adds. The cache's layout stands in
+kernels/decoding.py.
 
 Bytes of a head: it is read once, from where the product before left it, and a key or value written in D + 1.
 """
@@ -36,7 +37,9 @@ def _keep(
     """Store a vector at ``first``, its numbers ``step`` apart, and its scale at ``place``."""
     if CODES:
         magnitude, _ = codes.finite_magnitude(vector)
-        encode = codes.encode_scale_from_amax(tl.max(magnitude, axis=0, keep_dims=True), MAX, MANTISSA, "rceil", FLOOR, 0)
+        encode = codes.encode_scale_from_amax(
+            tl.max(magnitude, axis=0, keep_dims=True), MAX, MANTISSA, "rceil", FLOOR, 0
+        )
         infinite = tl.abs(vector) == float("inf")
         kept = codes.code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, infinite)
         scale = codes.reciprocal(encode).to(tl.int32, bitcast=True) >> 23

@@ -13,9 +13,9 @@ weights; for R rows 2·R·K bytes a program, of 16 to 64 rows of weights.
 - One row: a program sums elementwise products in FP32 over all of K, its warps side by side along K, so that no sum has
   to be finished by another kernel. A norm is free: x · norm weight is
   multiplied, and the factor 1 / rms, for which every program sees all of x, meets the sums.
-- More rows: codes are widened to bfloat16, which is exact, and multiplied by tensor cores with FP32 sums; K is dealt out
-  to the warps, whose sums are added in a fixed order. bfloat16 rows are taken as they are. float32 rows are the sum of two
-  bfloat16 numbers, 2^-16 of x aside, each of which is multiplied.
+- More rows: codes are widened to bfloat16, which is exact, and multiplied by tensor cores with FP32 sums; K is dealt
+  out to the warps, whose sums are added in a fixed order. bfloat16 rows are taken as they are. float32 rows are the sum
+  of two bfloat16 numbers, 2^-16 of x aside, each of which is multiplied.
 
 Numbers do not depend on what else runs: there are no atomics. A row's result does depend on whether it is alone.
 """
@@ -35,7 +35,7 @@ from octavo.numerics import PerRow, PerTensor, QuantizedTensor
 __all__ = ["FEW", "few_rows", "multiply_wide", "rms_norm", "round_bf16"]
 
 FEW = 64  # rows; of more a tensor core can make use
-_MULTIPROCESSORS = 132  # of an H100 or H200; taken where there is no device to ask
+_MULTIPROCESSORS = 1 if numbers.INTERPRETED else 132  # where there is no device to ask: those of an H100 or H200
 _INTERPRETED: tl.constexpr = tl.constexpr(numbers.INTERPRETED)
 
 
@@ -50,7 +50,7 @@ def round_bf16(x):
 
 @triton.jit
 def multiply_exact(a, b, sums):
-    """sums + a @ b of bfloat16 operands; the interpreter cannot multiply them as they are."""
+    """``sums + a @ b`` of bfloat16 operands; the interpreter cannot multiply them as they are."""
     if _INTERPRETED:
         sums += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -60,7 +60,7 @@ def multiply_exact(a, b, sums):
 
 @triton.jit
 def multiply_wide(a, b, sums):
-    """sums + a @ b where one operand may be FP32, and is taken in two parts, and the other holds bfloat16 numbers."""
+    """``sums + a @ b``, one of which may be FP32 and is taken in two parts; the other holds bfloat16 numbers."""
     if a.dtype == tl.float32 and b.dtype == tl.float32:
         sums += tl.dot(a, b, input_precision="ieee")
     elif a.dtype == tl.float32:
