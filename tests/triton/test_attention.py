@@ -16,9 +16,9 @@ FORMATS = (E4M3, BF16, FP32)
 
 def moved(cache: CacheTensors, device, table=None) -> CacheTensors:
     """On a device, with the pages of another table if there is one."""
-    scales = (None if scale is None else scale.to(device) for scale in (cache.key_scale, cache.value_scale))
+    key_scale, value_scale = (x if x is None else x.to(device) for x in (cache.key_scale, cache.value_scale))
     own = cache.table if table is None else table
-    return CacheTensors(cache.keys.to(device), cache.values.to(device), *scales, own.to(device))
+    return CacheTensors(cache.keys.to(device), cache.values.to(device), key_scale, value_scale, own.to(device))
 
 
 def same_bits(one: CacheTensors, other: CacheTensors) -> bool:

@@ -1,5 +1,7 @@
 """Products of few rows against FP64: every kind of row, weight and end, and rows beside each other."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +123,20 @@ def test_what_does_not_fit_is_refused(device):
             few_rows(x, codes)
     with pytest.raises(BackendError, match="N even"):
         few_rows(x, weight(33, 64, device), gated=True)
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerTensor()], ids=str)
+def test_a_traced_product_is_one_operator(granularity, device):
+    w, x = weight(32, 48, device, granularity), torch.randn(2, 48, device=device)
+    options: dict[str, Any] = {
+        "norm": torch.ones(48, device=device),
+        "residual": torch.ones(2, 16, device=device),
+        "gated": True,
+    }
+    traced = torch.compile(lambda x: few_rows(x, w, **options), backend="eager", fullgraph=True)
+    assert torch.equal(traced(x), few_rows(x, w, **options))
+    arguments = (x, w.data, w.scale, None, 0.0, None, None, False, torch.bfloat16)
+    torch.library.opcheck(torch.ops.octavo.few_rows.default, arguments, test_utils="test_faketensor")
 
 
 @pytest.mark.gpu

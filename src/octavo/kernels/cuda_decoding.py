@@ -164,7 +164,7 @@ class CudaDecoder:
             gated = product(hidden, layer.gate_up, norm=layer.mlp_norm, eps=eps, gated=True, out_dtype=narrow)
             product(gated, layer.down, residual=hidden, out=hidden)
         last = hidden if every else hidden[-1:]
-        return (product if every else few_rows)(last, own.head, norm=own.norm, eps=eps)
+        return (product if every else few_rows)(last, own.head, norm=own.norm, eps=eps).float()
 
     def _check(self, cache: CacheTensors, end: int) -> None:
         own = self._decoder
@@ -185,7 +185,7 @@ def _many_rows(
     residual: Tensor | None = None,
     gated: bool = False,
     out: Tensor | None = None,
-    out_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """What few_rows computes, of rows that are cast to E4M3, each with a scale of its own; ``out`` is the residual."""
     from octavo.kernels.triton.few_rows import rms_norm

@@ -222,6 +222,11 @@ def few_rows(
     Raises:
         BackendError: more rows, or shapes and dtypes that do not go together.
     """
+    if out is None and torch.compiler.is_compiling():
+        traced: Tensor = torch.ops.octavo.few_rows(
+            x, weight.data, weight.scale, norm, eps, bias, residual, gated, out_dtype
+        )
+        return traced
     _check(x, weight, gated=gated)
     rows, columns = weight.shape[0] // (1 + gated), x.shape[1]
     if out is None:
@@ -272,3 +277,28 @@ def _check(x: Tensor, weight: QuantizedTensor, *, gated: bool) -> None:
             f"few_rows of {tuple(x.shape)} needs contiguous E4M3 codes [N, {x.shape[1]}] with a float32 scale a row or "
             f"one for all, N even if gated, not {weight.data.dtype} {tuple(shape)} {groups}"
         )
+
+
+def _operator(  # an operator's schema
+    x: Tensor, codes: Tensor, scale: Tensor, norm: Tensor | None, eps: float, bias: Tensor | None,
+    residual: Tensor | None, gated: bool, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    weight = QuantizedTensor(codes, scale, PerRow() if scale.ndim else PerTensor(), torch.float32)
+    return few_rows(
+        x, weight, norm=norm, eps=eps, bias=bias, residual=residual, gated=gated, out_dtype=out_dtype
+    )  # fmt: skip
+
+
+def _shape(x: Tensor, codes: Tensor, *options: object) -> Tensor:
+    *_, gated, out_dtype = options
+    assert isinstance(out_dtype, torch.dtype)
+    return x.new_empty(x.shape[0], codes.shape[0] // (2 if gated else 1), dtype=out_dtype)
+
+
+torch.library.define(
+    "octavo::few_rows",
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? norm, float eps, Tensor? bias, Tensor? residual, bool gated, "
+    "ScalarType out_dtype) -> Tensor",
+)
+torch.library.impl("octavo::few_rows", "CompositeExplicitAutograd")(_operator)
+torch.library.register_fake("octavo::few_rows")(_shape)
