@@ -90,6 +90,12 @@ def test_sequences_share_a_step_and_nothing_else(device):
     assert error(decoder.step(now, batch.tensors, batch.lengths), wanted) < 0.02
 
 
+def test_more_sequences_than_few_rows(device):
+    runner, decoder = pair(device, heads=2, kv_heads=1, layers=1)
+    batches, tokens = [runner.new_batch(66, 64) for _ in range(2)], torch.randint(0, 90, (66,))
+    assert error(decoder.step(tokens, batches[1].tensors, [0] * 66), runner.step(tokens, batches[0])) < 0.08
+
+
 def test_caches_and_rows_that_do_not_fit_are_refused(device):
     runner, decoder = pair(device)
     token = torch.tensor([1])

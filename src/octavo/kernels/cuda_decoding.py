@@ -9,7 +9,9 @@ cache and a number of sequences and replayed with other tokens and positions, so
 |----------|---------------------------------------------|-------------------------------------|---------------------|
 | 1        | FP32 times codes                            | FP32                                | over the cache      |
 | 2 to 64  | bfloat16 times codes                        | bfloat16 behind norms, heads, gates | over the cache      |
-| more     | E4M3, one scale a row, times codes          | bfloat16                            | torch's, causal     |
+| more     | E4M3, one scale a row, times codes          | bfloat16                            | torch's, causal (*) |
+
+(*) Of one sequence's tokens; of the next token of more than 64 sequences, over the cache.
 
 The residual stream is FP32 everywhere: it sums two terms a layer, each of them small beside it, and its bytes are
 nothing beside a weight's. Sums are FP32, keys and values go through the cache before any query sees them, as in the
@@ -82,9 +84,10 @@ class CudaDecoder:
         self._check(cache, start + len(tokens))
         if len(tokens) == 1:
             return self._step(tokens, cache, torch.tensor([start]))
-        hidden = self._embed(tokens.to(self._device))
-        position = torch.arange(start, start + len(tokens), device=self._device)
-        return self._run(hidden, cache, torch.zeros_like(position), position, start=start, every=every)
+        with torch.cuda.device_of(self._decoder.norm):  # where Triton launches
+            hidden = self._embed(tokens.to(self._device))
+            position = torch.arange(start, start + len(tokens), device=self._device)
+            return self._run(hidden, cache, torch.zeros_like(position), position, start=start, every=every)
 
     def step(self, tokens: Tensor, cache: CacheTensors, positions: list[int]) -> Tensor:
         """Read the next token of every sequence of the table; their keys and values go into the cache.
@@ -111,6 +114,10 @@ class CudaDecoder:
     def _step(self, tokens: Tensor, cache: CacheTensors, position: Tensor) -> Tensor:
         if self._device.type != "cuda":
             return self._next(tokens, position, cache)
+        with torch.cuda.device_of(self._decoder.norm):
+            return self._replayed(tokens, cache, position)
+
+    def _replayed(self, tokens: Tensor, cache: CacheTensors, position: Tensor) -> Tensor:
         held = _tensors(cache)
         key = (len(tokens), *(number for x in held for number in (x.data_ptr(), *x.shape)))
         found = self._graphs.pop(key, None) or self._captured(tokens, position, cache)
@@ -141,8 +148,16 @@ class CudaDecoder:
         )
 
     def _run(
-        self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, start: int = 0, every: bool
+        self,
+        hidden: Tensor,
+        cache: CacheTensors,
+        sequence: Tensor,
+        position: Tensor,
+        *,
+        start: int | None = None,
+        every: bool,
     ) -> Tensor:
+        """The layers and the head; rows from ``start`` on are all of the table's first sequence."""
         from octavo.kernels.triton.attention import attend  # Triton is imported when a GPU is used
         from octavo.kernels.triton.cache import store
         from octavo.kernels.triton.few_rows import FEW, few_rows
@@ -154,7 +169,7 @@ class CudaDecoder:
         for index, layer in enumerate(own.layers):
             qkv = product(hidden, layer.qkv, norm=layer.attention_norm, eps=eps)
             queries = store(qkv, cache, index, cos=own.cos, sin=own.sin, sequence=sequence, position=position)
-            if many:
+            if many and start is not None:
                 found = _attend_all(queries, cache, index, start, scale)
             else:
                 found = attend(
