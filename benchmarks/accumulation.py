@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.measure import hardware, interleaved, ratio, write_result
 from octavo import E4M3, quantize
-from octavo.kernels import cpu
+from octavo.kernels import cpu, products
 from octavo.numerics.accumulate import Accumulate, hopper_sums
 
 SIDE = 512
@@ -58,7 +58,7 @@ def contestants() -> dict[str, Callable[[], Tensor]]:
     ways: dict[str, Callable[[], Tensor]] = {"fp32": lambda: a.float() @ b.float().t()}
     ways |= {f"{how} by torch": partial(hopper_sums, a, b, accumulate=how) for how in HOPPER}
     if cpu.why_absent() is None:
-        ways |= {f"{how}, native": partial(cpu.hopper_sums, a, b, accumulate=how) for how in HOPPER}
+        ways |= {f"{how}, native": partial(products.hopper_sums, a, b, accumulate=how) for how in HOPPER}
     if importlib.util.find_spec("mmaemu") is not None:
         import mmaemu
 

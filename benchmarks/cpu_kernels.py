@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.measure import Ratio, hardware, interleaved, ratio, write_result
+from benchmarks.measure import Ratio, bf16_note, hardware, interleaved, ratio, verdict, write_result
 from octavo import E4M3, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize, scaled_mm
 from octavo.kernels import cpu
 from octavo.numerics import Accumulate, Granularity, ScaleRounding
@@ -92,7 +92,7 @@ def main() -> None:
     rows = list(result_rows(entered, seconds))
     judged = [row[-1] for row in rows if row[-1]]
     lines = [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows)]
-    lines += ["", f"{judged.count('met')} of {len(judged)} bars met."]
+    lines += ["", f"{sum(word.startswith('met') for word in judged)} of {len(judged)} bars met."]
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles). {bf16_note()}"]
     console = Console()
     console.print("\n".join(lines), markup=False, soft_wrap=True)
@@ -100,13 +100,6 @@ def main() -> None:
         command = f"python -m benchmarks.cpu_kernels --rounds {arguments.rounds}"
         path = write_result("cpu_kernels", lines, title="Native CPU kernels", command=command, machine=machine)
         console.print(f"written to {path}", markup=False)
-
-
-def bf16_note() -> str:
-    """What torch's bfloat16 products are on this CPU."""
-    if torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001
-        return "torch's bfloat16 products use this CPU's BF16 instructions."
-    return "This CPU has no BF16 instructions: torch's bfloat16 products are emulated, a GEMM by a scalar loop."
 
 
 def result_rows(entered: Mapping[str, Contestant], seconds: Mapping[str, list[float]]) -> Iterator[list[str]]:
@@ -120,7 +113,8 @@ def result_rows(entered: Mapping[str, Contestant], seconds: Mapping[str, list[fl
         for bound in entry.bounds:
             found = times_the_speed(seconds, name, bound)
             bar = "" if bound.least is None else f"{bound.least:g}"
-            yield [name, speed_cell, ", then ".join(bound.names), str(found), bar, _verdict(found.median, bound.least)]
+            beside = ", then ".join(bound.names)
+            yield [name, speed_cell, beside, str(found), bar, _verdict(found.median, bound.least, beside)]
 
 
 def times_the_speed(seconds: Mapping[str, list[float]], name: str, bound: Bound) -> Ratio:
@@ -129,8 +123,8 @@ def times_the_speed(seconds: Mapping[str, list[float]], name: str, bound: Bound)
     return ratio({"bound": together, "own": seconds[name]}, "bound", "own")
 
 
-def _verdict(value: float, least: float | None) -> str:
-    return "" if least is None else "met" if value >= least else "missed"
+def _verdict(value: float, least: float | None, beside: str = "") -> str:
+    return "" if least is None else verdict(value >= least, beside)
 
 
 def contestants() -> dict[str, Contestant]:

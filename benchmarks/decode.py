@@ -33,9 +33,9 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.cpu_kernels import HEADER, Bound, Contestant, bf16_note, result_rows
+from benchmarks.cpu_kernels import HEADER, Bound, Contestant, result_rows
 from benchmarks.generators import Generator, LlamaCpp, Octavo, Plain, Transformers, q8_0_of
-from benchmarks.measure import hardware, interleaved, write_result
+from benchmarks.measure import bf16_note, hardware, interleaved, write_result
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import BackendError, DataError
 from octavo.formats import FP32
@@ -95,7 +95,7 @@ def speed_lines(entered: Mapping[str, Contestant], seconds: Mapping[str, list[fl
     return [
         *_table(HEADER, rows),
         "",
-        f"{verdicts.count('met')} of {len(verdicts)} bars met.",
+        f"{sum(word.startswith('met') for word in verdicts)} of {len(verdicts)} bars met.",
         "",
         f"Median of {rounds} interleaved rounds (quartiles). {bf16_note()}",
     ]

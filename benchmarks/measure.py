@@ -18,7 +18,7 @@ import torch
 
 from octavo.training.facts import processor_name
 
-__all__ = ["Ratio", "hardware", "interleaved", "ratio", "write_result"]
+__all__ = ["Ratio", "bf16_note", "hardware", "interleaved", "ratio", "verdict", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -63,10 +63,27 @@ def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> Ratio:
     return Ratio(statistics.median(ratios), low, high)
 
 
+def verdict(reached: bool, beside: str = "") -> str:
+    """What a bar's row says; the name of what stands beside tells whether that had to emulate BF16."""
+    emulated = "bf16" in beside.lower() and "octavo" not in beside and not _has_bf16_instructions()
+    return ("met" if reached else "missed") + (", beside emulated BF16" if emulated else "")
+
+
+def bf16_note() -> str:
+    """What torch's bfloat16 products are on this CPU."""
+    if _has_bf16_instructions():
+        return "torch's bfloat16 products use this CPU's BF16 instructions."
+    return "This CPU has no BF16 instructions: torch's bfloat16 products are emulated, a GEMM by a scalar loop."
+
+
+def _has_bf16_instructions() -> bool:
+    return torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
+
+
 def hardware() -> str:
     """One line: processor, threads, vector instructions, versions, load before the run."""
     instructions = torch.backends.cpu.get_cpu_capability()
-    bf16 = "with" if torch.cpu._is_avx512_bf16_supported() else "without"  # noqa: SLF001
+    bf16 = "with" if _has_bf16_instructions() else "without"
     load = os.getloadavg()[0]
     return (
         f"{processor_name()}, {torch.get_num_threads()} threads, {instructions} {bf16} BF16 instructions, "

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.measure import hardware, interleaved, ratio, write_result
+from benchmarks.measure import bf16_note, hardware, interleaved, ratio, verdict, write_result
 from octavo.models import Llama
 from octavo.training.config import Precision, RunConfig, TrainingConfig, demo_config
 from octavo.training.evaluate import token_loss
@@ -48,7 +48,7 @@ def main() -> None:
     header = ["step", *(f"× {base}" for base in BASES)]
     lines = [*_table(header, rows), "", *_table(["bar", "measured", "verdict"], bar_rows(seconds, arguments.width))]
     what = f"{config.training.tokens_per_step} tokens; {config.model}"
-    lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles); {what}."]
+    lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles); {what}. {bf16_note()}"]
     console = Console()
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if not arguments.no_write:
@@ -88,7 +88,7 @@ def bar_rows(seconds: Mapping[str, list[float]], width: int) -> Iterator[list[st
 
 def _bar_row(name: str, base: str, bar: float, seconds: Mapping[str, list[float]]) -> list[str]:
     found = ratio(seconds, name, base)
-    return [f"{name}: at most {bar} × {base}", str(found), "met" if found.median <= bar else "missed"]
+    return [f"{name}: at most {bar} × {base}", str(found), verdict(found.median <= bar, base)]
 
 
 def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:

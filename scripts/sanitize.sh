@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs, generation, and
-# the trials of tests/native, every level this processor has. Needs .venv (make venv) and GCC's sanitizer libraries, which
-# come with g++.
+# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs, what calls them
+# (casts, backends, held codes, GGUF files, generation), and the trials of tests/native, every level this processor has. Needs
+# .venv (make venv) and GCC's sanitizer libraries, which come with g++.
 #
 #   scripts/sanitize.sh [pytest's arguments]
 set -euo pipefail
@@ -27,5 +27,6 @@ cmake --install "$home/cmake" --prefix "$own" >/dev/null
 # sanitizer keeps freed memory for a while, so the test of what is given back is left out.
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2 \
-    "$home/bin/python" -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels/test_casting.py \
-    tests/unit/serving -k "not memory_is_given_back" "$@"
+    "$home/bin/python" -m pytest -q -o pythonpath=. tests/oracle/test_native_*.py tests/unit/kernels \
+    tests/unit/serving tests/unit/models tests/contract/test_backends.py tests/contract/test_held_weights.py \
+    -k "not memory_is_given_back" "$@"

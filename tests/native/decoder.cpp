@@ -265,7 +265,7 @@ void decode(Random& random, std::vector<Verdict>& levels) {
     octavo::DecoderProblem p{};
     p.layers = layers.data(), p.norm = model.norm.data(), p.head = model.head.weight();
     p.layer_count = shape.layers, p.hidden_size = sizes.hidden, p.intermediate_size = sizes.intermediate, p.heads = sizes.heads;
-    p.norm_eps = model.eps, p.attention_scale = static_cast<float>(1 / std::sqrt(double(sizes.dim))), p.amax_floor = 1e-12;
+    p.norm_eps = model.eps, p.attention_scale = static_cast<float>(1 / std::sqrt(double(sizes.dim)));
     p.cos = model.cos.data(), p.sin = model.sin.data(), p.page_count = cache.page_count();
     p.rows = {int64_t(rows.size()), sequence.data(), position.data()}, p.every = random.one_in(2);
     const std::string name = words("decode, cache of %d, %lld layers of %lld and %lld, heads %lld / %lld of %lld, rows %lld of "

@@ -18,7 +18,7 @@ struct Kernel {
 
 constexpr Kernel KERNELS[] = {{"quantize", trial::quantize}, {"dequantize", trial::dequantize},
                               {"round_stochastic", trial::round_stochastic}, {"gemm", trial::gemm}, {"hopper", trial::hopper},
-                              {"attend", trial::attend}, {"decode", trial::decode}};
+                              {"exponential", trial::exponential}, {"attend", trial::attend}, {"decode", trial::decode}};
 
 std::vector<trial::Verdict> verdicts() {
     std::vector<trial::Verdict> found;

@@ -134,6 +134,7 @@ void dequantize(Random& random, std::vector<Verdict>& levels);
 void round_stochastic(Random& random, std::vector<Verdict>& levels);
 void gemm(Random& random, std::vector<Verdict>& levels);
 void hopper(Random& random, std::vector<Verdict>& levels);
+void exponential(Random& random, std::vector<Verdict>& levels);
 void attend(Random& random, std::vector<Verdict>& levels);
 void decode(Random& random, std::vector<Verdict>& levels);
 

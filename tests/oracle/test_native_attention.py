@@ -68,9 +68,43 @@ def test_every_level_is_near_exact_softmax(fmt, heads, kv_heads, head_dim):
 def test_vectors_of_any_size(fmt, size):
     cache = filled(fmt, 100, 2, 64, size=size)
     queries, position = torch.randn(1, 4, 64) / size, torch.tensor([99])
+    assert all(bool(x.any()) for x in cache.read(0, 100))
     for level in cpu.levels():
         found = native(queries, cache.tensors, position, level=level)
         torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-4, atol=1e-5 * size)
+
+
+def test_the_smallest_scale_has_byte_zero():
+    """E8M0's 0 is 2^-127, a subnormal of FP32: of keys that meet large queries, of a value beside larger ones."""
+    cache = PagedKVCache(1, 1, 8, max_positions=3)
+    keys, values = torch.randn(2, 3, 1, 8)
+    cache.store(0, torch.arange(3), 2.0**-127 * keys, 2.0**-122 * values)
+    t = cache.tensors
+    assert t.key_scale is not None
+    assert t.value_scale is not None
+    assert not bool(t.key_scale.any())
+    t.value_scale[..., 1] = 0
+    queries, position = 2.0**125 * torch.randn(1, 2, 8), torch.tensor([2])
+    for level in cpu.levels():
+        found = native(queries, t, position, level=level)
+        torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-5, atol=2.0**-140)
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+def test_a_weight_is_e_to_the_power_of_its_score(level):
+    """Beside a score of 0, a score below -17.5 has a weight and the sum of all is 1: the output is e^x, to 2 ulps."""
+    powers = torch.cat([torch.linspace(-86.99, -17.5, 20_000), -math.log(2) * (torch.arange(26, 125) + 0.5)])
+    cache = PagedKVCache(1, 1, 2, max_positions=2, fmt=FP32)
+    cache.store(
+        0, torch.arange(2), torch.tensor([[[0.0, 0.0]], [[1.0, 0.0]]]), torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]])
+    )
+    position = torch.ones(len(powers), dtype=torch.int64)
+    queries = torch.stack([powers, torch.zeros_like(powers)], dim=1)[:, None]
+    sequence = torch.zeros_like(position)
+    found = attend(queries, cache.tensors, 0, sequence=sequence, position=position, scale=1.0, level=level)
+    wanted = powers.double().exp()
+    ulp = torch.exp2(wanted.log2().floor() - 23)
+    assert ((found[:, 0, 0] - wanted).abs() <= 2 * ulp).all()
 
 
 def test_values_of_very_different_size_in_one_page():

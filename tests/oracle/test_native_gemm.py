@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import cpu
+from octavo.kernels import cpu, products
 from octavo.kernels.backend import rows_of_scales
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor
 from tests.contract.gemm_oracle import assert_product
@@ -34,7 +34,7 @@ def operand(rows, columns, fmt, granularity, *, transposed=False, exponent=0):
 def product(a, b, bias, out_dtype, level):
     block = max((g.columns for g in (a.granularity, b.granularity) if isinstance(g, PerBlock)), default=0)
     scales = {"a_scale": rows_of_scales(a), "b_scale": rows_of_scales(b)}
-    return cpu.gemm(a.data, b.data, **scales, out_dtype=out_dtype, bias=bias, block=block, level=level)
+    return products.gemm(a.data, b.data, **scales, out_dtype=out_dtype, bias=bias, block=block, level=level)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -54,8 +54,11 @@ def test_every_layout_and_pair_of_formats(shape, granularity):
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_scales_that_leave_fp32_one_by_one_meet_inside(granularity):
-    a, b = operand(20, 300, E4M3, granularity, exponent=-100), operand(40, 300, E4M3, granularity, exponent=90)
+@pytest.mark.parametrize("rows", [5, 20])
+@pytest.mark.parametrize(("left", "right"), [(126, -120), (-147, 126)])
+def test_scales_that_leave_fp32_one_by_one_meet_inside(left, right, rows, granularity):
+    """A sum times the left scale alone would be infinite, or have few bits left."""
+    a, b = operand(rows, 300, E4M3, granularity, exponent=left), operand(40, 300, E4M3, granularity, exponent=right)
     for level in cpu.levels():
         assert_product(product(a, b, None, torch.float32, level), a, b, None)
 
@@ -67,12 +70,12 @@ def test_every_code_is_read():
         unit = torch.eye(40).to(fmt.torch_dtype)
         one = torch.ones(1, 1)
         for level in cpu.levels():
-            column = cpu.gemm(
+            column = products.gemm(
                 codes[:, None], unit[:1, :1], a_scale=one, b_scale=one, out_dtype=torch.float32, level=level
             )
             torch.testing.assert_close(column[:, 0], codes.float(), rtol=0, atol=0, equal_nan=True)
             finite = codes[codes.float().isfinite()][: 40 * 6].reshape(6, 40)
-            same = cpu.gemm(finite, unit, a_scale=one, b_scale=one, out_dtype=torch.float32, level=level)
+            same = products.gemm(finite, unit, a_scale=one, b_scale=one, out_dtype=torch.float32, level=level)
             assert torch.equal(same, finite.float())
 
 
@@ -113,16 +116,16 @@ def test_high_precision_times_codes(dtype, rows, granularity):
         x, bias = torch.randn(rows, 300).to(dtype), torch.randn(130)
         exact = x.double() @ weight.dequantize().double().t() + bias
         block = granularity.columns if isinstance(granularity, PerBlock) else 0
-        found = cpu.gemm(
+        found = products.gemm(
             x, weight.data, b_scale=rows_of_scales(weight), out_dtype=torch.float32, bias=bias, block=block, level=level
         )
         bound = 300 * 2.0**-24 * (x.double().abs() @ weight.dequantize().double().abs().t() + bias.abs())
         assert ((found - exact).abs() <= bound).all()
-        strided = cpu.gemm(x.t().contiguous().t(), weight.data, out_dtype=torch.float32, level=level)
+        strided = products.gemm(x.t().contiguous().t(), weight.data, out_dtype=torch.float32, level=level)
         plain = x.double() @ weight.data.double().t()
         assert ((strided - plain).abs() <= 300 * 2.0**-24 * (x.double().abs() @ weight.data.double().abs().t())).all()
         grad = torch.randn(rows, 130).to(dtype)
-        back = cpu.gemm(grad, weight.data.t(), out_dtype=torch.float32, level=level)
+        back = products.gemm(grad, weight.data.t(), out_dtype=torch.float32, level=level)
         exact = grad.double() @ weight.data.double()
         assert ((back - exact).abs() <= 130 * 2.0**-24 * (grad.double().abs() @ weight.data.double().abs())).all()
 
@@ -132,7 +135,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
     x = torch.randn(16, 700)
     for level in cpu.levels():
         for block, scale in ((0, None), (128, rows_of_scales(weight))):
-            times = partial(cpu.gemm, b=weight.data, b_scale=scale, block=block, out_dtype=torch.float32, level=level)
+            times = partial(
+                products.gemm, b=weight.data, b_scale=scale, block=block, out_dtype=torch.float32, level=level
+            )
             one_by_one = torch.cat([times(row[None]) for row in x])
             for rows in (2, 3, 4, 7, 16):
                 assert torch.equal(times(x[:rows]), one_by_one[:rows])
@@ -140,12 +145,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("flush", [False, True])
-def test_numbers_of_any_size_meet_codes_of_any_size(fmt, flush):
+@pytest.mark.parametrize("copies", [1, 4])
+def test_numbers_of_any_size_meet_codes_of_any_size(fmt, flush, copies):
     """Each row has one number, at one end of FP32, beside one at the other end that meets a code of zero."""
     codes = torch.tensor([fmt.min_subnormal, -fmt.min_normal, 1.0, -fmt.max]).to(fmt.torch_dtype)
     weight = torch.zeros(4, 70).to(fmt.torch_dtype)
     weight[:, 37] = codes
-    sizes = torch.tensor([2.0**-149, 2.0**-126, 3e-30, 1.0, 3e30, 1.5 * 2.0**111])
+    sizes = torch.tensor([2.0**-149, 2.0**-126, 1.1e-37, 3e-30, 1.0, 3e30, 1.5 * 2.0**111]).repeat(copies)
     for other in (0.0, 2.0**-149, 1.0, 3e38):
         x = torch.full((len(sizes), 70), other)
         x[:, 37] = sizes
@@ -153,10 +159,12 @@ def test_numbers_of_any_size_meet_codes_of_any_size(fmt, flush):
         for level in cpu.levels():
             torch.set_flush_denormal(flush)
             try:
-                found = cpu.gemm(x, weight, out_dtype=torch.float32, level=level)
+                found = products.gemm(x, weight, out_dtype=torch.float32, level=level)
+                turned = products.gemm(weight, x, out_dtype=torch.float32, level=level)
             finally:
                 torch.set_flush_denormal(False)
             assert torch.equal(found, exact.float())
+            assert torch.equal(turned, exact.float().t())
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
@@ -169,7 +177,7 @@ def test_special_numbers_pass_through_few_rows(fmt, special):
     x[3, 61] = special
     with_special = x.double() @ weight.double().t()
     for level in cpu.levels():
-        found = cpu.gemm(x, weight, out_dtype=torch.float32, level=level).double()
+        found = products.gemm(x, weight, out_dtype=torch.float32, level=level).double()
         torch.testing.assert_close(found, with_special, rtol=1e-5, atol=0, equal_nan=True)
 
 
@@ -177,7 +185,7 @@ MEMORY = """
 import resource
 import torch
 import octavo
-from octavo.kernels import cpu
+from octavo.kernels import products
 
 a, b = (octavo.quantize(torch.ones(rows, 8), octavo.E4M3) for rows in (30_000, 30_000))
 octavo.scaled_mm(a.t(), a.t())
@@ -187,7 +195,7 @@ octavo.scaled_mm(a, octavo.quantize(torch.ones(4_000, 8), octavo.E4M3), out_dtyp
 assert held() - before < 100e6, "nearly 500 MB of sums are kept"
 resource.setrlimit(resource.RLIMIT_AS, (held() + 8 * 2**30,) * 2)
 try:
-    cpu.gemm(torch.ones(40_000, 1).to(torch.float8_e4m3fn), torch.ones(80_000, 1).to(torch.float8_e4m3fn),
+    products.gemm(torch.ones(40_000, 1).to(torch.float8_e4m3fn), torch.ones(80_000, 1).to(torch.float8_e4m3fn),
              out_dtype=torch.bfloat16)
 except MemoryError:
     print("refused")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels import cpu
+from octavo.kernels import cpu, products
 from octavo.kernels.dispatch import scaled_mm
 from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN, Accumulate, hopper_chains, hopper_sums
@@ -49,7 +49,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor, note: str = "") -> None:
 def assert_definition(a: Tensor, b: Tensor, how: Accumulate) -> None:
     expected = hopper_sums(a, b, accumulate=how)
     for level in cpu.levels():
-        assert_same_bits(cpu.hopper_sums(a, b, accumulate=how, level=level), expected, level)
+        assert_same_bits(products.hopper_sums(a, b, accumulate=how, level=level), expected, level)
 
 
 @every_pair
@@ -120,7 +120,7 @@ def test_nan_and_infinities_stay_in_their_rows_and_columns(how):
         a[4, k], a[7, k], b[9, k] = torch.inf, -torch.inf, torch.nan
         b[40, k], b[41, k], b[41, 299] = 0, torch.inf, -torch.inf
         assert_definition(a, b, how)
-        assert cpu.hopper_sums(a, b, accumulate=how).isfinite().sum() == 28 * 68
+        assert products.hopper_sums(a, b, accumulate=how).isfinite().sum() == 28 * 68
 
 
 @pytest.mark.parametrize("k", [96, 1000])
@@ -135,7 +135,7 @@ def test_mmaemu(k, fmt_a, fmt_b, how):
         fast = how is Accumulate.HOPPER_FAST
         expected = mmaemu.accumulate(a, b, use_fast_accum=fast, profile="hopper", splitk=1, backend="reference")
         for level in cpu.levels():
-            assert_same_bits(cpu.hopper_sums(a, b, accumulate=how, level=level), expected, level)
+            assert_same_bits(products.hopper_sums(a, b, accumulate=how, level=level), expected, level)
 
 
 @pytest.mark.parametrize("k", LENGTHS)
@@ -150,7 +150,7 @@ def test_scaled_chains(k):
             expected += (chain.double() * own * other.t()).float()
         slow = Accumulate.HOPPER_SLOW
         for level in cpu.levels():
-            actual = cpu.hopper_sums(a, b, accumulate=slow, a_scale=a_scale, b_scale=b_scale, level=level)
+            actual = products.hopper_sums(a, b, accumulate=slow, a_scale=a_scale, b_scale=b_scale, level=level)
             assert_same_bits(actual, expected, level)
 
 
@@ -191,7 +191,7 @@ def test_threads_change_nothing(how):
         found = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(cpu.hopper_sums(a, b, accumulate=how))
+            found.append(products.hopper_sums(a, b, accumulate=how))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])

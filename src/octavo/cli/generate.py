@@ -54,7 +54,7 @@ def generate(
     if not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
     sampling = Sampling(temperature, top_k, torch.Generator().manual_seed(seed))
-    if model.suffix == ".gguf":
+    if model.suffix.lower() == ".gguf":
         text = _from_file(model, prompt, max_new_tokens, sampling)
     else:
         check_is_run(model)
@@ -68,6 +68,7 @@ def generate(
 
 def _from_run(run: TrainedRun, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
     ids = run.tokenizer.encode(prompt, add_special_tokens=False).ids
+    _check_prompt(prompt, ids)
 
     def new_tokens() -> Iterator[list[int]]:
         for start in range(0, max(count, 1), CHUNK_TOKENS):
@@ -88,9 +89,15 @@ def _from_run(run: TrainedRun, prompt: str, count: int, sampling: Sampling) -> I
 def _from_file(path: Path, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
     loaded = load_gguf(path)
     ids = loaded.tokenizer.encode(prompt).ids
+    _check_prompt(prompt, ids)
     runner = ModelRunner(loaded.model)
     new = serve_tokens(runner, ids, max_new_tokens=count, stop_id=loaded.eos_id, **sampling.arguments())
     return _as_text(loaded.tokenizer, ([token] for token in new))
+
+
+def _check_prompt(prompt: str, ids: list[int]) -> None:
+    if not ids:
+        raise ConfigError(f"the prompt {prompt!r} has no token to continue from; give some text")
 
 
 def _as_text(tokenizer: Tokenizer, new_tokens: Iterable[list[int]]) -> Iterator[str]:

@@ -123,7 +123,6 @@ class Decoder:
         head_dim: int,
         norm_eps: float,
         attention_scale: float,
-        amax_floor: float,
         cos: int,
         sin: int,
         norm: int,

@@ -213,7 +213,7 @@ def _rounded(
     check_cast(x, fmt, groups, None, None, scale_rounding=scale_rounding, scale_format=FP32)
     check_scale_options(scale_rounding, AMAX_FLOOR, 0)
     values = cpu.fake_quantize(x, fmt, groups, cpu.ScaleRule(scale_rounding, AMAX_FLOOR, 0), out=out)
-    if out is not None and not out.is_inference():
+    if out is not None:
         torch.autograd.graph.increment_version(out)  # what was saved for a backward pass is no longer there
     return values
 

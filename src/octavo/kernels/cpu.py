@@ -10,6 +10,7 @@ Threads are torch's own: as many as ``torch.set_num_threads`` allows, of the run
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E5M2, Format
-from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
-from octavo.numerics.accumulate import CHAIN
+from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.numerics.granularity import stacks
 
 _absence: str | None = None
@@ -28,16 +28,19 @@ except ImportError as error:  # not built, or not for this interpreter
     _absence = str(error)
 
 __all__ = [
+    "CODES",
     "DTYPES",
     "Cast",
     "ScaleRule",
+    "address",
     "codes_strides",
     "decodes",
     "dequantize",
     "element_number",
+    "extension",
     "fake_quantize",
-    "gemm",
-    "hopper_sums",
+    "fresh",
+    "in_memory",
     "is_traced",
     "knows",
     "level_number",
@@ -51,7 +54,8 @@ __all__ = [
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of native/kernels.h
 _FORMATS = (E4M3, E5M2)
-_ELEMENTS = (E4M3.torch_dtype, E5M2.torch_dtype, *DTYPES)
+CODES = (E4M3.torch_dtype, E5M2.torch_dtype)
+_ELEMENTS = (*CODES, *DTYPES)
 _ROUNDINGS = tuple(ScaleRounding)
 _LARGE = 4 << 20  # bytes
 _NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
@@ -96,6 +100,17 @@ def levels() -> tuple[str, ...]:
 def why_absent() -> str | None:
     """Why there are no native kernels, or None."""
     return _absence
+
+
+def extension() -> ModuleType:
+    """The extension's functions, which check nothing.
+
+    Raises:
+        BackendError: it is not there.
+    """
+    if _absence is not None:
+        raise BackendError(f"there are no native kernels: {_absence}")
+    return _native
 
 
 def threads() -> int:
@@ -143,8 +158,16 @@ def quantize(
             :func:`codes_strides`; None makes a new tensor.
         level: an instruction-set level; None is the best.
     """
-    matrix, transposed = _as_matrix(x.detach(), granularity)
-    codes = _fresh(matrix.shape, fmt.torch_dtype) if out is None else out
+    _check_input(x, fmt, granularity, (*DTYPES, torch.float64))
+    _check_groups(amax, x, granularity)
+    _check_groups(scale, x, granularity)
+    if out is not None and (out.dtype, out.shape, list(out.stride())) != (fmt.torch_dtype, x.shape, codes_strides(x)):
+        raise BackendError(
+            f"codes of {_seen(x)} go into {fmt.torch_dtype} with strides {codes_strides(x)}, not into {_seen(out)} "
+            f"with {list(out.stride())}"
+        )
+    matrix, transposed = _as_matrix(x, granularity)
+    codes = fresh(matrix.shape, fmt.torch_dtype) if out is None else out
     given = _Given(nonfinite == Nonfinite.PROPAGATE, amax, scale, zero_is_unknown, counting)
     made, measured, counts = _quantize(
         matrix, transposed, fmt, granularity, rule, given=given, level=level, codes=codes
@@ -175,10 +198,13 @@ def fake_quantize(
         out: where to write: shaped like ``x``, in its dtype, or ``x`` itself; None makes a new tensor.
         level: an instruction-set level; None is the best.
     """
-    matrix, transposed = _as_matrix(x.detach(), granularity)
+    _check_input(x, fmt, granularity, DTYPES)
+    if out is not None and (out.dtype, out.shape) != (x.dtype, x.shape):
+        raise BackendError(f"the values of {_seen(x)} go into a tensor like it, not into {_seen(out)}")
+    matrix, transposed = _as_matrix(x, granularity)
     in_place = out is not None and _same_layout(x, out) and matrix.data_ptr() == x.data_ptr()
     matrix = matrix if in_place else matrix.contiguous()  # the kernel writes values as it reads elements
-    values = _fresh(matrix.shape, x.dtype) if out is None or not in_place else out
+    values = fresh(matrix.shape, x.dtype) if out is None or not in_place else out
     _quantize(matrix, transposed, fmt, granularity, rule, level=level, values=values)
     if values is out:
         return out
@@ -202,10 +228,11 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format, *, level: str 
         fmt: E4M3 or E5M2.
         level: an instruction-set level; None is the best.
     """
-    x, drawn = scaled.detach().contiguous(), random.to(torch.int32).contiguous()
-    if drawn.shape != x.shape or x.dtype is not torch.float32:
-        raise BackendError(f"{x.dtype} {tuple(x.shape)} and random {tuple(drawn.shape)} do not go together")
-    codes = _fresh(x.shape, fmt.torch_dtype)
+    _check_input(scaled, fmt, PerTensor(), (torch.float32,))
+    x, drawn = in_memory(scaled).contiguous(), in_memory(random.to(torch.int32)).contiguous()
+    if drawn.shape != x.shape:
+        raise BackendError(f"{_seen(x)} and random {tuple(drawn.shape)} do not go together; give one for each")
+    codes = fresh(x.shape, fmt.torch_dtype)
     _native.round_stochastic(
         level_number(level), x.data_ptr(), drawn.data_ptr(), x.numel(), _FORMATS.index(fmt), codes.data_ptr()
     )
@@ -231,16 +258,24 @@ def dequantize(
         out: where to write, contiguous and shaped like ``codes``; None makes a new tensor.
         level: an instruction-set level; None is the best.
     """
+    if not decodes(codes, out_dtype, granularity):
+        raise BackendError(
+            f"the kernels decode E4M3 and E5M2, no empty tensor, to float32, bfloat16 or float16, not {_seen(codes)} "
+            f"{granularity} to {out_dtype}"
+        )
+    if out is not None and ((out.dtype, out.shape) != (out_dtype, codes.shape) or not out.is_contiguous()):
+        raise BackendError(f"what {_seen(codes)} decodes to goes into a contiguous tensor like it, not {_seen(out)}")
     matrix, transposed = _as_matrix(codes, granularity, may_transpose=out is None)
+    _check_groups(scale, codes, granularity)
     rows, columns = matrix.shape
     block_rows, block_columns = _block(granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
     scales = _as_groups(scale, groups, transposed=transposed)
-    result = _fresh((rows, columns), out_dtype) if out is None else out
+    result = fresh((rows, columns), out_dtype) if out is None else out
     _native.dequantize(
         level_number(level),
         matrix.data_ptr(),
-        _FORMATS.index(_format_of(codes)),
+        CODES.index(codes.dtype),
         rows,
         columns,
         matrix.stride(0),
@@ -261,102 +296,12 @@ def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool
 
 def knows(*dtypes: torch.dtype) -> bool:
     """Whether these are dtypes of codes that the kernels read."""
-    return set(dtypes) <= {fmt.torch_dtype for fmt in _FORMATS}
+    return set(dtypes) <= set(CODES)
 
 
 def element_number(dtype: torch.dtype) -> int:
     """The number the kernels know a dtype by, one of theirs."""
     return _ELEMENTS.index(dtype)
-
-
-def gemm(
-    a: Tensor,
-    b: Tensor,
-    *,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    block: int = 0,
-    level: str | None = None,
-) -> Tensor:
-    """``(a @ b.T) · scales + bias``: products summed in FP32, scaled, rounded once.
-
-    With few rows of ``a``, the codes of ``b`` are read once, in the order of memory.
-
-    Args:
-        a: [M, K], E4M3 or E5M2 codes, or float32, bfloat16 or float16; nothing is empty.
-        b: [N, K], any of these too.
-        a_scale: float32 [M or 1, blocks of K or 1]; None is 1.
-        b_scale: float32 [N or 1, blocks of K or 1]; None is 1.
-        out_dtype: float32, bfloat16 or float16.
-        bias: [N] or None; added in FP32.
-        block: columns of K that share a scale, 0 if all do; the sums of a block are scaled before they are added.
-        level: an instruction-set level; None is the best.
-    """
-    (m, k), n = a.shape, b.shape[0]
-    _check_shapes(a, b, a_scale, b_scale, bias)
-    blocks = -(-k // block) if block else 1
-    out = _fresh((m, n), out_dtype)
-    left, right = (_dense_one_way(matrix) for matrix in (a, b))
-    one = torch.ones(1, 1)
-    a_scales, b_scales = (
-        (one if scale is None else scale.detach()).expand(-1, blocks).contiguous() for scale in (a_scale, b_scale)
-    )
-    added = None if bias is None else bias.detach().float().contiguous()
-    _native.gemm(
-        level_number(level),
-        *_operand(left, a_scales),
-        *_operand(right, b_scales),
-        m,
-        n,
-        k,
-        block,
-        _address(added),
-        out.data_ptr(),
-        DTYPES.index(out_dtype),
-    )
-    return out
-
-
-def hopper_sums(
-    a: Tensor,
-    b: Tensor,
-    *,
-    accumulate: Accumulate,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    level: str | None = None,
-) -> Tensor:
-    """The sums of ``a @ b.T`` as Hopper's tensor cores make them: :func:`octavo.numerics.hopper_sums`, to the bit.
-
-    Args:
-        a: codes [M, K], E4M3 or E5M2.
-        b: codes [N, K].
-        accumulate: ``hopper-fast`` or ``hopper-slow``.
-        a_scale: float32 [M or 1, chains or 1]; each chain of ``hopper-slow`` is multiplied by this and by ``b_scale``
-            in FP64, rounded once, then added. None, in both, leaves the sums as they are.
-        b_scale: float32 [N or 1, chains or 1], or None.
-        level: an instruction-set level; None is the best.
-    """
-    (m, k), n = a.shape, b.shape[0]
-    out = torch.zeros(m, n)
-    left, right = (_dense_one_way(codes) for codes in (a, b))
-    chains = -(-k // CHAIN)
-    a_scales, b_scales = (
-        None if scale is None else scale.detach().expand(-1, chains).contiguous() for scale in (a_scale, b_scale)
-    )
-    _native.hopper(
-        level_number(level),
-        *_operand(left, a_scales),
-        *_operand(right, b_scales),
-        m,
-        n,
-        k,
-        accumulate is Accumulate.HOPPER_FAST,
-        out.data_ptr(),
-    )
-    return out
 
 
 class _Given(NamedTuple):
@@ -394,38 +339,20 @@ def _quantize(
         *(matrix.data_ptr(), DTYPES.index(matrix.dtype), rows, columns, matrix.stride(0)),
         *(_FORMATS.index(fmt), block_rows, block_columns, given.propagate),
         *(_ROUNDINGS.index(rule.rounding), rule.amax_floor, int(min(rule.margin, _NO_LARGER_MARGIN))),
-        *(_address(amax), given.zero_is_unknown),
-        *(_address(scale), _address(codes), _address(values)),
-        _address(None if scale is made else made),
+        *(address(amax), given.zero_is_unknown),
+        *(address(scale), address(codes), address(values)),
+        address(None if scale is made else made),
         measured.data_ptr(),
         given.counting,
     )
     return made, measured, counts
 
 
-def _operand(matrix: Tensor, scale: Tensor | None) -> tuple[int, int, int, int, int, bool]:
-    """A GEMM's operand as the kernels take it; both tensors must outlive the call."""
-    layout = (matrix.data_ptr(), element_number(matrix.dtype), matrix.stride(0), matrix.stride(1))
-    return (*layout, _address(scale), scale is not None and scale.shape[0] > 1)
-
-
-def _check_shapes(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None) -> None:
-    """A kernel reads what it was told is there; operators can be called by name, past every other check."""
-    rows_fit = all(s is None or s.shape[0] in (1, x.shape[0]) for x, s in ((a, a_scale), (b, b_scale)))
-    if a.shape[1] != b.shape[1] or not rows_fit or (bias is not None and bias.numel() != b.shape[0]):
-        shapes = [None if t is None else tuple(t.shape) for t in (a, b, a_scale, b_scale, bias)]
-        raise BackendError(f"a, b, their scales and the bias do not go together: {shapes}; K and the rows must agree")
-
-
-def _dense_one_way(matrix: Tensor) -> Tensor:
-    """A matrix whose rows or columns lie side by side."""
-    return matrix.detach() if 1 in matrix.stride() else matrix.detach().contiguous()
-
-
 def is_traced(x: Tensor) -> bool:
     """Whether ``x`` is a stand-in, or its operations are watched: then it has no address, and operators are called."""
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
-    return watched or type(x) not in _PLAIN_TENSORS
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN_TENSORS:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001
 
 
 def codes_strides(x: Tensor) -> list[int]:
@@ -440,7 +367,7 @@ def codes_strides(x: Tensor) -> list[int]:
 
 def _as_matrix(x: Tensor, granularity: Granularity, *, may_transpose: bool = True) -> tuple[Tensor, bool]:
     """``x`` as a matrix whose columns lie side by side, and whether it is the transpose of ``x``."""
-    x = x.float() if x.dtype is torch.float64 else x
+    x = in_memory(x.float() if x.dtype is torch.float64 else x)
     if may_transpose and _is_transposed(x):
         return x.t(), True
     if x.ndim != 2:
@@ -465,10 +392,46 @@ def _block(granularity: Granularity, rows: int, columns: int, *, transposed: boo
 def _as_groups(values: Tensor, groups: Sequence[int], *, transposed: bool) -> Tensor:
     """Scales or amaxes in the order the kernels read them."""
     values = values.t() if transposed and values.ndim == 2 else values
-    return values.detach().float().reshape(tuple(groups)).contiguous()
+    return in_memory(values.float()).reshape(tuple(groups)).contiguous()
 
 
-def _fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _check_input(x: Tensor, fmt: Format, granularity: Granularity, dtypes: Sequence[torch.dtype]) -> None:
+    """Operators can be called by name, past every other check, and a kernel believes what it is told."""
+    if x.dtype not in dtypes or fmt not in _FORMATS or not x.numel() or not stacks(granularity, x.shape):
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise BackendError(
+            f"the kernels cast {allowed}, no empty tensor, to E4M3 or E5M2, not {_seen(x)} {granularity} to {fmt.name}"
+        )
+
+
+def _check_groups(values: Tensor | None, x: Tensor, granularity: Granularity) -> None:
+    if values is not None and values.shape != granularity.scale_shape(x.shape):
+        raise BackendError(
+            f"{granularity} of {_seen(x)} has one number for each of {tuple(granularity.scale_shape(x.shape))} groups, "
+            f"not {tuple(values.shape)}"
+        )
+
+
+def _seen(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """``x`` without its history, and with every number in memory as it is.
+
+    Torch may keep a bit instead of negating, and zeros without any memory.
+
+    Raises:
+        BackendError: a tensor that has no strides, or no memory of its own, such as a sparse one.
+    """
+    x = x.detach()
+    plain = type(x) in _PLAIN_TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001
+    if not plain or x.layout is not torch.strided or x.device.type != "cpu":
+        raise BackendError(f"the kernels read plain tensors on a CPU, not {type(x).__name__} {x.layout} on {x.device}")
+    return x.clone() if x._is_zerotensor() else x.resolve_neg()  # noqa: SLF001
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory that will be written as a whole: in large pages, where it is large, which is 3 to 4 times as fast.
 
     With one exception: a virtual machine that reports free pages to its host waits for large ones after a pause.
@@ -479,12 +442,9 @@ def _fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor begins, 0 for none; the tensor must outlive its use."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _format_of(codes: Tensor) -> Format:
-    return E4M3 if codes.dtype is E4M3.torch_dtype else E5M2
 
 
 def level_number(name: str | None) -> int:

@@ -15,7 +15,6 @@ What comes out is defined by octavo.serving.layers, in torch's operations; sums 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from torch import Tensor
 from octavo.errors import BackendError
 from octavo.formats import E4M3
 from octavo.kernels import cpu
-from octavo.numerics import QuantizedTensor
-from octavo.numerics.scaling import AMAX_FLOOR
+from octavo.numerics import PerRow, QuantizedTensor
 
 __all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "Decoder", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
 
@@ -91,6 +89,9 @@ class Decoder:
         sin: their sines.
         norm: float32 [hidden], the last norm's.
         head: [V, hidden].
+
+    Raises:
+        BackendError: a tensor of another shape, or codes with other scales than one a row.
     """
 
     shape: DecoderShape
@@ -99,6 +100,31 @@ class Decoder:
     sin: Tensor
     norm: Tensor
     head: QuantizedTensor
+
+    def __post_init__(self) -> None:
+        s = self.shape
+        angles, heads = (len(self.cos), s.head_dim), (s.heads + 2 * s.kv_heads) * s.head_dim
+        numbers = {"cos": (self.cos, angles), "sin": (self.sin, angles), "norm": (self.norm, (s.hidden_size,))}
+        codes = {"head": (self.head, (len(self.head.data), s.hidden_size))}
+        for index, layer in enumerate(self.layers):
+            numbers |= {
+                f"{index}.{name}": (getattr(layer, name), (s.hidden_size,)) for name in ("attention_norm", "mlp_norm")
+            }
+            codes |= {
+                f"{index}.qkv": (layer.qkv, (heads, s.hidden_size)),
+                f"{index}.out": (layer.out, (s.hidden_size, s.heads * s.head_dim)),
+                f"{index}.gate_up": (layer.gate_up, (2 * s.intermediate_size, s.hidden_size)),
+                f"{index}.down": (layer.down, (s.hidden_size, s.intermediate_size)),
+            }
+        for name, (tensor, wanted) in (numbers | codes).items():
+            if tensor.shape != wanted:
+                raise BackendError(f"a decoder of this shape has {name} {wanted}, not {tuple(tensor.shape)}")
+        for name, (weight, _) in codes.items():
+            if not isinstance(weight.granularity, PerRow) or weight.data.dtype not in cpu.CODES:
+                raise BackendError(
+                    f"a decoder's weights are E4M3 or E5M2 with a scale a row, and {name} is {weight.data.dtype} "
+                    f"{weight.granularity}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +217,9 @@ def attend(
             f"positions, not {tuple(queries.shape)}, {tuple(sequence.shape)} and {tuple(position.shape)}"
         )
     _check_rows(cache, sequence, position)
-    queries = queries.float().contiguous()
+    queries = cpu.in_memory(queries.float()).contiguous()
     out = torch.empty_like(queries)
-    _native().attend(
+    cpu.extension().attend(
         cpu.level_number(level),
         queries.data_ptr(),
         heads,
@@ -225,7 +251,7 @@ class NativeDecoder:
         self._layers, self._positions = len(decoder.layers), len(decoder.cos)
         self._kept: list[Tensor] = []
         self._vocabulary = decoder.head.shape[0]
-        self._decoder = _native().Decoder(
+        self._decoder = cpu.extension().Decoder(
             cpu.level_number(level),
             shape.hidden_size,
             shape.intermediate_size,
@@ -234,7 +260,6 @@ class NativeDecoder:
             shape.head_dim,
             shape.norm_eps,
             shape.attention_scale,
-            AMAX_FLOOR,
             *(self._numbers(numbers) for numbers in (decoder.cos, decoder.sin, decoder.norm)),
             self._weight(decoder.head),
         )
@@ -294,22 +319,14 @@ class NativeDecoder:
             )
 
     def _numbers(self, tensor: Tensor) -> int:
-        self._kept.append(tensor.detach().float().contiguous())
+        self._kept.append(cpu.in_memory(tensor.float()).contiguous())
         return self._kept[-1].data_ptr()
 
     def _weight(self, weight: QuantizedTensor) -> tuple[int, ...]:
-        data = weight.data.contiguous()
+        data = cpu.in_memory(weight.data).contiguous()
         self._kept.append(data)
         layout = (data.data_ptr(), cpu.element_number(data.dtype), data.stride(0), 1)
-        return (*layout, self._numbers(weight.scale), weight.scale.numel() > 1, data.shape[0], 0, 0)
-
-
-def _native() -> ModuleType:
-    if reason := cpu.why_absent():
-        raise BackendError(f"there are no native kernels: {reason}")
-    from octavo.kernels import _native as module  # absent where it could not be built
-
-    return module
+        return (*layout, self._numbers(weight.fp32_scale), weight.scale.numel() > 1, data.shape[0], 0, 0)
 
 
 def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import cpu
+from octavo.kernels import cpu, products
 from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
 from octavo.numerics import Accumulate, PerBlock, QuantizedTensor, hopper_chains, hopper_sums
 from octavo.numerics.accumulate import CHAIN
@@ -75,7 +75,7 @@ def _column(scales: Tensor, block: int) -> Tensor:
 
 
 def _native_sums(a: Tensor, b: Tensor, accumulate: str, a_scale: Tensor | None, b_scale: Tensor | None) -> Tensor:
-    return cpu.hopper_sums(a, b, accumulate=Accumulate(accumulate), a_scale=a_scale, b_scale=b_scale)
+    return products.hopper_sums(a, b, accumulate=Accumulate(accumulate), a_scale=a_scale, b_scale=b_scale)
 
 
 def _shape_of_sums(a: Tensor, b: Tensor, *_: object) -> Tensor:

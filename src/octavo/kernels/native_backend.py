@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octavo.kernels import cpu
+from octavo.kernels import cpu, products
 from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
 from octavo.kernels.torch_native import CpuBackend
 from octavo.numerics import QuantizedTensor
@@ -50,7 +50,7 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
 def _native_mm(  # noqa: PLR0917 (an operator's schema)
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, block: int
 ) -> Tensor:
-    return cpu.gemm(a, b, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype, bias=bias, block=block)
+    return products.gemm(a, b, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype, bias=bias, block=block)
 
 
 torch.library.define(

@@ -4,10 +4,13 @@ Every new token costs a pass over the whole context; a cache of keys and values 
 For the few lines that show what a small model learned, the plain loop is enough and has no state to get wrong.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
+from octavo.nn.arguments import check_whole
 
 __all__ = ["check_request", "generate", "sample"]
 
@@ -37,11 +40,12 @@ def generate(
         stop_id: end before this token; None to never end early.
 
     Raises:
-        ConfigError: an empty prompt, a negative temperature, or top_k, context or max_new_tokens out of range.
+        TypeError: a prompt that is no list.
+        ConfigError: an empty prompt, a negative temperature, top_k, context or max_new_tokens out of range, or a model
+            whose logits are not finite.
     """
     check_request(prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
-    if context < 1:
-        raise ConfigError(f"context must be at least 1, not {context}")
+    check_whole("context", context, least=1)
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -61,23 +65,34 @@ def generate(
 def sample(
     logits: Tensor, *, temperature: float, top_k: int | None = None, generator: torch.Generator | None = None
 ) -> int:
-    """One token id from logits [V]."""
+    """One token id from logits [V].
+
+    Raises:
+        ConfigError: logits among which none is the largest, or it is infinite.
+    """
+    likeliest = int(logits.argmax())  # a NaN, if there is one
+    if not math.isfinite(logits[likeliest]):
+        raise ConfigError(
+            f"the model's largest logit is {float(logits[likeliest])}, so no token can be chosen; look for NaN or "
+            "infinite numbers in its weights"
+        )
     if temperature == 0:
-        return int(logits.argmax())
+        return likeliest
     if top_k is not None and top_k < logits.numel():
         lowest_kept = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
-    below_most = (logits - logits.max()).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
+    below_most = (logits - logits[likeliest]).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
     probabilities = torch.softmax(below_most / temperature, dim=-1).to(logits.dtype)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def check_request(prompt_ids: list[int], *, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raise ConfigError for an empty prompt, a negative temperature, or top_k or max_new_tokens out of range."""
+    """Raise TypeError for a prompt that is no list, ConfigError for an empty one, and for numbers out of range."""
+    if not isinstance(prompt_ids, (list, tuple)):
+        raise TypeError(f"prompt_ids is a list of token ids, not {type(prompt_ids).__name__}")
     if not prompt_ids:
         raise ConfigError("the prompt is empty; give at least one token to continue from")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature must be 0 or more, not {temperature}")
-    for name, value, least in (("top_k", top_k, 1), ("max_new_tokens", max_new_tokens, 0)):
-        if value is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, not {value}")
+    check_whole("top_k", top_k, least=1)
+    check_whole("max_new_tokens", max_new_tokens, least=0)

@@ -33,8 +33,9 @@ def generate(
         stop_id: end before this token; None to never end early.
 
     Raises:
+        TypeError: a prompt that is no list.
         ConfigError: an empty prompt or one longer than the model's positions, a token outside the vocabulary, a
-            negative temperature, or top_k or max_new_tokens out of range.
+            negative temperature, top_k or max_new_tokens out of range, or a model whose logits are not finite.
 
     Example:
         >>> from octavo.models import Llama, LlamaConfig

@@ -131,7 +131,14 @@ class PagedKVCache:
             if scales is None:
                 to[layer, page, :, place] = vectors.to(to.dtype)
                 continue
-            cast = quantize(vectors, E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0)
+            cast = quantize(
+                vectors,
+                E4M3,
+                granularity=PerRow(),
+                scale_rounding=ScaleRounding.RCEIL,
+                scale_format=E8M0,
+                amax_floor=0,
+            )
             # torch assigns no codes by index
             to.view(torch.uint8)[layer, page, :, place] = cast.data.view(torch.uint8)
             scales[layer, page, :, place] = cast.scale[..., 0]

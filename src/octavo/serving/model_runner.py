@@ -250,11 +250,18 @@ def _copied(numbers: Tensor) -> Tensor:
 def _codes(*linears: nn.Linear) -> QuantizedTensor:
     """Weights below each other, each row with a scale of its own; codes that are held stay as they are."""
     parts = [_codes_of(linear) for linear in linears]
+    if len({part.shape[1] for part in parts}) > 1:
+        raise ConfigError(f"layers side by side read the same tensor, and these read others: {linears}")
     data = torch.cat([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
     return QuantizedTensor(data, torch.cat([part.scale for part in parts]), PerRow(), torch.float32)
 
 
 def _codes_of(linear: nn.Linear) -> QuantizedTensor:
+    bias: Tensor | None = linear.bias
+    if bias is not None:
+        raise ConfigError(
+            f"a runner multiplies by weights alone, and the bias of this model's {linear} would be lost; remove it"
+        )
     held = linear.held_weight() if isinstance(linear, Linear) else None
     if held is None:
         return quantize(linear.weight.detach().float(), E4M3, granularity=PerRow())

@@ -78,7 +78,7 @@ def test_characters_of_several_bytes_are_written_whole(octavo, finished_run):
         (["--temperature", "-1"], "temperature"),
         (["--top-k", "0"], "top_k"),
         (["--max-new-tokens", "-3"], "max_new_tokens"),
-        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", ""], "the prompt '' has no token to continue from; give some text"),
         (["--prompt", "\udcff"], "not UTF-8"),
         (["--seed", "99999999999999999999999"], "seed must be"),
     ],
@@ -131,3 +131,23 @@ def test_generate_reads_gguf_files(octavo, tmp_path):
     assert result.stdout == "the 12" + loaded.tokenizer.decode(new).rstrip("\ufffd") + "\n"
     path.write_bytes(b"not a model")
     assert octavo(*arguments).exit_code == 2
+
+
+def test_generate_stops_at_the_end_token(octavo, tmp_path):
+    """The token that was the third of a text is called its end: two are left."""
+    arguments = ["--prompt", "the 12", "--max-new-tokens", 6, "--temperature", 0]
+    path = small_gguf.write(tmp_path / "model.GGUF")
+    loaded = load_gguf(path)
+    ids = loaded.tokenizer.encode("the 12").ids
+    new = list(continue_by_runner(ModelRunner(loaded.model), ids, max_new_tokens=6, temperature=0.0))
+    assert new[2] not in new[:2]
+    small_gguf.write(path, settings={"tokenizer.ggml.eos_token_id": new[2]})
+    wanted = "the 12" + loaded.tokenizer.decode(new[:2]).rstrip("\ufffd") + "\n"
+    assert octavo("generate", path, *arguments).stdout == wanted
+    assert wanted != "the 12" + loaded.tokenizer.decode(new).rstrip("\ufffd") + "\n"
+
+
+def test_generate_says_that_a_prompt_is_empty(octavo, tmp_path):
+    result = octavo("generate", small_gguf.write(tmp_path / "model.gguf"), "--prompt", "")
+    assert result.exit_code == 2
+    assert "the prompt '' has no token to continue from; give some text" in result.stderr

@@ -96,6 +96,15 @@ def test_fake_quantize_has_no_second_derivative():
         grad.sum().backward()
 
 
+def test_fake_quantize_writes_in_inference_mode():
+    with torch.inference_mode():
+        x = torch.randn(5, 7)
+        wanted, out = fake_quantize(x, E4M3), torch.empty(5, 7)
+        assert fake_quantize(x, E4M3, out=out) is out
+        assert torch.equal(out, wanted)
+        assert torch.equal(fake_quantize(x, E4M3, out=x), wanted)
+
+
 def test_fake_quantize_refuses_integers():
     with pytest.raises(ConfigError, match=r"not torch\.int64"):
         fake_quantize(torch.arange(3), E4M3)

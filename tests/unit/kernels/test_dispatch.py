@@ -1,3 +1,4 @@
+import warnings
 from typing import Any
 
 import pytest
@@ -154,12 +155,24 @@ def test_a_learned_bias_and_scale_have_gradients():
     torch.testing.assert_close(scale.grad, y.detach().sum() / a.scale)
 
 
-def test_operators_called_by_name_check_shapes():
-    if cpu.why_absent():
-        pytest.skip(f"no native kernels: {cpu.why_absent()}")
-    a, one = torch.ones(8, 16).to(torch.float8_e4m3fn), torch.ones(1, 1)
-    for b, scale, bias in (
-        (a[:, :8], one, None), (a, torch.ones(3, 1), None), (a, one, torch.ones(1)),
-    ):  # fmt: skip
-        with pytest.raises(BackendError, match="do not go together"):
-            torch.ops.octavo.native_mm(a, scale, b, one, bias, torch.float32, 0)
+def test_tensors_whose_numbers_are_not_in_memory():
+    """torch.func's have none of their own, and a negative may be a bit."""
+    a, b = (octavo.quantize(torch.randn(3, 4, 16), octavo.E4M3, granularity=octavo.PerRow()) for _ in range(2))
+
+    def multiply(codes, scale):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it loops over the operator
+            left = octavo.QuantizedTensor(codes, scale, octavo.PerRow(), torch.float32)
+            return octavo.scaled_mm(left, octavo.QuantizedTensor(b.data[0], b.scale[0], octavo.PerRow(), torch.float32))
+
+    one_by_one = torch.stack([multiply(codes, scale) for codes, scale in zip(a.data, a.scale, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(multiply)(a.data, a.scale), one_by_one)
+
+    x, one = torch._neg_view(torch.randn(4, 16)), octavo.quantize(torch.eye(16), octavo.E4M3)
+    negative = torch._neg_view(torch.ones(16))
+    for granularity in (octavo.PerTensor(), octavo.PerRow(), octavo.PerBlock(1, 4)):
+        kept, plain = (octavo.quantize(given, octavo.E4M3, granularity=granularity) for given in (x, x.clone()))
+        assert torch.equal(kept.dequantize(), plain.dequantize())
+        assert torch.equal(octavo.fake_quantize(x, octavo.E4M3, granularity=granularity), plain.dequantize())
+    product, biased = octavo.scaled_mm(one, one), octavo.scaled_mm(one, one, bias=negative)
+    assert torch.equal(biased, product - 1)

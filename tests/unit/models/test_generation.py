@@ -1,5 +1,7 @@
 """Sampling, with models whose logits are written down."""
 
+import math
+
 import pytest
 import torch
 
@@ -75,15 +77,33 @@ def test_training_mode_comes_back():
         ({"prompt_ids": []}, "prompt is empty"),
         ({"temperature": -0.1}, "temperature must be 0 or more, not -0.1"),
         ({"temperature": float("nan")}, "temperature must be 0 or more"),
-        ({"top_k": 0}, "top_k must be at least 1"),
-        ({"context": 0}, "context must be at least 1"),
-        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0"),
+        ({"top_k": 1.5}, "top_k must be a whole number of at least 1, not 1.5"),
+        ({"top_k": 0}, "top_k must be a whole number of at least 1, not 0"),
+        ({"context": 0}, "context must be a whole number of at least 1, not 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be a whole number of at least 0, not -1"),
     ],
 )
 def test_refuses(changes, words):
     arguments = {"prompt_ids": [0], "max_new_tokens": 1, "temperature": 1.0, "context": 4, **changes}
     with pytest.raises(ConfigError, match=words):
         generate(Table(CYCLE), arguments.pop("prompt_ids"), **arguments)
+
+
+@pytest.mark.parametrize("prompt", [torch.tensor([1, 2]), "12", 5])
+def test_a_prompt_that_is_no_list_is_named(prompt):
+    with pytest.raises(TypeError, match=f"a list of token ids, not {type(prompt).__name__}"):
+        generate(Table(CYCLE), prompt, max_new_tokens=1, context=4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("logits", [[1.0, math.nan, 2.0], [math.inf, 1.0], [-math.inf, -math.inf]])
+def test_logits_of_a_broken_model_are_named(temperature, logits):
+    with pytest.raises(ConfigError, match="no token can be chosen; look for NaN"):
+        sample(torch.tensor(logits), temperature=temperature)
+
+
+def test_a_token_that_is_ruled_out_is_never_taken():
+    assert sample(torch.tensor([-math.inf, 1.0]), temperature=1.0) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-300])

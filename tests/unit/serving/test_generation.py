@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
+from octavo.kernels import cpu
 from octavo.models import Llama, LlamaConfig
 from octavo.serving import ModelRunner, generate
 
@@ -59,9 +60,25 @@ def test_it_ends_where_it_should(runner):
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"top_k": 0}, "top_k"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens"),
+        ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number of at least 0, not 2.5"),
     ],
 )
 def test_bad_requests_are_named(runner, prompt, options, text):
     request: dict[str, Any] = {"max_new_tokens": 2} | options
     with pytest.raises(ConfigError, match=text):
         list(generate(runner, prompt, **request))
+
+
+def test_a_prompt_that_is_no_list_is_named(runner):
+    prompt: Any = torch.tensor([1, 2])
+    with pytest.raises(TypeError, match="a list of token ids, not Tensor"):
+        next(generate(runner, prompt, max_new_tokens=2))
+
+
+@pytest.mark.parametrize("level", ["torch", *cpu.levels()])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_with_nan_weights_is_named(runner, level, temperature):
+    broken = Llama(runner.config)
+    broken.state_dict()["model.layers.0.mlp.down_proj.weight"][3, 5] = torch.nan
+    with pytest.raises(ConfigError, match="largest logit is nan, so no token can be chosen"):
+        next(generate(ModelRunner(broken, level=level), [1], max_new_tokens=2, temperature=temperature))

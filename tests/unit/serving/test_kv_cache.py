@@ -10,9 +10,10 @@ from octavo.numerics import ScaleRounding
 from octavo.serving import PagedKVCache
 
 
-def test_codes_and_scales_are_those_of_quantize():
+@pytest.mark.parametrize("size", [1.0, 1e-30, 2.0**-140, 1e30])
+def test_codes_and_scales_are_those_of_quantize(size):
     cache = PagedKVCache(2, 3, 16, max_positions=200)
-    keys, values = torch.randn(2, 150, 3, 16)
+    keys, values = size * torch.randn(2, 150, 3, 16)
     cache.store(1, torch.arange(150), keys, values)
     for stored, vectors in zip(cache.read(1, 150), (keys, values), strict=True):
         cast = octavo.quantize(
@@ -21,8 +22,10 @@ def test_codes_and_scales_are_those_of_quantize():
             granularity=octavo.PerRow(),
             scale_rounding=ScaleRounding.RCEIL,
             scale_format=E8M0,
+            amax_floor=0,
         )
         assert torch.equal(stored, cast.dequantize())
+        assert (stored - vectors).abs().max() <= max(vectors.abs().max() / 16, 2.0**-137)  # half an ulp of E4M3
     assert all(not bool(x.any()) for x in cache.read(0, 150))
 
 

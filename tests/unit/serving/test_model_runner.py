@@ -117,6 +117,24 @@ def test_codes_that_are_held_are_read_as_they_are(recipe):
     torch.testing.assert_close(found, with_decoded_head(made)(tokens[None])[0], rtol=1e-4, atol=1e-4)
 
 
+def test_a_bias_that_would_be_lost_is_refused():
+    made = model(tie=False)
+    made.lm_head = torch.nn.Linear(72, 300)
+    with pytest.raises(ConfigError, match="the bias of this model's Linear"):
+        ModelRunner(made)
+
+
+@pytest.mark.parametrize(
+    ("path", "inputs", "outputs"),
+    [("mlp.down_proj", 64, 32000), ("mlp.gate_proj", 72, 8), ("self_attn.o_proj", 72, 71), ("mlp.up_proj", 71, 200)],
+)
+def test_layers_of_another_shape_are_refused(path, inputs, outputs):
+    made = model()
+    made.model.layers[1].set_submodule(path, torch.nn.Linear(inputs, outputs, bias=False))
+    with pytest.raises((BackendError, ConfigError), match=r"a decoder of this shape has|side by side"):
+        ModelRunner(made)
+
+
 def test_codes_in_blocks_are_refused():
     made = model(tie=False).requires_grad_(False)
     octavo.convert(made, recipe="blockwise", frozen="fp8")
@@ -143,6 +161,51 @@ def test_the_first_layers_codes_are_those_of_the_definition(level):
         one, other = (getattr(tensors, name)[1].view(torch.uint8) for tensors in (wanted, found))
         assert torch.equal(one, other)
     assert not bool(found.keys[1].float().any())
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+def test_tiny_keys_and_values_are_stored_as_they_are(level):
+    """Of about 1e-30 and 1e-38, below what other casts tell from zero; scales down to E8M0's smallest."""
+    made, tokens = model(), torch.randint(0, 300, (64,))
+    for layer, size in zip(made.model.layers, (1e-30, 1e-38, 1e-12), strict=True):
+        layer.input_layernorm.weight.data *= size
+    caches = []
+    for name in ("torch", level):
+        runner = ModelRunner(made, level=name)
+        caches.append(runner.new_cache())
+        runner(tokens, caches[-1])
+    wanted, found = (cache.tensors for cache in caches)
+    assert wanted.key_scale is not None
+    assert not bool(wanted.key_scale[1, 0].any())
+    for name in ("keys", "values", "key_scale", "value_scale"):
+        one, other = (getattr(tensors, name).view(torch.uint8) for tensors in (wanted, found))
+        assert (one != other).float().mean() < 1e-3
+    for layer in range(3):
+        assert bool(found.keys[layer, 0].float().any(dim=1).all())
+        assert bool(found.values[layer, 0].float().any(dim=2).all())
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+def test_infinite_keys_and_values_are_no_numbers(level):
+    """E4M3 has no infinity: what leaves FP32 is NaN in the cache, as in the definition, and not the maximum."""
+    made, tokens = model(), torch.randint(0, 300, (70,))
+    attention = made.model.layers[0]
+    attention.input_layernorm.weight.data[7] = 1e37
+    for projection, row in ((attention.self_attn.k_proj, 5), (attention.self_attn.v_proj, 20)):
+        projection.weight.data[:, 7] = 0.0
+        projection.weight.data[row, 7] = 1e4
+    plain = ModelRunner(made, level="torch")
+    numbers, wanted = plain.new_cache(fmt=FP32), plain.new_cache()
+    plain(tokens, numbers)
+    plain(tokens, wanted)
+    native = ModelRunner(made, level=level)
+    found = native.new_cache()
+    native(tokens, found)
+    for name in ("keys", "values"):
+        own = [getattr(cache.tensors, name)[0].float() for cache in (numbers, wanted, found)]
+        assert bool(own[0].isinf().any())
+        assert torch.equal(own[0].isfinite(), own[1].isfinite())
+        assert torch.equal(own[1].isfinite(), own[2].isfinite())
 
 
 @pytest.mark.parametrize("level", cpu.levels())
@@ -175,7 +238,7 @@ def test_rows_of_another_model_are_refused():
     runner = ModelRunner(model(), level=cpu.levels()[-1])
     tensors, native = runner.new_cache().tensors, NativeDecoder(runner._decoder)
     one = torch.zeros(1, dtype=torch.int64)
-    for hidden in (torch.zeros(1, 71), torch.zeros(2, 72), torch.zeros(1, 72).double(), torch.zeros(72, 1).t()[:, ::2]):
+    for hidden in (torch.zeros(1, 71), torch.zeros(2, 72), torch.zeros(1, 72).double(), torch.zeros(1, 144)[:, ::2]):
         with pytest.raises(BackendError, match="float32 rows"):
             native.run(hidden, tensors, one, one)
     with pytest.raises(BackendError, match="at least one"):
@@ -205,16 +268,34 @@ def test_the_model_may_change_afterwards(level, tie):
     assert torch.equal(runner(torch.arange(9), runner.new_cache()), before)
 
 
-def test_gates_beyond_what_exp_reaches():
-    """silu of a number far below zero is zero, and not what is left of it over the largest power of e."""
-    made = model()
-    made.model.layers[0].mlp.gate_proj.weight.data *= 1e4
+def test_gates_as_far_as_exp_reaches():
+    """silu of -21 to -86, times what makes it visible: about as large as the gates themselves."""
+    made = model(tie=False)
+    made.model.embed_tokens.weight.data.fill_(1.0)
+    for layer in made.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.post_attention_layernorm.weight.data.fill_(1.0)
+    mlp, gates = made.model.layers[0].mlp, torch.linspace(21, 86, 200)
+    mlp.gate_proj.weight.data[:] = -gates[:, None] / 72
+    mlp.up_proj.weight.data[:] = gates.exp()[:, None] / 72
+    assert_all_levels_agree(made)
+
+
+@torch.no_grad()
+def assert_all_levels_agree(made):
     logits = []
     for name in LEVELS:
         runner = ModelRunner(made, level=name)
         logits.append(runner(torch.arange(9), runner.new_cache(fmt=FP32)))
     for found in logits[1:]:
         torch.testing.assert_close(found, logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_gates_beyond_what_exp_reaches():
+    """silu of a number far below zero is zero, and not what is left of it over the largest power of e."""
+    made = model()
+    made.model.layers[0].mlp.gate_proj.weight.data *= 1e4
+    assert_all_levels_agree(made)
 
 
 def test_bad_input_is_refused_and_the_cache_stays():

@@ -7,6 +7,7 @@
 // Reference: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 (softmax in parts).
 #pragma once
 
+#include "exponential.h"
 #include "few_rows.h"
 
 namespace octavo {
@@ -14,20 +15,6 @@ namespace {
 
 constexpr int64_t PAGE_OR_DIM = PAGE > MAX_HEAD_DIM ? PAGE : MAX_HEAD_DIM;
 constexpr int64_t KEPT_AT_ONCE = 65536;  // numbers that queries found, before they are put together
-
-// e^x, within 2 units in the last place; what would leave FP32 stops short of its ends.
-inline f32v exponential(f32v x) {
-    const f32v low = all(-87.0f), high = all(88.0f), magic = all(12582912.0f);  // 1.5 * 2^23: whole numbers are its ulps
-    x = x < low ? low : x > high ? high : x;
-    const f32v shifted = fused(x, all(1.44269504f), magic), n = shifted - magic;
-    const f32v r = fused(n, all(-1.42860677e-6f), fused(n, all(-0.693145752f), x));  // ln 2 in two parts
-    constexpr float inverse_factorials[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    f32v p = all(1.0f / 5040);
-    for (float c : inverse_factorials) p = fused(p, r, all(c));
-    return p * bits_as<f32v>((bits_as<u32v>(shifted) << 23) + 0x3f800000);
-}
-
-inline float exponential(float x) { return exponential(all(x))[0]; }
 
 // What a query found in one page: the largest score, the sum of weights, and the weighted values, [head dim].
 struct Found {

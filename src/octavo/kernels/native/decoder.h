@@ -136,7 +136,7 @@ struct Decoder {
     void store_codes() const {
         const int64_t vectors = 2 * rows * kv_heads;
         Counts counts{};
-        quantize({{fresh, Dtype::f32, vectors, dim, dim}, Format::e4m3, 1, dim, true, {ScaleRounding::rceil, p.amax_floor, 0},
+        quantize({{fresh, Dtype::f32, vectors, dim, dim}, Format::e4m3, 1, dim, true, {ScaleRounding::rceil, 0.0, 0},
                   nullptr, false, nullptr, codes, nullptr, scales, scales + vectors, false, &counts});
         for (int64_t i = 0; i < vectors; ++i) {
             const Place to = place(i);

@@ -14,15 +14,16 @@ namespace {
 constexpr int64_t CHUNK = 320;                                // of K, about: panels of both operands fit the first-level cache
 constexpr int64_t TILE_ROWS = 16 * ROWS, TILE_COLUMNS = 128;  // of the output, for one thread at a time
 
-constexpr float half_scale(Element element) {
-    return element == Element::e4m3 ? HALF_SCALE<E4M3> : element == Element::e5m2 ? HALF_SCALE<E5M2> : 1.0f;
-}
+constexpr float half_scale(Element element) { return element == Element::e4m3 ? HALF_SCALE<E4M3> : HALF_SCALE<E5M2>; }
+
+constexpr bool is_code(Element element) { return element == Element::e4m3 || element == Element::e5m2; }
 
 template <class P>
 struct Gemm {
     const GemmProblem& p;
     const Scales scales{p};
-    const float unshift = half_scale(p.a.element) * half_scale(p.b.element);  // what decoded numbers were divided by
+    const bool exact = !is_code(p.a.element) || !is_code(p.b.element);
+    const float unshift = exact ? 1.0f : half_scale(p.a.element) * half_scale(p.b.element);  // what codes were divided by
     const int64_t row_panels = (p.m + ROWS - 1) / ROWS, column_panels = (p.n + COLUMNS - 1) / COLUMNS;
     float* sums = nullptr;          // [m, n]
     Number<P>* a_panels = nullptr;  // of the chunk
@@ -40,8 +41,9 @@ struct Gemm {
                 const bool left = i < row_panels;
                 const int64_t panel = left ? i : i - row_panels;
                 const int width = left ? ROWS : COLUMNS;
-                pack<P>(left ? p.a : p.b, panel * width, least_of<int64_t>(width, (left ? p.m : p.n) - panel * width), begin,
-                        end, width, (left ? a_panels : b_panels) + panel * panel_size(width));
+                const auto packed = exact ? pack<P, true> : pack<P, false>;
+                packed(left ? p.a : p.b, panel * width, least_of<int64_t>(width, (left ? p.m : p.n) - panel * width), begin,
+                       end, width, (left ? a_panels : b_panels) + panel * panel_size(width));
             }
         });
     }

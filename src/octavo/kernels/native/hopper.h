@@ -36,7 +36,7 @@ struct HopperPanel {
     void fill(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end) {
         const int64_t elements = (end - begin + HOPPER_STEP - 1) / HOPPER_STEP * HOPPER_STEP * WIDTH;
         if (end - begin < HOPPER_CHUNK) std::memset(values, 0, elements * sizeof(float));
-        pack<Numbers>(from, row, count, begin, end, WIDTH, values);
+        pack<Numbers, true>(from, row, count, begin, end, WIDTH, values);
         if (from.element == Element::e4m3) find_exponents<E4M3>(elements);
         else find_exponents<E5M2>(elements);
     }
@@ -46,11 +46,9 @@ private:
     void find_exponents(int64_t elements) {
         u32v special{};
         for (int64_t i = 0; i < elements; i += LANES) {
-            const f32v value = load<f32v>(values + i) * HALF_SCALE<F>;
-            const u32v bits = bits_as<u32v>(value) & MAGNITUDE, field = bits & EXPONENT;
+            const u32v bits = load<u32v>(values + i) & MAGNITUDE, field = bits & EXPONENT;
             const u32v exponent = (largest(field, all(uint32_t(127 + F::min_exponent) << 23)) >> 23) - (127 - EXPONENT_OFFSET);
             const u32v is_special = (u32v)(field == EXPONENT);
-            store(values + i, value);
             store_bytes(exponents + i, (bits == 0) | is_special ? all(0u) : exponent);
             special |= is_special;
         }

@@ -159,7 +159,6 @@ struct DecoderProblem {
     Weight head;
     int64_t layer_count, hidden_size, intermediate_size, heads;
     float norm_eps, attention_scale;
-    double amax_floor;          // of the scales of keys and values
     const float *cos, *sin;     // [positions, head dim]
     KvCache cache;
     Pages keys, values;         // of the first layer; those of the next follow

@@ -1,4 +1,5 @@
-// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py and decoding.py check everything before they call.
+// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py, products.py and decoding.py
+// look at all of it first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -34,7 +35,7 @@ public:
     using BoundWeight = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool, int64_t, int64_t, uintptr_t>;
 
     Decoder(int level, int64_t hidden_size, int64_t intermediate_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-            float norm_eps, float attention_scale, double amax_floor, uintptr_t cos, uintptr_t sin, uintptr_t norm, BoundWeight head)
+            float norm_eps, float attention_scale, uintptr_t cos, uintptr_t sin, uintptr_t norm, BoundWeight head)
         : level_(level) {
         problem_.norm = at<const float>(norm);
         problem_.head = weight(head);
@@ -43,7 +44,6 @@ public:
         problem_.heads = heads;
         problem_.norm_eps = norm_eps;
         problem_.attention_scale = attention_scale;
-        problem_.amax_floor = amax_floor;
         problem_.cos = at<const float>(cos);
         problem_.sin = at<const float>(sin);
         problem_.cache.kv_heads = kv_heads;
@@ -169,8 +169,8 @@ NB_MODULE(_native, m) {
         kernels(level).attend(problem);
     });
     nb::class_<Decoder>(m, "Decoder")
-        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, double, uintptr_t, uintptr_t,
-                      uintptr_t, Decoder::BoundWeight>())
+        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, uintptr_t, uintptr_t, uintptr_t,
+                      Decoder::BoundWeight>())
         .def("add_layer", &Decoder::add_layer)
         .def("run", &Decoder::run);
     m.def("dequantize", [](int level, uintptr_t codes, int format, int64_t rows, int64_t columns, int64_t stride,

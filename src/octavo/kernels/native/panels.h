@@ -23,18 +23,20 @@ typedef uint32_t u32x4 __attribute__((vector_size(16)));
 typedef uint64_t u64x2 __attribute__((vector_size(16)));
 
 // The two kinds of panels. DEPTH neighbours along K share a lane; decode_columns writes eight codes of one column of K and
-// eight of the next, divided by HALF_SCALE<F>.
+// eight of the next, EXACT or divided by HALF_SCALE<F>: what meets numbers in high precision, which may be FP32's smallest,
+// has no binades to give away.
 
 struct Numbers {  // [k][width]
     using Number = float;
     static constexpr int DEPTH = 1;
 
-    template <class F>
+    template <class F, bool EXACT>
     static void decode_columns(float* to, int width, u8x16 codes) {
 #if defined(__AVX2__)
         const __m256i halves = halves_of_16((__m128i)codes, F{});
-        _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
-        _mm256_storeu_ps(to + width, _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+        const __m256 scale = _mm256_set1_ps(EXACT ? HALF_SCALE<F> : 1.0f);  // a product with 1 is left out
+        _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm256_castsi256_si128(halves)) * scale);
+        _mm256_storeu_ps(to + width, _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)) * scale);
 #else
         uint8_t bytes[16];
         store(bytes, codes);
@@ -53,7 +55,7 @@ struct Numbers {  // [k][width]
 
 #if defined(__AVX512BF16__)
 // The instruction takes subnormal numbers as zeros and makes none, whatever the thread's mode. Codes, their products and
-// sums never come near them. With a BF16 operand, its subnormal numbers and products or sums below 2^-118 may count as
+// sums never come near them. With a BF16 operand, its subnormal numbers and products or sums below 2^-126 may count as
 // zero; to look for them and take the other panels then would make a row's bits depend on other rows.
 struct Pairs {  // [k / 2][width][2]
     using Number = Bf16;
@@ -62,10 +64,11 @@ struct Pairs {  // [k / 2][width][2]
     static bool can(Element element) { return element == Element::e4m3 || element == Element::e5m2 || element == Element::bf16; }
     static bool can(const GemmProblem& p) { return can(p.a.element) && can(p.b.element) && p.block % 2 == 0; }
 
-    template <class F>
+    template <class F, bool EXACT>
     static void decode_columns(Bf16* to, int, u8x16 codes) {
         const u8x16 in_turn = __builtin_shuffle(codes, u8x16{0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15});
-        store_words(&to->bits, bits_as<u32v>(_mm512_cvtph_ps(halves_of_16((__m128i)in_turn, F{}))) >> 16);
+        const f32v numbers = (f32v)_mm512_cvtph_ps(halves_of_16((__m128i)in_turn, F{}));
+        store_words(&to->bits, bits_as<u32v>(numbers * all(EXACT ? HALF_SCALE<F> : 1.0f)) >> 16);
     }
 
     template <class T>
@@ -109,7 +112,7 @@ inline void transpose(const u8x16* rows, u8x16* columns) {
 
 // Rows [row, row + count) and columns [begin, end) of codes; zeros for rows that are not there.
 // Every store writes eight rows; what lies beyond the width is overwritten by the next k, hence the order.
-template <class P, class F>
+template <class P, class F, bool EXACT>
 void pack_codes(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, Number<P>* panel) {
     for (int group = (width - 1) / 8 * 8; group >= 0; group -= 8) {
         const int64_t present = largest<int64_t>(0, least_of<int64_t>(8, count - group));
@@ -120,7 +123,7 @@ void pack_codes(const Operand& from, int64_t row, int64_t count, int64_t begin, 
                 const u64x2 first = bits_as<u64x2>(load_eight(codes + k * from.column_stride, present));
                 const bool last = k + 1 == end;
                 const u64x2 second = bits_as<u64x2>(load_eight(codes + (k + 1) * from.column_stride, last ? 0 : present));
-                P::template decode_columns<F>(to, width, bits_as<u8x16>(__builtin_shuffle(first, second, u64x2{0, 2})));
+                P::template decode_columns<F, EXACT>(to, width, bits_as<u8x16>(__builtin_shuffle(first, second, u64x2{0, 2})));
             }
             continue;
         }
@@ -128,7 +131,7 @@ void pack_codes(const Operand& from, int64_t row, int64_t count, int64_t begin, 
             u8x16 rows[8], columns[4];
             for (int r = 0; r < 8; ++r) rows[r] = load_eight(codes + r * from.row_stride + k, r < present ? end - k : 0);
             transpose(rows, columns);
-            for (int i = 0; i < 4; ++i) P::template decode_columns<F>(to + 2 * i * width, width, columns[i]);
+            for (int i = 0; i < 4; ++i) P::template decode_columns<F, EXACT>(to + 2 * i * width, width, columns[i]);
         }
     }
 }
@@ -144,11 +147,11 @@ void pack_numbers(const Operand& from, int64_t row, int64_t count, int64_t begin
                 r < count && k < end - begin ? P::number(x[r * from.row_stride + k * from.column_stride]) : Number<P>{};
 }
 
-template <class P>
+template <class P, bool EXACT>
 void pack(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, Number<P>* panel) {
     switch (from.element) {
-        case Element::e4m3: return pack_codes<P, E4M3>(from, row, count, begin, end, width, panel);
-        case Element::e5m2: return pack_codes<P, E5M2>(from, row, count, begin, end, width, panel);
+        case Element::e4m3: return pack_codes<P, E4M3, EXACT>(from, row, count, begin, end, width, panel);
+        case Element::e5m2: return pack_codes<P, E5M2, EXACT>(from, row, count, begin, end, width, panel);
         case Element::f32: return pack_numbers<P, float>(from, row, count, begin, end, width, panel);
         case Element::bf16: return pack_numbers<P, Bf16>(from, row, count, begin, end, width, panel);
         case Element::f16: return pack_numbers<P, F16>(from, row, count, begin, end, width, panel);

@@ -1,0 +1,155 @@
+"""Products by the native kernels, as Python sees them: ``a @ b.T`` of codes, and the sums of Hopper's tensor cores.
+
+Operands cross as addresses, so everything about them is looked at here. The calls are those of native/gemm.h,
+native/few_rows.h and native/hopper.h.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.errors import BackendError
+from octavo.kernels import cpu
+from octavo.numerics import Accumulate
+from octavo.numerics.accumulate import CHAIN
+
+__all__ = ["gemm", "hopper_sums"]
+
+_TENSOR_CORE = (Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    block: int = 0,
+    level: str | None = None,
+) -> Tensor:
+    """``(a @ b.T) · scales + bias``: products summed in FP32, scaled, rounded once.
+
+    With few rows of ``a``, the codes of ``b`` are read once, in the order of memory.
+
+    Args:
+        a: [M, K], E4M3 or E5M2 codes, or float32, bfloat16 or float16; nothing is empty.
+        b: [N, K], any of these too.
+        a_scale: float32 [M or 1, blocks of K or 1]; None is 1.
+        b_scale: float32 [N or 1, blocks of K or 1]; None is 1.
+        out_dtype: float32, bfloat16 or float16.
+        bias: [N] or None; added in FP32.
+        block: columns of K that share a scale, 0 if all do; the sums of a block are scaled before they are added.
+        level: an instruction-set level; None is the best.
+
+    Raises:
+        BackendError: operands, scales or a bias of other dtypes or shapes.
+    """
+    if block < 0 or out_dtype not in cpu.DTYPES:
+        raise BackendError(
+            f"blocks are 0 or more wide and results float32, bfloat16 or float16, not {block}, {out_dtype}"
+        )
+    _check(a, b, (*cpu.CODES, *cpu.DTYPES))
+    (m, k), n = a.shape, b.shape[0]
+    if 0 in (m, k, n):
+        raise BackendError(f"an empty operand has no product: {tuple(a.shape)} and {tuple(b.shape)}")
+    if bias is not None and bias.shape != (n,):
+        raise BackendError(f"{n} columns and a bias {tuple(bias.shape)} do not go together; give one number for each")
+    blocks = -(-k // block) if block else 1
+    one = torch.ones(1, 1)
+    a_scales = _scales(one if a_scale is None else a_scale, m, blocks)
+    b_scales = _scales(one if b_scale is None else b_scale, n, blocks)
+    left, right = (_dense_one_way(matrix) for matrix in (a, b))
+    added = None if bias is None else cpu.in_memory(bias.float()).contiguous()
+    out = cpu.fresh((m, n), out_dtype)
+    cpu.extension().gemm(
+        cpu.level_number(level),
+        *_operand(left, a_scales),
+        *_operand(right, b_scales),
+        *(m, n, k, block),
+        cpu.address(added),
+        out.data_ptr(),
+        cpu.element_number(out_dtype) - len(cpu.CODES),
+    )
+    return out
+
+
+def hopper_sums(
+    a: Tensor,
+    b: Tensor,
+    *,
+    accumulate: Accumulate,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    level: str | None = None,
+) -> Tensor:
+    """The sums of ``a @ b.T`` as Hopper's tensor cores make them: :func:`octavo.numerics.hopper_sums`, to the bit.
+
+    Args:
+        a: codes [M, K], E4M3 or E5M2.
+        b: codes [N, K].
+        accumulate: ``hopper-fast`` or ``hopper-slow``.
+        a_scale: float32 [M or 1, chains or 1]; each chain of ``hopper-slow`` is multiplied by this and by ``b_scale``
+            in FP64, rounded once, then added. None, in both, leaves the sums as they are.
+        b_scale: float32 [N or 1, chains or 1], or None.
+        level: an instruction-set level; None is the best.
+
+    Raises:
+        BackendError: operands or scales of other dtypes or shapes, or another way to sum.
+    """
+    if accumulate not in _TENSOR_CORE:
+        raise BackendError(f"tensor cores sum {' or '.join(_TENSOR_CORE)}, not {accumulate!r}")
+    given = [scale is not None for scale in (a_scale, b_scale)]
+    if any(given) and not (all(given) and accumulate == Accumulate.HOPPER_SLOW):
+        raise BackendError("it is hopper-slow's chains that are scaled, by both operands; give both scales or neither")
+    _check(a, b, cpu.CODES)
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.zeros(m, n)
+    if 0 in (m, k, n):
+        return out
+    chains = -(-k // CHAIN)
+    a_scales = None if a_scale is None else _scales(a_scale, m, chains)
+    b_scales = None if b_scale is None else _scales(b_scale, n, chains)
+    left, right = (_dense_one_way(codes) for codes in (a, b))
+    cpu.extension().hopper(
+        cpu.level_number(level),
+        *_operand(left, a_scales),
+        *_operand(right, b_scales),
+        *(m, n, k),
+        accumulate == Accumulate.HOPPER_FAST,
+        out.data_ptr(),
+    )
+    return out
+
+
+def _check(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """A kernel reads what it was told is there; operators can be called by name, past every other check."""
+    matrices = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]
+    if not matrices or a.dtype not in dtypes or b.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise BackendError(
+            f"a product takes [M, K] and [N, K] of {allowed}; {a.dtype} {tuple(a.shape)} and "
+            f"{b.dtype} {tuple(b.shape)} do not go together"
+        )
+
+
+def _scales(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """One row, or one for each of the operand's, with a number for each block."""
+    if scale.ndim != 2 or scale.shape[0] not in (1, rows) or scale.shape[1] not in (1, blocks):
+        raise BackendError(
+            f"{rows} rows in {blocks} blocks and scales {tuple(scale.shape)} do not go together; give [{rows} or 1, "
+            f"{blocks} or 1]"
+        )
+    return cpu.in_memory(scale.float()).expand(-1, blocks).contiguous()
+
+
+def _dense_one_way(matrix: Tensor) -> Tensor:
+    """A matrix whose rows or columns lie side by side."""
+    matrix = cpu.in_memory(matrix)
+    return matrix if 1 in matrix.stride() else matrix.contiguous()
+
+
+def _operand(matrix: Tensor, scale: Tensor | None) -> tuple[int, int, int, int, int, bool]:
+    """A GEMM's operand as the kernels take it; both tensors must outlive the call."""
+    layout = (matrix.data_ptr(), cpu.element_number(matrix.dtype), matrix.stride(0), matrix.stride(1))
+    return (*layout, cpu.address(scale), scale is not None and scale.shape[0] > 1)

@@ -1,0 +1,64 @@
+"""When the native backend multiplies, when it hands over, and the words it refuses with."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import octavo
+from octavo.kernels import cpu
+from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.native_backend import NativeBackend
+from octavo.numerics import Accumulate, PerBlock, PerTensor
+
+PROBLEM = MatmulProblem(
+    m=2,
+    n=3,
+    k=8,
+    device="cpu",
+    a_dtype=torch.float8_e4m3fn,
+    b_dtype=torch.float8_e5m2,
+    a_granularity=PerTensor(),
+    b_granularity=PerTensor(),
+    out_dtype=torch.float32,
+    bias=False,
+    accumulate=Accumulate.FP32,
+)
+built = pytest.mark.skipif(cpu.why_absent() is not None, reason=f"no native kernels: {cpu.why_absent()}")
+
+
+@built
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"a_granularity": PerBlock(1, 128), "b_granularity": PerBlock(128, 128)}, None),
+        ({"device": "cuda"}, "on cuda"),
+        ({"accumulate": Accumulate.HOPPER_FAST}, "not as a tensor core does"),
+        ({"a_granularity": PerBlock(1, 32), "b_granularity": PerBlock(1, 128)}, "not 32 and 128"),
+        ({"a_dtype": torch.float8_e4m3fnuz}, "it multiplies E4M3 and E5M2"),
+        ({"k": 0}, "an empty operand has no product"),
+    ],
+    ids=str,
+)
+def test_it_objects_in_words(changes, words):
+    reason = NativeBackend().unsupported_reason(replace(PROBLEM, **changes))
+    assert reason is None if words is None else words in str(reason)
+
+
+def test_without_the_extension_it_says_why(monkeypatch):
+    monkeypatch.setattr(cpu, "_absence", "no compiler was found")
+    assert NativeBackend().unsupported_reason(PROBLEM) == "the native kernels are not built (no compiler was found)"
+
+
+@built
+def test_a_learned_scale_goes_where_gradients_are():
+    q = octavo.quantize(torch.randn(3, 8), octavo.E4M3)
+    scale = q.scale.clone().requires_grad_()
+    learned = octavo.QuantizedTensor(q.data, scale, q.granularity, q.hp_dtype)
+    product = octavo.scaled_mm(learned, q, backend="native")
+    product.sum().backward()
+    assert scale.grad is not None
+    assert scale.grad.isclose((product / scale).sum())
+    with torch.no_grad():
+        torch.testing.assert_close(octavo.scaled_mm(learned, q, backend="native"), product)
