@@ -23,7 +23,6 @@ from octavo.formats import E4M3
 from octavo.kernels.decoding import PAGE, CacheTensors
 from octavo.kernels.triton import codes
 from octavo.kernels.triton.few_rows import round_bf16
-from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = ["store"]
 
@@ -31,15 +30,13 @@ __all__ = ["store"]
 @triton.jit
 def _keep(
     vector, data, scales, first, step: tl.constexpr, place, D: tl.constexpr, d,
-    CODES: tl.constexpr, FLOOR: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    CODES: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Store a vector at ``first``, its numbers ``step`` apart, and its scale at ``place``."""
     if CODES:
         magnitude, _ = codes.finite_magnitude(vector)
-        encode = codes.encode_scale_from_amax(
-            tl.max(magnitude, axis=0, keep_dims=True), MAX, MANTISSA, "rceil", FLOOR, 0
-        )
+        amax = tl.max(magnitude, axis=0, keep_dims=True)
+        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, "rceil", 0.0, 0)
         infinite = tl.abs(vector) == float("inf")
         kept = codes.code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, infinite)
         scale = codes.reciprocal(encode).to(tl.int32, bitcast=True) >> 23
@@ -52,7 +49,7 @@ def _keep(
 @triton.jit
 def store_kernel(
     qkv, cos, sin, sequence, position, table, queries, keys, key_scale, values, value_scale, pages, heads, kv_heads,
-    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr, FLOOR: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -74,13 +71,13 @@ def store_kernel(
             first, slot = (page * kv_heads + head - heads) * SIZE, at % SIZE
             _keep(
                 vector, keys, key_scale, first * D + slot, SIZE, first + slot, D, d,
-                CODES, FLOOR, MAX, MANTISSA, BIAS, HARDWARE,
+                CODES, MAX, MANTISSA, BIAS, HARDWARE,
             )  # fmt: skip
         else:
             place = (page * kv_heads + head - heads - kv_heads) * SIZE + at % SIZE
             _keep(
                 vector, values, value_scale, place * D, 1, place, D, d,
-                CODES, FLOOR, MAX, MANTISSA, BIAS, HARDWARE,
+                CODES, MAX, MANTISSA, BIAS, HARDWARE,
             )  # fmt: skip
 
 
@@ -108,7 +105,7 @@ def store(
     store_kernel[(rows, heads + 2 * kv_heads)](
         qkv, cos, sin, sequence, position, cache.table, queries, keys, key_scale, values, value_scale,
         cache.table.shape[1], heads, kv_heads, D=dim, WIDTH=triton.next_power_of_2(dim), SIZE=PAGE,
-        CODES=key_scale is not None, FLOOR=AMAX_FLOOR, **codes.format_constants(E4M3),
+        CODES=key_scale is not None, **codes.format_constants(E4M3),
         HARDWARE=codes.has_hardware_casts(qkv.device), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return queries
