@@ -82,6 +82,11 @@ def test_generation_takes_what_follows(runners):
     new = list(generate(on_gpu, prompt, max_new_tokens=30, temperature=0))
     assert new == list(generate(on_gpu, prompt, max_new_tokens=30, temperature=0))
     assert len(new) == 30
+    sampled = [
+        list(generate(on_gpu, prompt, max_new_tokens=30, generator=torch.Generator().manual_seed(seed)))
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
 
 
 def test_levels_are_a_cpus(model):
