@@ -29,7 +29,7 @@ def generate(
         max_new_tokens: how many at most; fewer where the model has no more positions.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k: sample among the k likeliest only; None for all.
-        generator: where the randomness comes from; None for torch's global one.
+        generator: where the randomness comes from, on a CPU; None for torch's global one.
         stop_id: end before this token; None to never end early.
 
     Raises:
@@ -62,7 +62,8 @@ def generate(
     cache = runner.new_cache(len(prompt_ids) + max(count - 1, 0))
     tokens = prompt_ids
     for _ in range(count):
-        token = sample(runner(torch.tensor(tokens), cache), temperature=temperature, top_k=top_k, generator=generator)
+        logits = runner(torch.tensor(tokens), cache).cpu()  # where the generator is, whatever runs
+        token = sample(logits, temperature=temperature, top_k=top_k, generator=generator)
         if token == stop_id:
             return
         yield token

@@ -10,8 +10,13 @@ Keys lie dimension by dimension and values position by position, so that scores 
 | keys                   | [layers, pages, kv heads, D, 64]    | E4M3, bfloat16, float32  |
 | values                 | [layers, pages, kv heads, 64, D]    | the same                 |
 | key_scale, value_scale | [layers, pages, kv heads, 64]       | uint8 (E8M0), E4M3 only  |
-| table                  | [1, pages]                          | int32                    |
+| table                  | [sequences, pages of one]           | int32                    |
+
+A cache is for one sequence. A batch has the pages of several in the same tensors, so that one call can read the next
+token of each.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +29,7 @@ from octavo.nn.arguments import check_sizes
 from octavo.numerics import PerRow, ScaleRounding
 from octavo.numerics.scaling import scale_from_e8m0
 
-__all__ = ["PagedKVCache"]
+__all__ = ["KVCacheBatch", "PagedKVCache"]
 
 
 class PagedKVCache:
@@ -36,6 +41,7 @@ class PagedKVCache:
         head_dim: width of one head, D.
         max_positions: how many positions must fit; rounded up to whole pages.
         fmt: E4M3, BF16 or FP32.
+        device: of the tensors; None is the CPU.
 
     Attributes:
         tensors: keys, values, their scales, and the pages of the sequence in order.
@@ -49,22 +55,27 @@ class PagedKVCache:
         (128, 1.015625)
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, *, max_positions: int, fmt: Format = E4M3) -> None:
-        check_sizes(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_positions=max_positions)
-        if fmt not in (E4M3, BF16, FP32):
-            raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
-        pages = -(-max_positions // PAGE)
-        self.fmt = fmt
-        vectors = (layers, pages, kv_heads, PAGE)
-        key_scale, value_scale = (torch.zeros(vectors, dtype=torch.uint8) if fmt == E4M3 else None for _ in range(2))
-        self.tensors = CacheTensors(
-            torch.zeros(layers, pages, kv_heads, head_dim, PAGE, dtype=fmt.torch_dtype),
-            torch.zeros(*vectors, head_dim, dtype=fmt.torch_dtype),
-            key_scale,
-            value_scale,
-            torch.arange(pages, dtype=torch.int32)[None],
-        )
-        self._length = 0
+    tensors: CacheTensors
+    _length: int = 0
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        max_positions: int,
+        fmt: Format = E4M3,
+        device: torch.device | None = None,
+    ) -> None:
+        self.tensors = _empty(layers, kv_heads, head_dim, max_positions=max_positions, fmt=fmt, device=device)
+
+    @classmethod
+    def over(cls, tensors: CacheTensors) -> "PagedKVCache":
+        """An empty cache of the one sequence that is in a table."""
+        made = cls.__new__(cls)
+        made.tensors = tensors
+        return made
 
     @property
     def length(self) -> int:
@@ -100,13 +111,17 @@ class PagedKVCache:
         Raises:
             ConfigError: no room.
         """
+        self.check_room(count)
+        return torch.arange(self.length, self.length + count, device=self.tensors.table.device)
+
+    def check_room(self, count: int) -> None:
+        """Raise ConfigError where there is no room for as many positions."""
         end = self.length + count
         if end > self.capacity:
             raise ConfigError(
                 f"this cache has room for {self.capacity} positions, and {end} are needed; make one with more "
                 "max_positions"
             )
-        return torch.arange(self.length, end)
 
     def store(self, layer: int, position: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values, float32 [R, kv heads, D], of R positions of one layer."""
@@ -139,3 +154,90 @@ class PagedKVCache:
                 vectors = vectors * scale_from_e8m0(scales[layer, page])[..., None]
             found.append(vectors.transpose(1, 2).flatten(0, 1)[:length])
         return found[0], found[1]
+
+
+class KVCacheBatch:
+    """Room for the keys and values of several sequences, which advance together or one by one.
+
+    Args:
+        layers: as in :class:`PagedKVCache`.
+        kv_heads: as there.
+        head_dim: as there.
+        sequences: how many.
+        max_positions: of each.
+        fmt: as there.
+        device: as there.
+
+    Attributes:
+        tensors: of all sequences, with a row of the table for each.
+        sequences: a cache for each, over the same tensors.
+
+    Raises:
+        ConfigError: a size below 1, or another format.
+
+    Example:
+        >>> batch = KVCacheBatch(2, 1, 64, sequences=3, max_positions=100)
+        >>> batch.tensors.table.tolist(), batch.lengths
+        ([[0, 1], [2, 3], [4, 5]], [0, 0, 0])
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        sequences: int,
+        max_positions: int,
+        fmt: Format = E4M3,
+        device: torch.device | None = None,
+    ) -> None:
+        self.tensors = _empty(
+            layers, kv_heads, head_dim, max_positions=max_positions, fmt=fmt, sequences=sequences, device=device
+        )
+        rows = self.tensors.table.split(1)
+        self.sequences = tuple(PagedKVCache.over(replace(self.tensors, table=row)) for row in rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of positions that are filled in each sequence."""
+        return [sequence.length for sequence in self.sequences]
+
+    def check_room(self) -> None:
+        """Raise ConfigError where a sequence has no room for another position."""
+        for sequence in self.sequences:
+            sequence.check_room(1)
+
+    def advance(self) -> None:
+        """Count a position of each sequence that was stored."""
+        for sequence in self.sequences:
+            sequence.advance(1)
+
+
+def _empty(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    max_positions: int,
+    fmt: Format,
+    sequences: int = 1,
+    device: torch.device | None,
+) -> CacheTensors:
+    """Zeros, and a table that deals out the pages in order."""
+    check_sizes(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_positions=max_positions, sequences=sequences)
+    if fmt not in (E4M3, BF16, FP32):
+        raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
+    each = -(-max_positions // PAGE)
+    vectors = (layers, sequences * each, kv_heads, PAGE)
+    key_scale, value_scale = (
+        torch.zeros(vectors, dtype=torch.uint8, device=device) if fmt == E4M3 else None for _ in range(2)
+    )
+    keys = (layers, sequences * each, kv_heads, head_dim, PAGE)
+    return CacheTensors(
+        torch.zeros(keys, dtype=fmt.torch_dtype, device=device),
+        torch.zeros(*vectors, head_dim, dtype=fmt.torch_dtype, device=device),
+        key_scale,
+        value_scale,
+        torch.arange(sequences * each, dtype=torch.int32, device=device).view(sequences, each),
+    )

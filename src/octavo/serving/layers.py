@@ -1,4 +1,4 @@
-"""What a decoder computes over a cache, in torch's operations: the definition that the native kernels follow.
+"""What a decoder computes over a cache, in torch's operations: the definition that the kernels of CPUs and GPUs follow.
 
 Weights are E4M3 codes with one scale a row; everything between them is FP32. Keys and values go through the cache
 before any query sees them, its own position's too.
@@ -63,7 +63,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, scal
     group = queries.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("rhd,shd->hrs", queries, keys) * scale
-    hidden = torch.arange(keys.shape[0]) > position[:, None]
+    hidden = torch.arange(keys.shape[0], device=keys.device) > position[:, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
     return torch.einsum("hrs,shd->rhd", weights, values)
 

@@ -1,22 +1,24 @@
 """``ModelRunner``: a Llama-style model for generation, its weights FP8 codes, its keys and values in a cache.
 
-Every weight, the head's too, becomes E4M3 codes with one scale an output row; activations are FP32 and are not cast.
-Where the head shares the embedding's weight, the embedding reads the same codes. With the native kernels all layers are
-one call; elsewhere octavo.serving.layers computes the same, many times slower.
+Every weight, the head's too, becomes E4M3 codes with one scale an output row. Where the head shares the embedding's
+weight, the embedding reads the same codes. On a CPU activations are FP32 and are not cast, and with the native kernels
+all layers are one call; without them octavo.serving.layers computes the same, many times slower. On a GPU a token is
+one CUDA graph, and many tokens at once are cast, for its FP8 tensor cores: kernels/cuda_decoding.py says where.
 """
 
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import ConfigError
+from octavo.errors import BackendError, ConfigError
 from octavo.formats import E4M3, Format
 from octavo.kernels import cpu, quantize
+from octavo.kernels.cuda_decoding import CudaDecoder
 from octavo.kernels.decoding import MAX_HEAD_DIM, Decoder, DecoderLayer, DecoderShape, NativeDecoder
 from octavo.models import Llama, llama
 from octavo.nn import Linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor
 from octavo.serving import layers
-from octavo.serving.kv_cache import PagedKVCache
+from octavo.serving.kv_cache import KVCacheBatch, PagedKVCache
 
 __all__ = ["ModelRunner"]
 
@@ -27,11 +29,12 @@ class ModelRunner:
     """Next-token logits of a model, as fast as its weights can be read.
 
     Args:
-        model: a decoder on a CPU; its weights are copied.
-        level: an instruction-set level of the native kernels; None is the best, "torch" uses none.
+        model: a decoder on a CPU or a CUDA device; its weights are copied.
+        level: an instruction-set level of the CPU's native kernels; None is the best, "torch" uses no kernels at all.
 
     Raises:
-        ConfigError: a model on another device, with heads wider than 512, or with weights held as blocks of codes.
+        ConfigError: a model on another device or on several, with heads wider than 512, or with weights held as blocks
+            of codes.
         BackendError: a level that is not there.
 
     Example:
@@ -53,16 +56,20 @@ class ModelRunner:
 
     def __init__(self, model: Llama, *, level: str | None = None) -> None:
         config = model.config
-        if any(p.device.type != "cpu" for p in model.parameters()):
-            raise ConfigError("a ModelRunner runs on a CPU; move the model there first")
+        self._device = _device(model)
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError(f"heads may be {MAX_HEAD_DIM} wide, not {config.head_dim}")
         self.config = config
         self._decoder = _decoder(model)
         embedding = model.model.embed_tokens.weight
         self._embedding = None if model.lm_head.weight is embedding else embedding.detach().clone()
-        by_torch = level == "torch" or (level is None and cpu.why_absent() is not None)
-        self._native = None if by_torch else NativeDecoder(self._decoder, level=level)
+        self._cuda = self._native = None
+        if self._device.type == "cuda":
+            if level not in {None, "torch"}:
+                raise BackendError(f"no level {level!r} on CUDA: levels are those of a CPU's kernels, or 'torch'")
+            self._cuda = CudaDecoder(self._decoder, self._embed) if level is None else None
+        elif level != "torch" and (level is not None or cpu.why_absent() is None):
+            self._native = NativeDecoder(self._decoder, level=level)
 
     @property
     def weight_bytes(self) -> int:
@@ -74,17 +81,26 @@ class ModelRunner:
 
     def new_cache(self, max_positions: int | None = None, *, fmt: Format = E4M3) -> PagedKVCache:
         """An empty cache for one sequence; None makes room for all positions that the model knows."""
-        room = self.config.max_positions if max_positions is None else max_positions
-        return PagedKVCache(
-            self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, max_positions=room, fmt=fmt
-        )
+        return PagedKVCache(*self._sizes(), max_positions=self._room(max_positions), fmt=fmt, device=self._device)
+
+    def new_batch(self, sequences: int, max_positions: int | None = None, *, fmt: Format = E4M3) -> KVCacheBatch:
+        """Empty caches for several sequences, which :meth:`step` reads together."""
+        room = self._room(max_positions)
+        return KVCacheBatch(*self._sizes(), sequences=sequences, max_positions=room, fmt=fmt, device=self._device)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
+
+    def _room(self, max_positions: int | None) -> int:
+        return self.config.max_positions if max_positions is None else max_positions
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
         """The logits after the given tokens, whose keys and values are added to the cache.
 
         Args:
-            tokens: int64 [T], at least one: what follows the positions in the cache.
+            tokens: int64 [T], at least one: what follows the positions in the cache. Those on a GPU are not looked at,
+                since that would wait for it: torch ends the process's CUDA at one outside the vocabulary.
             cache: from :meth:`new_cache`.
             every: the logits after every one of them instead of the last.
 
@@ -99,14 +115,72 @@ class ModelRunner:
         """
         self._check(tokens, cache)
         tokens = tokens.long()  # torch takes bytes for a mask
-        position = cache.next_positions(len(tokens))
-        hidden = self._embed(tokens)
-        if self._native is None:
-            logits = layers.run(self._decoder, hidden, cache, position, every=every)
+        cache.check_room(len(tokens))
+        if self._cuda is None:
+            logits = self._on_cpu(tokens, cache, every=every)
         else:
-            logits = self._native.run(hidden, cache.tensors, torch.zeros_like(position), position, every=every)
+            logits = self._cuda.read(tokens, cache.tensors, cache.length, every=every)
         cache.advance(len(tokens))
         return logits if every else logits[0]
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, batch: KVCacheBatch) -> Tensor:
+        """The logits after one more token of every sequence of a batch, whose keys and values are added to it.
+
+        The first tokens of a sequence are read by calling the runner with ``batch.sequences[i]``.
+
+        Args:
+            tokens: int64 [sequences]; as in a call, those on a GPU are not looked at.
+            batch: from :meth:`new_batch`.
+
+        Returns:
+            float32 [sequences, V].
+
+        Raises:
+            TypeError: tokens that are no tensor of integers.
+            BackendError: a batch of another model.
+            ConfigError: another number of tokens, one outside the vocabulary, or a sequence that is full.
+
+        Example:
+            >>> from octavo.models import LlamaConfig
+            >>> config = LlamaConfig(
+            ...     vocab_size=64,
+            ...     hidden_size=32,
+            ...     intermediate_size=64,
+            ...     num_layers=1,
+            ...     num_heads=2,
+            ...     num_kv_heads=1,
+            ...     max_positions=16,
+            ... )
+            >>> runner = ModelRunner(Llama(config))
+            >>> batch = runner.new_batch(2)
+            >>> _ = runner(torch.tensor([1, 2, 3]), batch.sequences[0])
+            >>> runner.step(torch.tensor([4, 5]), batch).shape, batch.lengths
+            (torch.Size([2, 64]), [4, 1])
+        """
+        if getattr(tokens, "shape", None) != (len(batch.sequences),):
+            raise ConfigError(f"a step reads a token of each of {len(batch.sequences)} sequences, not {tokens}")
+        for token, cache in zip(tokens.split(1), batch.sequences, strict=True):
+            self._check(token, cache)
+        batch.check_room()
+        tokens, positions = tokens.long(), batch.lengths
+        if self._cuda is not None:
+            logits = self._cuda.step(tokens, batch.tensors, positions)
+        elif self._native is not None:
+            sequence = torch.arange(len(tokens))
+            logits = self._native.run(self._embed(tokens), batch.tensors, sequence, torch.tensor(positions), every=True)
+        else:
+            pairs = zip(tokens.split(1), batch.sequences, strict=True)
+            logits = torch.cat([self._on_cpu(token, cache) for token, cache in pairs])
+        batch.advance()
+        return logits
+
+    def _on_cpu(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
+        """By the native kernels or the definition, which runs on a GPU too."""
+        position, hidden = cache.next_positions(len(tokens)), self._embed(tokens.to(self._device))
+        if self._native is None:
+            return layers.run(self._decoder, hidden, cache, position, every=every)
+        return self._native.run(hidden, cache.tensors, torch.zeros_like(position), position, every=every)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:
@@ -125,13 +199,21 @@ class ModelRunner:
             raise ConfigError(
                 f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}"
             )
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size:
+        looked_at = not tokens.is_cuda
+        if looked_at and (int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size):
             raise ConfigError(f"token ids must be below the vocabulary's {self.config.vocab_size}")
         if cache.length + len(tokens) > self.config.max_positions:
             raise ConfigError(
                 f"this model knows {self.config.max_positions} positions, and {cache.length + len(tokens)} are needed; "
                 "shorten the text"
             )
+
+
+def _device(model: Llama) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type not in {"cpu", "cuda"}:
+        raise ConfigError("a ModelRunner runs on a CPU or one CUDA device; move the model there first")
+    return devices.pop()
 
 
 def _decoder(model: Llama) -> Decoder:

@@ -1,0 +1,253 @@
+"""A Llama-style decoder on a GPU: what NativeDecoder is on a CPU, as a short list of kernels.
+
+A layer of one or few rows is seven kernels: norm and query-key-value product; turning, casting and storing; attention
+and its join; output product and residual; norm, gate and up product and silu · up; down product and residual. Rows of
+several sequences are normed by kernels of their own. One token of each sequence is a CUDA graph, captured once for a
+cache and a number of sequences and replayed with other tokens and positions, so that a token costs one launch.
+
+| rows     | products                                    | between them                        | attention           |
+|----------|---------------------------------------------|-------------------------------------|---------------------|
+| 1        | FP32 times codes                            | FP32                                | over the cache      |
+| 2 to 64  | bfloat16 times codes                        | bfloat16 behind norms, heads, gates | over the cache      |
+| more     | E4M3, one scale a row, times codes          | bfloat16                            | torch's, causal (*) |
+
+(*) Of one sequence's tokens; of the next token of more than 64 sequences, over the cache.
+
+The residual stream is FP32 everywhere: it sums two terms a layer, each of them small beside it, and its bytes are
+nothing beside a weight's. Sums are FP32, keys and values go through the cache before any query sees them, as in the
+definition, octavo.serving.layers. What many rows gain from FP8 tensor cores they pay for with a rounding of the
+activations to E4M3, which the definition does not have.
+
+Bytes of a token: every weight's codes and scales once, the positions' keys and values once, which is the minimum; all
+else stays in the second-level cache.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import BackendError
+from octavo.formats import E4M3
+from octavo.kernels.casting import quantize
+from octavo.kernels.decoding import PAGE, CacheTensors, Decoder
+from octavo.kernels.dispatch import scaled_mm
+from octavo.numerics import PerRow, QuantizedTensor
+from octavo.numerics.scaling import scale_from_e8m0
+
+__all__ = ["CudaDecoder"]
+
+_GRAPHS = 16  # kept; the one used longest ago goes first
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step: what it reads, what it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+    position: Tensor
+    logits: Tensor
+
+
+class CudaDecoder:
+    """A decoder, ready to be run on the GPU that holds its tensors.
+
+    Args:
+        decoder: its tensors.
+        embed: tokens, int64 [R], to float32 rows [R, hidden] of their own, by operations that a graph can capture.
+    """
+
+    def __init__(self, decoder: Decoder, embed: Callable[[Tensor], Tensor]) -> None:
+        self._decoder, self._embed = decoder, embed
+        self._device = decoder.norm.device
+        self._graphs: OrderedDict[tuple[int, ...], _Graph] = OrderedDict()
+
+    def read(self, tokens: Tensor, cache: CacheTensors, start: int, *, every: bool = False) -> Tensor:
+        """Read the next tokens of the table's first sequence; their keys and values go into the cache.
+
+        Args:
+            tokens: int64 [R], at least one.
+            cache: of all layers, on the decoder's device.
+            start: the position of the first.
+            every: logits after every token, or the last.
+
+        Returns:
+            float32 [R, V], or [1, V].
+
+        Raises:
+            BackendError: a cache of another model or device, or positions beyond it or the table of angles.
+        """
+        self._check(cache, start + len(tokens))
+        if len(tokens) == 1:
+            return self._step(tokens, cache, torch.tensor([start]))
+        with torch.cuda.device_of(self._decoder.norm):  # where Triton launches
+            hidden = self._embed(tokens.to(self._device))
+            position = torch.arange(start, start + len(tokens), device=self._device)
+            return self._run(hidden, cache, torch.zeros_like(position), position, start=start, every=every)
+
+    def step(self, tokens: Tensor, cache: CacheTensors, positions: list[int]) -> Tensor:
+        """Read the next token of every sequence of the table; their keys and values go into the cache.
+
+        Args:
+            tokens: int64, one for each sequence.
+            cache: of all layers, on the decoder's device.
+            positions: of the tokens.
+
+        Returns:
+            float32 [sequences, V].
+
+        Raises:
+            BackendError: as in :meth:`read`, or not as many tokens and positions as sequences.
+        """
+        if not len(tokens) == len(positions) == len(cache.table):
+            raise BackendError(
+                f"a step reads a token of each sequence: {len(cache.table)}, not {len(tokens)} tokens at "
+                f"{len(positions)} positions"
+            )
+        self._check(cache, max(positions) + 1)
+        return self._step(tokens, cache, torch.tensor(positions))
+
+    def _step(self, tokens: Tensor, cache: CacheTensors, position: Tensor) -> Tensor:
+        if self._device.type != "cuda":
+            return self._next(tokens, position, cache)
+        with torch.cuda.device_of(self._decoder.norm):
+            return self._replayed(tokens, cache, position)
+
+    def _replayed(self, tokens: Tensor, cache: CacheTensors, position: Tensor) -> Tensor:
+        held = _tensors(cache)
+        key = (len(tokens), *(number for x in held for number in (x.data_ptr(), *x.shape)))
+        found = self._graphs.pop(key, None) or self._captured(tokens, position, cache)
+        self._graphs[key] = found
+        if len(self._graphs) > _GRAPHS:
+            self._graphs.popitem(last=False)
+        found.tokens.copy_(tokens, non_blocking=True)
+        found.position.copy_(position, non_blocking=True)
+        found.graph.replay()
+        return found.logits.clone()
+
+    def _captured(self, tokens: Tensor, position: Tensor, cache: CacheTensors) -> _Graph:
+        """What runs before, so that kernels are compiled, stores what the replay will store again."""
+        tokens, position = (x.to(self._device, copy=True) for x in (tokens, position))
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            self._next(tokens, position, cache)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._next(tokens, position, cache)
+        return _Graph(graph, tokens, position, logits)
+
+    def _next(self, tokens: Tensor, position: Tensor, cache: CacheTensors) -> Tensor:
+        return self._run(
+            self._embed(tokens), cache, torch.arange(len(tokens), device=self._device), position, every=True
+        )
+
+    def _run(
+        self,
+        hidden: Tensor,
+        cache: CacheTensors,
+        sequence: Tensor,
+        position: Tensor,
+        *,
+        start: int | None = None,
+        every: bool,
+    ) -> Tensor:
+        """The layers and the head; rows from ``start`` on are all of the table's first sequence."""
+        from octavo.kernels.triton.attention import attend  # Triton is imported when a GPU is used
+        from octavo.kernels.triton.cache import store
+        from octavo.kernels.triton.few_rows import FEW, few_rows
+
+        own, eps, scale = self._decoder, self._decoder.shape.norm_eps, self._decoder.shape.attention_scale
+        many = len(hidden) > FEW
+        product = _many_rows if many else few_rows
+        narrow = torch.float32 if len(hidden) == 1 else torch.bfloat16
+        for index, layer in enumerate(own.layers):
+            qkv = product(hidden, layer.qkv, norm=layer.attention_norm, eps=eps)
+            queries = store(qkv, cache, index, cos=own.cos, sin=own.sin, sequence=sequence, position=position)
+            if many and start is not None:
+                found = _attend_all(queries, cache, index, start, scale)
+            else:
+                found = attend(
+                    queries, cache, index, sequence=sequence, position=position, scale=scale, out_dtype=narrow
+                )
+            product(found.flatten(1), layer.out, residual=hidden, out=hidden)
+            gated = product(hidden, layer.gate_up, norm=layer.mlp_norm, eps=eps, gated=True, out_dtype=narrow)
+            product(gated, layer.down, residual=hidden, out=hidden)
+        last = hidden if every else hidden[-1:]
+        return (product if every else few_rows)(last, own.head, norm=own.norm, eps=eps).float()
+
+    def _check(self, cache: CacheTensors, end: int) -> None:
+        own = self._decoder
+        cache.check_made_for(len(own.layers), own.shape.kv_heads, own.shape.head_dim)
+        if cache.keys.device != self._device:
+            raise BackendError(f"this decoder is on {self._device} and the cache on {cache.keys.device}")
+        room = min(cache.table.shape[1] * PAGE, len(own.cos))
+        if end > room:
+            raise BackendError(f"this decoder and cache have room for {room} positions, not {end}")
+
+
+def _many_rows(
+    x: Tensor,
+    weight: QuantizedTensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """What few_rows computes, of rows that are cast to E4M3, each with a scale of its own; ``out`` is the residual."""
+    from octavo.kernels.triton.few_rows import rms_norm
+
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    y = scaled_mm(quantize(x, E4M3, granularity=PerRow()), weight, out_dtype=torch.bfloat16)
+    if gated:
+        first, second = y.chunk(2, dim=-1)
+        y = F.silu(first) * second
+    if residual is not None:
+        assert out is residual
+        return residual.add_(y)
+    return y.to(out_dtype)
+
+
+def _attend_all(queries: Tensor, cache: CacheTensors, layer: int, start: int, scale: float) -> Tensor:
+    """Attention of a sequence's rows from ``start`` on, over what the cache holds of it, bfloat16 [R, heads, D]."""
+    rows = len(queries)
+    keys, values = _held(cache, layer, start + rows)
+    own = queries.to(keys.dtype).transpose(0, 1)[None]  # [1, heads, R, D]
+    seen = None
+    if start:
+        seen = torch.ones(rows, start + rows, dtype=torch.bool, device=queries.device).tril(start)
+    found = F.scaled_dot_product_attention(
+        own, keys[None], values[None], attn_mask=seen, is_causal=start == 0, scale=scale, enable_gqa=True
+    )
+    return found[0].transpose(0, 1).to(torch.bfloat16).contiguous()
+
+
+def _held(cache: CacheTensors, layer: int, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first sequence's first positions, [kv heads, length, D].
+
+    FP32 if the cache is, else bfloat16: a code times a power of two is such a number, unless that leaves its range.
+    """
+    pages = cache.table[0, : -(-length // PAGE)].long()
+    found = []
+    for data, scales in ((cache.keys.transpose(-1, -2), cache.key_scale), (cache.values, cache.value_scale)):
+        if scales is None:
+            vectors = data[layer, pages]
+        else:
+            codes = data[layer].view(torch.uint8)[pages].view(data.dtype)
+            vectors = codes.to(torch.bfloat16) * scale_from_e8m0(scales[layer, pages]).to(torch.bfloat16)[..., None]
+        found.append(vectors.transpose(0, 1).flatten(1, 2)[:, :length])
+    return found[0], found[1]
+
+
+def _tensors(cache: CacheTensors) -> list[Tensor]:
+    every = (cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.table)
+    return [tensor for tensor in every if tensor is not None]

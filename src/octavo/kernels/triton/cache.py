@@ -1,0 +1,119 @@
+"""Keys and values on their way into a paged cache: turned by their positions, cast, stored; queries are turned beside.
+
+| tensor   | shape                            | note                                                      |
+|----------|----------------------------------|-----------------------------------------------------------|
+| qkv      | [R, (heads + 2 · kv heads) · D]  | bfloat16 or float32: query heads, key heads, value heads  |
+| cos, sin | [positions, D]                   | float32, as octavo.nn.rotary_table makes them             |
+| queries  | [R, heads, D]                    | float32                                                   |
+
+One program for each head of each row. A key or value of an E4M3 cache gets the smallest power of two that keeps it
+within the format (E8M0, rounded up) and the codes that octavo.quantize would give it; both, and the turned numbers, are
+bitwise those of the definition, so nothing is contracted to fused multiply-adds. The cache's layout stands in
+kernels/decoding.py.
+
+Bytes of a head: it is read once, from where the product before left it, and a key or value written in D + 1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import E4M3
+from octavo.kernels.decoding import PAGE, CacheTensors
+from octavo.kernels.triton import codes
+from octavo.kernels.triton.few_rows import round_bf16
+
+__all__ = ["store"]
+
+
+@triton.jit
+def _keep(
+    vector, data, scales, first, step: tl.constexpr, place, D: tl.constexpr, d,
+    CODES: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store a vector at ``first``, its numbers ``step`` apart, and its scale at ``place``."""
+    if CODES:
+        magnitude, _ = codes.finite_magnitude(vector)
+        amax = tl.max(magnitude, axis=0, keep_dims=True)
+        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, "rceil", 0.0, 0)
+        infinite = tl.abs(vector) == float("inf")
+        kept = codes.code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, infinite)
+        scale = codes.reciprocal(encode).to(tl.int32, bitcast=True) >> 23
+        tl.store(scales + place + tl.arange(0, 1), scale.to(tl.uint8))
+    else:
+        kept = round_bf16(vector) if data.dtype.element_ty == tl.bfloat16 else vector
+    tl.store(data + first + d * step, kept, mask=d < D)
+
+
+@triton.jit
+def store_kernel(
+    qkv, cos, sin, sequence, position, table, queries, keys, key_scale, values, value_scale, pages, heads, kv_heads,
+    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, WIDTH)
+    other = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    own_head = qkv + (row * (heads + 2 * kv_heads) + head) * D
+    vector = tl.load(own_head + d, mask=d < D, other=0.0).to(tl.float32)
+    at = tl.load(position + row)
+    if head < heads + kv_heads:
+        partner = tl.load(own_head + other, mask=d < D, other=0.0).to(tl.float32)
+        partner = tl.where(d < D // 2, -partner, partner)
+        turned = vector * tl.load(cos + at * D + d, mask=d < D, other=0.0)
+        vector = turned + partner * tl.load(sin + at * D + d, mask=d < D, other=0.0)
+    if head < heads:
+        tl.store(queries + (row * heads + head) * D + d, vector, mask=d < D)
+    else:
+        page = tl.load(table + tl.load(sequence + row) * pages + at // SIZE).to(tl.int64)
+        if head < heads + kv_heads:
+            first, slot = (page * kv_heads + head - heads) * SIZE, at % SIZE
+            _keep(
+                vector, keys, key_scale, first * D + slot, SIZE, first + slot, D, d,
+                CODES, MAX, MANTISSA, BIAS, HARDWARE,
+            )  # fmt: skip
+        else:
+            place = (page * kv_heads + head - heads - kv_heads) * SIZE + at % SIZE
+            _keep(
+                vector, values, value_scale, place * D, 1, place, D, d,
+                CODES, MAX, MANTISSA, BIAS, HARDWARE,
+            )  # fmt: skip
+
+
+def store(
+    qkv: Tensor, cache: CacheTensors, layer: int, *, cos: Tensor, sin: Tensor, sequence: Tensor, position: Tensor
+) -> Tensor:
+    """Put a layer's keys and values of R rows into its cache, and give their queries, turned.
+
+    Args:
+        qkv: [R, (heads + 2 · kv heads) · D], contiguous.
+        cache: takes the keys and values.
+        layer: whose.
+        cos: of the angles, one row a position.
+        sin: the same.
+        sequence: of every row, int64 [R]; not looked at here.
+        position: of every row, int64 [R], below the cache's and the table's; not looked at here.
+
+    Returns:
+        float32 [R, heads, D].
+    """
+    kv_heads, dim = cache.keys.shape[2], cache.keys.shape[3]
+    rows, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
+    queries = torch.empty(rows, heads, dim, dtype=torch.float32, device=qkv.device)
+    keys, values, key_scale, value_scale = of_layer(cache, layer)
+    store_kernel[(rows, heads + 2 * kv_heads)](
+        qkv, cos, sin, sequence, position, cache.table, queries, keys, key_scale, values, value_scale,
+        cache.table.shape[1], heads, kv_heads, D=dim, WIDTH=triton.next_power_of_2(dim), SIZE=PAGE,
+        CODES=key_scale is not None, **codes.format_constants(E4M3),
+        HARDWARE=codes.has_hardware_casts(qkv.device), num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return queries
+
+
+def of_layer(cache: CacheTensors, layer: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """A layer's keys and values as kernels take them, codes as bytes, and their scales."""
+    keys, values = cache.keys[layer], cache.values[layer]
+    if cache.key_scale is None or cache.value_scale is None:
+        return keys, values, None, None
+    return keys.view(torch.uint8), values.view(torch.uint8), cache.key_scale[layer], cache.value_scale[layer]

@@ -1,0 +1,59 @@
+"""Generation: products of few rows with the sizes of an 8B model, the cache's store, attention."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from octavo.formats import BF16, E4M3, Format
+from octavo.kernels.triton.attention import attend
+from octavo.kernels.triton.cache import store
+from octavo.kernels.triton.few_rows import few_rows
+from octavo.numerics import PerRow, QuantizedTensor
+from octavo.serving import PagedKVCache
+
+HIDDEN, INNER = 4096, 14336
+HEADS, KV_HEADS = 32, 8
+
+
+def weight(rows: int, columns: int) -> QuantizedTensor:
+    return QuantizedTensor(
+        torch.empty(rows, columns, dtype=E4M3.torch_dtype), torch.empty(rows, 1), PerRow(), torch.float32
+    )
+
+
+def product(rows: int, dtype: torch.dtype, **options: Any) -> object:
+    columns = INNER if "residual" in options else HIDDEN
+    outputs = 2 * INNER if options.get("gated") else HIDDEN
+    return few_rows(torch.empty(rows, columns, dtype=dtype), weight(outputs, columns), **options)
+
+
+def storing(dim: int, fmt: Format, dtype: torch.dtype) -> object:
+    cache = PagedKVCache(1, KV_HEADS, dim, max_positions=4096, fmt=fmt).tensors
+    qkv, angles = torch.empty(1, (HEADS + 2 * KV_HEADS) * dim, dtype=dtype), torch.empty(8, dim)
+    return store(qkv, cache, 0, cos=angles, sin=angles, sequence=ROW, position=ROW)
+
+
+def attending(dim: int, fmt: Format, dtype: torch.dtype) -> object:
+    cache = PagedKVCache(1, KV_HEADS, dim, max_positions=4096, fmt=fmt).tensors
+    queries = torch.empty(1, HEADS, dim)
+    return attend(queries, cache, 0, sequence=ROW, position=ROW, scale=0.1, out_dtype=dtype)
+
+
+ROW = torch.zeros(1, dtype=torch.int64)
+CALLS = {
+    "one row": partial(product, 1, torch.float32, norm=torch.empty(HIDDEN)),
+    "one row, gated": partial(product, 1, torch.float32, norm=torch.empty(HIDDEN), gated=True),
+    "one row, residual": partial(product, 1, torch.float32, residual=torch.empty(1, HIDDEN)),
+}
+for count in (16, 64):
+    CALLS |= {
+        f"{count} rows": partial(product, count, torch.bfloat16, norm=torch.empty(HIDDEN)),
+        f"{count} rows, gated": partial(product, count, torch.bfloat16, gated=True),
+        f"{count} rows, residual": partial(product, count, torch.float32, residual=torch.empty(count, HIDDEN)),
+    }
+for size in (64, 128):
+    for held in (E4M3, BF16):
+        own = torch.bfloat16 if held == BF16 else torch.float32
+        CALLS[f"store {size} {held}"] = partial(storing, size, held, own)
+        CALLS[f"attend {size} {held}"] = partial(attending, size, held, own)

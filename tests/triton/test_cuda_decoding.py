@@ -1,0 +1,126 @@
+"""The GPU's decoder, kernel by kernel in Triton's interpreter or on the GPU, against its definition."""
+
+import pytest
+import torch
+
+from octavo.errors import BackendError
+from octavo.formats import BF16, E4M3, FP32
+from octavo.kernels.cuda_decoding import CudaDecoder
+from octavo.models import Llama, LlamaConfig
+from octavo.serving import ModelRunner, PagedKVCache
+
+
+def model(device, *, tie=False, heads=4, kv_heads=2, layers=2):
+    config = LlamaConfig(
+        vocab_size=90,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        max_positions=192,
+        tie_embeddings=tie,
+    )
+    made = Llama(config, seed=1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(3.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return made.to(device)
+
+
+def pair(device, **options):
+    """The definition's runner, and the GPU's decoder of the same codes."""
+    runner = ModelRunner(model(device, **options), level="torch")
+    return runner, CudaDecoder(runner._decoder, runner._embed)
+
+
+def error(found, wanted):
+    """Relative to the spread of the logits."""
+    return float((found.cpu() - wanted.cpu()).square().mean().sqrt() / wanted.std())
+
+
+@pytest.mark.parametrize(("tie", "heads", "kv_heads"), [(True, 4, 2), (False, 4, 1)])
+def test_one_token_is_fp32(tie, heads, kv_heads, device):
+    runner, decoder = pair(device, tie=tie, heads=heads, kv_heads=kv_heads)
+    tokens = torch.randint(0, 90, (3,))
+    caches = [runner.new_cache(fmt=FP32) for _ in range(2)]
+    for at, token in enumerate(tokens):
+        wanted = runner(token[None], caches[0])
+        found = decoder.read(token[None], caches[1].tensors, at)
+        torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("fmt", "limit"), [(FP32, 0.01), (BF16, 0.015), (E4M3, 0.02)], ids=str)
+def test_few_tokens_round_to_bfloat16(fmt, limit, device):
+    """With FP8 keys and values a rounding may fall to the other side of a tie, and moves what later layers round."""
+    runner, decoder = pair(device)
+    tokens = torch.randint(0, 90, (16,))
+    caches = [runner.new_cache(64, fmt=fmt) for _ in range(2)]
+    for start, part in zip((0, 10), tokens.split([10, 6]), strict=True):
+        wanted = runner(part, caches[0], every=True)
+        assert error(decoder.read(part, caches[1].tensors, start, every=True), wanted) < limit
+
+
+def test_many_tokens_are_cast(device):
+    """Cast to E4M3 with 3 mantissa bits, 2^-4 at most and 2 % on average of a number, sums of many average it out."""
+    runner, decoder = pair(device, heads=2, kv_heads=1, layers=1)
+    tokens = torch.randint(0, 90, (135,))
+    caches = [runner.new_cache() for _ in range(2)]
+    for start, part in zip((0, 70), tokens.split([70, 65]), strict=True):
+        wanted = runner(part, caches[0], every=True)
+        assert error(decoder.read(part, caches[1].tensors, start, every=True), wanted) < 0.08
+    last = decoder.read(tokens[70:], caches[1].tensors, 70)
+    assert last.shape == (1, 90)
+    assert error(last[0], wanted[-1]) < 0.08
+
+
+def test_sequences_share_a_step_and_nothing_else(device):
+    runner, decoder = pair(device)
+    tokens, starts = torch.randint(0, 90, (3, 20)), [3, 17, 9]
+    batch = runner.new_batch(3, 64)
+    alone = [runner.new_cache(64) for _ in range(3)]
+    for own, start, sequence, cache in zip(tokens, starts, batch.sequences, alone, strict=True):
+        runner(own[:start], sequence)
+        runner(own[:start], cache)
+    now = torch.stack([own[length] for own, length in zip(tokens, batch.lengths, strict=True)])
+    wanted = torch.stack([runner(token[None], cache) for token, cache in zip(now, alone, strict=True)])
+    assert error(decoder.step(now, batch.tensors, batch.lengths), wanted) < 0.02
+
+
+def test_more_sequences_than_few_rows(device):
+    runner, decoder = pair(device, heads=2, kv_heads=1, layers=1)
+    batches, tokens = [runner.new_batch(66, 64) for _ in range(2)], torch.randint(0, 90, (66,))
+    assert error(decoder.step(tokens, batches[1].tensors, [0] * 66), runner.step(tokens, batches[0])) < 0.08
+
+
+def test_caches_and_rows_that_do_not_fit_are_refused(device):
+    runner, decoder = pair(device)
+    token = torch.tensor([1])
+    with pytest.raises(BackendError, match="new_cache"):
+        decoder.read(token, PagedKVCache(1, 2, 16, max_positions=64, device=device).tensors, 0)
+    cache = runner.new_cache(64).tensors
+    for start in (64, 192):
+        with pytest.raises(BackendError, match="room for 64 positions"):
+            decoder.read(token, cache, start)
+    with pytest.raises(BackendError, match="room for 192 positions, not 193"):
+        decoder.read(token, runner.new_cache(640).tensors, 192)
+    for tokens, positions in ((token.repeat(2), [0, 0]), (token, [0, 1])):
+        with pytest.raises(BackendError, match="a token of each sequence: 1"):
+            decoder.step(tokens, cache, positions)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sequences", [1, 16])
+def test_a_replay_is_what_it_captured(sequences, device):
+    """Bit by bit the same kernels, launched one by one, at other positions and with other tokens than were captured."""
+    runner, decoder = pair(device)
+    batch, other = runner.new_batch(sequences, 150), runner.new_batch(sequences, 150)
+    for at in range(70):
+        tokens = torch.randint(0, 90, (sequences,))
+        replayed = decoder.step(tokens, batch.tensors, [at] * sequences)
+        position = torch.full((sequences,), at, device=device)
+        assert torch.equal(replayed, decoder._next(tokens.to(device), position, other.tensors))
+    assert len(decoder._graphs) == 1
