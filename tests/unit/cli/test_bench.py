@@ -1,6 +1,9 @@
 """``octavo bench``: the rehearsal, what it refuses, and what it writes."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from octavo.bench import runner
 from octavo.bench.results import Section, Verdict
 from octavo.bench.runner import Part
 from octavo.cli import bench
+from tests.policy.source_tree import SOURCE
 from tests.unit.bench.conftest import session  # noqa: F401 (a fixture)
 
 FOUND = Section(
@@ -66,6 +70,26 @@ def test_bad_input_is_one_sentence(octavo, arguments, words, tmp_path, monkeypat
     assert result.stdout == ""
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+BARE = """
+import sys
+sys.modules |= dict.fromkeys(["tokenizers", "plotly", "plotly.offline", "torchao", "transformers", "tomli_w",
+                              "tensorboard", "pyarrow", "octavo.kernels._native"])
+from octavo.cli.app import main
+sys.argv = ["octavo", "bench", "hopper", "--rehearse", "--only", "gemms"]
+main()
+"""
+
+
+def test_it_runs_where_only_torch_typer_and_rich_are():
+    """From the source tree, without native kernels, tokenizers or anything that draws."""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", BARE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "## gemms" in done.stdout
+    assert "Not measured" not in done.stdout
 
 
 def test_a_folder_that_is_a_file_is_refused(octavo, tmp_path):
