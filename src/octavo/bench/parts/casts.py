@@ -16,9 +16,10 @@ from octavo.bench.results import Section, Verdict
 from octavo.bench.session import Contestant, Session
 from octavo.bench.tables import section_of, speed
 from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
-from octavo.kernels import quantize
+from octavo.kernels import ScaleRule, quantize
 from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, amax, dequantize
 from octavo.numerics import quantize as quantize_by_torch
+from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = ["measure"]
 
@@ -114,10 +115,14 @@ def _fine(groups: Granularity, *, turned: bool = False, scale_format: Format = F
     return run
 
 
-def _both_ways(groups: Granularity, **options: Tensor) -> Run:
+def _both_ways(groups: Granularity, *, amax: Tensor | None = None) -> Run:
+    """A matrix and its transpose, as training casts what two GEMMs read."""
+    rounding = ScaleRounding.FP32 if groups == PerTensor() else ScaleRounding.RCEIL
+    rule = ScaleRule(rounding, AMAX_FLOOR, 0)
+
     def run(x: Tensor) -> object:
         casting: Any = import_module("octavo.kernels.casting")
-        return casting.quantize_both_ways(x, E4M3, granularity=groups, **options)
+        return casting.quantize_both_ways(x, E4M3, groups, rule, amax=amax)
 
     return run
 

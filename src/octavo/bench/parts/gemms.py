@@ -20,6 +20,7 @@ SCALES: dict[str, tuple[Granularity, Granularity, bool]] = {  # of both operands
     "rowwise": (PerRow(), PerRow(), True),
     "1x128 times 128x128": (PerBlock(1, 128), PerBlock(128, 128), False),
     "1x128 times 1x128": (PerBlock(1, 128), PerBlock(1, 128), False),
+    "1x32 times 1x32": (PerBlock(1, 32), PerBlock(1, 32), False),
 }
 
 
