@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Clock", "Ratio", "interleaved", "never", "ratio", "verdict", "wall_clock"]
+__all__ = ["Clock", "Ratio", "interleaved", "never", "ratio", "wall_clock"]
 
 Clock = Callable[[Callable[[], object]], float]  # runs something and says how many seconds it took
 
@@ -83,8 +83,3 @@ def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> Ratio:
     ratios = sorted(own / other for own, other in zip(seconds[name], seconds[base], strict=True))
     low, _, high = statistics.quantiles(ratios, n=4)
     return Ratio(statistics.median(ratios), low, high)
-
-
-def verdict(value: float, least: float | None) -> str:
-    """Whether a bar is met; nothing where there is none."""
-    return "" if least is None else "met" if value >= least else "missed"

@@ -43,13 +43,13 @@ class Part:
 
 PARTS = (
     Part("card", card.measure, 0.05),
+    Part("accumulation", accumulation.measure, 0.06),
     Part("casts", casts.measure, 0.14),
     Part("gemms", gemms.measure, 0.10),
     Part("linears", linears.measure, 0.20),
     Part("layer", layer.measure, 0.22),
     Part("training", training.measure, 0.11),
     Part("decoding", decoding.measure, 0.12),
-    Part("accumulation", accumulation.measure, 0.06),
 )
 
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from octavo.bench.rounds import interleaved, ratio, verdict, wall_clock
+from octavo.bench.rounds import interleaved, ratio, wall_clock
 
 
 def test_every_round_runs_each_once_in_turn_after_the_warm_up():
@@ -38,11 +38,6 @@ def test_a_ratio_is_the_median_of_the_rounds_and_not_of_the_sums():
     seconds = {"own": [2.0, 30.0, 4.0], "other": [1.0, 10.0, 1.0]}
     assert ratio(seconds, "own", "other").median == 3.0
     assert str(ratio(seconds, "own", "other")) == "3.00 (2.00–4.00)"
-
-
-@pytest.mark.parametrize(("value", "least", "word"), [(1.0, None, ""), (1.0, 1.0, "met"), (0.99, 1.0, "missed")])
-def test_a_bar_is_met_by_what_reaches_it(value, least, word):
-    assert verdict(value, least) == word
 
 
 def test_the_wall_clock_runs_it_once():

@@ -124,7 +124,7 @@ def test_the_shares_are_the_whole():
 def test_a_choice_of_parts_has_the_card_with_it():
     assert [part.name for part in check_parts(["casts"])] == ["card", "casts"]
     assert check_parts([]) == list(PARTS)
-    with pytest.raises(ConfigError, match="there is no part 'x'; use some of card, casts"):
+    with pytest.raises(ConfigError, match="there is no part 'x'; use some of card, accumulation"):
         check_parts(["x"])
 
 

@@ -5,6 +5,7 @@ first; the codes; the scales. A cast both ways writes its codes twice, once tran
 plain definition, octavo.numerics.quantize, and is counted by the same bytes.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -68,43 +69,35 @@ def _quantizing(session: Session, name: str, dtype: torch.dtype) -> Section:
 
 def _casts(session: Session, dtype: torch.dtype) -> dict[str, Contestant]:
     """By name; the most important first."""
-    wide = dtype.itemsize
     known = amax(session.randn(64, 64, dtype=dtype)) + 4.0
 
-    def entry(run: Run, moved: float) -> Contestant:
-        return _over(session, dtype, run, moved)
+    def entry(run: Run, *, reads: int = 1, writes: int = 1, groups: Granularity | None = None) -> Contestant:
+        return _over(session, dtype, run, reads, writes, scales=_scale_bytes(session, groups))
 
     casts = {
-        "one scale, measured": entry(lambda x: quantize(x, E4M3), 2 * wide + 1),
-        "one scale, amax known": entry(lambda x: quantize(x, E4M3, amax=known), wide + 1),
-        f"one scale, measured, {BOTH_WAYS}": entry(_both_ways(PerTensor()), 2 * wide + 2),
-        f"one scale, amax known, {BOTH_WAYS}": entry(_both_ways(PerTensor(), amax=known), wide + 2),
+        "one scale, measured": entry(lambda x: quantize(x, E4M3), reads=2),
+        "one scale, amax known": entry(lambda x: quantize(x, E4M3, amax=known)),
+        f"one scale, measured, {BOTH_WAYS}": entry(_both_ways(PerTensor()), reads=2, writes=2),
+        f"one scale, amax known, {BOTH_WAYS}": entry(_both_ways(PerTensor(), amax=known), writes=2),
     }
-    casts |= {what: entry(_fine(groups), wide + 1) for what, groups in FINE.items()}
-    if dtype is not torch.float16:
-        casts |= {f"{what}, {BOTH_WAYS}": entry(_both_ways(groups), wide + 2) for what, groups in FINE.items()}
-        casts |= {
-            f"{what}, of the transpose": entry(_fine(groups, turned=True), wide + 1) for what, groups in FINE.items()
-        }
+    for what, groups in FINE.items():
+        casts[what] = entry(_fine(groups), groups=groups)
+        if dtype is not torch.float16:
+            casts[f"{what}, {BOTH_WAYS}"] = entry(_both_ways(groups), writes=2, groups=groups)
+            casts[f"{what}, of the transpose"] = entry(_fine(groups, turned=True), groups=groups)
     if dtype is torch.bfloat16:
-        casts["1x32, E8M0"] = entry(_fine(PerBlock(1, 32), scale_format=E8M0), wide + 1)
-        casts["E5M2, one scale, measured"] = entry(lambda x: quantize(x, E5M2), 2 * wide + 1)
-        casts["E5M2, one scale, amax known"] = entry(lambda x: quantize(x, E5M2, amax=known), wide + 1)
-        casts |= _compiled(session, dtype)
+        casts["1x32, E8M0"] = entry(_fine(PerBlock(1, 32), scale_format=E8M0), groups=PerBlock(1, 128))  # as many bytes
+        casts["E5M2, one scale, measured"] = entry(lambda x: quantize(x, E5M2), reads=2)
+        casts["E5M2, one scale, amax known"] = entry(lambda x: quantize(x, E5M2, amax=known))
+        casts[f"one scale, measured, {COMPILED}"] = entry(_plain(session, PerTensor()), reads=2)
+        for what in ("a scale a row", "1x128"):
+            casts[f"{what}, {COMPILED}"] = entry(_plain(session, FINE[what]), groups=FINE[what])
     return casts
 
 
-def _compiled(session: Session, dtype: torch.dtype) -> dict[str, Contestant]:
-    wide = dtype.itemsize
-    by_torch: dict[str, tuple[Granularity, int]] = {
-        "one scale, measured": (PerTensor(), 2 * wide + 1),
-        "a scale a row": (PerRow(), wide + 1),
-        "1x128": (PerBlock(1, 128), wide + 1),
-    }
-    return {
-        f"{what}, {COMPILED}": _over(session, dtype, _plain(session, groups), moved)
-        for what, (groups, moved) in by_torch.items()
-    }
+def _scale_bytes(session: Session, groups: Granularity | None) -> int:
+    """Of FP32 scales; None is one for all."""
+    return 4 * math.prod((groups or PerTensor()).scale_shape(torch.Size(session.sizes.cast)))
 
 
 def _fine(groups: Granularity, *, turned: bool = False, scale_format: Format = FP32) -> Run:
@@ -135,15 +128,16 @@ def _plain(session: Session, groups: Granularity) -> Run:
     return session.compiled(define)
 
 
-def _over(session: Session, dtype: torch.dtype, run: Run, moved: float) -> Contestant:
-    """A cast that moves so many bytes an element."""
+def _over(session: Session, dtype: torch.dtype, run: Run, reads: int, writes: int, *, scales: int) -> Contestant:
+    """A cast that reads its input and writes its codes so many times, and the scales as often as the codes."""
     rows, columns = session.sizes.cast
+    moved = rows * columns * (reads * dtype.itemsize + writes) + writes * scales
 
     def build() -> Callable[[], object]:
         inputs = session.rotation(lambda: session.randn(rows, columns, dtype=dtype), rows * columns * dtype.itemsize)
         return lambda: run(inputs())
 
-    return Contestant(build=build, work=rows * columns * moved / 1e9, unit="GB")
+    return Contestant(build=build, work=moved / 1e9, unit="GB")
 
 
 def _dequantizing(session: Session) -> Section:
@@ -174,4 +168,5 @@ def _decode(session: Session, groups: Granularity, dtype: torch.dtype) -> Contes
         inputs = session.rotation(codes, rows * columns)
         return lambda: dequantize(inputs())
 
-    return Contestant(build=build, work=rows * columns * (dtype.itemsize + 1) / 1e9, unit="GB")
+    moved = rows * columns * (dtype.itemsize + 1) + _scale_bytes(session, groups)
+    return Contestant(build=build, work=moved / 1e9, unit="GB")

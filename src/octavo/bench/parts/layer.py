@@ -169,7 +169,7 @@ def _memory_section(memory: dict[str, Memory]) -> Section:
         )
         for name, own in memory.items()
     ]
-    ours = {name: own.peak for name, own in memory.items() if name.partition(",")[0] in RECIPES}
+    ours = {name: memory[name].peak for recipe in RECIPES if (name := f"{recipe}, compiled") in memory}
     verdicts = []
     if base.peak and ours:
         least = min(ours, key=lambda name: ours[name])
