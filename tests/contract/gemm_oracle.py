@@ -7,6 +7,9 @@ The oracle decodes both operands to float64, multiplies and adds there. Against 
 - two scale multiplications and a bias addition, one u each of the result,
 - the one rounding to ``out_dtype``: half an ulp, or half the smallest subnormal.
 
+A tensor core errs by more. For every 32 of K it cuts 33 terms and their sum at 13 fraction bits below the largest of
+them, which is at most the magnitudes' sum: 34 · 2^-13 of it a step, wherever the chains end.
+
 The recorder notes which operands reach a backend, so that codes and scales can be compared bit for bit.
 """
 
@@ -24,6 +27,7 @@ from octavo.kernels.dispatch import BACKENDS
 from octavo.numerics import QuantizedTensor
 
 FP32_UNIT = 2.0**-24
+TENSOR_CORE_UNIT, TENSOR_CORE_STEP = 34 * 2.0**-13, 32  # of K
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,27 @@ def decode(operand: QuantizedTensor | Tensor) -> Tensor:
 
 
 def assert_product(
-    actual: Tensor, a: QuantizedTensor | Tensor, b: QuantizedTensor | Tensor, bias: Tensor | None = None
+    actual: Tensor,
+    a: QuantizedTensor | Tensor,
+    b: QuantizedTensor | Tensor,
+    bias: Tensor | None = None,
+    *,
+    tensor_core: bool = False,
+    through: torch.dtype | None = None,
 ) -> None:
-    """``actual`` is ``a @ b.T + bias`` with FP32 sums and one rounding to its dtype."""
+    """``actual`` is ``a @ b.T + bias`` with FP32 sums, or a tensor core's, and one rounding to its dtype.
+
+    ``through`` is a narrower dtype that the product without its bias was rounded to before.
+    """
     left, right = decode(a), decode(b)
     exact = left @ right.t() + (0 if bias is None else bias.double())
     magnitudes = left.abs() @ right.abs().t()
     terms = left.shape[1] + 3
     sums = terms * FP32_UNIT * (magnitudes + exact.abs())
+    if tensor_core:
+        sums += -(-left.shape[1] // TENSOR_CORE_STEP) * TENSOR_CORE_UNIT * magnitudes
+    if through is not None:
+        sums += (magnitudes + sums) * torch.finfo(through).eps / 2
     _assert_within(actual, exact, sums)
 
 

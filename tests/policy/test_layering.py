@@ -26,6 +26,7 @@ ROWS = (
     "serving",
     "planning",
     "compat",
+    "bench",
     "cli",
     "__main__",
 )

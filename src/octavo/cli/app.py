@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from octavo.cli.bench import bench
 from octavo.cli.console import complain
 from octavo.cli.data import data
 from octavo.cli.demo import demo
@@ -124,6 +125,9 @@ add_command(
 )
 add_command(doctor, "doctor", short="Show versions, devices, kernels and who multiplies what.", example="--env")
 add_command(data, "data", short="Show a source's documents and bytes, by split and kind.", example="--data my-texts/")
+add_command(
+    bench, "bench", short="Measure a Hopper GPU: casts, GEMMs, layers, training.", example="hopper --out results/"
+)
 add_command(formats, "formats", short="Print range, precision and counts of the number formats.", example="--errata")
 
 

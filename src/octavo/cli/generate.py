@@ -7,11 +7,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from tokenizers import Tokenizer
 
 from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
@@ -21,6 +20,9 @@ from octavo.serving import ModelRunner
 from octavo.serving import generate as serve_tokens
 from octavo.training.config import MOST_SEED
 from octavo.training.run_folder import TrainedRun, load_run
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = ["generate"]
 
@@ -100,7 +102,7 @@ def _check_prompt(prompt: str, ids: list[int]) -> None:
         raise ConfigError(f"the prompt {prompt!r} has no token to continue from; give some text")
 
 
-def _as_text(tokenizer: Tokenizer, new_tokens: Iterable[list[int]]) -> Iterator[str]:
+def _as_text(tokenizer: "Tokenizer", new_tokens: Iterable[list[int]]) -> Iterator[str]:
     """Pieces of text as tokens come, whole characters only."""
     ids: list[int] = []
     written = 0

@@ -16,10 +16,9 @@ The memory taken is the model's and that of a few rows: tensors are decoded one 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +26,9 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_tokenizer import VOCABULARY, read_tokenizer, token_id
 from octavo.models.llama import Llama, LlamaConfig
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = ["GGUFModel", "load_gguf"]
 
@@ -53,7 +55,7 @@ class GGUFModel:
     """
 
     model: Llama
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     bos_id: int | None
     eos_id: int | None
     chat_template: str | None

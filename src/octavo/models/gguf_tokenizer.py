@@ -5,12 +5,13 @@ wrong guess costs accuracy and shows nowhere. Tokens of type control or user-def
 are found in the text first. A byte that the file has no token for is left out of what is encoded.
 """
 
-from typing import Any
-
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import CheckpointError
 from octavo.models.gguf_file import GGUFFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer, models
 
 __all__ = ["VOCABULARY", "read_tokenizer", "token_id"]
 
@@ -20,12 +21,14 @@ CONTROL, USER_DEFINED = 3, 4  # types of tokens
 SPLITS_DIGITS = {"gpt-2": False, "smollm": True}  # at words as GPT-2 does, and each digit by itself or not
 
 
-def read_tokenizer(file: GGUFFile) -> Tokenizer:
+def read_tokenizer(file: GGUFFile) -> "Tokenizer":
     """Text to token ids and back; adds the tokens at the ends that the file asks for.
 
     Raises:
         CheckpointError: it is missing, damaged, or of a kind that is not read.
     """
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
     model, split = (file.get(f"{PREFIX}{name}", str) for name in ("model", "pre"))
     if model != "gpt2" or split not in SPLITS_DIGITS:
         raise CheckpointError(
@@ -52,7 +55,9 @@ def token_id(file: GGUFFile, which: str) -> int | None:
     return found
 
 
-def _merging(file: GGUFFile) -> models.BPE:
+def _merging(file: GGUFFile) -> "models.BPE":
+    from tokenizers import models
+
     tokens, merges = file.get(VOCABULARY, list), file.get(f"{PREFIX}merges", list)
     if {*map(type, tokens), *map(type, merges)} - {str} or len({*tokens}) < len(tokens):
         raise CheckpointError(f"{file.path} has a damaged tokenizer: a token stands there twice or is no text")
@@ -62,7 +67,9 @@ def _merging(file: GGUFFile) -> models.BPE:
         raise CheckpointError(f"{file.path} has a damaged tokenizer: {error}") from error
 
 
-def _add_whole_tokens(file: GGUFFile, tokenizer: Tokenizer) -> None:
+def _add_whole_tokens(file: GGUFFile, tokenizer: "Tokenizer") -> None:
+    from tokenizers import AddedToken
+
     tokens, kinds = file.get(VOCABULARY, list), file.get(f"{PREFIX}token_type", list, [])
     if kinds and len(kinds) != len(tokens):
         raise CheckpointError(f"{file.path} has a damaged tokenizer: {len(tokens)} tokens and {len(kinds)} token types")
@@ -71,7 +78,9 @@ def _add_whole_tokens(file: GGUFFile, tokenizer: Tokenizer) -> None:
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == USER_DEFINED])
 
 
-def _add_ends(file: GGUFFile, tokenizer: Tokenizer) -> None:
+def _add_ends(file: GGUFFile, tokenizer: "Tokenizer") -> None:
+    from tokenizers import processors
+
     parts, used = ["$A"], []
     for which, place in (("bos", 0), ("eos", len(parts) + 1)):
         if not file.get(f"{PREFIX}add_{which}_token", bool, False):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,7 +37,10 @@ from octavo.errors import ConfigError, DataError
 from octavo.training.corpus import Document, Split, content_hash
 from octavo.training.files import remove_if_empty, replacing, sync_folder, write_atomically
 from octavo.training.text import BUILTIN, divide, load_documents
-from octavo.training.tokenizer import Tokenizer, end_of_text_id, load_tokenizer, train_tokenizer
+from octavo.training.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = ["Progress", "TokenData", "open_data", "prepare", "preparing"]
 
@@ -129,7 +132,7 @@ class TokenData:
         """Hash of the text the tokens came from."""
         return str(self.manifest["content_hash"])
 
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         """The tokenizer that made the tokens."""
         return load_tokenizer(self.folder / TOKENIZER)
 
@@ -265,7 +268,7 @@ def _sha256(path: Path) -> str:
 
 
 def _encode_splits(
-    folder: Path, tokenizer: Tokenizer, splits: dict[Split, list[Document]], report: Progress
+    folder: Path, tokenizer: "Tokenizer", splits: dict[Split, list[Document]], report: Progress
 ) -> dict[str, dict[str, Any]]:
     total = sum(len(document.text) for documents in splits.values() for document in documents)
     done, counts = 0, dict[str, dict[str, Any]]()
@@ -284,7 +287,7 @@ def _encode_splits(
     return counts
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> NDArray[Any]:
+def _encode(tokenizer: "Tokenizer", texts: list[str]) -> NDArray[Any]:
     """Ids of the texts, each followed by the end-of-text token."""
     end = end_of_text_id(tokenizer)
     rows = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import CheckpointError, ConfigError, TrainingError
 from octavo.models import Llama, LlamaConfig
@@ -33,7 +33,10 @@ from octavo.training.data import TokenData
 from octavo.training.files import remove_if_empty, write_atomically
 from octavo.training.metrics import METRICS, read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.tokenizer import Tokenizer, load_tokenizer
+from octavo.training.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = [
     "TrainedRun",
@@ -63,7 +66,7 @@ class TrainedRun:
 
     config: RunConfig
     model: Llama
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     step: int
     surroundings: AbstractContextManager[object]
 

@@ -7,19 +7,21 @@ file is the ``tokenizers`` library's tokenizer.json, which Hugging Face's classe
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, DataError
 
-__all__ = ["END_OF_TEXT", "SMALLEST_VOCABULARY", "Tokenizer", "end_of_text_id", "load_tokenizer", "train_tokenizer"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["END_OF_TEXT", "SMALLEST_VOCABULARY", "end_of_text_id", "load_tokenizer", "train_tokenizer"]
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and the mark between documents
 SAMPLE_CHARACTERS = 8_000_000  # more text moves few merges of a small vocabulary, and counting it takes memory
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":
     """Train on the first eight million characters of ``texts``.
 
     Args:
@@ -33,6 +35,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         raise ConfigError(
             f"vocab_size must be at least {SMALLEST_VOCABULARY}, one token a byte and {END_OF_TEXT}, not {vocab_size}"
         )
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,12 +50,14 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> "Tokenizer":
     """Read a tokenizer.json.
 
     Raises:
         DataError: the file is missing, damaged, or has no end-of-text token.
     """
+    from tokenizers import Tokenizer
+
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -62,7 +68,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def end_of_text_id(tokenizer: Tokenizer) -> int:
+def end_of_text_id(tokenizer: "Tokenizer") -> int:
     """The id of the token between documents."""
     token = tokenizer.token_to_id(END_OF_TEXT)
     if token is None:

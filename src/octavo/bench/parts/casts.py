@@ -1,0 +1,172 @@
+"""Every cast, through the functions that users call, beside a plain copy of as many bytes.
+
+Bytes are the fewest that have to move: the input once, or twice where one scale for all of it has to be measured
+first; the codes; the scales. A cast both ways writes its codes twice, once transposed. torch.compile gets octavo's
+plain definition, octavo.numerics.quantize, and is counted by the same bytes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.bench.results import Section, Verdict
+from octavo.bench.session import Contestant, Session
+from octavo.bench.tables import section_of, speed
+from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
+from octavo.kernels import ScaleRule, quantize
+from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, amax, dequantize
+from octavo.numerics import quantize as quantize_by_torch
+from octavo.numerics.scaling import AMAX_FLOOR
+
+__all__ = ["measure"]
+
+COPY_BAR = 0.85
+BOTH_WAYS_BAR = 1.15
+PUBLISHED = "Published for torchao's activation kernels: 85 to 94 % of the bandwidth that can be reached."
+BOTH_WAYS, COMPILED = "both ways", "by torch.compile"
+FINE: dict[str, Granularity] = {
+    "a scale a row": PerRow(),
+    "1x128": PerBlock(1, 128),
+    "128x128": PerBlock(128, 128),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+Run = Callable[[Tensor], object]
+
+
+def measure(session: Session) -> Iterator[Section]:
+    """A section for every input dtype, then the way back."""
+    for name, dtype in DTYPES.items():
+        session.check_time(f"casting {name}")
+        yield _quantizing(session, name, dtype)
+        session.forget()
+    session.check_time("dequantizing")
+    yield _dequantizing(session)
+
+
+def _quantizing(session: Session, name: str, dtype: torch.dtype) -> Section:
+    found = session.compare(_casts(session, dtype), kernels=True)
+    copy = session.speeds.get("copy")
+    rows, columns = session.sizes.cast
+    verdicts = []
+    for what in found.seconds:
+        if copy is None or COMPILED in what:
+            continue
+        share = speed(found, what) / copy
+        if BOTH_WAYS in what:
+            claim = f"{name}, {what}: time of its bytes' copy"
+            verdicts.append(Verdict(claim=claim, found=1 / share, bar=BOTH_WAYS_BAR, at_most=True))
+        else:
+            verdicts.append(Verdict(claim=f"{name}, {what}: share of copy", found=share, bar=COPY_BAR))
+    return section_of(
+        f"quantize, {name} {rows}×{columns}", found, limit=copy, limit_name="copy", verdicts=verdicts, notes=[PUBLISHED]
+    )
+
+
+def _casts(session: Session, dtype: torch.dtype) -> dict[str, Contestant]:
+    """By name; the most important first."""
+    known = amax(session.randn(64, 64, dtype=dtype)) + 4.0
+
+    def entry(run: Run, *, reads: int = 1, writes: int = 1, groups: Granularity | None = None) -> Contestant:
+        return _over(session, dtype, run, reads, writes, scales=_scale_bytes(session, groups))
+
+    casts = {
+        "one scale, measured": entry(lambda x: quantize(x, E4M3), reads=2),
+        "one scale, amax known": entry(lambda x: quantize(x, E4M3, amax=known)),
+        f"one scale, measured, {BOTH_WAYS}": entry(_both_ways(PerTensor()), reads=2, writes=2),
+        f"one scale, amax known, {BOTH_WAYS}": entry(_both_ways(PerTensor(), amax=known), writes=2),
+    }
+    for what, groups in FINE.items():
+        casts[what] = entry(_fine(groups), groups=groups)
+        if dtype is not torch.float16:
+            casts[f"{what}, {BOTH_WAYS}"] = entry(_both_ways(groups), writes=2, groups=groups)
+            casts[f"{what}, of the transpose"] = entry(_fine(groups, turned=True), groups=groups)
+    if dtype is torch.bfloat16:
+        casts["1x32, E8M0"] = entry(_fine(PerBlock(1, 32), scale_format=E8M0), groups=PerBlock(1, 128))  # as many bytes
+        casts["E5M2, one scale, measured"] = entry(lambda x: quantize(x, E5M2), reads=2)
+        casts["E5M2, one scale, amax known"] = entry(lambda x: quantize(x, E5M2, amax=known))
+        casts[f"one scale, measured, {COMPILED}"] = entry(_plain(session, PerTensor()), reads=2)
+        for what in ("a scale a row", "1x128"):
+            casts[f"{what}, {COMPILED}"] = entry(_plain(session, FINE[what]), groups=FINE[what])
+    return casts
+
+
+def _scale_bytes(session: Session, groups: Granularity | None) -> int:
+    """Of FP32 scales; None is one for all."""
+    return 4 * math.prod((groups or PerTensor()).scale_shape(torch.Size(session.sizes.cast)))
+
+
+def _fine(groups: Granularity, *, turned: bool = False, scale_format: Format = FP32) -> Run:
+    def run(x: Tensor) -> object:
+        given = x.t() if turned else x
+        return quantize(given, E4M3, granularity=groups, scale_rounding=ScaleRounding.RCEIL, scale_format=scale_format)
+
+    return run
+
+
+def _both_ways(groups: Granularity, *, amax: Tensor | None = None) -> Run:
+    """A matrix and its transpose, as training casts what two GEMMs read."""
+    rounding = ScaleRounding.FP32 if groups == PerTensor() else ScaleRounding.RCEIL
+    rule = ScaleRule(rounding, AMAX_FLOOR, 0)
+
+    def run(x: Tensor) -> object:
+        casting: Any = import_module("octavo.kernels.casting")
+        return casting.quantize_both_ways(x, E4M3, groups, rule, amax=amax)
+
+    return run
+
+
+def _plain(session: Session, groups: Granularity) -> Run:
+    def define(x: Tensor) -> tuple[Tensor, Tensor]:
+        q = quantize_by_torch(x, E4M3, granularity=groups)
+        return q.data, q.scale
+
+    return session.compiled(define)
+
+
+def _over(session: Session, dtype: torch.dtype, run: Run, reads: int, writes: int, *, scales: int) -> Contestant:
+    """A cast that reads its input and writes its codes so many times, and the scales as often as the codes."""
+    rows, columns = session.sizes.cast
+    moved = rows * columns * (reads * dtype.itemsize + writes) + writes * scales
+
+    def build() -> Callable[[], object]:
+        inputs = session.rotation(lambda: session.randn(rows, columns, dtype=dtype), rows * columns * dtype.itemsize)
+        return lambda: run(inputs())
+
+    return Contestant(build=build, work=moved / 1e9, unit="GB")
+
+
+def _dequantizing(session: Session) -> Section:
+    rows, columns = session.sizes.cast
+    entered = {
+        f"{what}, to {name}": _decode(session, groups, dtype)
+        for name, dtype in list(DTYPES.items())[:2]
+        for what, groups in {"one scale": PerTensor(), **FINE}.items()
+    }
+    found = session.compare(entered, kernels=True)
+    copy = session.speeds.get("copy")
+    verdicts = [
+        Verdict(claim=f"dequantize, {what}: share of copy", found=speed(found, what) / copy, bar=COPY_BAR)
+        for what in found.seconds
+        if copy is not None
+    ]
+    title = f"dequantize, {rows}×{columns}"
+    return section_of(title, found, limit=copy, limit_name="copy", verdicts=verdicts)
+
+
+def _decode(session: Session, groups: Granularity, dtype: torch.dtype) -> Contestant:
+    rows, columns = session.sizes.cast
+
+    def codes() -> QuantizedTensor:
+        return quantize(session.randn(rows, columns, dtype=dtype), E4M3, granularity=groups)
+
+    def build() -> Callable[[], object]:
+        inputs = session.rotation(codes, rows * columns)
+        return lambda: dequantize(inputs())
+
+    moved = rows * columns * (dtype.itemsize + 1) + _scale_bytes(session, groups)
+    return Contestant(build=build, work=moved / 1e9, unit="GB")

@@ -1,0 +1,132 @@
+"""Generation with a model of a billion parameters: a token at a time, and a prompt at once.
+
+BF16 and 8-bit integer weights are torch's own operations: the plain decoder of bench/decoder.py, as a CUDA graph; the
+integers' compiled, since only a compiler reads them without writing BF16 first. FP8 is octavo's ModelRunner.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.bench.decoder import PlainDecoder, bf16_product, int8_product, random_llama
+from octavo.bench.results import Section, Verdict
+from octavo.bench.session import Comparison, Contestant, Session
+from octavo.bench.tables import section_of, times_as_fast
+from octavo.models.llama import Llama
+from octavo.serving import ModelRunner
+
+__all__ = ["measure"]
+
+BF16, INT8, FP8 = "bf16, CUDA graph", "int8 weights, compiled, CUDA graph", "octavo FP8"
+COMPILED = "bf16, compiled"
+DECODE_BAR, PREFILL_BAR = 1.6, 1.4
+
+
+def measure(session: Session) -> Iterator[Section]:
+    """A section for every batch, then for every prompt."""
+    model = random_llama(session).eval()
+    size = session.sizes.model
+    for batch in size.decode_batches:
+        session.check_time(f"decoding {batch}")
+        yield _decoding(session, model, batch)
+        session.forget()
+    for length in size.prompts:
+        session.check_time(f"a prompt of {length:,}")
+        yield _prefill(session, model, length)
+        session.forget()
+
+
+def _decoding(session: Session, model: Llama, batch: int) -> Section:
+    context = session.sizes.model.context
+    entered = {
+        BF16: _plain(session, model, batch),
+        FP8: Contestant(build=lambda: _fp8_decoding(session, model, batch), work=batch, unit="tokens"),
+        INT8: _plain(session, model, batch, eight_bits=True),
+    }
+    found = session.compare(entered)
+    title = f"Decode, batch {batch}, after {context:,} positions"
+    bar = DECODE_BAR if batch == 1 else None
+    return section_of(title, found, base=BF16, verdicts=_verdicts(found, title, bar))
+
+
+def _prefill(session: Session, model: Llama, length: int) -> Section:
+    def plain() -> Callable[[], object]:
+        prompts = _prompts(session, length)
+        return lambda: _last_logits(model, prompts())
+
+    def fp8() -> Callable[[], object]:
+        runner, prompts = ModelRunner(model), _prompts(session, length)
+        cache = runner.new_cache(length)
+
+        def run() -> object:
+            cache.length = 0
+            return runner(prompts(), cache)
+
+        return run
+
+    entered = {"bf16, eager": Contestant(build=plain, work=length, unit="tokens")}
+    entered[COMPILED] = Contestant(build=lambda: _compiled_prefill(session, model, length), work=length, unit="tokens")
+    entered[FP8] = Contestant(build=fp8, work=length, unit="tokens")
+    found = session.compare(entered)
+    title = f"Prefill, {length:,} tokens"
+    return section_of(title, found, base=COMPILED, verdicts=_verdicts(found, title, PREFILL_BAR, COMPILED))
+
+
+def _verdicts(found: Comparison, title: str, bar: float | None, base: str = BF16) -> list[Verdict]:
+    if bar is None or FP8 not in found.seconds or base not in found.seconds:
+        return []
+    return [Verdict(claim=f"{title}, FP8 × {base}", found=times_as_fast(found, FP8, base).median, bar=bar)]
+
+
+def _plain(session: Session, model: Llama, batch: int, *, eight_bits: bool = False) -> Contestant:
+    def build() -> Callable[[], object]:
+        product = int8_product if eight_bits else bf16_product
+        decoder = PlainDecoder(model, batch=batch, position=session.sizes.model.context, product=product)
+        tokens = _tokens(session, batch)
+        run = session.compiled(decoder.__call__) if eight_bits else decoder
+        return session.graphed(lambda: run(tokens))
+
+    return Contestant(build=build, work=batch, unit="tokens")
+
+
+def _fp8_decoding(session: Session, model: Llama, batch: int) -> Callable[[], object]:
+    """A token of every sequence, always at the same position; the one before it is read now."""
+    context = session.sizes.model.context
+    runner: Any = ModelRunner(model)
+    tokens = _tokens(session, batch)
+    if batch == 1:
+        caches = [runner.new_cache(context + 1)]
+    else:
+        together = runner.new_batch(batch, context + 1)
+        caches = list(together.sequences)
+    for cache in caches:
+        runner(_tokens(session, context), cache)
+
+    def run() -> object:
+        for cache in caches:
+            cache.length = context
+        return runner(tokens, caches[0]) if batch == 1 else runner.step(tokens, together)
+
+    return run
+
+
+def _compiled_prefill(session: Session, model: Llama, length: int) -> Callable[[], object]:
+    run, prompts = session.compiled(_last_logits), _prompts(session, length)
+    return lambda: run(model, prompts())
+
+
+@torch.no_grad()
+def _last_logits(model: Llama, prompt: Tensor) -> Tensor:
+    """Of the last token; the head reads nothing else."""
+    found: Tensor = model.lm_head(model.model(prompt[None])[:, -1])
+    return found
+
+
+def _prompts(session: Session, length: int) -> Callable[[], Tensor]:
+    return session.rotation(lambda: _tokens(session, length), 1 << 20)
+
+
+def _tokens(session: Session, count: int) -> Tensor:
+    return torch.randint(session.sizes.model.vocabulary, (count,), device=session.device)

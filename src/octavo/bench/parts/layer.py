@@ -1,0 +1,189 @@
+"""One transformer layer of Llama 3 8B's shape, 8,192 tokens, forward and backward.
+
+``octavo.nn.TransformerLayer`` with each recipe, and the same layer with the recipe "bf16"; beside it a layer of plain
+``nn.Linear`` (octavo.models.llama), in BF16 and, where torchao is installed, converted by torchao. All parameters and
+activations are BF16 but for what a recipe casts.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from octavo.bench.parts.linears import FIRST_RECIPES, RECIPES
+from octavo.bench.results import Section, Verdict
+from octavo.bench.session import Comparison, Contestant, Session
+from octavo.bench.steps import Memory, TrainingStep, leaf, memory_of
+from octavo.bench.tables import gigabytes, section_of, times_as_fast
+from octavo.errors import BackendError
+from octavo.models.llama import DecoderLayer, LlamaConfig
+from octavo.nn import TransformerLayer, rotary_table
+
+__all__ = ["measure"]
+
+BASE = "bf16, compiled"
+EAGER = "bf16, eager"
+PLAIN = "plain layer, bf16, compiled"
+TORCHAO = ("tensorwise", "rowwise")
+PUBLISHED = (
+    "Published for one layer, forward and backward (Transformer Engine, its introduction): FP8 1.53 times BF16, with "
+    "fused norms 1.65 times."
+)
+PEAKS = (
+    "Peak: parameters, and the most that a step adds to them, gradients included. Kept: between forward and backward."
+)
+SPEED_BAR, MEMORY_BAR = 1.5, 0.75
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def measure(session: Session) -> Iterator[Section]:
+    """Times, then memory."""
+    found = session.compare(_contestants(session))
+    size = session.sizes.layer
+    title = f"TransformerLayer, {size.batch * size.length:,} tokens, hidden {size.hidden}, ffn {size.ffn}"
+    yield section_of(title, found, base=BASE, verdicts=list(_speed_verdicts(found)), notes=[PUBLISHED])
+    memory = {name: memory_of(session, run) for name, run in found.runs.items() if isinstance(run, TrainingStep)}
+    yield _memory_section(memory)
+
+
+def _contestants(session: Session) -> dict[str, Contestant]:
+    """The judged ones first: what there is no time for is left out."""
+    octavo = {recipe: _octavo(session, recipe) for recipe in ("bf16", *RECIPES)}
+    entered = {}
+    for recipe in ("bf16", *FIRST_RECIPES):
+        entered[f"{recipe}, eager"] = _step(session, octavo[recipe], compiled=False)
+        entered[f"{recipe}, compiled"] = _step(session, octavo[recipe], compiled=True)
+    for recipe in TORCHAO:
+        entered[f"torchao {recipe}, compiled"] = _step(session, _torchao(session, recipe), compiled=True)
+    entered[PLAIN] = _step(session, lambda: _plain(session), compiled=True)
+    for recipe in RECIPES[len(FIRST_RECIPES) :]:
+        entered[f"{recipe}, eager"] = _step(session, octavo[recipe], compiled=False)
+        entered[f"{recipe}, compiled"] = _step(session, octavo[recipe], compiled=True)
+    return entered
+
+
+def _step(session: Session, make: Callable[[], tuple[nn.Module, Forward]], *, compiled: bool) -> Contestant:
+    size = session.sizes.layer
+    tokens = size.batch * size.length
+
+    def build() -> TrainingStep:
+        module, forward = make()
+        inputs = session.rotation(lambda: leaf(session, size.batch, size.length, size.hidden), 2 * tokens * size.hidden)
+        grads = session.rotation(lambda: session.randn(size.batch, size.length, size.hidden), 2 * tokens * size.hidden)
+        run = session.compiled(forward) if compiled else forward
+        return TrainingStep(run, list(module.parameters()), inputs, grads)
+
+    return Contestant(build=build, work=tokens, unit="tokens")
+
+
+def _rotations(session: Session) -> tuple[Tensor, Tensor]:
+    size = session.sizes.layer
+    cos, sin = rotary_table(size.hidden // size.heads, size.length, 500000.0, device=session.device)
+    return cos, sin
+
+
+def _octavo(session: Session, recipe: str) -> Callable[[], tuple[nn.Module, Forward]]:
+    size = session.sizes.layer
+
+    def make() -> tuple[nn.Module, Forward]:
+        layer = TransformerLayer(
+            size.hidden,
+            size.ffn,
+            size.heads,
+            num_kv_heads=size.kv_heads,
+            activation="swiglu",
+            normalization="rmsnorm",
+            bias=False,
+            recipe=recipe,
+            device=session.device,
+            dtype=torch.bfloat16,
+        )
+        rotations = _rotations(session)
+        return layer, lambda x: layer(x, rotations=rotations)
+
+    return make
+
+
+def _plain(session: Session) -> tuple[nn.Module, Forward]:
+    size = session.sizes.layer
+    config = LlamaConfig(
+        vocab_size=1,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_layers=1,
+        num_heads=size.heads,
+        num_kv_heads=size.kv_heads,
+        max_positions=size.length,
+    )
+    layer = DecoderLayer(config).to(session.device, torch.bfloat16)
+    cos, sin = _rotations(session)
+    return layer, lambda x: layer(x, cos, sin)
+
+
+def _torchao(session: Session, recipe: str) -> Callable[[], tuple[nn.Module, Forward]]:
+    def make() -> tuple[nn.Module, Forward]:
+        if not session.on_gpu or importlib.util.find_spec("torchao") is None:
+            raise BackendError("torchao is not installed" if session.on_gpu else "torchao is not rehearsed")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        layer, _ = _plain(session)
+        convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
+        cos, sin = _rotations(session)
+        return layer, lambda x: layer(x, cos, sin)
+
+    return make
+
+
+def _speed_verdicts(found: Comparison) -> Iterator[Verdict]:
+    for base, how, bar in ((BASE, "compiled", SPEED_BAR), (EAGER, "eager", 1.0)):
+        if (fastest := _fastest(found, how, base)) is not None:
+            name, speed = fastest
+            yield Verdict(claim=f"TransformerLayer, {how}, × {base} ({name})", found=speed, bar=bar)
+    for recipe in TORCHAO:
+        peer = f"torchao {recipe}, compiled"
+        if peer in found.seconds and (fastest := _fastest(found, "compiled", peer)) is not None:
+            name, speed = fastest
+            yield Verdict(claim=f"TransformerLayer, compiled, × {peer} ({name})", found=speed, bar=1.0)
+
+
+def _fastest(found: Comparison, how: str, base: str) -> tuple[str, float] | None:
+    ours = [name for recipe in RECIPES if (name := f"{recipe}, {how}") in found.seconds]
+    if not ours or base not in found.seconds:
+        return None
+    speeds = {name: float(times_as_fast(found, name, base).median) for name in ours}
+    best = max(speeds, key=lambda name: speeds[name])
+    return best, speeds[best]
+
+
+def _memory_section(memory: dict[str, Memory]) -> Section:
+    base = memory.get(BASE, Memory(0, 0))
+    rows = [
+        (
+            name,
+            gigabytes(own.peak),
+            _share(own.peak, base.peak),
+            gigabytes(own.kept),
+            _share(own.kept, base.kept),
+        )
+        for name, own in memory.items()
+    ]
+    ours = {name: memory[name].peak for recipe in RECIPES if (name := f"{recipe}, compiled") in memory}
+    verdicts = []
+    if base.peak and ours:
+        least = min(ours, key=lambda name: ours[name])
+        claim = f"TransformerLayer, peak memory × {BASE} ({least})"
+        verdicts.append(Verdict(claim=claim, found=ours[least] / base.peak, bar=MEMORY_BAR, at_most=True))
+    return Section(
+        title="Its memory",
+        columns=("layer", "peak", f"× {BASE}", "kept for backward", f"× {BASE}"),
+        rows=tuple(rows),
+        notes=(PEAKS,),
+        verdicts=tuple(verdicts),
+        raw={name: {"peak": own.peak, "kept": own.kept} for name, own in memory.items()},
+    )
+
+
+def _share(own: int, base: int) -> str:
+    return f"{own / base:.2f}" if base else "–"

@@ -1,0 +1,101 @@
+"""A linear layer forward and backward, quantization included, beside ``nn.Linear`` in BF16.
+
+Hopper's tensor cores know no scales for 32 numbers: "mxfp8" is emulated, a product of each block and a sum in FP32.
+Everything is BF16 but for what a recipe casts; input and weight take gradients. All contestants of a shape share one
+weight. The published figures are torchao's, for its rowwise recipe, compiled, on an H100.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from octavo.bench.results import Section, Verdict
+from octavo.bench.session import Comparison, Contestant, Session
+from octavo.bench.sizes import LinearCase
+from octavo.bench.steps import TrainingStep, leaf
+from octavo.bench.tables import section_of, times_as_fast
+from octavo.nn import Linear
+
+__all__ = ["FIRST_RECIPES", "RECIPES", "measure"]
+
+BF16 = "bf16, eager"
+FIRST_RECIPES = ("tensorwise", "rowwise", "blockwise")
+RECIPES = (*FIRST_RECIPES, "delayed", "rowwise_hp_grad_weight", "mxfp8")
+PUBLISHED, ROWWISE = "published, rowwise (torchao)", ("rowwise, eager", "rowwise, compiled")
+JUDGED = "The fastest of octavo's is judged."
+PUBLISHED_5B = (
+    "A shape of a model with 5 billion parameters (24 layers of width 4096). Published for such a model on an H200, "
+    "quantization included (Transformer Engine): delayed 1.69, current scaling 1.58, blockwise 1.40 times BF16."
+)
+
+
+def measure(session: Session) -> Iterator[Section]:
+    """A section for every shape."""
+    for case in session.sizes.linears:
+        session.check_time(case.name)
+        yield _section(session, case)
+        session.forget()
+
+
+def _section(session: Session, case: LinearCase) -> Section:
+    weight = nn.Parameter(session.randn(case.n, case.k) * case.k**-0.5)
+    found = session.compare(_contestants(session, case, weight))
+    published = {} if case.published is None else dict.fromkeys(ROWWISE, f"{case.published:.2f}")
+    return section_of(
+        f"Linear, forward and backward, {case.name}",
+        found,
+        base=BF16,
+        columns={PUBLISHED: published} if published else {},
+        verdicts=list(_verdicts(case, found)),
+        notes=[JUDGED] if case.bar is not None else [PUBLISHED_5B] if case.blockwise_bar is not None else [],
+    )
+
+
+def _contestants(session: Session, case: LinearCase, weight: nn.Parameter) -> dict[str, Contestant]:
+    plain = nn.Linear(case.k, case.n, bias=False, device="meta")
+    plain.weight = weight
+    entered = {BF16: _step(session, case, lambda: plain, weight)}
+    layers = {recipe: _layer(case, recipe, weight) for recipe in RECIPES}
+    if case.compiled:
+        entered["bf16, compiled"] = _step(session, case, lambda: session.compiled(plain), weight)
+    for recipe, make in layers.items():
+        entered[f"{recipe}, eager"] = _step(session, case, make, weight)
+        if case.compiled and recipe in FIRST_RECIPES:
+            entered[f"{recipe}, compiled"] = _step(session, case, lambda make=make: session.compiled(make()), weight)  # type: ignore[misc]
+    return entered
+
+
+def _layer(case: LinearCase, recipe: str, weight: nn.Parameter) -> Callable[[], Linear]:
+    def make() -> Linear:
+        layer = Linear(case.k, case.n, bias=False, recipe=recipe, device=weight.device, dtype=weight.dtype)
+        layer.weight = weight
+        return layer
+
+    return make
+
+
+def _step(
+    session: Session, case: LinearCase, make: Callable[[], Callable[[Tensor], Tensor]], weight: nn.Parameter
+) -> Contestant:
+    def build() -> TrainingStep:
+        size = torch.bfloat16.itemsize * case.m
+        inputs = session.rotation(lambda: leaf(session, case.m, case.k), size * case.k)
+        grads = session.rotation(lambda: session.randn(case.m, case.n), size * case.n)
+        return TrainingStep(make(), [weight], inputs, grads)
+
+    return Contestant(build=build, work=6 * case.m * case.k * case.n / 1e12, unit="TFLOP")
+
+
+def _verdicts(case: LinearCase, found: Comparison) -> Iterator[Verdict]:
+    bars: Mapping[str, tuple[float | None, tuple[str, ...]]] = {
+        "the fastest recipe": (case.bar, RECIPES),
+        "blockwise": (case.blockwise_bar, ("blockwise",)),
+    }
+    for claim, (bar, recipes) in bars.items():
+        ours = [name for name in found.seconds if name.partition(",")[0] in recipes]
+        if bar is None or not ours or BF16 not in found.seconds:
+            continue
+        speeds = {name: times_as_fast(found, name, BF16).median for name in ours}
+        best = max(speeds, key=lambda name: speeds[name])
+        yield Verdict(claim=f"linear {case.name} × bf16, {claim} ({best})", found=speeds[best], bar=bar)

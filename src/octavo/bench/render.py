@@ -1,0 +1,142 @@
+"""A report as Markdown, which is what is committed, and as one HTML page with pictures, which needs plotly."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from octavo.bench.results import Chart, PartRecord, Report, Section
+from octavo.errors import ConfigError
+
+__all__ = ["markdown", "page"]
+
+REHEARSED = "**A rehearsal on a CPU with tiny shapes: the times mean nothing, neither do the bars.** Every part runs."
+METHOD = (
+    "Medians of rounds; a round runs every contestant of a table once, in turn, in one process, on normally "
+    "distributed inputs that rotate through more than the L2 cache holds. GPU times are taken between CUDA events: of "
+    "casts and products without the launches, of steps and tokens with them. A ratio is the median of the rounds' "
+    "ratios, with quartiles."
+)
+COLOURS = ("#d9480f", "#2563eb", "#0f766e", "#7c3aed", "#be185d", "#64748b", "#b45309", "#15803d")
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; margin: 40px auto; padding: 0 24px; }
+table { border-collapse: collapse; font-size: 14px; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: 6px 10px; border-bottom: 1px solid #e2dfd8; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+.met { color: #15803d; } .missed { color: #b91c1c; } .plot { height: 420px; }
+.wide { overflow-x: auto; } h2 { margin-top: 48px; }
+"""
+
+
+def markdown(report: Report) -> str:
+    """The whole report."""
+    lines = ["# Hopper", "", f"`{report.command}`, {report.measured}", ""]
+    lines += [REHEARSED, ""] if report.is_rehearsal else []
+    lines += [", ".join(f"{name} {fact}" for name, fact in report.facts.items()), "", METHOD, "", *_summary(report)]
+    for part in report.parts:
+        lines += ["", f"## {part.name}", "", f"{part.seconds:.0f} s."]
+        for section in part.sections:
+            lines += ["", *_section(section)]
+        if part.failure is not None:
+            lines += ["", f"Ended early: {part.failure.reason}."]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(report: Report) -> Iterator[str]:
+    met = sum(verdict.is_met for verdict in report.verdicts)
+    yield f"{met} of {len(report.verdicts)} bars met."
+    yield ""
+    yield from (f"- {verdict}" for verdict in report.verdicts)
+    if report.failures:
+        yield ""
+        yield "Not measured:"
+        yield ""
+        yield from (f"- {where}: {failure.name}: {failure.reason}" for where, failure in report.failures)
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"### {section.title}"
+    yield ""
+    if section.rows:
+        yield _row(section.columns)
+        yield _row(["---"] * len(section.columns))
+        yield from map(_row, section.rows)
+    for note in section.notes:
+        yield ""
+        yield note
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def page(report: Report) -> str:
+    """The report with a picture for every table, in one file that loads nothing.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    script = _plotly_script()
+    warning = f"<p><strong>{escape(REHEARSED.replace('*', ''))}</strong></p>" if report.is_rehearsal else ""
+    facts = "".join(f"<li>{escape(name)}: {escape(fact)}</li>" for name, fact in report.facts.items())
+    bars = "".join(
+        f'<li class="{"met" if verdict.is_met else "missed"}">{escape(str(verdict))}</li>'
+        for verdict in report.verdicts
+    )
+    missing = "".join(
+        f"<li>{escape(where)}: {escape(failure.name)}: {escape(failure.reason)}</li>"
+        for where, failure in report.failures
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>octavo on Hopper</title>'
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style><script>{script}</script></head><body>'
+        f"<h1>octavo on Hopper</h1><p><code>{escape(report.command)}</code>, {report.measured}</p>"
+        f"{warning}<ul>{facts}</ul>"
+        f"<p>{escape(METHOD)}</p><h2>Bars</h2><ul>{bars}</ul>"
+        f"{f'<h2>Not measured</h2><ul>{missing}</ul>' if missing else ''}"
+        f"{''.join(map(_part_html, report.parts))}</body></html>\n"
+    )
+
+
+def _part_html(part: PartRecord) -> str:
+    sections = "".join(map(_section_html, part.sections))
+    ended = f"<p>Ended early: {escape(part.failure.reason)}.</p>" if part.failure is not None else ""
+    return f"<h2>{escape(part.name)}</h2>{sections}{ended}"
+
+
+def _section_html(section: Section) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in section.columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in section.rows)
+    notes = "".join(f"<p>{escape(text)}</p>" for text in section.notes)
+    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    picture = "" if section.chart is None else f'<div class="plot">{_figure(section.chart)}</div>'
+    return f"<h3>{escape(section.title)}</h3>{picture}{table}{notes}"
+
+
+def _figure(chart: Chart) -> str:
+    import plotly.graph_objects as go
+    import plotly.io
+
+    figure = go.Figure()
+    for index, (name, values) in enumerate(chart.series.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        figure.add_bar(x=list(values), y=list(values.values()), name=name, marker={"color": colour})
+    if chart.line is not None:
+        figure.add_hline(y=chart.line, line={"dash": "dot", "color": "#6b7280"})
+    figure.update_layout(
+        template="none", barmode="group", showlegend=len(chart.series) > 1, margin={"l": 70, "r": 10, "t": 10, "b": 90}
+    )
+    figure.update_yaxes(title=chart.unit, automargin=True)
+    figure.update_xaxes(automargin=True)
+    html: str = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, default_height="100%")
+    return html
+
+
+def _plotly_script() -> Any:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ConfigError(
+            "the page with pictures needs plotly, which is not installed; pip install 'octavo[report]', then "
+            "octavo bench hopper --from RESULT.json draws it from the numbers"
+        ) from error
+    return get_plotlyjs()

@@ -1,0 +1,255 @@
+"""Where the parts of a benchmark run: a device, its clock, the time that is left, and what has been found so far.
+
+A part asks the session for everything that differs between a GPU and a rehearsal, so that the rehearsal runs the same
+code: clocks, memory, CUDA graphs, compilation. In a rehearsal a graph is a plain call, a compiled function is traced
+but not compiled, and there is no memory to report.
+"""
+
+import gc
+import math
+import re
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from octavo.bench.clock import EventClock
+from octavo.bench.results import Failure
+from octavo.bench.rounds import Clock, interleaved, wall_clock
+from octavo.bench.sizes import HOPPER, REHEARSAL, Sizes
+from octavo.errors import BackendError
+
+__all__ = ["Comparison", "Contestant", "OutOfTimeError", "Session", "hopper_session", "rehearsal_session"]
+
+LEAD = 2e-3  # seconds: longer than Python takes to launch a round's calls
+MOST_CALLS = 16
+MOST_COPIES = 64
+BUILDING_SHARE = 0.75  # of the time a part has left; the rest is for the rounds
+FOLDERS = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/")
+NO_TIME = "no time was left for it"
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class OutOfTimeError(Exception):
+    """A part's time is over; what it has found stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """Something to time.
+
+    Attributes:
+        build: makes what the call needs and returns the call; what it raises is the reason why there is no figure.
+        work: what a call does, in ``unit`` without its "/s".
+        unit: of the speed.
+    """
+
+    build: Callable[[], Callable[[], object]]
+    work: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Times of contestants that ran in turn.
+
+    Attributes:
+        entered: those that ran.
+        runs: their calls.
+        seconds: of one call, by name and round.
+        failures: those that did not.
+    """
+
+    entered: Mapping[str, Contestant]
+    runs: Mapping[str, Callable[[], object]]
+    seconds: dict[str, list[float]]
+    failures: tuple[Failure, ...]
+
+
+@dataclass(slots=True)
+class Session:
+    """A benchmark that runs.
+
+    Attributes:
+        device: where.
+        sizes: the shapes.
+        clocks: of work with its launches, and of kernels alone.
+        compiler: torch.compile's backend; None compiles nothing.
+        on_progress: told what is being done.
+        speeds: what this card reaches, by name, for later parts: "copy" in GB/s, "bf16" and "fp8" in TFLOP/s.
+        deadline: ``time.monotonic()`` at which the part has to end.
+    """
+
+    device: torch.device
+    sizes: Sizes
+    clocks: tuple[Clock, Clock]
+    compiler: str | None
+    on_progress: Callable[[str], None] = field(default=lambda _: None)
+    speeds: dict[str, float] = field(default_factory=dict)
+    deadline: float = math.inf
+
+    @property
+    def on_gpu(self) -> bool:
+        """False in a rehearsal."""
+        return self.device.type == "cuda"
+
+    def is_late(self) -> bool:
+        """Whether the part's time is over."""
+        return time.monotonic() > self.deadline
+
+    def check_time(self, what: str) -> None:
+        """End the part where its time is over.
+
+        Raises:
+            OutOfTimeError: it is; names what was to come next.
+        """
+        if self.is_late():
+            raise OutOfTimeError(f"its time was over before {what} and what follows")
+
+    def compare(self, entered: Mapping[str, Contestant], *, kernels: bool = False) -> Comparison:
+        """Build contestants, as many as there is time for, and time them in turn.
+
+        Args:
+            entered: by name; the most important ones first.
+            kernels: time the GPU's work alone, without the launches.
+        """
+        runs: dict[str, Callable[[], object]] = {}
+        failures: list[Failure] = []
+        now = time.monotonic()
+        builds_until = now + BUILDING_SHARE * (self.deadline - now)
+        clock = self.clocks[kernels]
+        for name, entry in entered.items():
+            if time.monotonic() > builds_until:
+                failures.append(Failure(name=name, reason=NO_TIME))
+                continue
+            self.on_progress(name)
+            try:
+                run = entry.build()
+                run()
+                runs[name] = run
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
+                failures.append(failure_of(name, error))
+        calls = {name: self._calls(clock(run)) for name, run in runs.items()}
+        repeated = {name: _repeated(run, calls[name]) for name, run in runs.items()}
+        gc.collect()
+        gc.freeze()  # what was built is not looked through again after every round
+        try:
+            seconds = interleaved(repeated, rounds=self.sizes.rounds, clock=clock, late=self.is_late)
+        finally:
+            gc.unfreeze()
+        each = {name: [found / calls[name] for found in times] for name, times in seconds.items()}
+        return Comparison({name: entered[name] for name in runs}, runs, each, tuple(failures))
+
+    def _calls(self, seconds: float) -> int:
+        return max(1, min(MOST_CALLS, math.ceil(self.sizes.aim / max(seconds, 1e-9))))
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Normally distributed numbers."""
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    def rotation(self, make: Callable[[], T], nbytes: int) -> "Rotation[T]":
+        """As many different inputs as it takes to find none of them in the L2 cache again."""
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.on_gpu else 2 * nbytes
+        copies = max(1, min(MOST_COPIES, math.ceil(2 * cache / nbytes)))
+        return Rotation([make() for _ in range(copies)])
+
+    def compiled(self, function: F) -> F:
+        """By torch.compile, for one shape."""
+        if self.compiler is None:
+            return function
+        found: Any = torch.compile(function, dynamic=False, backend=self.compiler)
+        return cast("F", found)
+
+    def graphed(self, run: Callable[[], object]) -> Callable[[], object]:
+        """The same as a CUDA graph."""
+        if not self.on_gpu:
+            return run
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+    def allocated(self) -> int:
+        """Bytes of all tensors on the GPU; 0 in a rehearsal."""
+        return torch.cuda.memory_allocated(self.device) if self.on_gpu else 0
+
+    def peak_above(self, rest: int, run: Callable[[], object]) -> int:
+        """The most bytes that a call takes beyond ``rest``; 0 in a rehearsal."""
+        if not self.on_gpu:
+            run()
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - rest
+
+    def forget(self) -> None:
+        """Give back the memory and the graphs of what has been timed."""
+        torch.compiler.reset()
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+
+class Rotation(Generic[T]):
+    """Hands out its items in turn."""
+
+    def __init__(self, items: list[T]) -> None:
+        self.items, self._next = items, 0
+
+    def __call__(self) -> T:
+        """The next one."""
+        self._next = (self._next + 1) % len(self.items)
+        return self.items[self._next]
+
+
+def hopper_session() -> Session:
+    """A session on this machine's Hopper GPU.
+
+    Raises:
+        BackendError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise BackendError("octavo bench hopper needs an H100 or H200, and torch sees no CUDA device; try --rehearse")
+    capability = torch.cuda.get_device_capability()
+    if capability[0] != 9:
+        raise BackendError(
+            f"octavo bench hopper needs an H100 or H200 (compute capability 9.0), and {torch.cuda.get_device_name()} "
+            f"has {capability[0]}.{capability[1]}"
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Session(device, HOPPER, (EventClock(), EventClock(LEAD)), "inductor")
+
+
+def rehearsal_session() -> Session:
+    """A session on the CPU, whose times mean nothing."""
+    return Session(torch.device("cpu"), REHEARSAL, (wall_clock, wall_clock), "eager")
+
+
+def failure_of(name: str, error: Exception) -> Failure:
+    """What was raised, in a line and in full; of paths their last names, since a result belongs to no machine."""
+    text = str(error).strip().split("\n", 1)[0]
+    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    trace = "".join(traceback.format_exception(error))
+    return Failure(name=name, reason=FOLDERS.sub("", reason), trace=FOLDERS.sub("", trace))
+
+
+def _repeated(run: Callable[[], object], calls: int) -> Callable[[], object]:
+    def again() -> None:
+        for _ in range(calls):
+            run()
+
+    return again

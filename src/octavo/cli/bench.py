@@ -1,0 +1,132 @@
+"""``octavo bench hopper``: everything that is measured on an H100 or H200, in one command.
+
+The results are written after every part, so that whatever ends the command, what was finished is there.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.bench import PARTS, Session, hopper_session, rehearsal_session, run
+from octavo.bench.render import markdown, page
+from octavo.bench.results import Report, load_report, result_name
+from octavo.bench.runner import check_parts
+from octavo.cli.console import stderr, stdout
+from octavo.cli.progress import open_display
+from octavo.errors import ConfigError
+from octavo.training.files import write_atomically
+
+__all__ = ["bench"]
+
+THEME = "hopper"
+REHEARSED = "A rehearsal: the times above mean nothing, and nothing was written."
+NAMES = ", ".join(part.name for part in PARTS)
+
+
+class Hardware(StrEnum):
+    """What can be measured."""
+
+    HOPPER = THEME
+
+
+def bench(
+    *,
+    hardware: Annotated[Hardware, typer.Argument(help="What to measure.")],  # noqa: ARG001 (one so far)
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the results: .md, .json and .html.")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help=f"A part, of {NAMES}; may be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time for all parts; each has its share.")] = 450.0,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run every part on the CPU with tiny shapes; the times mean nothing.")
+    ] = False,
+    redraw: Annotated[
+        Path | None, typer.Option("--from", help="Measure nothing: write the .md and .html of this .json.")
+    ] = None,
+) -> None:
+    """Measure memory, casts, products, layers, training and generation on a Hopper GPU."""
+    check_parts(only or ())
+    if rehearse:
+        _refuse_out(out)
+        report = _measured(rehearsal_session(), only, seconds, None)
+        stdout().print(markdown(report), markup=False, soft_wrap=True)
+        stdout().print(REHEARSED, markup=False, soft_wrap=True)
+        return
+    folder = _writable(out)
+    if redraw is not None:
+        _write(load_report(redraw), folder)
+        return
+    _measured(hopper_session(), only, seconds, folder)
+
+
+def _measured(session: Session, only: list[str] | None, seconds: float, folder: Path | None) -> Report:
+    """The finished report, written after every part where there is a folder.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, once what was finished is written.
+    """
+    with open_display() as display:
+        advance = display.phase("measuring", None)
+        report = run(
+            session,
+            seconds=seconds,
+            only=only or (),
+            on_progress=lambda part, doing: advance(0, f"{part}: {doing}"),
+            on_begin=display.say,
+            on_part=lambda so_far: _keep(so_far, folder),
+        )
+    if folder is not None:
+        _write(report, folder)
+    if report.is_interrupted:
+        raise KeyboardInterrupt
+    return report
+
+
+def _keep(so_far: Report, folder: Path | None) -> None:
+    if folder is not None:
+        _write_numbers(so_far, folder)
+
+
+def _write_numbers(report: Report, folder: Path) -> Path:
+    """The two forms that need nothing but Python."""
+    path = folder / result_name(THEME, report.facts["device"], report.measured)
+    write_atomically(path.with_suffix(".json"), report.to_json())
+    write_atomically(path.with_suffix(".md"), markdown(report))
+    return path
+
+
+def _write(report: Report, folder: Path) -> None:
+    """All forms, and a line about each."""
+    path = _write_numbers(report, folder)
+    written = [".md", ".json"]
+    try:
+        write_atomically(path.with_suffix(".html"), page(report))
+        written.append(".html")
+    except ConfigError as error:
+        stderr().print(str(error), markup=False, soft_wrap=True)
+    met = sum(verdict.is_met for verdict in report.verdicts)
+    line = (
+        f"{met} of {len(report.verdicts)} bars met, {len(report.failures)} not measured; {path}: {', '.join(written)}"
+    )
+    stdout().print(line, markup=False, soft_wrap=True)
+
+
+def _refuse_out(out: Path | None) -> None:
+    if out is not None:
+        raise ConfigError("a rehearsal writes no results; leave out --out")
+
+
+def _writable(out: Path | None) -> Path:
+    """The folder, made and tried before anything is measured.
+
+    Raises:
+        ConfigError: none is given.
+        OSError: it cannot be written to.
+    """
+    if out is None:
+        raise ConfigError("say where the results go with --out, or --rehearse on a machine without a Hopper GPU")
+    out.mkdir(parents=True, exist_ok=True)
+    trial = out / ".octavo-bench"
+    write_atomically(trial, "")
+    trial.unlink()
+    return out

@@ -1,0 +1,214 @@
+"""Every part on the CPU with tiny shapes: what is in its tables, and that what could not be measured is known."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.bench import PARTS
+from octavo.bench.decoder import PlainDecoder, bf16_product, int8_product, random_llama
+from octavo.bench.parts import accumulation, layer, linears, training
+from octavo.bench.results import Section
+from octavo.bench.session import Comparison, Contestant
+from octavo.bench.sizes import HOPPER, REHEARSAL, LinearCase
+from octavo.bench.steps import Memory, TrainingStep, leaf, memory_of
+from octavo.formats import E4M3, E5M2
+from octavo.kernels import quantize
+from octavo.numerics.accumulate import Accumulate, hopper_sums
+
+# Reasons that may stand for a figure in a rehearsal.
+KNOWN = ("torchao is not rehearsed", "quantize_both_ways", "new_batch")
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_every_part_runs(part, session):
+    sections = list(part.measure(session))
+    assert sections
+    for section in sections:
+        assert all(len(row) == len(section.columns) for row in section.rows)
+        assert section.rows
+    reasons = [failure.reason for section in sections for failure in section.failures]
+    assert [reason for reason in reasons if not any(word in reason for word in KNOWN)] == []
+
+
+def test_the_card_tells_later_parts_what_it_reaches(session):
+    list(PARTS[0].measure(session))
+    assert session.speeds.keys() == {"copy", "bf16", "fp8"}
+
+
+def titles(session, name):
+    (part,) = (part for part in PARTS if part.name == name)
+    return {section.title: section for section in part.measure(session)}
+
+
+def test_casts_are_judged_by_copy(session):
+    session.speeds["copy"] = 1e-9
+    found = titles(session, "casts")
+    judged = {verdict.claim: verdict for section in found.values() for verdict in section.verdicts}
+    assert judged["bf16, one scale, measured: share of copy"].is_met
+    assert not any("torch.compile" in claim for claim in judged)
+    assert "share of copy" in found["quantize, bf16 256×128"].columns
+
+
+def test_every_granularity_and_dtype_is_cast(session):
+    found = titles(session, "casts")
+    for dtype in ("bf16", "fp32", "fp16"):
+        names = {row[0] for row in found[f"quantize, {dtype} 256×128"].rows}
+        assert names >= {"one scale, measured", "one scale, amax known", "a scale a row", "1x128", "128x128"}
+
+
+def made_up(seconds):
+    entered = {name: Contestant(build=lambda: list, work=1.0, unit="TFLOP") for name in seconds}
+    return Comparison(entered, {}, seconds, ())
+
+
+def test_a_linear_is_judged_by_its_fastest_recipe_and_blockwise_by_its_own():
+    case = LinearCase(m=4, k=4, n=4, bar=1.25, blockwise_bar=1.4)
+    found = made_up(
+        {
+            linears.BF16: [3.0] * 3,
+            "bf16, compiled": [0.1] * 3,
+            "rowwise, eager": [2.0] * 3,
+            "blockwise, eager": [2.5] * 3,
+        }
+    )
+    fastest, blockwise = linears._verdicts(case, found)
+    assert (fastest.found, fastest.is_met) == (1.5, True)
+    assert "(rowwise, eager)" in fastest.claim
+    assert (round(blockwise.found, 2), blockwise.is_met) == (1.2, False)
+
+
+def test_a_layer_is_judged_against_bf16_and_each_of_torchaos():
+    found = made_up(
+        {
+            layer.BASE: [3.0] * 3,
+            layer.EAGER: [4.0] * 3,
+            "tensorwise, compiled": [2.0] * 3,
+            "rowwise, compiled": [2.5] * 3,
+            "delayed, eager": [5.0] * 3,
+            "torchao rowwise, compiled": [2.2] * 3,
+        }
+    )
+    judged = {verdict.claim: verdict.is_met for verdict in layer._speed_verdicts(found)}
+    assert judged == {
+        "TransformerLayer, compiled, × bf16, compiled (tensorwise, compiled)": True,
+        "TransformerLayer, eager, × bf16, eager (delayed, eager)": False,
+        "TransformerLayer, compiled, × torchao rowwise, compiled (tensorwise, compiled)": True,
+    }
+
+
+def test_memory_is_judged_against_bf16_compiled():
+    memory = {layer.BASE: Memory(100, 40), "rowwise, compiled": Memory(70, 20), "rowwise, eager": Memory(1, 1)}
+    section = layer._memory_section(memory)
+    (verdict,) = section.verdicts
+    assert (verdict.found, verdict.is_met) == (0.7, True)
+    assert ("rowwise, compiled", "0.00 GB", "0.70", "0.00 GB", "0.50") in section.rows
+
+
+def test_a_step_leaves_no_gradient(session):
+    module = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    inputs, grads = (session.rotation(make, 1) for make in (lambda: leaf(session, 2, 8), lambda: session.randn(2, 4)))
+    seen = []
+    module.weight.register_hook(lambda grad: seen.append(grad.shape))
+    step = TrainingStep(module, list(module.parameters()), inputs, grads)
+    step()
+    assert memory_of(session, step) == Memory(0, 0)
+    assert seen == [(4, 8)] * 3
+    assert module.weight.grad is None
+    assert all(x.grad is None for x in inputs.items)
+
+
+def test_contestants_of_a_training_step_share_every_tensor(session):
+    model = random_llama(session)
+    copied = training.sharing_copy(model)
+    assert copied is not model
+    assert copied.model.layers[0] is not model.model.layers[0]
+    for own, other in zip(model.parameters(), copied.parameters(), strict=True):
+        assert own is other
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("product", [bf16_product, int8_product])
+def test_the_plain_decoder_gives_the_models_logits(session, product):
+    """Keys and values of the positions before are those that the model itself computes."""
+    model = random_llama(session)
+    batch, position = 3, 7
+    tokens = torch.randint(64, (batch, position + 1))
+    decoder = PlainDecoder(model, batch=batch, position=position, product=product)
+    caches: list[torch.Tensor] = []
+    with torch.no_grad():
+        for at in range(position):  # fill the caches a position at a time
+            filling = PlainDecoder(model, batch=batch, position=at, product=product)
+            for cache, before in zip(filling.caches, caches or filling.caches, strict=True):
+                cache[:, :, :at] = before[:, :, :at]
+            filling(tokens[:, at])
+            caches = filling.caches
+        for cache, before in zip(decoder.caches, caches, strict=True):
+            cache[:, :, :position] = before
+        logits = decoder(tokens[:, position]).float()
+        wanted = model(tokens)[:, -1].float()
+    bound = 0.02 if product is bf16_product else 0.06
+    assert (logits - wanted).square().mean().sqrt() < bound * wanted.std()
+
+
+def codes(rows, k, fmt=E4M3):
+    return quantize(torch.randn(rows, k), fmt).data
+
+
+@pytest.mark.parametrize("k", [96, 500])
+def test_intervals_have_octavos_two_models_among_them(k):
+    a, b = codes(5, k), codes(3, k, E5M2)
+    sums = accumulation.sums_with_interval
+    assert torch.equal(sums(a, b, None), hopper_sums(a, b, accumulate=Accumulate.HOPPER_FAST))
+    assert torch.equal(sums(a, b, 128), hopper_sums(a, b, accumulate=Accumulate.HOPPER_SLOW))
+    if k > 128:
+        assert not torch.equal(sums(a, b, 32), sums(a, b, 128))
+
+
+@pytest.mark.parametrize("interval", [64, 256, None])
+def test_a_known_interval_is_found(interval, session, monkeypatch):
+    """A stand-in for the GPU's product that adds a chain every so often."""
+    session.sizes = replace(session.sizes, chain_lengths=(32, 1024), chain_side=8)
+    monkeypatch.setattr(
+        accumulation, "_scaled_mm", lambda a, b, *, fast: accumulation.sums_with_interval(a, b, interval)
+    )
+    (section,) = accumulation.measure(session)
+    label = accumulation._label(interval)
+    long = [row for row in section.rows if row[0] == "1,024"]
+    assert [row[3:6] for row in long] == [(label, "100.0%", "0.0e+00")] * 4
+    assert {row[3] for row in section.rows if row[0] == "32"} == {"one chain"}
+    assert all(row[7] == "100.0%" for row in section.rows)
+    assert f"With fast accumulation, K above 512: the best fit is {label}" in section.notes[1]
+    assert f"Without fast accumulation, K above 512: the best fit is {label}" in section.notes[2]
+
+
+def test_the_issues_shapes_are_measured():
+    assert {
+        (case.m, case.k, case.n): (case.published, case.bar) for case in HOPPER.linears if case.bar or case.published
+    } == {
+        (1024, 1024, 1024): (0.42, None),
+        (4096, 4096, 4096): (0.84, 1.25),
+        (8192, 4096, 4096): (1.00, None),
+        (8192, 4096, 14336): (None, 1.45),
+        (16384, 16384, 16384): (1.42, 1.65),
+    }
+    assert HOPPER.layer.batch * HOPPER.layer.length == 8192
+    assert HOPPER.chain_lengths[0] == 32
+    assert HOPPER.chain_lengths[-1] == 16384
+    assert HOPPER.model.decode_batches == (1, 16)
+
+
+def test_a_rehearsal_has_every_kind_of_case():
+    assert any(case.bar and case.published and case.compiled for case in REHEARSAL.linears)
+    assert any(case.blockwise_bar for case in REHEARSAL.linears)
+
+
+def test_medians_and_ratios_are_of_the_rounds(session):
+    from octavo.bench.tables import section_of
+
+    found = made_up({"a": [1.0, 2.0, 9.0], "b": [2.0, 4.0, 9.0]})
+    section: Section = section_of("T", found, base="a", limit=1.0, limit_name="most", columns={"more": {"b": "x"}})
+    assert section.columns == ("timed", "median", "speed", "share of most", "speed × a (quartiles)", "more")
+    assert section.rows[1] == ("b", "4,000.00 ms", "0.2 TFLOP/s", "25%", "0.50 (0.50–1.00)", "x")
+    assert statistics.median(section.raw["seconds"]["a"]) == 2.0

@@ -1,0 +1,117 @@
+"""A report survives its JSON, belongs to no machine, and judges its bars."""
+
+import json
+
+import pytest
+
+from octavo.bench.render import markdown, page
+from octavo.bench.results import (
+    Chart,
+    Failure,
+    PartRecord,
+    Report,
+    Section,
+    Verdict,
+    load_report,
+    result_name,
+)
+from octavo.bench.session import failure_of
+from octavo.errors import ConfigError, DataError
+
+SECTION = Section(
+    title="Casts",
+    columns=("timed", "speed"),
+    rows=(("a <cast>", "1|2 GB/s"),),
+    notes=("A note.",),
+    chart=Chart(unit="GB/s", series={"Casts": {"a": 1.5}}, line=2.0),
+    verdicts=(
+        Verdict(claim="share", found=0.9, bar=0.85),
+        Verdict(claim="memory", found=0.8, bar=0.75, at_most=True),
+    ),
+    failures=(Failure(name="b", reason="BackendError: no", trace="Traceback"),),
+    raw={"seconds": {"a": [1.0, 2.0]}},
+)
+
+
+@pytest.fixture
+def report() -> Report:
+    parts = [
+        PartRecord(name="casts", seconds=3.0, sections=[SECTION]),
+        PartRecord(name="layer", failure=Failure(name="layer", reason="interrupted")),
+    ]
+    return Report(
+        facts={"device": "H200"}, command="octavo bench", is_rehearsal=False, measured="2026-01-02", parts=parts
+    )
+
+
+def test_a_report_survives_its_json(report, tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(report.to_json())
+    assert load_report(path) == report
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"parts": [{}]}', '{"parts": [], "facts": {}, "more": 1}'])
+def test_other_files_are_refused(text, tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match="no result of octavo bench"):
+        load_report(path)
+
+
+@pytest.mark.parametrize(
+    ("found", "bar", "at_most", "word"),
+    [
+        (0.85, 0.85, False, "met"),
+        (0.84, 0.85, False, "missed"),
+        (0.75, 0.75, True, "met"),
+        (0.76, 0.75, True, "missed"),
+    ],
+)
+def test_a_bar_is_reached_from_its_side(found, bar, at_most, word):
+    verdict = Verdict(claim="x", found=found, bar=bar, at_most=at_most)
+    assert str(verdict).startswith(f"{word}: x: {found:.2f} (at {'most' if at_most else 'least'} {bar:.2f})")
+
+
+def test_markdown_has_the_table_the_bars_and_what_is_missing(report):
+    text = markdown(report)
+    assert "| timed | speed |\n| --- | --- |\n| a <cast> | 1/2 GB/s |\n\nA note." in text
+    assert "1 of 2 bars met." in text
+    assert "- missed: memory: 0.80 (at most 0.75)" in text
+    assert "- Casts: b: BackendError: no" in text
+    assert "- part: layer: interrupted" in text
+    assert "Ended early: interrupted." in text
+    assert "rehearsal" not in text
+
+
+def test_a_rehearsal_says_that_its_times_mean_nothing(report):
+    report.is_rehearsal = True
+    assert "the times mean nothing" in markdown(report)
+
+
+def test_the_page_holds_everything_and_loads_nothing(report):
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    html = page(report)
+    assert "a &lt;cast&gt;" in html
+    assert "BackendError: no" in html
+    assert 'src="http' not in html
+    assert html.count("Plotly.newPlot") >= 1
+
+
+def test_without_plotly_the_page_is_refused_with_what_to_do(report, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=r"--from RESULT\.json"):
+        page(report)
+
+
+def test_a_result_is_named_by_hardware_and_day():
+    assert result_name("hopper", "NVIDIA H100 80GB HBM3", "2026-01-02") == "hopper_nvidia-h100-80gb-hbm3_2026-01-02"
+
+
+def test_a_failure_keeps_no_folder_of_the_machine():
+    try:
+        raise ImportError(f"cannot import x ({__file__})\nand more")
+    except ImportError as error:
+        failure = failure_of("cast", error)
+    assert failure.reason == "ImportError: cannot import x (test_results.py)"
+    assert 'File "test_results.py"' in failure.trace
+    assert "/unit/" not in json.dumps(failure.trace)

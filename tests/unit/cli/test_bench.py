@@ -1,0 +1,155 @@
+"""``octavo bench``: the rehearsal, what it refuses, and what it writes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.bench import runner
+from octavo.bench.results import Section, Verdict
+from octavo.bench.runner import Part
+from octavo.cli import bench
+from tests.policy.source_tree import SOURCE
+from tests.unit.bench.conftest import session  # noqa: F401 (a fixture)
+
+FOUND = Section(
+    title="T",
+    columns=("timed",),
+    rows=(("a",),),
+    verdicts=(Verdict(claim="c", found=1.0, bar=0.5),),
+)
+
+
+def fine(_):
+    yield FOUND
+
+
+def interrupted(_):
+    yield FOUND
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def on_gpu(monkeypatch, session):  # noqa: F811
+    """A machine whose GPU is the rehearsal's CPU, and one part."""
+    monkeypatch.setattr(runner, "PARTS", (Part("casts", fine, 1.0),))
+    monkeypatch.setattr(bench, "hopper_session", lambda: session)
+
+
+def test_a_rehearsal_of_a_part_prints_its_tables_and_writes_nothing(octavo, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = octavo("bench", "hopper", "--rehearse", "--only", "accumulation")
+    assert result.exit_code == 0
+    assert "the times mean nothing" in result.stdout
+    assert result.stdout.strip().endswith(bench.REHEARSED)
+    assert "## accumulation" in result.stdout
+    assert "## casts" not in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rehearse", "--out", "x"], "a rehearsal writes no results; leave out --out"),
+        ([], "say where the results go with --out"),
+        (["--out", "x"], "needs an H100 or H200, and torch sees no CUDA device"),
+        (["--out", "x", "--only", "y"], "there is no part 'y'"),
+        (["--out", "x", "--from", "nowhere.json"], "nowhere.json: no such file"),
+        (["--out", "/proc/x"], "cannot use /proc/x"),
+    ],
+)
+def test_bad_input_is_one_sentence(octavo, arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = octavo("bench", "hopper", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+BARE = """
+import sys
+sys.modules |= dict.fromkeys(["tokenizers", "plotly", "plotly.offline", "torchao", "transformers", "tomli_w",
+                              "tensorboard", "pyarrow", "octavo.kernels._native"])
+from octavo.cli.app import main
+sys.argv = ["octavo", "bench", "hopper", "--rehearse", "--only", "gemms"]
+main()
+"""
+
+
+def test_it_runs_where_only_torch_typer_and_rich_are():
+    """From the source tree, without native kernels, tokenizers or anything that draws."""
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-c", BARE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "## gemms" in done.stdout
+    assert "Not measured" not in done.stdout
+
+
+def test_a_folder_that_is_a_file_is_refused(octavo, tmp_path):
+    (tmp_path / "x").write_text("")
+    result = octavo("bench", "hopper", "--out", tmp_path / "x")
+    assert result.exit_code == 2
+    assert "file exists" in result.stderr
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_three_files_are_written_and_named(octavo, tmp_path):
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    result = octavo("bench", "hopper", "--out", tmp_path / "new" / "folder")
+    assert result.exit_code == 0
+    files = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
+    assert [Path(name).suffix for name in files] == [".html", ".json", ".md"]
+    assert all(name.startswith("hopper_cpu-a-rehearsal_20") for name in files)
+    assert "1 of 1 bars met, 0 not measured" in result.stdout
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_without_plotly_the_other_two_are_written_and_can_be_drawn_later(octavo, tmp_path, monkeypatch):
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "plotly.offline", None)
+        result = octavo("bench", "hopper", "--out", tmp_path)
+    assert result.exit_code == 0
+    assert "plotly, which is not installed" in " ".join(result.stderr.split())
+    written = {path.suffix: path for path in tmp_path.iterdir()}
+    assert sorted(written) == [".json", ".md"]
+    before = written[".md"].read_text()
+    redrawn = octavo("bench", "hopper", "--from", written[".json"], "--out", tmp_path / "drawn")
+    assert redrawn.exit_code == 0
+    drawn = {path.suffix: path for path in (tmp_path / "drawn").iterdir()}
+    assert sorted(drawn) == [".html", ".json", ".md"]
+    assert drawn[".md"].read_text() == before
+    assert drawn[".json"].read_text() == written[".json"].read_text()
+
+
+def test_ctrl_c_keeps_what_is_finished(octavo, tmp_path, monkeypatch, session):  # noqa: F811
+    monkeypatch.setattr(
+        runner, "PARTS", (Part("card", fine, 0.4), Part("casts", interrupted, 0.3), Part("gemms", fine, 0.3))
+    )
+    monkeypatch.setattr(bench, "hopper_session", lambda: session)
+    result = octavo("bench", "hopper", "--out", tmp_path)
+    assert result.exit_code == 130
+    (path,) = tmp_path.glob("*.json")
+    parts = json.loads(path.read_text())["parts"]
+    assert [len(part["sections"]) for part in parts] == [1, 1, 0]
+    assert parts[2]["failure"]["reason"] == "left out, interrupted"
+
+
+def test_what_is_finished_is_written_before_the_next_part(octavo, tmp_path, monkeypatch, session):  # noqa: F811
+    seen = []
+
+    def looking(_):
+        seen.extend(sorted(path.suffix for path in tmp_path.iterdir()))
+        yield FOUND
+
+    monkeypatch.setattr(runner, "PARTS", (Part("card", fine, 0.5), Part("casts", looking, 0.5)))
+    monkeypatch.setattr(bench, "hopper_session", lambda: session)
+    assert octavo("bench", "hopper", "--out", tmp_path).exit_code == 0
+    assert seen == [".json", ".md"]
