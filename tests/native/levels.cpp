@@ -17,7 +17,8 @@ struct Kernel {
 };
 
 constexpr Kernel KERNELS[] = {{"quantize", trial::quantize}, {"dequantize", trial::dequantize},
-                              {"round_stochastic", trial::round_stochastic}, {"gemm", trial::gemm}, {"hopper", trial::hopper},
+                              {"round_stochastic", trial::round_stochastic}, {"random_bits", trial::random_bits},
+                              {"gemm", trial::gemm}, {"hopper", trial::hopper},
                               {"exponential", trial::exponential}, {"attend", trial::attend}, {"decode", trial::decode}};
 
 std::vector<trial::Verdict> verdicts() {

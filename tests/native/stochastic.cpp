@@ -1,4 +1,4 @@
-// Trials of round_stochastic.
+// Trials of round_stochastic and random_bits.
 #include "trial.h"
 
 namespace trial {
@@ -28,7 +28,33 @@ int32_t any_drawn(Random& random) {
     return int32_t(random.any_of(numbers));
 }
 
+// One word of Philox-4x32-10, as its authors write it.
+uint32_t philox_word(uint64_t seed, uint64_t counter, int word) {
+    uint32_t c[4] = {uint32_t(counter), uint32_t(counter >> 32), 0, 0}, k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+    for (int round = 0; round < 10; ++round, k[0] += 0x9e3779b9, k[1] += 0xbb67ae85) {
+        const uint64_t a = uint64_t(0xd2511f53) * c[0], b = uint64_t(0xcd9e8d57) * c[2];
+        const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
+        std::memcpy(c, next, sizeof c);
+    }
+    return c[word];
+}
+
 }  // namespace
+
+void random_bits(Random& random, std::vector<Verdict>& levels) {
+    const int64_t count = random.one_in(10) ? random.between(30000, 70000) : random.size(2000);
+    const uint64_t seed = uint64_t(random.bits()) << 32 | random.bits();
+    const std::string name = words("random_bits %lld", (long long)count);
+    for (Verdict& level : levels) {
+        Written<uint32_t> out(count);
+        level.kernels.random_bits({seed, count, out.data()});
+        for (int64_t i = 0; i < count; ++i) {
+            const uint32_t wanted = philox_word(seed, uint64_t(i) / 4, int(i % 4));
+            level.expect(out[i] == wanted, out[i], wanted, "word", i, name);
+        }
+        level.expect(out.is_intact(), 0, 1, "margin", 0, name);
+    }
+}
 
 void round_stochastic(Random& random, std::vector<Verdict>& levels) {
     const int64_t count = random.one_in(10) ? random.between(30000, 40000) : random.size(2000);

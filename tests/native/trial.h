@@ -132,6 +132,7 @@ void quantize(Random& random, std::vector<Verdict>& levels);
 void quantize_every_input(std::vector<Verdict>& levels);
 void dequantize(Random& random, std::vector<Verdict>& levels);
 void round_stochastic(Random& random, std::vector<Verdict>& levels);
+void random_bits(Random& random, std::vector<Verdict>& levels);
 void gemm(Random& random, std::vector<Verdict>& levels);
 void hopper(Random& random, std::vector<Verdict>& levels);
 void exponential(Random& random, std::vector<Verdict>& levels);

@@ -9,6 +9,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels import cpu
 from octavo.numerics import Nonfinite, cast_stochastic
 from octavo.numerics.cast import STOCHASTIC_BITS, round_stochastic_by_torch
+from octavo.numerics.random_bits import random_bits_by_torch
 from octavo.numerics.reference import encode_stochastic
 from tests.oracle.rounding_table import float32_edges
 from tests.oracle.test_native_casts import assert_same_codes, numbers
@@ -89,3 +90,11 @@ def test_compiled_it_is_one_operator():
     torch.library.opcheck(
         torch.ops.octavo.round_stochastic, (x, random, E4M3.torch_dtype), test_utils=("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 100_003])
+def test_random_bits_are_those_of_the_formula(count):
+    for seed in (0, 1, 2**62 - 1, -1, 2**33 + 5):
+        wanted = random_bits_by_torch(torch.tensor(seed), count)
+        for level in cpu.levels():
+            assert torch.equal(cpu.random_bits(torch.tensor(seed), count, level=level), wanted)

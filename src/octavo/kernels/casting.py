@@ -26,6 +26,7 @@ from octavo.numerics import quantize as quantize_by_torch
 from octavo.numerics.cast import check_float, check_policy, round_stochastic_by_torch
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list, granularity_or_default
 from octavo.numerics.quantized import check_cast, dequantize_by_torch, stored_scale
+from octavo.numerics.random_bits import random_bits_by_torch
 from octavo.numerics.scaling import AMAX_FLOOR, check_scale_options
 
 __all__ = ["fake_quantize", "quantize", "quantize_and_measure", "quantize_both_ways"]
@@ -414,4 +415,9 @@ def _round_stochastic_on_gpu(scaled: Tensor, random: Tensor, dtype: torch.dtype)
 
 torch.library.impl("octavo::dequantize", "CUDA")(_dequantize_on_gpu)
 torch.library.impl("octavo::round_stochastic", "CUDA")(_round_stochastic_on_gpu)
+def _random_bits(seed: Tensor, count: int) -> Tensor:
+    return random_bits_by_torch(seed, count) if cpu.why_absent() else cpu.random_bits(seed, count)
+
+
+torch.library.impl("octavo::random_bits", "CPU")(_random_bits)
 torch.library.impl("octavo::random_bits", "CUDA")(gpu.random_bits)

@@ -46,6 +46,7 @@ __all__ = [
     "level_number",
     "levels",
     "quantize",
+    "random_bits",
     "round_stochastic",
     "supports",
     "threads",
@@ -237,6 +238,13 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format, *, level: str 
         level_number(level), x.data_ptr(), drawn.data_ptr(), x.numel(), _FORMATS.index(fmt), codes.data_ptr()
     )
     return codes
+
+
+def random_bits(seed: Tensor, count: int, *, level: str | None = None) -> Tensor:
+    """int32 [count]: what :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 []."""
+    out = fresh((count,), torch.int32)
+    _native.random_bits(level_number(level), int(seed) & 0xFFFF_FFFF_FFFF_FFFF, count, out.data_ptr())
+    return out
 
 
 def dequantize(

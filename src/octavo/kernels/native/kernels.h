@@ -72,6 +72,13 @@ struct StochasticProblem {
     uint8_t* codes;
 };
 
+// 32 random bits for each element: word i % 4 of Philox-4x32-10 of counter i / 4, the key the seed.
+struct RandomBitsProblem {
+    uint64_t seed;
+    int64_t count;
+    uint32_t* out;
+};
+
 // What an operand of a product is made of.
 enum class Element : int { e4m3 = 0, e5m2 = 1, f32 = 2, bf16 = 3, f16 = 4 };
 
@@ -174,6 +181,7 @@ struct Kernels {
     void (*quantize)(const QuantizeProblem&);
     void (*dequantize)(const DequantizeProblem&);
     void (*round_stochastic)(const StochasticProblem&);
+    void (*random_bits)(const RandomBitsProblem&);
     void (*gemm)(const GemmProblem&);
     void (*hopper)(const HopperProblem&);
     void (*attend)(const AttentionProblem&);

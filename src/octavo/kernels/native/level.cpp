@@ -19,6 +19,6 @@
 namespace octavo {
 
 const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, round_stochastic,
-                                             gemm, hopper, attend, decode};
+                                             random_bits, gemm, hopper, attend, decode};
 
 }  // namespace octavo

@@ -130,6 +130,11 @@ NB_MODULE(_native, m) {
               nb::gil_scoped_release released;
               kernels(level).round_stochastic(problem);
           });
+    m.def("random_bits", [](int level, uint64_t seed, int64_t count, uintptr_t out) {
+        const RandomBitsProblem problem{seed, count, at<uint32_t>(out)};
+        nb::gil_scoped_release released;
+        kernels(level).random_bits(problem);
+    });
     m.def(
         "gemm",
         [](int level, uintptr_t a, int a_element, int64_t a_row, int64_t a_column, uintptr_t a_scale, bool a_per_row,

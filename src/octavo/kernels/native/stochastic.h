@@ -1,4 +1,5 @@
-// FP32 numbers to codes with random numbers that are given; cast_stochastic in numerics/cast.py is the definition.
+// FP32 numbers to codes with random numbers that are given, and the random numbers: cast_stochastic in numerics/cast.py is
+// the definition of the first, numerics/random_bits.py of the second.
 #pragma once
 
 #include "fp8.h"
@@ -9,6 +10,7 @@ namespace octavo {
 namespace {
 
 constexpr int STOCHASTIC_BITS = 20;
+constexpr int PHILOX_COUNTERS = 32;  // made together
 
 // The dropped fraction is what a number has below its quantum, cut off after as many bits as the random number has: both
 // are whole numbers then, and a carry into the quanta is what rounds up.
@@ -45,6 +47,36 @@ void round_stochastic_as(const StochasticProblem& p) {
     parallel_for((p.count + span - 1) / span, 4, [&](int64_t begin, int64_t end) {
         const int64_t first = begin * span, last = least_of(end * span, p.count);
         round_span<F>(p.x + first, p.random + first, p.codes + first, last - first);
+    });
+}
+
+// Counters beside each other, a loop over them for each step, which compilers turn into vectors.
+inline void philox(uint64_t seed, uint64_t first, uint32_t (&words)[4][PHILOX_COUNTERS]) {
+    for (int j = 0; j < PHILOX_COUNTERS; ++j) {
+        words[0][j] = uint32_t(first + j), words[1][j] = uint32_t((first + j) >> 32);
+        words[2][j] = words[3][j] = 0;
+    }
+    uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+    for (int round = 0; round < 10; ++round) {
+        for (int j = 0; j < PHILOX_COUNTERS; ++j) {
+            const uint64_t a = uint64_t(0xd2511f53) * words[0][j], b = uint64_t(0xcd9e8d57) * words[2][j];
+            words[0][j] = uint32_t(b >> 32) ^ words[1][j] ^ key[0], words[1][j] = uint32_t(b);
+            words[2][j] = uint32_t(a >> 32) ^ words[3][j] ^ key[1], words[3][j] = uint32_t(a);
+        }
+        key[0] += 0x9e3779b9, key[1] += 0xbb67ae85;
+    }
+}
+
+void random_bits(const RandomBitsProblem& p) {
+    constexpr int64_t span = 4 * PHILOX_COUNTERS;
+    parallel_for((p.count + span - 1) / span, 256, [&](int64_t begin, int64_t end) {
+        for (int64_t part = begin; part < end; ++part) {
+            uint32_t words[4][PHILOX_COUNTERS], ordered[span];
+            philox(p.seed, uint64_t(part) * PHILOX_COUNTERS, words);
+            for (int j = 0; j < PHILOX_COUNTERS; ++j)
+                for (int word = 0; word < 4; ++word) ordered[4 * j + word] = words[word][j];
+            std::memcpy(p.out + part * span, ordered, least_of(span, p.count - part * span) * sizeof *ordered);
+        }
     });
 }
 
