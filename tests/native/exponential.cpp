@@ -17,7 +17,7 @@ float any_power(Random& random) {
     return static_cast<float>(random.one_in(30) ? random.any_of(specials) : random.any_of(powers));
 }
 
-Exponential* of(const octavo::Kernels& level) {
+Exponential* of([[maybe_unused]] const octavo::Kernels& level) {
 #if defined(__x86_64__)
     if (&level == &octavo::avx2_kernels) return avx2_exponential;
     if (&level == &octavo::avx512_kernels) return avx512_exponential;
