@@ -24,6 +24,7 @@ __all__ = ["LARGEST", "cast_blocks"]
 
 LARGEST = 128  # rows and columns of a block; both are powers of two
 _WARPS = {64: 4, 128: 16}  # a program's, by the rows and columns of its tile: 32 elements a thread
+_WARPS_OF_TWO = 8  # where FP32 numbers are cast twice, each time with other blocks: 16 leave too few registers
 
 
 @triton.jit
@@ -129,11 +130,13 @@ def cast_blocks(
     scales, amaxes = _groups(rows, columns, block, device)
     flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
     size = max(64, *block)
+    twice = direct and flipped and block[0] != block[1] and matrix.dtype is torch.float32
     cast_blocks_kernel[(triton.cdiv(rows, size) * triton.cdiv(columns, size),)](
         matrix, out, turned, scales, amaxes, flipped_scales, flipped_amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
-        **casts.constants(fmt, rule, device, propagate=propagate), SIZE=size, num_warps=_WARPS[size],
+        **casts.constants(fmt, rule, device, propagate=propagate), SIZE=size,
+        num_warps=min(_WARPS[size], _WARPS_OF_TWO) if twice else _WARPS[size],
     )  # fmt: skip
     return Made(
         Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes) if direct else None,
