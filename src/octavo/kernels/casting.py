@@ -144,7 +144,7 @@ def quantize_and_measure(
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
             *(amax, scale, zero_is_unknown),
         )
-        seen = _recorded(x, Measurement(measured, count), into)
+        seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
     elif on_gpu:
         on_device = gpu.quantize(x, fmt, granularity, rule, into=into, **options)
         codes, made, seen = on_device.codes, on_device.scale, on_device.found
@@ -194,7 +194,7 @@ def quantize_both_ways(
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
             *(amax, scale, zero_is_unknown),
         )
-        seen = _recorded(x, Measurement(measured, count), into)
+        seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
     else:
         cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, into=into, **options)
         assert cast.transposed is not None
