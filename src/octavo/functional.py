@@ -122,16 +122,13 @@ def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -
     if spec is None:
         return x
     tap = RoleTap() if tap is None else tap
-    quantized, found = quantize_and_measure(x, **_options(spec, tap))
-    tap.record(x, found)
-    return quantized
+    return quantize_and_measure(x, **_options(spec, tap), into=tap.take())[0]
 
 
 def _cast_both_ways(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: RoleTap) -> tuple[Operand, Operand]:
     """``x`` cast as ``spec``, and its transpose cast as ``wanted``, together where both are the same."""
     if spec is not None and spec == wanted:  # "!=" is more than a tracer can compare
-        quantized, transposed, found = quantize_both_ways(x, **_options(spec, tap))
-        tap.record(x, found)
+        quantized, transposed, _ = quantize_both_ways(x, **_options(spec, tap), into=tap.take())
         return quantized, transposed
     return cast_operand(x, spec, tap), cast_operand(x.t(), wanted, tap)
 

@@ -20,7 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from octavo.numerics import Measurement
+from octavo.numerics import Measurement, Record
 from octavo.recipes import Close, History, Statistic
 
 __all__ = [
@@ -76,16 +76,17 @@ class RoleTap:
     overflowed: Tensor | None = None
     nonfinite: Tensor | None = None
 
+    def take(self) -> Record:
+        """Where to record, once; whoever asks later records nothing."""
+        taken = Record(self.pending, self.overflowed, self.nonfinite)
+        self.pending = self.overflowed = self.nonfinite = None
+        return taken
+
     def record(self, x: Tensor, found: Measurement) -> None:
         """Record what was found in ``x``; an empty tensor says nothing."""
-        if self.pending is not None and x.numel():
-            self.pending.copy_(torch.maximum(self.pending, found.amax))
-        if found.nonfinite is not None:
-            if self.overflowed is not None:
-                self.overflowed.logical_or_(found.nonfinite > 0)
-            if self.nonfinite is not None:
-                self.nonfinite.add_(found.nonfinite)
-        self.pending = self.overflowed = self.nonfinite = None
+        taken = self.take()
+        if x.numel():
+            taken.add(found)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from octavo.functional import fp8_linear
 from octavo.kernels import casting, gpu
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import values
+from octavo.nn import Linear
 from octavo.numerics import (
     Granularity,
     Nonfinite,
@@ -20,6 +21,7 @@ from octavo.numerics import (
     PerRow,
     PerTensor,
     QuantizedTensor,
+    Record,
     ScaleRounding,
     cast_stochastic,
     measure,
@@ -60,8 +62,16 @@ def assert_cast(found: gpu.Cast, x: Tensor, wanted: QuantizedTensor) -> None:
     measured = measure(x.cpu(), wanted.granularity)
     assert_codes(found.codes, wanted.data)
     assert torch.equal(found.scale.cpu(), wanted.scale)
-    assert torch.equal(found.amax.cpu(), measured.amax)
-    assert int(found.nonfinite) == int(measured.nonfinite or 0)
+    assert found.found is not None
+    assert torch.equal(found.found.amax.cpu(), measured.amax)
+    assert count(found) == int(measured.nonfinite or 0)
+
+
+def count(found: gpu.Cast) -> int:
+    """Of NaN and ±Inf."""
+    assert found.found is not None
+    assert found.found.nonfinite is not None
+    return int(found.found.nonfinite)
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
@@ -101,7 +111,7 @@ def test_what_is_not_finite_is_counted_and_spoils_no_scale(granularity, fmt, non
     for rule in (RULE, POWERS):
         found = gpu.quantize(x.to(device), fmt, granularity, rule, nonfinite=nonfinite, both_ways=True)
         assert_cast(found, x, wanted_cast(x, fmt, granularity, rule, nonfinite))
-        assert int(found.nonfinite) == 143
+        assert count(found) == 143
         assert found.transposed is not None
         assert_codes(found.transposed[0], wanted_cast(x.t(), fmt, granularity, rule, nonfinite).data)
 
@@ -134,12 +144,50 @@ def test_a_known_amax_or_a_given_scale_is_used_while_the_tensor_is_measured(both
     assert_cast(found, x, quantize_by_torch(x, E4M3, amax=torch.tensor(0.0)))
 
 
+def filled_record(device: torch.device) -> Record:
+    return Record(torch.tensor(-1.0).to(device), torch.tensor(False).to(device), torch.tensor(5).to(device))
+
+
+def as_numbers(record: Record) -> list[float]:
+    return [t.item() for t in (record.amax, record.overflowed, record.nonfinite) if t is not None]
+
+
+@every_granularity
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_kernels_record_what_a_measurement_would(granularity, both_ways, device):
+    """Several tensors after each other, the largest amax neither first nor last, and every part by itself."""
+    given: list[dict[str, Tensor]] = [{}]
+    if isinstance(granularity, PerTensor):
+        given += [{"amax": torch.tensor(0.5)}, {"amax": torch.tensor(0.0)}, {"scale": torch.tensor(0.25)}]
+    finite, broken = torch.randn(70, 150), torch.randn(150, 70).t() * 3
+    broken[3, 4], broken[69, 149] = float("inf"), float("nan")
+    for options in given:
+        on_device = {name: value.to(device) for name, value in options.items()}
+        found, wanted = filled_record(device), filled_record(torch.device("cpu"))
+        for x in (finite * 0, finite, broken, broken.contiguous(), finite):
+            cast = gpu.quantize(
+                x.to(device), E4M3, granularity, RULE, zero_is_unknown=True, both_ways=both_ways, into=found,
+                **on_device,  # type: ignore[arg-type]
+            )  # fmt: skip
+            assert cast.found is None
+            wanted.add(measure(x, granularity))
+            assert as_numbers(found) == as_numbers(wanted)
+        assert as_numbers(wanted)[1:] == [True, 9]
+        for part in ("amax", "overflowed", "nonfinite"):
+            alone = filled_record(device)
+            only = Record(**{part: getattr(alone, part)})
+            gpu.quantize(broken.to(device), E4M3, granularity, RULE, both_ways=both_ways, into=only, **on_device)  # type: ignore[arg-type]
+            assert [i for i, (a, b) in enumerate(zip(as_numbers(alone), (-1.0, False, 5), strict=True)) if a != b] == [
+                ("amax", "overflowed", "nonfinite").index(part)
+            ]
+
+
 def test_saturated_and_underflowed_elements_are_counted_on_request(device):
     x = torch.tensor([[1.0, 500.0, -460.0, 448.0, 1e-5, 0.0, float("inf"), float("nan")]])
     found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE, scale=torch.ones((), device=device), counting=True)
     assert found.saturated is not None
     assert found.underflowed is not None
-    assert (int(found.saturated), int(found.underflowed), int(found.nonfinite)) == (2, 1, 2)
+    assert (int(found.saturated), int(found.underflowed), count(found)) == (2, 1, 2)
 
 
 def test_a_row_that_does_not_fit_into_registers(device):
@@ -267,6 +315,38 @@ def test_a_linear_layer_computes_the_same_and_keeps_a_byte_an_element(name, devi
     assert all(t.is_contiguous() for t in codes)
     hp = name == "rowwise_hp_grad_weight"  # keeps x itself
     assert sum(t.numel() for t in codes) == weight.numel() + (0 if hp else x.numel())
+
+
+STEPS = (1.0, 3.0, float("inf"), 2.0)  # what multiplies the largest element of the input in each
+
+
+def _train(name: str, x: Tensor, weight: Tensor) -> Linear:
+    layer = Linear(32, 16, bias=False, recipe=name, device=x.device)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    for factor in STEPS:
+        for rows in x.chunk(2):  # two micro-batches
+            given = rows.clone()
+            given[0, 0] *= factor
+            layer(given.requires_grad_()).square().sum().backward()
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # numpy's, of infinite elements
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer_that_was_trained_remembers_the_same_without_operations_of_its_own(name, device, request, monkeypatch):
+    x, weight = torch.randn(32, 32, device=device), torch.randn(16, 32, device=device)
+    with monkeypatch.context() as plain:
+        plain.setattr(gpu, "supports", lambda *_, **__: False)
+        wanted = _train(name, x, weight)
+    request.getfixturevalue("as_on_a_gpu")
+    monkeypatch.setattr(Record, "add", None)
+    found = _train(name, x, weight)
+    states = [dict(layer.named_buffers()) for layer in (found, wanted)]
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key]), key
+    assert wanted.nonfinite_counts.sum() > 0
 
 
 @every_granularity

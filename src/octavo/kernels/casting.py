@@ -18,6 +18,7 @@ from octavo.numerics import (
     Nonfinite,
     PerTensor,
     QuantizedTensor,
+    Record,
     ScaleRounding,
     dequantize,
     measure,
@@ -82,7 +83,7 @@ def quantize(
     check_scale_options(scale_rounding, amax_floor, margin)
     rule = cpu.ScaleRule(scale_rounding, amax_floor, margin)
     return quantize_and_measure(
-        x, fmt, groups, rule, scale_format=scale_format, nonfinite=nonfinite, amax=amax, scale=scale
+        x, fmt, groups, rule, scale_format=scale_format, nonfinite=nonfinite, amax=amax, scale=scale, into=Record()
     )[0]
 
 
@@ -97,7 +98,8 @@ def quantize_and_measure(
     amax: Tensor | None = None,
     scale: Tensor | None = None,
     zero_is_unknown: bool = False,
-) -> tuple[QuantizedTensor, Measurement]:
+    into: Record | None = None,
+) -> tuple[QuantizedTensor, Measurement | None]:
     """:func:`quantize` without its checks, and what was found in ``x`` on the way.
 
     Args:
@@ -110,6 +112,8 @@ def quantize_and_measure(
         amax: as there.
         scale: as there.
         zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
+        into: where to record what was found, unless ``x`` is empty. A kernel on a GPU records as it casts, and then
+            what was found is not given back.
     """
     on_gpu = gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)
     if not on_gpu and not cpu.supports(x, fmt, granularity):
@@ -129,7 +133,10 @@ def quantize_and_measure(
             nonfinite=nonfinite,
             measurement=found,
         )
-        return quantized, found
+        return quantized, _recorded(x, found, into)
+    options: dict[str, Any] = {
+        "nonfinite": nonfinite, "amax": amax, "scale": scale, "zero_is_unknown": zero_is_unknown
+    }  # fmt: skip
     if cpu.is_traced(x):
         codes, made, measured, count = torch.ops.octavo.cast(
             x.detach(),
@@ -138,14 +145,15 @@ def quantize_and_measure(
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
             *(amax, scale, zero_is_unknown),
         )
-        found = Measurement(measured, count)
+        seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
+    elif on_gpu:
+        on_device = gpu.quantize(x, fmt, granularity, rule, into=into, **options)
+        codes, made, seen = on_device.codes, on_device.scale, on_device.found
     else:
-        run = gpu.quantize if on_gpu else cpu.quantize
-        cast = run(
-            x, fmt, granularity, rule, nonfinite=nonfinite, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown
-        )
-        codes, made, found = cast.codes, cast.scale, Measurement(cast.amax, _count(cast.nonfinite))
-    return QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype), found
+        cast = cpu.quantize(x, fmt, granularity, rule, **options)
+        count = torch.tensor(cast.nonfinite) if cast.nonfinite else None
+        codes, made, seen = cast.codes, cast.scale, _recorded(x, Measurement(cast.amax, count), into)
+    return QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype), seen
 
 
 def quantize_both_ways(
@@ -159,7 +167,8 @@ def quantize_both_ways(
     amax: Tensor | None = None,
     scale: Tensor | None = None,
     zero_is_unknown: bool = False,
-) -> tuple[QuantizedTensor, QuantizedTensor, Measurement]:
+    into: Record | None = None,
+) -> tuple[QuantizedTensor, QuantizedTensor, Measurement | None]:
     """A matrix and its transpose, each cast by itself, and what was found; arguments as :func:`quantize_and_measure`.
 
     A GPU makes both in one go, the codes of each contiguous, as its GEMM reads them. Elsewhere one cast serves both
@@ -169,10 +178,14 @@ def quantize_both_ways(
         "nonfinite": nonfinite, "amax": amax, "scale": scale, "zero_is_unknown": zero_is_unknown
     }  # fmt: skip
     if not gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None):
-        quantized, found = quantize_and_measure(x, fmt, granularity, rule, scale_format=scale_format, **options)
+        quantized, found = quantize_and_measure(
+            x, fmt, granularity, rule, scale_format=scale_format, into=into, **options
+        )
         if granularity.orientation_free:
             return quantized, quantized.t(), found
-        turned, _ = quantize_and_measure(x.t(), fmt, granularity, rule, scale_format=scale_format, **options)
+        turned, _ = quantize_and_measure(
+            x.t(), fmt, granularity, rule, scale_format=scale_format, into=Record(), **options
+        )
         return quantized, turned, found
     if cpu.is_traced(x):
         codes, made, codes_t, made_t, measured, count = torch.ops.octavo.cast_both_ways(
@@ -182,23 +195,23 @@ def quantize_both_ways(
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
             *(amax, scale, zero_is_unknown),
         )
+        seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
     else:
-        cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, **options)
+        cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, into=into, **options)
         assert cast.transposed is not None
-        codes, made, measured, count = cast.codes, cast.scale, cast.amax, cast.nonfinite
+        codes, made, seen = cast.codes, cast.scale, cast.found
         codes_t, made_t = cast.transposed
     return (
         QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype),
         QuantizedTensor(codes_t, stored_scale(made_t, scale_format), granularity, x.dtype),
-        Measurement(measured, count),
+        seen,
     )
 
 
-def _count(nonfinite: int | Tensor) -> Tensor | None:
-    """A CPU knows that there are none, a GPU does not say."""
-    if isinstance(nonfinite, Tensor):
-        return nonfinite
-    return torch.tensor(nonfinite) if nonfinite else None
+def _recorded(x: Tensor, found: Measurement, into: Record | None) -> Measurement:
+    if into is not None and x.numel():
+        into.add(found)
+    return found
 
 
 def fake_quantize(
@@ -312,7 +325,7 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
 
 def _cast_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     cast = _run_on_gpu(x, *arguments)
-    return cast.codes, cast.scale, cast.amax, cast.nonfinite.clone()  # two of an operator's results share no memory
+    return cast.codes, cast.scale, *_apart(cast.found)
 
 
 def _cast_both_ways_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -320,7 +333,14 @@ def _cast_both_ways_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, 
     assert cast.transposed is not None
     codes, scale = cast.transposed
     scale = scale.clone() if scale.data_ptr() == cast.scale.data_ptr() else scale
-    return cast.codes, cast.scale, codes, scale, cast.amax, cast.nonfinite.clone()
+    return cast.codes, cast.scale, codes, scale, *_apart(cast.found)
+
+
+def _apart(found: Measurement | None) -> tuple[Tensor, Tensor]:
+    """Amax and count; two of an operator's results share no memory."""
+    assert found is not None
+    assert found.nonfinite is not None
+    return found.amax, found.nonfinite.clone()
 
 
 def _run_on_gpu(  # noqa: PLR0917 (an operator's schema)

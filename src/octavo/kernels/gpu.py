@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.cpu import DTYPES, ScaleRule
-from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor
+from octavo.numerics import Granularity, Measurement, Nonfinite, PerBlock, PerRow, PerTensor, Record
 from octavo.numerics.granularity import stacks
 from octavo.numerics.random_bits import random_bits_by_torch
 
@@ -50,8 +50,7 @@ class Cast:
     Attributes:
         codes: in the format's dtype, shaped like the input, contiguous.
         scale: float32, in the granularity's shape.
-        amax: float32, largest finite magnitude of every group, in the same shape.
-        nonfinite: number of NaN and ±Inf elements, int64 [].
+        found: what was measured; None where it was recorded instead.
         transposed: codes and scale of the input's transpose, cast by itself; None if not asked for.
         saturated: finite elements beyond the format's maximum after scaling, int64 []; None if not counted.
         underflowed: nonzero elements whose code is zero, int64 []; None if not counted.
@@ -59,8 +58,7 @@ class Cast:
 
     codes: Tensor
     scale: Tensor
-    amax: Tensor
-    nonfinite: Tensor
+    found: Measurement | None = None
     transposed: tuple[Tensor, Tensor] | None = None
     saturated: Tensor | None = None
     underflowed: Tensor | None = None
@@ -106,6 +104,7 @@ def quantize(
     zero_is_unknown: bool = False,
     both_ways: bool = False,
     counting: bool = False,
+    into: Record | None = None,
 ) -> Cast:
     """Measure and cast.
 
@@ -120,26 +119,37 @@ def quantize(
         zero_is_unknown: whether a given amax of 0 means the measured one.
         both_ways: cast the transpose of the matrix ``x`` too, from the same reading where groups allow.
         counting: count saturated and underflowed elements, with one scale a tensor.
+        into: where to record what is measured, instead of new memory, which takes a launch to clear; the kernels that
+            cast record themselves.
     """
+    measured = _nothing_found(x, granularity) if into is None else into
     matrix, turned = _as_matrix(x.detach(), granularity)
     with _on_device_of(x):
         made = _kernels(
             matrix, fmt, granularity, rule,
             propagate=nonfinite == Nonfinite.PROPAGATE, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
             direct=both_ways or not turned, flipped=both_ways or turned, counting=counting,
+            into=measured,
         )  # fmt: skip
     own, other = (made.flipped, made.direct) if turned else (made.direct, made.flipped)
     assert own is not None
     shape = granularity.scale_shape(x.shape)
+    if own.amax is not None and measured.amax is not None:  # kernels raise one amax for a tensor, none for its groups
+        measured.amax.copy_(torch.maximum(measured.amax, own.amax.amax()))
+    amax = measured.amax if own.amax is None else own.amax
     return Cast(
         own.codes.view(x.shape),
         own.scale.view(shape),
-        own.amax.view(shape),
-        made.nonfinite,
+        Measurement(amax.view(shape), measured.nonfinite) if into is None and amax is not None else None,
         (other.codes, other.scale) if both_ways and other is not None else None,
         made.saturated,
         made.underflowed,
     )
+
+
+def _nothing_found(x: Tensor, granularity: Granularity) -> Record:
+    words = torch.zeros(2, dtype=torch.int64, device=x.device)
+    return Record(words.view(torch.float32)[0] if isinstance(granularity, PerTensor) else None, None, words[1])
 
 
 def fakes(x: Tensor, granularity: Granularity) -> bool:
@@ -240,20 +250,23 @@ def _kernels(
     flipped: bool = False,
     counting: bool = False,
     values: Tensor | None = None,
+    into: Record | None = None,
 ) -> "Made":
     from octavo.kernels.triton import blocks, casts, rows
 
     if isinstance(granularity, PerTensor):
         return casts.cast_tensor(
             matrix, fmt, rule, propagate=propagate, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
-            direct=direct, flipped=flipped, counting=counting, values=values,
+            direct=direct, flipped=flipped, counting=counting, values=values, into=into,
         )  # fmt: skip
     if isinstance(granularity, PerBlock):
         block = (granularity.rows, granularity.columns)
         return blocks.cast_blocks(
-            matrix, fmt, rule, block, propagate=propagate, direct=direct, flipped=flipped, values=values
+            matrix, fmt, rule, block, propagate=propagate, direct=direct, flipped=flipped, values=values, into=into
         )
-    return rows.cast_rows(matrix, fmt, rule, propagate=propagate, direct=direct, flipped=flipped, values=values)
+    return rows.cast_rows(
+        matrix, fmt, rule, propagate=propagate, direct=direct, flipped=flipped, values=values, into=into
+    )
 
 
 def _as_matrix(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:

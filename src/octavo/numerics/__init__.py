@@ -7,6 +7,7 @@ from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_
 from octavo.numerics.quantized import QuantizedTensor, dequantize, quantize
 from octavo.numerics.scaling import (
     Measurement,
+    Record,
     ScaleRounding,
     amax,
     encode_scale_from_amax,
@@ -25,6 +26,7 @@ __all__ = [
     "PerRow",
     "PerTensor",
     "QuantizedTensor",
+    "Record",
     "ScaleRounding",
     "amax",
     "cast_nearest",

@@ -42,6 +42,7 @@ from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_d
 __all__ = [
     "AMAX_FLOOR",
     "Measurement",
+    "Record",
     "ScaleRounding",
     "amax",
     "check_scale_options",
@@ -97,6 +98,31 @@ class Measurement:
 
     amax: Tensor
     nonfinite: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where what measurements find is gathered, in place; a None gathers nothing.
+
+    Attributes:
+        amax: float32 [], raised to the largest amax; one below 0 is that of nothing.
+        overflowed: bool [], set by NaN or ±Inf.
+        nonfinite: int64 [], raised by the number of NaN and ±Inf elements.
+    """
+
+    amax: Tensor | None = None
+    overflowed: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+    def add(self, found: Measurement) -> None:
+        """Gather what was found in a tensor that is not empty."""
+        if self.amax is not None:
+            self.amax.copy_(torch.maximum(self.amax, found.amax.amax()))
+        if found.nonfinite is not None:
+            if self.overflowed is not None:
+                self.overflowed.logical_or_(found.nonfinite > 0)
+            if self.nonfinite is not None:
+                self.nonfinite.add_(found.nonfinite)
 
 
 def measure(x: Tensor, granularity: Granularity) -> Measurement:

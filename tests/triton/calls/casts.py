@@ -8,36 +8,44 @@ import torch
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import blocks, casts, rows, values
-from octavo.numerics import ScaleRounding
+from octavo.numerics import Record, ScaleRounding
 
 _FP32 = ScaleRule(ScaleRounding.FP32, 1e-12, 0)
 _POWERS = ScaleRule(ScaleRounding.RCEIL, 1e-12, 0)
 _x, _master = torch.empty(1024, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096)
 _long = torch.empty(64, 16384, dtype=torch.bfloat16)
 _amax = torch.ones(())
+_history = Record(torch.ones(()), torch.zeros((), dtype=torch.bool), torch.zeros((), dtype=torch.int64))
+_counts = Record(nonfinite=_history.nonfinite)
 _codes = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn)
 _random = torch.empty(1024, 4096, dtype=torch.int32)
 _one, _row_scales, _tile_scales = torch.ones(1, 1), torch.ones(1024, 1), torch.ones(1024, 32)
 
 CALLS: dict[str, Callable[[], object]] = {
     "tensor": partial(casts.cast_tensor, _x, E4M3, _FP32),
-    "tensor both ways": partial(casts.cast_tensor, _x, E4M3, _FP32, flipped=True),
+    "tensor both ways": partial(casts.cast_tensor, _x, E4M3, _FP32, flipped=True, into=_counts),
     "tensor both ways, E5M2": partial(casts.cast_tensor, _x, E5M2, _FP32, flipped=True),
     "tensor both ways, FP32": partial(casts.cast_tensor, _master, E4M3, _FP32, flipped=True),
-    "delayed both ways": partial(casts.cast_tensor, _x, E4M3, _FP32, amax=_amax, zero_is_unknown=True, flipped=True),
+    "delayed both ways": partial(
+        casts.cast_tensor, _x, E4M3, _FP32, amax=_amax, zero_is_unknown=True, flipped=True, into=_history
+    ),
     "static": partial(casts.cast_tensor, _x, E4M3, _FP32, scale=_amax),
+    "static, measuring": partial(casts.cast_tensor, _x, E4M3, _FP32, scale=_amax, into=_counts),
     "static, counting": partial(casts.cast_tensor, _x, E4M3, _FP32, scale=_amax, counting=True),
     "tensor in place": partial(casts.cast_tensor, _x, E4M3, _FP32, values=_x),
-    "rows": partial(rows.cast_rows, _x, E4M3, _POWERS),
+    "rows": partial(rows.cast_rows, _x, E4M3, _POWERS, into=_counts),
     "rows of 16384": partial(rows.cast_rows, _long, E4M3, _POWERS),
     "rows, FP32": partial(rows.cast_rows, _master, E4M3, _POWERS),
     "rows in place": partial(rows.cast_rows, _x, E4M3, _POWERS, values=_x),
-    "rows and columns": partial(rows.cast_rows, _x, E4M3, _POWERS, flipped=True),
+    "rows and columns": partial(rows.cast_rows, _x, E4M3, _POWERS, flipped=True, into=_counts),
     "rows and columns, FP32": partial(rows.cast_rows, _master, E4M3, _POWERS, flipped=True),
     "1 x 128": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128)),
-    "1 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128), flipped=True),
+    "1 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128), flipped=True, into=_counts),
+    "1 x 128 both ways, FP32": partial(
+        blocks.cast_blocks, _master, E4M3, _POWERS, (1, 128), flipped=True, into=_counts
+    ),
     "1 x 128, FP32": partial(blocks.cast_blocks, _master, E4M3, _POWERS, (1, 128)),
-    "128 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (128, 128), flipped=True),
+    "128 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (128, 128), flipped=True, into=_counts),
     "1 x 32 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 32), flipped=True),
     "dequantize, tensor": partial(values.dequantize, _codes, _one, (0, 0), E4M3, torch.bfloat16),
     "dequantize, rows": partial(values.dequantize, _codes, _row_scales, (1, 0), E4M3, torch.bfloat16),

@@ -7,8 +7,6 @@ are columns x rows here; square blocks are the same both ways, and their codes a
 |-----------------------|----------|------------|---------------------------------------------|
 | one order             | 1        | size of x  | 1 an element, 8 a block                     |
 | both                  | 1        | size of x  | 2 an element, 8 a block of either           |
-
-One launch clears the count before.
 """
 
 import torch
@@ -20,11 +18,13 @@ from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import casts, codes
 from octavo.kernels.triton.casts import Lines, Made
+from octavo.numerics import Record
 
 __all__ = ["LARGEST", "cast_blocks"]
 
 LARGEST = 128  # rows and columns of a block; both are powers of two
 _WARPS = {64: 4, 128: 16}  # a program's, by the rows and columns of its tile: 32 elements a thread
+_WARPS_OF_TWO = 8  # where FP32 numbers are cast twice, each time with other blocks: 16 leave too few registers
 
 
 @triton.jit
@@ -33,19 +33,18 @@ def _highest(blocks):
 
 
 @triton.jit
-def _amaxes(blocks, broken, COUNT: tl.constexpr):
-    """The amax of each of blocks [down, rows, across, columns], [down, across]; counts what is not finite."""
+def _amaxes(blocks, overflowed, nonfinite):
+    """The amax of each of blocks [down, rows, across, columns], [down, across]; reports what is not finite."""
     amax = _highest(blocks)
     if casts.any_broken(amax):
-        if COUNT:
-            casts.raise_count(broken, casts.is_broken(blocks))
+        casts.report(overflowed, nonfinite, casts.is_broken(blocks))
         amax = _highest(casts.finite(blocks))
     return amax
 
 
 @triton.jit
 def cast_blocks_kernel(
-    x, out, flipped, scales, amaxes, flipped_scales, flipped_amaxes, broken,
+    x, out, flipped, scales, amaxes, flipped_scales, flipped_amaxes, overflowed, nonfinite,
     rows, columns, stride, out_stride,
     DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -60,7 +59,7 @@ def cast_blocks_kernel(
     first_row, first_column = tl.program_id(0) // across * SIZE, tl.program_id(0) % across * SIZE
     if DIRECT or ROWS == COLUMNS:
         blocks = tl.reshape(number, (SIZE // ROWS, ROWS, SIZE // COLUMNS, COLUMNS))
-        amax = _amaxes(blocks, broken, True)
+        amax = _amaxes(blocks, overflowed, nonfinite)
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         decode = codes.reciprocal(encode)
         block_row = first_row // ROWS + tl.arange(0, SIZE // ROWS)[:, None]
@@ -81,7 +80,10 @@ def cast_blocks_kernel(
     if FLIPPED:
         if ROWS != COLUMNS:
             blocks = tl.reshape(number, (SIZE // COLUMNS, COLUMNS, SIZE // ROWS, ROWS))
-            amax = _amaxes(blocks, broken, not DIRECT)
+            if DIRECT:  # has reported them
+                amax = _amaxes(blocks, None, None)
+            else:
+                amax = _amaxes(blocks, overflowed, nonfinite)
             encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
             decode = codes.reciprocal(encode)
             made = casts.codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
@@ -106,6 +108,7 @@ def cast_blocks(
     direct: bool = True,
     flipped: bool = False,
     values: Tensor | None = None,
+    into: Record | None = None,
 ) -> Made:
     """A scale for every block of a matrix, of its transpose, or of both.
 
@@ -119,24 +122,25 @@ def cast_blocks(
         flipped: whether to write its transpose, [K, M].
         values: where to write what the codes of ``direct`` alone stand for, instead of codes: shaped as ``matrix``, or
             itself.
+        into: where to record NaN and ±Inf; its amax is left to the caller.
     """
     device, (rows, columns) = matrix.device, matrix.shape
-    broken = torch.zeros((), dtype=torch.int64, device=device)
     out = casts.empty_codes(rows, columns, device, wanted=direct and values is None) if values is None else values
     turned = casts.empty_codes(columns, rows, device, wanted=flipped)
     scales, amaxes = _groups(rows, columns, block, device)
     flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
     size = max(64, *block)
+    twice = direct and flipped and block[0] != block[1] and matrix.dtype is torch.float32
     cast_blocks_kernel[(triton.cdiv(rows, size) * triton.cdiv(columns, size),)](
-        matrix, out, turned, scales, amaxes, flipped_scales, flipped_amaxes, broken,
+        matrix, out, turned, scales, amaxes, flipped_scales, flipped_amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
-        **casts.constants(fmt, rule, device, propagate=propagate), SIZE=size, num_warps=_WARPS[size],
+        **casts.constants(fmt, rule, device, propagate=propagate), SIZE=size,
+        num_warps=min(_WARPS[size], _WARPS_OF_TWO) if twice else _WARPS[size],
     )  # fmt: skip
     return Made(
         Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes) if direct else None,
         Lines(turned.view(fmt.torch_dtype), flipped_scales, flipped_amaxes) if flipped else None,
-        broken,
     )
 
 

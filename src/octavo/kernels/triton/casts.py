@@ -10,12 +10,12 @@ and one store for each order, 16 bytes a thread at a time.
 | amax known from the past    | 2        | size of x       | the same; the first launch ends when it finds the amax |
 | scale given                 | 1        | size of x       | the same                             |
 
-Before them, one launch clears 32 bytes: amax and counts, which kernels raise atomically. The host reads none of them:
-the kernel that casts makes the scale from the amax itself.
+The first launch leaves an amax and a count for each of at most 1024 programs; every program of the second finds the
+largest itself, so nothing is cleared before. What is to be recorded is raised atomically by the kernel that casts. The
+host reads none of it.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import codes
+from octavo.numerics import Record
 
 __all__ = [
     "TILE",
@@ -41,12 +42,13 @@ __all__ = [
     "highest",
     "is_broken",
     "raise_count",
+    "report",
+    "where_broken_goes",
 ]
 
-AMAX, NONFINITE, SATURATED, UNDERFLOWED = range(4)  # words, int64 each; an amax as its bits
 TILE = (64, 128)  # rows and columns that a program turns: 32 elements a thread, stores of 64 bytes and more
 _ELEMENTS = 8192  # of a flat tile: 32 a thread
-_PROGRAMS_PER_MULTIPROCESSOR = 8
+_PROGRAMS = 1024  # that measure: some eight a multiprocessor, whose amaxes the casting programs read
 _NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
 _INTERPRETED: tl.constexpr = tl.constexpr(codes.INTERPRETED)
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
@@ -55,11 +57,14 @@ _INFINITY: tl.constexpr = tl.constexpr(0x7F80_0000)  # bits of a magnitude; thos
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Codes in one order with what belongs to them; scale and amax in the granularity's shape."""
+    """Codes in one order with what belongs to them; scale and amax in the granularity's shape.
+
+    With one scale for the tensor there is no amax but what is recorded.
+    """
 
     codes: Tensor
     scale: Tensor
-    amax: Tensor
+    amax: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +74,12 @@ class Made:
     Attributes:
         direct: of the matrix; None if not asked for.
         flipped: of its transpose; None if not asked for.
-        nonfinite: NaN and ±Inf elements, int64 [].
         saturated: finite elements beyond the format's maximum after scaling, int64 []; None if not counted.
         underflowed: nonzero elements whose code is zero, int64 []; None if not counted.
     """
 
     direct: Lines | None
     flipped: Lines | None
-    nonfinite: Tensor
     saturated: Tensor | None = None
     underflowed: Tensor | None = None
 
@@ -162,20 +165,30 @@ def raise_count(word, found):
 
 
 @triton.jit
-def _raise_amax(words, amax):
-    bits = amax.to(tl.int32, bitcast=True).to(tl.int64)  # in the same order
-    if bits > tl.load(words):  # what is read may be out of date, which costs an atomic operation and no more
-        tl.atomic_max(words, bits, sem="relaxed")
+def report(overflowed, nonfinite, broken):
+    """Record that elements, of which there are some, are NaN or ±Inf; a None records nothing."""
+    if nonfinite is not None:
+        raise_count(nonfinite, broken)
+    if overflowed is not None:
+        tl.store(overflowed, 1)
+
+
+@triton.jit
+def _raise_amax(recorded, amax):
+    """Raise an FP32 number that is seen as int32: -1, which stands for none, is below them all; NaN does not occur."""
+    bits = amax.to(tl.int32, bitcast=True)
+    if bits > tl.load(recorded):  # what is read may be out of date, which costs an atomic operation and no more
+        tl.atomic_max(recorded, bits, sem="relaxed")
 
 
 @triton.jit
 def measure_tensor_kernel(
-    x, words, known,
+    x, amaxes, counts, known,
     rows, columns, stride, tiles,
-    HAS_KNOWN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Amax and number of non-finite elements. Reads x once, writes 16 bytes; nothing if there is a known amax."""
-    if HAS_KNOWN:
+    """Amax and number of non-finite elements of every program's share. Reads x once, or nothing if an amax is known."""
+    if known is not None:
         tiles = tl.where(tl.load(known) > 0, 0, tiles)
     start, step = tl.program_id(0) * UNROLL, tl.num_programs(0) * UNROLL
     most = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
@@ -184,16 +197,17 @@ def measure_tensor_kernel(
             number = _tile(x, tile + further, rows, columns, stride, BLOCK_ROWS, BLOCK_COLUMNS)
             most = _larger(most, tl.abs(number))
     amax = highest(tl.ravel(most), 0)
+    count = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
     if is_broken(amax):
         most = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for tile in range(start, tiles, step):
             for further in tl.static_range(UNROLL):
                 number = _tile(x, tile + further, rows, columns, stride, BLOCK_ROWS, BLOCK_COLUMNS)
                 most = tl.maximum(most, tl.abs(finite(number)))
-                if not HAS_KNOWN:
-                    raise_count(words + 1, is_broken(number))
+                count += is_broken(number).to(tl.int32)
         amax = highest(tl.ravel(most), 0)
-    _raise_amax(words, amax)
+    tl.store(amaxes + tl.program_id(0), amax)
+    tl.store(counts + tl.program_id(0), tl.sum(tl.ravel(count).to(tl.int64), 0))
 
 
 @triton.jit
@@ -205,9 +219,10 @@ def _tile(x, tile, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMN
 
 @triton.jit
 def cast_tensor_kernel(
-    x, out, flipped, words, given, scale,
-    rows, columns, stride, out_stride,
-    SOURCE: tl.constexpr, MEASURE: tl.constexpr, COUNT: tl.constexpr,
+    x, out, flipped, given, amaxes, counts, scale,
+    amax_record, overflowed, nonfinite, saturation,
+    rows, columns, stride, out_stride, measured_by,
+    SOURCE: tl.constexpr, MEASURE: tl.constexpr, PROGRAMS: tl.constexpr,
     DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
@@ -215,8 +230,8 @@ def cast_tensor_kernel(
 ):  # fmt: skip
     """Reads x once, writes a byte an element for each order; with VALUES, x's size once.
 
-    SOURCE says where the scale comes from: the amax "measured" in words, "known" or, where that is 0, measured, "amax"
-    whatever it is, or "scale".
+    SOURCE says where the scale comes from: the amax "measured" by so many programs, "known" or, where that is 0,
+    measured, "amax" whatever it is, or "scale". MEASURE says whether anything is to be recorded.
     """
     row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -226,13 +241,13 @@ def cast_tensor_kernel(
         decode = tl.load(given + one)
         encode = tl.minimum(codes.reciprocal(decode), _FP32_MAX)
     else:
-        if SOURCE == "amax":
-            amax = tl.load(given + one)
+        if SOURCE == "measured":
+            amax = one + _highest_of_programs(amaxes, measured_by, PROGRAMS)
         else:
-            amax = tl.load(words + one).to(tl.int32).to(tl.float32, bitcast=True)
+            amax = tl.load(given + one)
             if SOURCE == "known":
-                past = tl.load(given + one)
-                amax = tl.where(past > 0, past, amax)
+                if tl.max((amax > 0).to(tl.int32), 0) == 0:
+                    amax = one + _highest_of_programs(amaxes, measured_by, PROGRAMS)
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         decode = codes.reciprocal(encode)
     if tl.program_id(0) == 0:
@@ -246,16 +261,41 @@ def cast_tensor_kernel(
     if FLIPPED:
         turned = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(made), mask=turned)
-    if COUNT:
+    if saturation is not None:
         whole = is_broken(number) == 0
-        raise_count(words + 2, whole & (tl.abs(number * encode[:, None]) > MAX))
-        raise_count(words + 3, whole & (number != 0) & ((made & 0x7F) == 0))
+        raise_count(saturation, whole & (tl.abs(number * encode[:, None]) > MAX))
+        raise_count(saturation + 1, whole & (number != 0) & ((made & 0x7F) == 0))
     if MEASURE:
-        found = highest(tl.ravel(number), 0)
-        if is_broken(found):
-            raise_count(words + 1, is_broken(number))
-            found = highest(tl.ravel(finite(number)), 0)
-        _raise_amax(words, found)
+        if SOURCE == "measured":
+            if tl.program_id(0) == 0:
+                share = tl.arange(0, PROGRAMS)
+                count = tl.sum(tl.load(counts + share, mask=share < measured_by, other=0), 0)
+                if amax_record is not None:
+                    _raise_amax(amax_record, tl.max(amax, 0))
+                if nonfinite is not None:
+                    tl.atomic_add(nonfinite, count, sem="relaxed")
+                if overflowed is not None:
+                    tl.store(overflowed, 1, mask=count > 0)
+        else:
+            found = highest(tl.ravel(number), 0)
+            if is_broken(found):
+                report(overflowed, nonfinite, is_broken(number))
+                found = highest(tl.ravel(finite(number)), 0)
+            if amax_record is not None:
+                _raise_amax(amax_record, found)
+
+
+@triton.jit
+def _highest_of_programs(amaxes, programs, PROGRAMS: tl.constexpr):
+    share = tl.arange(0, PROGRAMS)
+    return tl.max(tl.load(amaxes + share, mask=share < programs, other=0.0), 0)
+
+
+def where_broken_goes(into: Record | None) -> tuple[Tensor | None, Tensor | None]:
+    """What kernels take of a record of NaN and ±Inf: a byte to set and a count to raise."""
+    if into is None:
+        return None, None
+    return None if into.overflowed is None else into.overflowed.view(torch.uint8), into.nonfinite
 
 
 def cast_tensor(
@@ -271,6 +311,7 @@ def cast_tensor(
     flipped: bool = False,
     counting: bool = False,
     values: Tensor | None = None,
+    into: Record | None = None,
 ) -> Made:
     """One scale for a matrix.
 
@@ -286,14 +327,19 @@ def cast_tensor(
         flipped: whether to write its transpose, [K, M].
         counting: whether to count saturated and underflowed elements.
         values: where to write what the codes stand for, instead of codes: shaped and laid out as ``matrix``, or itself.
+        into: where to record what is measured.
     """
     device = matrix.device
-    words = torch.zeros(4, dtype=torch.int64, device=device)
     source = "scale" if scale is not None else "measured" if amax is None else "known" if zero_is_unknown else "amax"
     given = scale if amax is None else amax
-    given = words if given is None else given.detach().to(torch.float32)
-    if source in ("measured", "known"):
-        _measure_tensor(matrix, words, given if source == "known" else None)
+    given = None if given is None else given.detach().to(torch.float32)
+    amaxes = counts = None
+    programs = 0
+    if source in {"measured", "known"}:
+        amaxes, counts, programs = _measure_tensor(matrix, given)
+    saturation = torch.zeros(2, dtype=torch.int64, device=device) if counting else None
+    amax_record = None if into is None or into.amax is None else into.amax.view(torch.int32)
+    overflowed, nonfinite = where_broken_goes(into)
     used = torch.empty((), dtype=torch.float32, device=device)
     rows, columns = matrix.shape
     out = empty_codes(rows, columns, device, wanted=direct and values is None)
@@ -302,32 +348,34 @@ def cast_tensor(
     block_rows, block_columns = TILE if flipped else _flat_tile(seen)
     tiles = triton.cdiv(seen.shape[0], block_rows) * triton.cdiv(seen.shape[1], block_columns)
     cast_tensor_kernel[(tiles,)](
-        seen, written, turned, words, given, used,
-        *seen.shape, seen.stride(0), written.stride(0),
-        SOURCE=source, MEASURE=source != "measured", COUNT=counting,
-        DIRECT=direct, FLIPPED=flipped, VALUES=values is not None,
+        seen, written, turned, given, amaxes, counts, used,
+        amax_record, overflowed, nonfinite, saturation,
+        *seen.shape, seen.stride(0), written.stride(0), programs,
+        SOURCE=source, MEASURE=any(place is not None for place in (amax_record, overflowed, nonfinite)),
+        PROGRAMS=_PROGRAMS, DIRECT=direct, FLIPPED=flipped, VALUES=values is not None,
         **constants(fmt, rule, device, propagate=propagate),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
     )  # fmt: skip
-    found = words.view(torch.float32)[0]
     return Made(
-        Lines(out.view(fmt.torch_dtype), used, found) if direct else None,
-        Lines(turned.view(fmt.torch_dtype), used, found) if flipped else None,
-        words[NONFINITE],
-        words[SATURATED] if counting else None,
-        words[UNDERFLOWED] if counting else None,
+        Lines(out.view(fmt.torch_dtype), used, None) if direct else None,
+        Lines(turned.view(fmt.torch_dtype), used, None) if flipped else None,
+        *((None, None) if saturation is None else saturation.unbind()),
     )
 
 
-def _measure_tensor(matrix: Tensor, words: Tensor, known: Tensor | None) -> None:
+def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """Amaxes and counts of non-finite elements, each program's, and how many programs there were."""
     seen, _ = _flat(matrix, matrix)
     block_rows, block_columns = _flat_tile(seen, _ELEMENTS // 4)
     tiles = triton.cdiv(seen.shape[0], block_rows) * triton.cdiv(seen.shape[1], block_columns)
-    programs = min(triton.cdiv(tiles, 4), _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(matrix.device))
+    programs = min(triton.cdiv(tiles, 4), _PROGRAMS)
+    amaxes = torch.empty(_PROGRAMS, dtype=torch.float32, device=matrix.device)
+    counts = torch.empty(_PROGRAMS, dtype=torch.int64, device=matrix.device)
     measure_tensor_kernel[(programs,)](
-        seen, words, words if known is None else known, *seen.shape, seen.stride(0), tiles,
-        HAS_KNOWN=known is not None, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=8,
+        seen, amaxes, counts, known, *seen.shape, seen.stride(0), tiles,
+        BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=8,
     )  # fmt: skip
+    return amaxes, counts, programs
 
 
 def _flat(matrix: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,8 +389,3 @@ def _flat_tile(matrix: Tensor, elements: int = _ELEMENTS) -> tuple[int, int]:
     """Rows and columns of a tile of so many elements, as long as the matrix is wide."""
     columns = min(elements, triton.next_power_of_2(matrix.shape[1]))
     return min(elements // columns, triton.next_power_of_2(matrix.shape[0])), columns
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

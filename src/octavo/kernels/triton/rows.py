@@ -9,7 +9,8 @@ part: columns are measured first and cast in a second reading, and rows with the
 | columns          | 2        | 2 · size of x | 1 an element  |
 | rows and columns | 2        | 2 · size of x | 2 an element  |
 
-Rows longer than 16384 are measured and cast as columns are. One launch clears the counts before.
+Rows longer than 16384 are measured and cast as columns are. Lines' amaxes, which tiles raise atomically, are cleared
+by one launch more.
 """
 
 import torch
@@ -21,6 +22,7 @@ from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import casts, codes
 from octavo.kernels.triton.casts import Lines, Made
+from octavo.numerics import Record
 
 __all__ = ["cast_rows"]
 
@@ -30,7 +32,7 @@ _ELEMENTS = 4096  # of the rows that a program casts, where they are shorter
 
 @triton.jit
 def cast_rows_kernel(
-    x, out, scales, amaxes, broken,
+    x, out, scales, amaxes, overflowed, nonfinite,
     rows, columns, stride, out_stride,
     VALUES: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
@@ -44,7 +46,7 @@ def cast_rows_kernel(
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     amax = casts.highest(number, 1)
     if casts.any_broken(amax):
-        casts.raise_count(broken, casts.is_broken(number))
+        casts.report(overflowed, nonfinite, casts.is_broken(number))
         amax = casts.highest(casts.finite(number), 1)
     encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
     decode = codes.reciprocal(encode)
@@ -60,7 +62,7 @@ def cast_rows_kernel(
 
 @triton.jit
 def measure_lines_kernel(
-    x, row_amaxes, column_amaxes, broken,
+    x, row_amaxes, column_amaxes, overflowed, nonfinite,
     rows, columns, stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +72,7 @@ def measure_lines_kernel(
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     of_rows, of_columns = casts.highest(number, 1), casts.highest(number, 0)
     if casts.any_broken(of_columns):
-        casts.raise_count(broken, casts.is_broken(number))
+        casts.report(overflowed, nonfinite, casts.is_broken(number))
         of_rows, of_columns = casts.highest(casts.finite(number), 1), casts.highest(casts.finite(number), 0)
     if ROWS:  # as bits, which are in the same order
         tl.atomic_max(row_amaxes + row, of_rows.to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
@@ -118,6 +120,7 @@ def cast_rows(
     direct: bool = True,
     flipped: bool = False,
     values: Tensor | None = None,
+    into: Record | None = None,
 ) -> Made:
     """A scale for every row of a matrix, of its transpose, or of both.
 
@@ -130,29 +133,30 @@ def cast_rows(
         flipped: whether to write the columns, as the rows of [K, M].
         values: where to write what the codes of ``direct`` alone stand for, instead of codes: shaped as ``matrix``, or
             itself; K is 16384 at most.
+        into: where to record NaN and ±Inf; its amax is left to the caller.
     """
     if flipped or matrix.shape[1] > _LONGEST:
-        return _cast_lines(matrix, fmt, rule, propagate=propagate, direct=direct, flipped=flipped)
+        return _cast_lines(matrix, fmt, rule, into, propagate=propagate, direct=direct, flipped=flipped)
     device, (rows, columns) = matrix.device, matrix.shape
     out = casts.empty_codes(rows, columns, device, wanted=values is None) if values is None else values
     scales, amaxes = torch.empty(2, rows, 1, dtype=torch.float32, device=device)
-    broken = torch.zeros((), dtype=torch.int64, device=device)
     block_columns = triton.next_power_of_2(columns)
     block_rows = max(1, min(_ELEMENTS // block_columns, triton.next_power_of_2(rows)))
     cast_rows_kernel[(triton.cdiv(rows, block_rows),)](
-        matrix, out, scales, amaxes, broken,
+        matrix, out, scales, amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         VALUES=values is not None, **casts.constants(fmt, rule, device, propagate=propagate),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
         num_warps=min(16, max(4, block_rows * block_columns // 1024)),
     )  # fmt: skip
-    return Made(Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes), None, broken)
+    return Made(Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes), None)
 
 
-def _cast_lines(matrix: Tensor, fmt: Format, rule: ScaleRule, *, propagate: bool, direct: bool, flipped: bool) -> Made:
+def _cast_lines(
+    matrix: Tensor, fmt: Format, rule: ScaleRule, into: Record | None, *, propagate: bool, direct: bool, flipped: bool
+) -> Made:
     device, (rows, columns) = matrix.device, matrix.shape
-    words = torch.zeros(2 + rows + columns, dtype=torch.int32, device=device)
-    broken, row_amaxes, column_amaxes = words[:2].view(torch.int64), words[2 : 2 + rows], words[2 + rows :]
+    row_amaxes, column_amaxes = torch.zeros(rows + columns, dtype=torch.int32, device=device).split([rows, columns])
     row_scales, column_scales = torch.empty(rows + columns, 1, dtype=torch.float32, device=device).split(
         [rows, columns]
     )
@@ -167,7 +171,7 @@ def _cast_lines(matrix: Tensor, fmt: Format, rule: ScaleRule, *, propagate: bool
         "BLOCK_COLUMNS": casts.TILE[1],
         "num_warps": 8,
     }
-    measure_lines_kernel[grid](matrix, row_amaxes, column_amaxes, broken, *sizes, **wanted)
+    measure_lines_kernel[grid](matrix, row_amaxes, column_amaxes, *casts.where_broken_goes(into), *sizes, **wanted)
     cast_lines_kernel[grid](
         matrix, out, turned, row_amaxes, column_amaxes, row_scales, column_scales, *sizes,
         **wanted, **casts.constants(fmt, rule, device, propagate=propagate),
@@ -176,5 +180,4 @@ def _cast_lines(matrix: Tensor, fmt: Format, rule: ScaleRule, *, propagate: bool
     return Made(
         Lines(out.view(fmt.torch_dtype), row_scales, found[0]) if direct else None,
         Lines(turned.view(fmt.torch_dtype), column_scales, found[1]) if flipped else None,
-        broken[0],
     )
