@@ -33,9 +33,7 @@ def _input(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (torch.randn(ROWS, width) * torch.logspace(-2, 1, ROWS)[:, None]).to(device, dtype)
 
 
-def _made(
-    name: str, x: Tensor, cast: str, *, amax: Tensor | None = None, scale: Tensor | None = None
-) -> CastResult:
+def _made(name: str, x: Tensor, cast: str, *, amax: Tensor | None = None, scale: Tensor | None = None) -> CastResult:
     gated = ACTIVATIONS[name].gated
     return fused.cast_activation(x, FUNCTIONS[name], CASTS[cast], gated=gated, amax=amax, scale=scale)
 

@@ -34,9 +34,7 @@ def one_after_the_other() -> Iterator[None]:
         yield
 
 
-def _mlp(
-    recipe: str = "tensorwise", *, normalization: str = "rmsnorm", activation: str = "swiglu"
-) -> LayerNormMLP:
+def _mlp(recipe: str = "tensorwise", *, normalization: str = "rmsnorm", activation: str = "swiglu") -> LayerNormMLP:
     layer = LayerNormMLP(48, 40, recipe=recipe, device=DEVICE, normalization=normalization, activation=activation)
     spread_out(layer)
     return layer
@@ -159,8 +157,9 @@ def test_a_gradient_for_the_norm_alone() -> None:
     layer.linear.requires_grad_(False)
     x = _x(6).detach()
     layer(x).square().sum().backward()
-    assert layer.norm.weight.grad is not None
-    assert layer.norm.weight.grad.abs().sum() > 0
+    for parameter in layer.norm.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().sum() > 0
     assert layer.linear.weight.grad is None
 
 
@@ -225,6 +224,27 @@ def test_where_there_is_no_kernel_the_device_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "DEVICES", ("cuda",))
     layer, x = _mlp().cpu(), torch.zeros(3, 48)
     assert layers.unfused_reason(x, layer.fc1, layer.norm) == "the kernels run on cuda, and the tensor is on cpu"
+
+
+def test_torch_func_goes_through_the_layers_one_after_the_other() -> None:
+    layer, x = LayerNormLinear(48, 24, device=DEVICE), _x(3).detach()
+    seen = []
+
+    def loss(x: Tensor) -> Tensor:
+        seen.append(layers.unfused_reason(x, layer.linear, layer.norm))
+        return x.sum()
+
+    torch.func.grad(loss)(x)
+    assert seen == ["the kernels know nothing of torch.func"]
+
+
+def test_hooks_of_every_module_are_seen() -> None:
+    layer, x = _mlp(), _x(3)
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert "hooks of every module" in (layers.unfused_reason(x, layer.fc1, layer.norm) or "")
+    finally:
+        hook.remove()
 
 
 def test_the_norms_output_on_request_is_made() -> None:
