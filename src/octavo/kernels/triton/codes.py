@@ -77,11 +77,12 @@ def is_infinite(x):
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
-    """FP32 numbers in DTYPE, nearest, ties to even. The interpreter's own bfloat16 would cut bits off."""
+    """FP32 numbers in DTYPE, nearest, ties to even. The interpreter's bfloat16 cuts bits off, loses subnormals."""
     if _INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x1_0000
-        x = tl.where((bits & _MAGNITUDE_BITS) > _INFINITY_BITS, bits | 0x40_0000, nearest).to(tl.float32, bitcast=True)
+        nearest = tl.where((bits & _MAGNITUDE_BITS) > _INFINITY_BITS, bits | 0x40_0000, nearest)
+        return (nearest >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(DTYPE)
 
 
