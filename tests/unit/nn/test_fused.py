@@ -189,6 +189,8 @@ def test_checkpointing_counts_once() -> None:
     [
         (lambda layer: layer.fc1.register_forward_hook(lambda *_: None), "hooks"),
         (lambda layer: layer.norm.register_forward_pre_hook(lambda *_: None), "hooks"),
+        (lambda layer: layer.fc1.register_full_backward_hook(lambda *_: None), "hooks"),
+        (lambda layer: setattr(layer.norm, "forward", layer.norm.forward), "another forward"),
         (lambda layer: setattr(layer, "fc1", nn.Linear(48, 80, device=DEVICE)), "replaced"),
         (lambda layer: setattr(layer, "norm", nn.Identity()), "replaced"),
         (lambda layer: layer.fc1.set_recipe(octavo.recipes.get("bf16")), "recipe 'bf16' casts no input"),
@@ -245,6 +247,21 @@ def test_hooks_of_every_module_are_seen() -> None:
         assert "hooks of every module" in (layers.unfused_reason(x, layer.fc1, layer.norm) or "")
     finally:
         hook.remove()
+
+
+def test_what_stands_between_is_rounded_by_nobody_else() -> None:
+    layer, x = _mlp(), torch.zeros(3, 48, dtype=torch.bfloat16, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        reason = layers.unfused_reason(x, layer.fc1, layer.norm)
+    assert reason == "torch.bfloat16 is rounded to torch.float16 between the two layers"
+
+
+def test_tensors_of_another_class_are_left_to_the_layers() -> None:
+    class Marked(Tensor):
+        pass
+
+    layer, x = _mlp(), torch.zeros(3, 48, device=DEVICE).as_subclass(Marked)
+    assert layers.unfused_reason(x, layer.fc1, layer.norm) == "the kernels take plain tensors"
 
 
 def test_the_norms_output_on_request_is_made() -> None:
