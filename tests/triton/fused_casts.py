@@ -33,7 +33,9 @@ CASTS = {
 }
 
 
-def cast_by_torch(y: Tensor, cast: ResultCast, **given: Tensor | None) -> QuantizedTensor:
+def cast_by_torch(
+    y: Tensor, cast: ResultCast, *, amax: Tensor | None = None, scale: Tensor | None = None
+) -> QuantizedTensor:
     return quantize(
         y,
         cast.format,
@@ -43,7 +45,8 @@ def cast_by_torch(y: Tensor, cast: ResultCast, **given: Tensor | None) -> Quanti
         amax_floor=cast.rule.amax_floor,
         margin=cast.rule.margin,
         nonfinite=cast.nonfinite,
-        **given,
+        amax=amax,
+        scale=scale,
     )
 
 

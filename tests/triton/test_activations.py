@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import fused
+from octavo.kernels.result_cast import CastResult
 from octavo.nn.activations import ACTIVATIONS
 from tests.triton.fused_casts import CASTS, assert_operands_of, cast_by_torch
 
@@ -32,8 +33,9 @@ def _input(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (torch.randn(ROWS, width) * torch.logspace(-2, 1, ROWS)[:, None]).to(device, dtype)
 
 
-def _made(name: str, x: Tensor, cast: str, **given: Tensor):
-    return fused.cast_activation(x, FUNCTIONS[name], CASTS[cast], gated=ACTIVATIONS[name].gated, **given)
+def _made(name: str, x: Tensor, cast: str, *, amax: Tensor | None = None, scale: Tensor | None = None) -> CastResult:
+    gated = ACTIVATIONS[name].gated
+    return fused.cast_activation(x, FUNCTIONS[name], CASTS[cast], gated=gated, amax=amax, scale=scale)
 
 
 @pytest.mark.parametrize("cast", CASTS)

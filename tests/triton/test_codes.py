@@ -109,3 +109,35 @@ def test_an_amax_gets_the_scale_of_the_definition(fmt: Format, rounding: ScaleRo
         _scales[_grid(amaxes)](amaxes.to(device), out, len(amaxes), **constants, MARGIN=margin, SIZE=SIZE)
         assert torch.equal(out[0].cpu(), wanted)
         assert torch.equal(out[1].cpu(), wanted.reciprocal())
+
+
+@triton.jit
+def _round(x, out, count, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    number = tl.load(x + at, mask=at < count, other=0.0)
+    tl.store(out + at, kernels.round_to(number, out.dtype.element_ty), mask=at < count)
+
+
+def test_sixteen_bits_are_rounded_as_torch_rounds(device):
+    """Every bfloat16 number, what lies between it and the next, the midpoint among it, and NaN of every payload."""
+    high = torch.arange(1 << 16).repeat(5)
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001]).repeat_interleave(1 << 16)
+    numbers = ((high << 16) | low).to(torch.uint32).view(torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.empty(numbers.shape, dtype=dtype, device=device)
+        _round[_grid(numbers)](numbers.to(device), out, numbers.numel(), SIZE=SIZE)
+        torch.testing.assert_close(out.cpu(), numbers.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _read_scale(x, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, kernels.number_from_scale(tl.load(x + at)))
+
+
+def test_every_scale_of_a_byte(device):
+    every = torch.arange(256, dtype=torch.uint8)
+    for held in (every, every.view(torch.float8_e8m0fnu).float()):
+        out = torch.empty(256, device=device)
+        _read_scale[(1,)](held.to(device), out, SIZE=256)
+        torch.testing.assert_close(out.cpu(), every.view(torch.float8_e8m0fnu).float(), rtol=0, atol=0, equal_nan=True)

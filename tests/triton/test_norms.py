@@ -40,6 +40,10 @@ def _result(  # the kernels' operations in their order
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
+def _double(x: Tensor) -> Tensor:
+    return x.cpu().double()
+
+
 def _exact(x: Tensor, gain: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:
     """The norm in the inputs' own arithmetic."""
     weight = gain + 1 if spec.zero_centered else gain
@@ -58,8 +62,8 @@ def test_codes_are_those_of_the_norm_with_the_kernels_own_statistics(
     made, mean, rstd = fused.cast_norm(x, gain, bias, spec, asked, handed_on=handed_on)
     y = _result(x, gain, bias, mean, rstd, spec, handed_on)
     assert_operands_of(made, y.cpu(), asked)
-    exact = _exact(*(None if t is None else t.cpu().double() for t in (x, gain, bias)), spec)
-    torch.testing.assert_close(y.cpu().double(), exact, rtol=torch.finfo(handed_on).eps, atol=4e-6)
+    exact = _exact(_double(x), _double(gain), None if bias is None else _double(bias), spec)
+    torch.testing.assert_close(_double(y), exact, rtol=torch.finfo(handed_on).eps, atol=4e-6)
 
 
 @pytest.mark.parametrize("cast", ["tensor", "row", "32 of a row, bytes", "128 of a row"])
@@ -114,14 +118,14 @@ def test_gradients(kind: str, dtype: torch.dtype, device: torch.device, monkeypa
     grad_y = torch.randn(SHAPE).to(device, dtype)
     _, mean, rstd = fused.cast_norm(x, gain, bias, spec, CASTS["row"], handed_on=dtype)
     made = fused.norm_backward(grad_y, x, gain, mean, rstd, spec, has_bias=bias is not None)
-    exact = [t.cpu().double().requires_grad_() for t in (x, gain, bias) if t is not None]
+    exact = [_double(t).requires_grad_() for t in (x, gain, bias) if t is not None]
     y = _exact(exact[0], exact[1], exact[2] if bias is not None else None, spec)
-    wanted = torch.autograd.grad(y, exact, grad_y.cpu().double())
+    wanted = torch.autograd.grad(y, exact, _double(grad_y))
     assert [m.dtype for m in made] == [dtype, torch.float32, torch.float32]
     assert (made[2].numel() == 0) == (bias is None)
     for ours, theirs in zip(made, wanted, strict=False):
         eps = torch.finfo(ours.dtype).eps
-        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=eps, atol=8 * 2**-23 * float(theirs.abs().max()))
+        torch.testing.assert_close(_double(ours), theirs, rtol=eps, atol=8 * 2**-23 * float(theirs.abs().max()))
 
 
 def test_sums_for_the_parameters_are_the_same_every_time(device: torch.device) -> None:

@@ -5,7 +5,6 @@ operator for each, ``octavo::norm_cast``, ``norm_backward``, ``activation_cast``
 """
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from octavo.formats import E4M3, E5M2, E8M0, FP32, format_of
 from octavo.kernels.cpu import ScaleRule, is_traced
 from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast, new_result
+from octavo.kernels.triton.launching import WHY_ABSENT
 from octavo.numerics import Nonfinite, PerBlock, ScaleRounding
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 
@@ -36,7 +36,7 @@ FUNCTIONS = ("gelu", "gelu_tanh", "qgelu", "relu", "silu", "srelu")
 LONGEST_ROW = 16384  # what the registers of one program hold
 LONGEST_LAYERNORM = 8192  # beside two running sums for its parameters
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HAS_TRITON = find_spec("triton") is not None  # a look for the file, without importing it
+_CODES = (E4M3.torch_dtype, E5M2.torch_dtype)
 _BLOCK_WIDTHS = (16, 32, 64, 128)  # that divide a tile
 
 
@@ -44,7 +44,9 @@ def wrong_place_reason(x: Tensor) -> str | None:
     """Why no kernel runs where ``x`` is; None where they do."""
     if x.device.type not in DEVICES:
         return f"the kernels run on {', '.join(DEVICES)}, and the tensor is on {x.device}"
-    return None if _HAS_TRITON else "triton is not installed"
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
+        return "the kernels know nothing of torch.func"
+    return WHY_ABSENT
 
 
 def no_kernel_reason(x: Tensor, columns: int, cast: ResultCast, *, longest: int = LONGEST_ROW) -> str | None:
@@ -60,7 +62,7 @@ def _objections(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iter
         yield "the tensor is empty"
     if columns > longest:
         yield f"a row of {columns} is longer than {longest}"
-    if cast.format not in (E4M3, E5M2):
+    if cast.format.torch_dtype not in _CODES:
         yield f"the kernels write E4M3 and E5M2, not {cast.format}"
     if isinstance(groups, PerBlock) and (groups.rows != 1 or groups.columns not in _BLOCK_WIDTHS):
         yield f"the kernels scale blocks of one row and {', '.join(map(str, _BLOCK_WIDTHS))} columns, not {groups}"

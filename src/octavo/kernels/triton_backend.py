@@ -8,7 +8,6 @@ In a traced graph a product is one operator, ``octavo::triton_mm``.
 """
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -17,14 +16,14 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels.backend import MatmulProblem, block_widths
 from octavo.kernels.cpu import is_traced
 from octavo.kernels.reference import ReferenceBackend
+from octavo.kernels.triton.launching import WHY_ABSENT
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 
-__all__ = ["TritonBackend", "objections_to_device"]
+__all__ = ["TritonBackend"]
 
 _WIDTHS = (32, 64, CHAIN)
-_INSTALLED = find_spec("triton") is not None
 _REFERENCE = ReferenceBackend()
 
 
@@ -51,22 +50,17 @@ class TritonBackend:
         return result
 
 
-def objections_to_device(device: str, *dtypes: torch.dtype) -> Iterator[str]:
-    """What keeps Triton's kernels from multiplying codes of these dtypes on a type of device."""
-    if device != "cuda":
-        yield f"it runs on CUDA, and the operands are on {device}"
+def _objections(problem: MatmulProblem) -> Iterator[str]:
+    if problem.device != "cuda":
+        yield f"it runs on CUDA, and the operands are on {problem.device}"
         return  # asking for the capability would start CUDA
-    if not _INSTALLED:
-        yield "triton is not installed"
+    if WHY_ABSENT is not None:
+        yield WHY_ABSENT
     major, minor = torch.cuda.get_device_capability()
     if major < 9:
         yield f"it is written for Hopper, compute capability 9.0, and this device has {major}.{minor}"
-    if set(dtypes) - {E4M3.torch_dtype, E5M2.torch_dtype}:
+    if {problem.a_dtype, problem.b_dtype} - {E4M3.torch_dtype, E5M2.torch_dtype}:
         yield "it multiplies E4M3 and E5M2"
-
-
-def _objections(problem: MatmulProblem) -> Iterator[str]:
-    yield from objections_to_device(problem.device, problem.a_dtype, problem.b_dtype)
     widths = sorted(width for width in block_widths(problem) if width < problem.k)
     if len(widths) > 1:
         yield f"its blocks of K are as wide in both operands, not {' and '.join(map(str, widths))}"

@@ -9,7 +9,7 @@ Recipe, scales, histories, counts and hooks are those of the two layers one afte
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,19 @@ from octavo.recipes import CastSpec, Recipe, Scaling
 
 __all__ = ["activation_then_linear", "norm_then_linear", "unfused_reason"]
 
-_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
-# A gated activation and the function of its gate.
-_GATED = {
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_tanh",
-    "qgeglu": "qgelu",
-    "reglu": "relu",
-    "sreglu": "srelu",
-    "swiglu": "silu",
-}
+_LINEARS, _NORMS = frozenset({Linear}), frozenset({LayerNorm, RMSNorm})
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_UNGATED = {each.function: name for name, each in ACTIVATIONS.items() if not each.gated}
+_FUNCTION = {name: _UNGATED[each.function] for name, each in ACTIVATIONS.items()}  # swiglu's is silu
+
+
+class _Plan(NamedTuple):
+    """How one kernel serves where two layers would."""
+
+    recipe: Recipe
+    spec: CastSpec
+    cast: ResultCast
+    handed_on: torch.dtype  # what the result is rounded to before it is cast
 
 
 def norm_then_linear(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
@@ -48,38 +51,39 @@ def norm_then_linear(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
         >>> torch.equal(norm_then_linear(norm, linear, x), linear(norm(x)))
         True
     """
-    if unfused_reason(x, linear, norm) is not None:
+    plan = _plan(x, linear, norm)
+    if isinstance(plan, str):
         y: Tensor = linear(norm(x))
         return y
     assert isinstance(norm, LayerNorm | RMSNorm)
-    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    weight, bias = norm.weight, norm.bias if isinstance(norm, LayerNorm) else None
     spec = NormSpec(layer=isinstance(norm, LayerNorm), eps=norm.eps, zero_centered=norm.zero_centered)
-    learns = any(t is not None and t.requires_grad for t in (x, norm.weight, bias))
 
-    def make(cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
+    def make(amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
         made: tuple[Tensor, ...] = _CastNorm.apply(  # type: ignore[no-untyped-call]
-            x, norm.weight, bias, spec, cast, autocast_dtype(x), amax, scale
+            x, weight, bias, spec, plan.cast, plan.handed_on, amax, scale
         )
         return made
 
-    return _multiply(linear, make, autocast_dtype(x), learns=learns)
+    learns = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return _multiply(linear, plan, make, learns=learns)
 
 
 def activation_then_linear(activation: str, linear: nn.Module, x: Tensor) -> Tensor:
     """``linear(ACTIVATIONS[activation](x))``."""
     gated = ACTIVATIONS[activation].gated
-    if unfused_reason(x, linear, halves=2 if gated else 1) is not None:
+    plan = _plan(x, linear, halves=2 if gated else 1)
+    if isinstance(plan, str):
         y: Tensor = linear(ACTIVATIONS[activation](x))
         return y
-    function = _GATED.get(activation, activation)
 
-    def make(cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
+    def make(amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
         made: tuple[Tensor, ...] = _CastActivation.apply(  # type: ignore[no-untyped-call]
-            x, function, gated, cast, amax, scale
+            x, _FUNCTION[activation], gated, plan.cast, amax, scale
         )
         return made
 
-    return _multiply(linear, make, x.dtype, learns=x.requires_grad)
+    return _multiply(linear, plan, make, learns=x.requires_grad)
 
 
 def unfused_reason(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves: int = 1) -> str | None:
@@ -91,57 +95,58 @@ def unfused_reason(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, 
         norm: the norm, if it is one.
         halves: 2 for an activation with a gate, which reads twice the width that it returns.
     """
-    return next(_objections(x, linear, norm, halves), None)
+    plan = _plan(x, linear, norm, halves=halves)
+    return plan if isinstance(plan, str) else None
 
 
-def _objections(x: Tensor, linear: nn.Module, norm: nn.Module | None, halves: int) -> Iterator[str]:
-    if (reason := fused.wrong_place_reason(x)) is not None:
-        yield reason
-    if not isinstance(linear, Linear) or (norm is not None and not isinstance(norm, LayerNorm | RMSNorm)):
-        yield "one of the two layers was replaced"
-        return
-    if any(_is_watched(layer) for layer in (linear, norm) if layer is not None):
-        yield "one of the two layers has hooks, or another forward, which see what stands between them"
-    if not all(_is_plain(t) for t in (x, None if norm is None else norm.weight)):
-        yield "the kernels take plain tensors"
-    if x.ndim == 0 or x.shape[-1] != linear.in_features * halves or (norm is not None and norm.size != x.shape[-1]):
-        yield f"the layers refuse inputs {tuple(x.shape)}"
-        return
+def _plan(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves: int = 1) -> _Plan | str:
+    """A plan, or the reason why there is none. Every eager call asks: a few microseconds."""
+    reason = fused.wrong_place_reason(x) or next(_objections_to_layers(x, linear, norm, halves), None)
+    if reason is not None:
+        return reason
+    assert isinstance(linear, Linear)
     recipe = linear.recipe_now()
-    if recipe.output.a is None:
-        yield f"recipe {recipe.name!r} casts no input"
-        return
-    yield from _cast_objections(recipe, recipe.output.a, transpose=_transposes(linear))
-    if autocast_dtype(x) is not x.dtype and (norm is None or x.dtype is not torch.float32):
-        yield f"{x.dtype} is rounded to {autocast_dtype(x)} between the two layers"
+    spec = recipe.output.a
+    if spec is None:
+        return f"recipe {recipe.name!r} casts no input"
+    transpose = linear.weight.requires_grad and torch.is_grad_enabled()  # the weight's gradient will read it
+    plan = _Plan(recipe, spec, _result_cast(spec, transpose=transpose), autocast_dtype(x))
     longest = fused.LONGEST_LAYERNORM if isinstance(norm, LayerNorm) else fused.LONGEST_ROW
-    cast = _result_cast(recipe.output.a, transpose=_transposes(linear))
-    if (reason := fused.no_kernel_reason(x, linear.in_features, cast, longest=longest)) is not None:
-        yield reason
+    reason = fused.no_kernel_reason(x, linear.in_features, plan.cast, longest=longest)
+    return reason or next(_objections_to_plan(x, plan, from_norm=norm is not None), plan)
 
 
-def _cast_objections(recipe: Recipe, spec: CastSpec, *, transpose: bool) -> Iterator[str]:
-    if transpose and recipe.grad_weight.b != spec:
+def _objections_to_layers(x: Tensor, linear: nn.Module, norm: nn.Module | None, halves: int) -> Iterator[str]:
+    if not _is_itself(linear, _LINEARS) or not (norm is None or _is_itself(norm, _NORMS)):
+        yield "one of the two layers was replaced, or has hooks or another forward, which see what stands between them"
+        return
+    assert isinstance(linear, Linear)
+    assert norm is None or isinstance(norm, LayerNorm | RMSNorm)
+    if nn.modules.module._has_any_global_hook():  # noqa: SLF001
+        yield "hooks of every module see what stands between the two layers"
+    elif type(x) not in _PLAIN or (norm is not None and type(norm.weight) not in _PLAIN):
+        yield "the kernels take plain tensors"
+    elif x.ndim == 0 or x.shape[-1] != linear.in_features * halves or (norm is not None and norm.size != x.shape[-1]):
+        yield f"the layers refuse inputs {tuple(x.shape)}"
+
+
+def _objections_to_plan(x: Tensor, plan: _Plan, *, from_norm: bool) -> Iterator[str]:
+    recipe, spec, cast, handed_on = plan
+    if cast.transpose and recipe.grad_weight.b != spec:
         yield f"recipe {recipe.name!r} casts the input in another way for grad_weight"
     if recipe.is_delayed and not isinstance(spec.granularity, PerTensor):
         yield "a history needs the amax of the whole tensor"
+    if handed_on is not x.dtype and not (from_norm and x.dtype is torch.float32):
+        yield f"{x.dtype} is rounded to {handed_on} between the two layers"
 
 
-def _is_watched(layer: nn.Module) -> bool:
-    """Whether others see the layer's calls: hooks, another class (parametrizations, sharding), another forward."""
-    every_module = nn.modules.module
-    hooks = [getattr(layer, f"_{kind}_hooks") for kind in _HOOKS]
-    hooks += [getattr(every_module, f"_global_{kind}_hooks") for kind in _HOOKS]
-    return any(hooks) or type(layer) not in {Linear, LayerNorm, RMSNorm} or "forward" in vars(layer)
-
-
-def _is_plain(x: Tensor | None) -> bool:
-    return x is None or type(x) in {Tensor, nn.Parameter}
-
-
-def _transposes(linear: Linear) -> bool:
-    """Whether the weight's gradient will read the input."""
-    return linear.weight.requires_grad and torch.is_grad_enabled()
+def _is_itself(layer: nn.Module, types: frozenset[type]) -> bool:
+    """Whether nobody sees its calls: no other class (parametrizations, sharding), no other forward, no hooks."""
+    own = vars(layer)
+    if type(layer) not in types or "forward" in own:
+        return False
+    before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
+    return not (before or after or own["_backward_pre_hooks"] or own["_backward_hooks"])
 
 
 def _result_cast(spec: CastSpec, *, transpose: bool) -> ResultCast:
@@ -157,28 +162,25 @@ def _result_cast(spec: CastSpec, *, transpose: bool) -> ResultCast:
 
 def _multiply(
     linear: nn.Module,
-    make: Callable[[ResultCast, Tensor | None, Tensor | None], tuple[Tensor, ...]],
-    hp_dtype: torch.dtype,
+    plan: _Plan,
+    make: Callable[[Tensor | None, Tensor | None], tuple[Tensor, ...]],
     *,
     learns: bool,
 ) -> Tensor:
     """``linear`` of the placeholder and the operands that ``make`` makes with the layer's scales."""
     assert isinstance(linear, Linear)
-    recipe = linear.recipe_now()
-    spec = recipe.output.a
-    assert spec is not None
-    cast = _result_cast(spec, transpose=_transposes(linear))
+    recipe, spec, cast, handed_on = plan
 
     def cast_input(tap: RoleTap) -> tuple[Tensor, InputOperands]:
         amax = tap.amax if spec.scaling == Scaling.DELAYED else None
         scale = tap.scale if spec.scaling == Scaling.STATIC else None
-        placeholder, *written = make(cast, amax, scale)
+        placeholder, *written = make(amax, scale)
         made = CastResult(*written)
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
             tap.nonfinite = None
         with torch.no_grad():
             tap.record(placeholder, made.measurement())
-        return placeholder, InputOperands(*made.operands(cast, hp_dtype, scale))
+        return placeholder, InputOperands(*made.operands(cast, handed_on, scale))
 
     return linear.forward_cast(recipe, cast_input, learns=learns)
 

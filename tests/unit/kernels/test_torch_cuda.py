@@ -77,6 +77,15 @@ def test_it_objects_in_words(changes, reason, monkeypatch):
     assert CudaBackend().unsupported_reason(replace(PROBLEM, **changes)) == reason
 
 
+@pytest.mark.parametrize("capability", [ADA, BLACKWELL])
+def test_only_hopper_sums_as_hopper_does(capability, monkeypatch):
+    device_is(monkeypatch, capability)
+    assert CudaBackend().unsupported_reason(replace(PROBLEM, accumulate=Accumulate.FP32)) is None
+    for accumulate in (Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW):
+        reason = CudaBackend().unsupported_reason(replace(PROBLEM, accumulate=accumulate)) or ""
+        assert reason.startswith("only Hopper sums as Hopper does")
+
+
 def test_it_leaves_to_others_what_it_would_round_twice(monkeypatch):
     rows = replace(PROBLEM, a_granularity=PerRow(), accumulate=Accumulate.FP32)
     plain, biased = replace(rows, out_dtype=torch.bfloat16), replace(rows, out_dtype=torch.bfloat16, bias=True)

@@ -33,7 +33,7 @@ GROUPS = {"a_granularity": PerBlock(1, 32), "b_granularity": PerBlock(1, 32)}
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(triton_backend, "_INSTALLED", True)
+    monkeypatch.setattr(triton_backend, "WHY_ABSENT", None)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_it_objects_to_devices_and_to_its_own_absence(monkeypatch):
     assert TritonBackend().unsupported_reason(PROBLEM) is None
     newer = "only Hopper sums as Hopper does, and this device has compute capability 10.0"
     assert TritonBackend().unsupported_reason(replace(PROBLEM, accumulate=SLOW)) == newer
-    monkeypatch.setattr(triton_backend, "_INSTALLED", False)
+    monkeypatch.setattr(triton_backend, "WHY_ABSENT", "triton is not installed")
     assert TritonBackend().unsupported_reason(PROBLEM) == "triton is not installed"
 
 

@@ -29,16 +29,13 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def one_after_the_other() -> Iterator[None]:
-    devices, kernels.DEVICES = kernels.DEVICES, ()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "DEVICES", ())
         yield
-    finally:
-        kernels.DEVICES = devices
 
 
-def _mlp(recipe: str = "tensorwise", **options: object) -> LayerNormMLP:
-    options = {"activation": "swiglu", "normalization": "rmsnorm", **options}
-    layer = LayerNormMLP(48, 40, recipe=recipe, device=DEVICE, **options)
+def _mlp(recipe: str = "tensorwise", *, normalization: str = "rmsnorm", activation: str = "swiglu") -> LayerNormMLP:
+    layer = LayerNormMLP(48, 40, recipe=recipe, device=DEVICE, normalization=normalization, activation=activation)
     spread_out(layer)
     return layer
 
@@ -53,17 +50,18 @@ def _train(layer: nn.Module, x: Tensor, up: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], up.to(y.dtype))]
 
 
-def _is_fused(layer: nn.Module, x: Tensor) -> bool:
-    """Whether no call of a norm's own forward was needed."""
+def _is_fused(layer: LayerNormLinear | LayerNormMLP, x: Tensor) -> bool:
+    """Whether a call passes by the forward of the norm's class."""
     calls = []
-    plain, layer.norm.forward = layer.norm.forward, lambda x: calls.append(x) or plain(x)
-    watched = layers._is_watched
-    layers._is_watched = lambda module: False
-    try:
+
+    def forward(norm: nn.Module, x: Tensor) -> Tensor:
+        calls.append(norm)
+        return plain(norm, x)
+
+    plain = type(layer.norm).forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layer.norm), "forward", forward)
         layer(x)
-    finally:
-        layers._is_watched = watched
-        del layer.norm.forward
     return not calls
 
 
@@ -93,8 +91,13 @@ def test_what_stands_between_is_never_made(recipe: str) -> None:
     layer, x = _mlp(recipe), _x(6)
     layer(x)  # makes a delayed layer's history
     assert _is_fused(layer, x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        kept: list[Tensor] = []
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x)
     wide = [t for t in kept if t.dtype is torch.float32 and t.shape in {(6, 40), (6, 48)}]
     assert [t.data_ptr() for t in wide] == [x.data_ptr()]  # the norm's input, not its result, nor the activation's
@@ -154,8 +157,9 @@ def test_a_gradient_for_the_norm_alone() -> None:
     layer.linear.requires_grad_(False)
     x = _x(6).detach()
     layer(x).square().sum().backward()
-    assert layer.norm.weight.grad is not None
-    assert layer.norm.weight.grad.abs().sum() > 0
+    for parameter in layer.norm.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().sum() > 0
     assert layer.linear.weight.grad is None
 
 
@@ -185,6 +189,8 @@ def test_checkpointing_counts_once() -> None:
     [
         (lambda layer: layer.fc1.register_forward_hook(lambda *_: None), "hooks"),
         (lambda layer: layer.norm.register_forward_pre_hook(lambda *_: None), "hooks"),
+        (lambda layer: layer.fc1.register_full_backward_hook(lambda *_: None), "hooks"),
+        (lambda layer: setattr(layer.norm, "forward", layer.norm.forward), "another forward"),
         (lambda layer: setattr(layer, "fc1", nn.Linear(48, 80, device=DEVICE)), "replaced"),
         (lambda layer: setattr(layer, "norm", nn.Identity()), "replaced"),
         (lambda layer: layer.fc1.set_recipe(octavo.recipes.get("bf16")), "recipe 'bf16' casts no input"),
@@ -222,6 +228,42 @@ def test_where_there_is_no_kernel_the_device_is_named(monkeypatch: pytest.Monkey
     assert layers.unfused_reason(x, layer.fc1, layer.norm) == "the kernels run on cuda, and the tensor is on cpu"
 
 
+def test_torch_func_goes_through_the_layers_one_after_the_other() -> None:
+    layer, x = LayerNormLinear(48, 24, device=DEVICE), _x(3).detach()
+    seen = []
+
+    def loss(x: Tensor) -> Tensor:
+        seen.append(layers.unfused_reason(x, layer.linear, layer.norm))
+        return x.sum()
+
+    torch.func.grad(loss)(x)
+    assert seen == ["the kernels know nothing of torch.func"]
+
+
+def test_hooks_of_every_module_are_seen() -> None:
+    layer, x = _mlp(), _x(3)
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert "hooks of every module" in (layers.unfused_reason(x, layer.fc1, layer.norm) or "")
+    finally:
+        hook.remove()
+
+
+def test_what_stands_between_is_rounded_by_nobody_else() -> None:
+    layer, x = _mlp(), torch.zeros(3, 48, dtype=torch.bfloat16, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        reason = layers.unfused_reason(x, layer.fc1, layer.norm)
+    assert reason == "torch.bfloat16 is rounded to torch.float16 between the two layers"
+
+
+def test_tensors_of_another_class_are_left_to_the_layers() -> None:
+    class Marked(Tensor):
+        pass
+
+    layer, x = _mlp(), torch.zeros(3, 48, device=DEVICE).as_subclass(Marked)
+    assert layers.unfused_reason(x, layer.fc1, layer.norm) == "the kernels take plain tensors"
+
+
 def test_the_norms_output_on_request_is_made() -> None:
     layer = LayerNormLinear(48, 24, return_norm_output=True, device=DEVICE)
     x = _x(6)
@@ -234,7 +276,8 @@ def test_the_norms_output_on_request_is_made() -> None:
 def test_one_graph(recipe: str) -> None:
     layer, x, up = _mlp(recipe), _x(6), torch.randn(6, 48, device=DEVICE)
     _train(layer, x, up)
-    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    compiled = copy.deepcopy(layer)
+    compiled.compile(backend="aot_eager", fullgraph=True)
     made, wanted = _train(compiled, x, up), _train(layer, x, up)
     for got, exact in zip(made, wanted, strict=True):
         torch.testing.assert_close(got, exact)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.result_cast import CastResult, ResultCast
-from octavo.kernels.triton import codes, epilogues
+from octavo.kernels.triton import codes, epilogues, launching
 
 __all__ = ["activation_backward", "cast_activation"]
 
@@ -41,7 +41,7 @@ def _tanh_argument(x):
 
 
 @triton.jit
-def _function(x, NAME: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+def _function(x, NAME: tl.constexpr, DTYPE: tl.constexpr):
     """f(x) in FP32, rounded to DTYPE."""
     if NAME == "relu":
         y = tl.where(x <= 0, 0.0, x)  # NaN stays NaN
@@ -56,9 +56,9 @@ def _function(x, NAME: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr
         y = x / (1.0 + tl.exp(-_tanh_argument(x)))
     else:
         tl.static_assert(NAME == "qgelu")
-        inner = epilogues.rounded(x * _QUICK_SLOPE, DTYPE, HARDWARE)
-        y = x * epilogues.rounded(1.0 / (1.0 + tl.exp(-inner)), DTYPE, HARDWARE)
-    return epilogues.rounded(y, DTYPE, HARDWARE)
+        inner = codes.round_to(x * _QUICK_SLOPE, DTYPE).to(tl.float32)
+        y = x * codes.round_to(1.0 / (1.0 + tl.exp(-inner)), DTYPE).to(tl.float32)
+    return codes.round_to(y, DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -91,14 +91,14 @@ def _function_and_slope(x, NAME: tl.constexpr):
 
 
 @triton.jit
-def _activated(x, row, at, inside, columns, NAME: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr):
+def _activated(x, row, at, inside, columns, NAME: tl.constexpr, GATED: tl.constexpr):
     """Y at columns ``at`` of a row, or a column of rows; 0 where not ``inside``."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     here = row.to(tl.int64) * (columns * (2 if GATED else 1)) + at
-    y = _function(tl.load(x + here, mask=inside, other=0.0).to(tl.float32), NAME, DTYPE, HARDWARE)
+    y = _function(tl.load(x + here, mask=inside, other=0.0).to(tl.float32), NAME, DTYPE)
     if GATED:
         up = tl.load(x + here + columns, mask=inside, other=0.0).to(tl.float32)
-        y = epilogues.rounded(y * up, DTYPE, HARDWARE)
+        y = codes.round_to(y * up, DTYPE).to(tl.float32)
     return y
 
 
@@ -121,7 +121,7 @@ def _activation_rows_kernel(
         count = tl.where(tl.load(known) > 0, 0, count)
     for step in range(count):
         row = first + step
-        y = _activated(x, row, at, inside, columns, NAME, GATED, HARDWARE)
+        y = _activated(x, row, at, inside, columns, NAME, GATED)
         magnitude, nonfinite = codes.finite_magnitude(y)
         broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
         if COLUMN_AMAX or not CAST_ROWS:
@@ -151,7 +151,7 @@ def _activation_tiles_kernel(
     row = (row_tile * ROWS + tl.arange(0, ROWS))[:, None]
     column = (column_tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
-    y = _activated(x, row, column, inside, columns, NAME, GATED, HARDWARE)
+    y = _activated(x, row, column, inside, columns, NAME, GATED)
     if KNOWN != "" or GROUPS > epilogues.ROW:
         magnitude, nonfinite = codes.finite_magnitude(y)
         amax, count = tl.max(magnitude), tl.sum(nonfinite)
@@ -169,8 +169,7 @@ def _activation_tiles_kernel(
 
 @triton.jit
 def _activation_backward_kernel(
-    grad_y, x, grad_x, columns, NAME: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr,
-    SIZE: tl.constexpr,
+    grad_y, x, grad_x, columns, NAME: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """A program takes SIZE columns of one row."""
     across = tl.cdiv(columns, SIZE)
@@ -183,9 +182,9 @@ def _activation_backward_kernel(
     DTYPE: tl.constexpr = grad_x.dtype.element_ty
     if GATED:
         up = tl.load(x + here + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + here + columns, epilogues.rounded(grad * y, DTYPE, HARDWARE).to(DTYPE), mask=inside)
+        tl.store(grad_x + here + columns, codes.round_to(grad * y, DTYPE), mask=inside)
         grad = grad * up
-    tl.store(grad_x + here, epilogues.rounded(grad * slope, DTYPE, HARDWARE).to(DTYPE), mask=inside)
+    tl.store(grad_x + here, codes.round_to(grad * slope, DTYPE), mask=inside)
 
 
 def cast_activation(
@@ -202,7 +201,7 @@ def cast_activation(
         **epilogues.PLAIN_ARITHMETIC,
     }
     by_row = launch.GROUPS == epilogues.ROW
-    with epilogues.on_device_of(x):
+    with launching.on_device_of(x):
         if by_row or (launch.GROUPS == epilogues.TENSOR and scale is None):
             shape = epilogues.row_launch(columns if by_row else min(columns, _MEASURED_AT_ONCE))
             across = triton.cdiv(columns, shape["SIZE"])
@@ -242,12 +241,11 @@ def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool
     rows, columns = grad_y.shape
     grad_x = torch.empty_like(x)
     size = min(triton.next_power_of_2(columns), 1024)
-    with epilogues.on_device_of(x):
+    with launching.on_device_of(x):
         _activation_backward_kernel[(rows * triton.cdiv(columns, size),)](
             *(grad_y, x, grad_x, columns),
             NAME=function,
             GATED=gated,
-            HARDWARE=codes.has_hardware_casts(x.device),
             SIZE=size,
             num_warps=4,
         )

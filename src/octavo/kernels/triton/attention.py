@@ -23,19 +23,11 @@ from octavo.errors import BackendError
 from octavo.kernels.decoding import PAGE, CacheTensors
 from octavo.kernels.triton import codes as numbers
 from octavo.kernels.triton.cache import of_layer
-from octavo.kernels.triton.few_rows import multiply_wide, round_bf16
+from octavo.kernels.triton.few_rows import multiply_wide
 
 __all__ = ["attend"]
 
 _PROGRAMS = 528  # four to a multiprocessor
-_SMALLEST: tl.constexpr = tl.constexpr(0x0040_0000)  # the bits of 2^-127, which is byte 0
-
-
-@triton.jit
-def _power(bytes_):
-    """E8M0 bytes as FP32."""
-    wide = bytes_.to(tl.int32)
-    return tl.where(wide == 0, _SMALLEST, wide << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -72,14 +64,14 @@ def attend_kernel(
         held = tl.load(keys + first * D + d[:, None] * SIZE + t[None, :], mask=(d < D)[:, None], other=0)
         scores = multiply_wide(query, _numbers(held, CODES, HARDWARE), tl.zeros([QUERIES, SIZE], tl.float32)) * scale
         if CODES:
-            scores *= _power(tl.load(key_scale + first + t))[None, :]
+            scores *= numbers.number_from_scale(tl.load(key_scale + first + t))[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp(scores - higher[:, None])
         shrink = tl.exp(maximum - higher)
         sums = sums * shrink + tl.sum(weights, axis=1)
         if CODES:
-            weights *= _power(tl.load(value_scale + first + t))[None, :]
+            weights *= numbers.number_from_scale(tl.load(value_scale + first + t))[None, :]
         unseen = seen[:, None] & (d < D)[None, :]  # what lies beyond may be left over, and no number
         held = tl.load(values + (first + t)[:, None] * D + d[None, :], mask=unseen, other=0)
         weighted = multiply_wide(weights, _numbers(held, CODES, HARDWARE), weighted * shrink[:, None])
@@ -103,7 +95,7 @@ def join_kernel(
     inside = used[:, None] & (d < D)[None, :]
     own = tl.load(found + (head * parts + part)[:, None] * D + d[None, :], mask=inside, other=0.0)
     y = tl.sum(own * weight[:, None], axis=0) / sums
-    tl.store(out + head * D + d, round_bf16(y) if out.dtype.element_ty == tl.bfloat16 else y, mask=d < D)
+    tl.store(out + head * D + d, numbers.round_to(y, out.dtype.element_ty), mask=d < D)
 
 
 def attend(

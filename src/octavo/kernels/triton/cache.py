@@ -22,7 +22,6 @@ from torch import Tensor
 from octavo.formats import E4M3
 from octavo.kernels.decoding import PAGE, CacheTensors
 from octavo.kernels.triton import codes
-from octavo.kernels.triton.few_rows import round_bf16
 
 __all__ = ["store"]
 
@@ -37,12 +36,11 @@ def _keep(
         magnitude, _ = codes.finite_magnitude(vector)
         amax = tl.max(magnitude, axis=0, keep_dims=True)
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, "rceil", 0.0, 0)
-        infinite = tl.abs(vector) == float("inf")
-        kept = codes.code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, infinite)
+        kept = codes.code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, codes.is_infinite(vector))
         scale = codes.reciprocal(encode).to(tl.int32, bitcast=True) >> 23
         tl.store(scales + place + tl.arange(0, 1), scale.to(tl.uint8))
     else:
-        kept = round_bf16(vector) if data.dtype.element_ty == tl.bfloat16 else vector
+        kept = codes.round_to(vector, data.dtype.element_ty)
     tl.store(data + first + d * step, kept, mask=d < D)
 
 

@@ -8,6 +8,7 @@ A kernel takes a format as three compile-time constants, ``MAX``, ``MANTISSA`` (
 :func:`format_constants` names. ``MANTISSA`` tells the two formats apart: 3 is E4M3, 2 is E5M2.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ __all__ = [
     "finite_magnitude",
     "format_constants",
     "has_hardware_casts",
+    "is_infinite",
     "number_from_code",
+    "number_from_scale",
     "reciprocal",
+    "round_to",
 ]
 
 INTERPRETED = triton.knobs.runtime.interpret
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 _FP32_TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
@@ -48,7 +53,12 @@ def format_constants(fmt: Format) -> dict[str, Any]:
 
 def has_hardware_casts(device: torch.device) -> bool:
     """Whether the device converts FP32 to FP8 itself."""
-    return not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+    return not INTERPRETED and _capability(device) >= (8, 9)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @triton.jit
@@ -57,6 +67,34 @@ def finite_magnitude(x):
     magnitude = x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS
     nonfinite = magnitude >= _INFINITY_BITS
     return tl.where(nonfinite, 0, magnitude).to(tl.float32, bitcast=True), nonfinite.to(tl.int32)
+
+
+@triton.jit
+def is_infinite(x):
+    """Where FP32 numbers are ±Inf."""
+    return (x.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS) == _INFINITY_BITS
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """FP32 numbers in DTYPE, nearest, ties to even. The interpreter's bfloat16 cuts bits off, loses subnormals."""
+    if _INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x1_0000
+        nearest = tl.where((bits & _MAGNITUDE_BITS) > _INFINITY_BITS, bits | 0x40_0000, nearest)
+        return (nearest >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def number_from_scale(held):
+    """Scales as FP32 numbers; bytes are E8M0."""
+    if held.dtype == tl.uint8:
+        exponent = held.to(tl.int32)
+        bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2^-127 is subnormal
+        bits = tl.where(exponent == 255, 0x7FC0_0000, bits)
+        held = bits.to(tl.float32, bitcast=True)
+    return held
 
 
 @triton.jit

@@ -14,7 +14,6 @@ bits of non-negative FP32 numbers are in the numbers' order, so integer maxima f
 come.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +33,6 @@ __all__ = [
     "cast_row",
     "cast_tile",
     "launch_of",
-    "on_device_of",
-    "rounded",
     "row_launch",
     "tile",
     "tiles",
@@ -47,26 +44,6 @@ TENSOR: tl.constexpr = tl.constexpr(0)
 ROW: tl.constexpr = tl.constexpr(1)  # any larger number is a block's width
 
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-@triton.jit
-def rounded(x, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 numbers rounded to DTYPE, still FP32. The interpreter's own bfloat16 would cut bits off."""
-    if DTYPE == tl.float32:
-        result = x
-    elif DTYPE == tl.bfloat16 and not HARDWARE:
-        bits = x.to(tl.int32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        result = tl.where((bits & 0x7FFF_FFFF) > 0x7F80_0000, bits | 0x40_0000, nearest).to(tl.float32, bitcast=True)
-    else:
-        result = x.to(DTYPE).to(tl.float32)
-    return result
-
-
-@triton.jit
-def _is_infinite(x):
-    """Whether FP32 numbers are ±Inf."""
-    return (x.to(tl.int32, bitcast=True) & 0x7FFF_FFFF) == 0x7F80_0000
 
 
 @triton.jit
@@ -118,7 +95,7 @@ def cast_row(
     """Cast a row by its own amax; ``at`` are its columns."""
     amax = tl.max(magnitude, axis=0, keep_dims=True)
     encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-    made = codes.code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, _is_infinite(y))
+    made = codes.code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, codes.is_infinite(y))
     tl.store(output + row.to(tl.int64) * columns + at, made, mask=inside)
     one = tl.arange(0, 1)
     _store_scale(output_scale + row + one, encode, one == 0, E8M0)
@@ -138,7 +115,7 @@ def cast_tile(
     """
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    infinite = _is_infinite(y)
+    infinite = codes.is_infinite(y)
     if GROUPS == TENSOR:
         encode = _tensor_encode_scale(found, known, KNOWN, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         made = codes.code_from_number(y * encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
@@ -167,7 +144,7 @@ def cast_tile(
                 turned, transposed_scale, column, row_tile, columns, rows,
                 MAX, MANTISSA, ROUNDING, FLOOR, MARGIN, E8M0, GROUPS, COLUMNS, ROWS,
             )  # fmt: skip
-            infinite = _is_infinite(turned)
+            infinite = codes.is_infinite(turned)
             made = codes.code_from_number(turned * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
         at = column[:, None].to(tl.int64) * rows + row[None, :]
         tl.store(transposed + at, made, mask=(column < columns)[:, None] & (row < rows)[None, :])
@@ -230,11 +207,6 @@ def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, sc
         KNOWN="scale" if scale is not None else "amax" if amax is not None else "",
         GROUPS=groups.columns if isinstance(groups, PerBlock) else int(isinstance(groups, PerRow)),
     )
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device, which need not be the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def row_launch(columns: int) -> dict[str, int]:

@@ -20,8 +20,6 @@ weights; for R rows 2·R·K bytes a program, of 16 to 64 rows of weights.
 Numbers do not depend on what else runs: there are no atomics. A row's result does depend on whether it is alone.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -30,22 +28,13 @@ from torch import Tensor
 from octavo.errors import BackendError
 from octavo.formats import E4M3
 from octavo.kernels.triton import codes as numbers
+from octavo.kernels.triton import launching
 from octavo.numerics import PerRow, PerTensor, QuantizedTensor
 
-__all__ = ["FEW", "few_rows", "multiply_wide", "rms_norm", "round_bf16"]
+__all__ = ["FEW", "few_rows", "multiply_wide", "rms_norm"]
 
 FEW = 64  # rows; of more a tensor core can make use
-_MULTIPROCESSORS = 1 if numbers.INTERPRETED else 132  # where there is no device to ask: those of an H100 or H200
 _INTERPRETED: tl.constexpr = tl.constexpr(numbers.INTERPRETED)
-
-
-@triton.jit
-def round_bf16(x):
-    """FP32 to bfloat16, nearest, ties to even; the interpreter's own conversion drops bits."""
-    if _INTERPRETED:
-        bits = x.to(tl.int32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-    return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -64,11 +53,11 @@ def multiply_wide(a, b, sums):
     if a.dtype == tl.float32 and b.dtype == tl.float32:
         sums += tl.dot(a, b, input_precision="ieee")
     elif a.dtype == tl.float32:
-        high = round_bf16(a)
-        sums = multiply_exact(round_bf16(a - high.to(tl.float32)), b, multiply_exact(high, b, sums))
+        high = numbers.round_to(a, tl.bfloat16)
+        sums = multiply_exact(numbers.round_to(a - high.to(tl.float32), tl.bfloat16), b, multiply_exact(high, b, sums))
     elif b.dtype == tl.float32:
-        high = round_bf16(b)
-        sums = multiply_exact(a, round_bf16(b - high.to(tl.float32)), multiply_exact(a, high, sums))
+        high = numbers.round_to(b, tl.bfloat16)
+        sums = multiply_exact(a, numbers.round_to(b - high.to(tl.float32), tl.bfloat16), multiply_exact(a, high, sums))
     else:
         sums = multiply_exact(a, b, sums)
     return sums
@@ -126,7 +115,7 @@ def one_row_kernel(
         y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
     if RESIDUAL:
         y += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-    tl.store(out + row, round_bf16(y) if out.dtype.element_ty == tl.bfloat16 else y, mask=row < N)
+    tl.store(out + row, numbers.round_to(y, out.dtype.element_ty), mask=row < N)
 
 
 @triton.jit
@@ -163,7 +152,7 @@ def some_rows_kernel(
     place, inside = r[None, :] * N + n[:, None], (r < R)[None, :] & (n < N)[:, None]
     if RESIDUAL:
         y += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, round_bf16(y) if out.dtype.element_ty == tl.bfloat16 else y, mask=inside)
+    tl.store(out + place, numbers.round_to(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -172,7 +161,7 @@ def rms_norm_kernel(x, norm, out, K, eps, WIDTH: tl.constexpr):
     own = tl.load(x + row + column, mask=column < K, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(own * own, axis=0) / K + eps)
     y = own * factor * tl.load(norm + column, mask=column < K, other=0.0)
-    tl.store(out + row + column, round_bf16(y), mask=column < K)
+    tl.store(out + row + column, numbers.round_to(y, tl.bfloat16), mask=column < K)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -236,9 +225,10 @@ def few_rows(
     scale = weight.scale.view(-1)
     flags = {"GATED": gated, "PER_ROW": scale.numel() > 1, "BIAS": bias is not None, "RESIDUAL": residual is not None}
     flags["HARDWARE"] = numbers.has_hardware_casts(x.device)
+    programs = 1 if numbers.INTERPRETED else launching.multiprocessors(x.device)
     operands = (weight.data.view(torch.uint8), scale, bias, residual, out)
     if len(x) == 1:
-        each = _rows_each(rows, 4 if gated else 8, 2, 2 * _multiprocessors(x.device))
+        each = _rows_each(rows, 4 if gated else 8, 2, 2 * programs)
         width = min(2048, max(16, triton.next_power_of_2(columns)))
         one_row_kernel[(triton.cdiv(rows, each),)](
             x, norm, *operands, rows, columns, eps, NORM=norm is not None, **flags, ROWS=each, WIDTH=width, num_warps=4
@@ -246,7 +236,7 @@ def few_rows(
         return out
     padded = max(16, triton.next_power_of_2(len(x)))
     # Nearly one program a multiprocessor: half as many rows of weights would read the rows of x twice as often.
-    each = _rows_each(rows, max(16, 1024 // padded // (1 + gated)), 16, _multiprocessors(x.device) * 9 // 10)
+    each = _rows_each(rows, max(16, 1024 // padded // (1 + gated)), 16, programs * 9 // 10)
     some_rows_kernel[(triton.cdiv(rows, each),)](
         x, *operands, len(x), rows, columns, **flags,
         ROWS=padded, OUTPUTS=each, SLICES=4, WIDTH=128 if padded == 16 else 64, num_warps=4, num_stages=3,
@@ -259,11 +249,6 @@ def _rows_each(rows: int, most: int, least: int, programs: int) -> int:
     while most > least and rows < most * programs:
         most //= 2
     return most
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MULTIPROCESSORS
 
 
 def _check(x: Tensor, weight: QuantizedTensor, *, gated: bool) -> None:

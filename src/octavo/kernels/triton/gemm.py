@@ -21,9 +21,7 @@ numbers would take all that a thread of eight warps may have. So a tile may cons
 of b: the block's sums of one half are added before those of the other begin.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.triton import codes
+from octavo.kernels.triton import codes, launching
 from octavo.numerics import Granularity, PerBlock, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN
 
@@ -43,7 +41,6 @@ __all__ = [
     "block_width",
     "choose_tile",
     "k_major",
-    "on_device_of",
     "product",
     "programs",
     "store_sums",
@@ -75,28 +72,18 @@ TILES: tuple[Tile, ...] = (
 )
 _GROUP = 8  # rows of tiles that are worked on together
 _ALIGNMENT = 16  # bytes
+_INTERPRETED: tl.constexpr = tl.constexpr(codes.INTERPRETED)
 
 
 @triton.jit
-def scale_values(held):
-    """Scales as FP32 numbers; bytes are E8M0."""
-    if held.dtype == tl.uint8:
-        exponent = held.to(tl.int32)
-        bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2^-127 is subnormal
-        bits = tl.where(exponent == 255, 0x7FC0_0000, bits)
-        held = bits.to(tl.float32, bitcast=True)
-    return held
-
-
-@triton.jit
-def add_scaled(total, sums, scale, other_scale, INTERPRETED: tl.constexpr):
+def add_scaled(total, sums, scale, other_scale):
     """``total + sums · (scale · other_scale)``, [ROWS, 1] and [1, COLUMNS].
 
     An opaque instruction, since the compiler would put these off until after the next product, whose sums then need
     registers beside these.
     """
     scale = tl.broadcast_to(scale, total.shape)
-    if INTERPRETED:
+    if _INTERPRETED:
         total += sums * (scale * other_scale)
     else:
         instructions: tl.constexpr = "{ .reg .f32 both; mul.rn.f32 both, $2, $3; fma.rn.f32 $0, $1, both, $4; }"
@@ -108,10 +95,10 @@ def add_scaled(total, sums, scale, other_scale, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def add_scaled_rows(total, sums, scale, INTERPRETED: tl.constexpr):
+def add_scaled_rows(total, sums, scale):
     """``total + sums · scale``, [ROWS, 1]; an opaque instruction as above."""
     scale = tl.broadcast_to(scale, total.shape)
-    if INTERPRETED:
+    if _INTERPRETED:
         total += sums * scale
     else:
         instruction: tl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
@@ -125,7 +112,6 @@ def tile_sums(
     a_scale_row, a_scale_block, b_scale_row, b_scale_block,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr,
     ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums in FP32, in two halves; the second is of no meaning where there is one.
 
@@ -148,42 +134,34 @@ def tile_sums(
         right = b.load([b_row, block * BLOCK]).T
         left = a.load([row, block * BLOCK])
         if ALONG_K:
-            b_scales = scale_values(tl.load(b_scale + b_at + block * b_scale_block))
+            b_scales = codes.number_from_scale(tl.load(b_scale + b_at + block * b_scale_block))
             held = tl.load(a_scale + upper_at + block * a_scale_block, mask=upper_within, other=0)
-            scales = scale_values(held)[:, None]
+            scales = codes.number_from_scale(held)[:, None]
             if ONE_COLUMN:
-                upper = add_scaled_rows(upper, tl.dot(left, right), scales * b_scales, INTERPRETED)
+                upper = add_scaled_rows(upper, tl.dot(left, right), scales * b_scales)
             else:
-                upper = add_scaled(upper, tl.dot(left, right), scales, b_scales[None, :], INTERPRETED)
+                upper = add_scaled(upper, tl.dot(left, right), scales, b_scales[None, :])
         else:
-            upper = add_scaled_rows(upper, tl.dot(left, right), ones, INTERPRETED)
+            upper = add_scaled_rows(upper, tl.dot(left, right), ones)
         if HALVES == 2:
             left = a.load([row + ROWS, block * BLOCK])
             if ALONG_K:
                 held = tl.load(a_scale + lower_at + block * a_scale_block, mask=lower_within, other=0)
-                scales = scale_values(held)[:, None]
+                scales = codes.number_from_scale(held)[:, None]
                 if ONE_COLUMN:
-                    lower = add_scaled_rows(lower, tl.dot(left, right), scales * b_scales, INTERPRETED)
+                    lower = add_scaled_rows(lower, tl.dot(left, right), scales * b_scales)
                 else:
-                    lower = add_scaled(lower, tl.dot(left, right), scales, b_scales[None, :], INTERPRETED)
+                    lower = add_scaled(lower, tl.dot(left, right), scales, b_scales[None, :])
             else:
-                lower = add_scaled_rows(lower, tl.dot(left, right), ones, INTERPRETED)
+                lower = add_scaled_rows(lower, tl.dot(left, right), ones)
     return upper, lower
-
-
-@triton.jit
-def rounded_to_bf16(sums):
-    """FP32 numbers rounded to bfloat16's, for the interpreter, whose own conversion cuts bits off."""
-    bits = sums.to(tl.int32, bitcast=True)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x1_0000
-    return tl.where((bits & 0x7FFF_FFFF) > 0x7F80_0000, 0x7FC0_0000, nearest).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_columns(
     out, sums, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Applies the scales that are the same for all of K, adds the bias, rounds, and writes what lies inside of y."""
     rows = row + tl.arange(0, ROWS)
@@ -191,37 +169,35 @@ def store_columns(
     if not ALONG_K:
         a_held = tl.load(a_scale + (rows // A_ROWS).to(tl.int64) * a_scale_row, mask=rows < m, other=0)
         b_held = tl.load(b_scale + (columns // B_ROWS).to(tl.int64) * b_scale_row, mask=columns < n, other=0)
-        sums *= scale_values(a_held)[:, None] * scale_values(b_held)[None, :]
+        sums *= codes.number_from_scale(a_held)[:, None] * codes.number_from_scale(b_held)[None, :]
     if BIAS:
         sums += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
-    if INTERPRETED and out.dtype.element_ty == tl.bfloat16:
-        sums = rounded_to_bf16(sums)
     at = rows.to(tl.int64)[:, None] * n + columns[None, :]
-    tl.store(out + at, sums.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+    tl.store(out + at, codes.round_to(sums, out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
 @triton.jit
 def store_sums(
     out, sums, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Part of the columns after part: all at once would take too many registers on their way to memory."""
     if PARTS == 1:
         store_columns(
             out, sums, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
-            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, INTERPRETED,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS,
         )  # fmt: skip
     else:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = tl.split(sums.reshape(ROWS, 2, HALF).permute(0, 2, 1))
         store_sums(
             out, left, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
-            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, HALF, PARTS // 2, INTERPRETED,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, HALF, PARTS // 2,
         )  # fmt: skip
         store_sums(
             out, right, a_scale, b_scale, bias, row, column + HALF, m, n, a_scale_row, b_scale_row,
-            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, HALF, PARTS // 2, INTERPRETED,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, HALF, PARTS // 2,
         )  # fmt: skip
 
 
@@ -231,7 +207,6 @@ def scaled_gemm(
     a_scale_row, a_scale_block, b_scale_row, b_scale_block,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """All tiles of y, [M, N]; a: [M, K] and b: [N, K] descriptors; scales with their strides."""
     down = tl.cdiv(m, ROWS * HALVES)
@@ -246,16 +221,16 @@ def scaled_gemm(
         upper, lower = tile_sums(
             a, b, a_scale, b_scale, row, column, column, m, k,
             a_scale_row, a_scale_block, b_scale_row, b_scale_block,
-            A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK, INTERPRETED,
+            A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK,
         )  # fmt: skip
         store_sums(
             out, upper, a_scale, b_scale, bias, row, column, m, n, a_scale_row, b_scale_row,
-            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS, INTERPRETED,
+            A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS,
         )  # fmt: skip
         if HALVES == 2:
             store_sums(
                 out, lower, a_scale, b_scale, bias, row + ROWS, column, m, n, a_scale_row, b_scale_row,
-                A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS, INTERPRETED,
+                A_ROWS, B_ROWS, ALONG_K, BIAS, ROWS, COLUMNS, PARTS,
             )  # fmt: skip
 
 
@@ -325,7 +300,7 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
     a_scales, b_scales = Scales.of(a), Scales.of(b)
     if along_k:
         b_scales = b_scales.columnwise(n, tile.columns)
-    with on_device_of(out):
+    with launching.on_device_of(out):
         scaled_gemm[(count,)](
             TensorDescriptor.from_tensor(left, [tile.rows, block]),
             TensorDescriptor.from_tensor(right, [tile.columns, block]),
@@ -390,15 +365,9 @@ def choose_tile(m: int, n: int, device: torch.device, block: int, groups: int = 
     return tile, min(count(tile), at_once)
 
 
-@cache
 def programs(device: torch.device) -> int:
     """How many programs share the tiles: one for each multiprocessor; a few in the interpreter."""
-    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    return 3 if codes.INTERPRETED else launching.multiprocessors(device)
 
 
 def tile_constants(tile: Tile, block: int) -> dict[str, Any]:
@@ -408,7 +377,6 @@ def tile_constants(tile: Tile, block: int) -> dict[str, Any]:
         "HALVES": tile.halves,
         "COLUMNS": tile.columns,
         "BLOCK": block,
-        "INTERPRETED": codes.INTERPRETED,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

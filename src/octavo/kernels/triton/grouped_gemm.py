@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.triton import gemm
+from octavo.kernels.triton import gemm, launching
 from octavo.numerics import QuantizedTensor
 
 __all__ = ["grouped_product"]
@@ -26,7 +26,7 @@ def scaled_grouped_gemm(
     a, b, a_scale, b_scale, offsets, out, tokens, experts, n, k,
     a_scale_row, a_scale_block, b_scale_matrix, b_scale_row, b_scale_block,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, ALONG_K: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All tiles of y, [T, N]; a: [T, K] and b: [E · N, K] descriptors; EXPERTS is a power of two, E or more."""
     across = tl.cdiv(n, COLUMNS)
@@ -48,16 +48,16 @@ def scaled_grouped_gemm(
         upper, lower = tile_sums(
             a, b, a_scale, scale, row, column, expert * n + column, end, k,
             a_scale_row, a_scale_block, b_scale_row, b_scale_block,
-            A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK, INTERPRETED,
+            A_ROWS, B_ROWS, ALONG_K, ROWS, HALVES, COLUMNS, BLOCK,
         )  # fmt: skip
         store_sums(
             out, upper, a_scale, scale, out, row, column, end, n, a_scale_row, b_scale_row,
-            A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS, INTERPRETED,
+            A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS,
         )  # fmt: skip
         if HALVES == 2:
             store_sums(
                 out, lower, a_scale, scale, out, row + ROWS, column, end, n, a_scale_row, b_scale_row,
-                A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS, INTERPRETED,
+                A_ROWS, B_ROWS, ALONG_K, False, ROWS, COLUMNS, PARTS,
             )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out
     a_scales, b_scales = gemm.Scales.of(a), gemm.Scales.of(b)
     if along_k:
         b_scales = b_scales.columnwise(n, tile.columns)
-    with gemm.on_device_of(out):
+    with launching.on_device_of(out):
         scaled_grouped_gemm[(programs,)](
             TensorDescriptor.from_tensor(left, [tile.rows, block]),
             TensorDescriptor.from_tensor(right, [tile.columns, block]),

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast
-from octavo.kernels.triton import codes, epilogues
+from octavo.kernels.triton import codes, epilogues, launching
 
 __all__ = ["cast_norm", "norm_backward"]
 
@@ -81,7 +81,7 @@ def _norm_rows_kernel(
         tl.store(rstd + row + tl.arange(0, 1), spread)
         w, b = _gain_and_bias(gain, bias, at, inside, HAS_BIAS, ZERO_CENTERED)  # every time: L1 has more room
         y = _normalised(number, middle, spread, w, b, LAYER, HAS_BIAS)
-        y = tl.where(inside, epilogues.rounded(y, HANDED_ON, HARDWARE), 0.0)
+        y = tl.where(inside, codes.round_to(y, HANDED_ON).to(tl.float32), 0.0)
         magnitude, nonfinite = codes.finite_magnitude(y)
         broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
         if COLUMN_AMAX or not CAST_ROWS:
@@ -116,7 +116,7 @@ def _norm_tiles_kernel(
     spread = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
     middle = tl.load(mean + row, mask=row < rows, other=0.0)[:, None] if LAYER else 0.0
     y = _normalised(number, middle, spread, w[None, :], b[None, :], LAYER, HAS_BIAS)
-    y = tl.where(inside, epilogues.rounded(y, HANDED_ON, HARDWARE), 0.0)
+    y = tl.where(inside, codes.round_to(y, HANDED_ON).to(tl.float32), 0.0)
     epilogues.cast_tile(
         y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
         found, known, column_amax, KNOWN, GROUPS, TRANSPOSE,
@@ -127,8 +127,7 @@ def _norm_tiles_kernel(
 @triton.jit
 def _norm_backward_kernel(
     grad_y, x, gain, mean, rstd, grad_x, gain_parts, bias_parts, rows, columns, rows_each,
-    LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HARDWARE: tl.constexpr,
-    SIZE: tl.constexpr,
+    LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """A program takes ``rows_each`` whole rows and writes its sums for the parameters as a row of the parts."""
     at = tl.arange(0, SIZE)
@@ -153,8 +152,7 @@ def _norm_backward_kernel(
         slope = inner - unit * (tl.sum(inner * unit, axis=0) / columns)
         if LAYER:
             slope -= tl.sum(inner, axis=0) / columns
-        made = epilogues.rounded(slope * spread, grad_x.dtype.element_ty, HARDWARE)
-        tl.store(grad_x + here, made.to(grad_x.dtype.element_ty), mask=inside)
+        tl.store(grad_x + here, codes.round_to(slope * spread, grad_x.dtype.element_ty), mask=inside)
     part = tl.program_id(0).to(tl.int64) * columns + at
     tl.store(gain_parts + part, gain_sum, mask=inside)
     if HAS_BIAS:
@@ -187,7 +185,7 @@ def cast_norm(
     parameters = gain, gain if bias is None else bias, mean, rstd
     by_row = launch.GROUPS == epilogues.ROW
     rows_each = triton.cdiv(rows, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
-    with epilogues.on_device_of(x):
+    with launching.on_device_of(x):
         _norm_rows_kernel[(triton.cdiv(rows, rows_each),)](
             *(x, *parameters, *launch.outputs[:2], launch.made.found, launch.column_amax),
             *(rows, columns, norm.eps, rows_each),
@@ -222,13 +220,12 @@ def norm_backward(
     gain_parts, bias_parts = (
         x.new_empty((programs, size), dtype=torch.float32) for size in (columns, columns if has_bias else 0)
     )
-    with epilogues.on_device_of(x):
+    with launching.on_device_of(x):
         _norm_backward_kernel[(programs,)](
             *(grad_y, x, gain, mean, rstd, grad_x, gain_parts, bias_parts, rows, columns, rows_each),
             LAYER=norm.layer,
             HAS_BIAS=has_bias,
             ZERO_CENTERED=norm.zero_centered,
-            HARDWARE=codes.has_hardware_casts(x.device),
             **epilogues.row_launch(columns),
         )
     return grad_x, gain_parts.sum(0), bias_parts.sum(0)
