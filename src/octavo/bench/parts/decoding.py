@@ -5,7 +5,6 @@ integers' compiled, since only a compiler reads them without writing BF16 first.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,20 +93,15 @@ def _plain(session: Session, model: Llama, batch: int, *, eight_bits: bool = Fal
 def _fp8_decoding(session: Session, model: Llama, batch: int) -> Callable[[], object]:
     """A token of every sequence, always at the same position; the one before it is read now."""
     context = session.sizes.model.context
-    runner: Any = ModelRunner(model)
-    tokens = _tokens(session, batch)
-    if batch == 1:
-        caches = [runner.new_cache(context + 1)]
-    else:
-        together = runner.new_batch(batch, context + 1)
-        caches = list(together.sequences)
-    for cache in caches:
+    runner = ModelRunner(model)
+    tokens, together = _tokens(session, batch), runner.new_batch(batch, context + 1)
+    for cache in together.sequences:
         runner(_tokens(session, context), cache)
 
     def run() -> object:
-        for cache in caches:
+        for cache in together.sequences:
             cache.length = context
-        return runner(tokens, caches[0]) if batch == 1 else runner.step(tokens, together)
+        return runner.step(tokens, together)
 
     return run
 
