@@ -180,6 +180,10 @@ def test_contestants_of_a_training_step_share_every_tensor(session):
 def test_the_plain_decoder_gives_the_models_logits(session, eight_bits, batch):
     """Keys and values of the positions before are those that the model itself computes."""
     model = random_llama(session)
+    with torch.no_grad():
+        for own in model.model.layers:  # attention that looks at positions
+            own.self_attn.q_proj.weight *= 10
+            own.self_attn.k_proj.weight *= 10
     position, product = 7, partial(int8_product, session) if eight_bits else bf16_product
     tokens = torch.randint(64, (batch, position + 1))
     decoder = PlainDecoder(model, batch=batch, position=position, product=product)
