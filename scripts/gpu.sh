@@ -6,29 +6,30 @@
 #   scripts/gpu.sh unit [PYTEST ARGUMENTS]     what else needs a GPU, among the unit tests
 #   scripts/gpu.sh bench DIR [OPTIONS]         octavo bench hopper --out DIR
 #
-# Each ends after ten minutes, whatever hangs. PYTHON chooses another interpreter.
+# Each ends within ten minutes, whatever hangs: as Ctrl-C would end it, so that what was found is reported, and half a
+# minute later if need be by force. PYTHON chooses another interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
-LIMIT=590 # seconds
+limited=(timeout --signal=INT --kill-after=30 560) # seconds
 export PYTHONPATH=src:. PYTHONUNBUFFERED=1
 unset TRITON_INTERPRET # on a GPU kernels are compiled
 
 what=${1:-}
 [ $# -gt 0 ] && shift
 # Another version's new warnings are not this run's question; the checkout stays as it is.
-pytest=(timeout "$LIMIT" "$PYTHON" -m pytest -q -p no:cacheprovider --override-ini filterwarnings=default)
+pytest=("${limited[@]}" "$PYTHON" -m pytest -q -p no:cacheprovider --override-ini filterwarnings=default)
 case $what in
 tests) exec "${pytest[@]}" tests/gpu tests/triton "$@" ;;
 unit) exec "${pytest[@]}" -m gpu --continue-on-collection-errors tests/unit "$@" ;;
 bench)
     out=${1:?scripts/gpu.sh bench DIR: say where the results go}
     shift
-    exec timeout --signal=INT "$LIMIT" "$PYTHON" -m octavo bench hopper --out "$out" "$@"
+    exec "${limited[@]}" "$PYTHON" -m octavo bench hopper --out "$out" "$@"
     ;;
 *)
-    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -83,12 +83,8 @@ def assert_product(
     bias: Tensor | None = None,
     *,
     tensor_core: bool = False,
-    through: torch.dtype | None = None,
 ) -> None:
-    """``actual`` is ``a @ b.T + bias`` with FP32 sums, or a tensor core's, and one rounding to its dtype.
-
-    ``through`` is a narrower dtype that the product without its bias was rounded to before.
-    """
+    """``actual`` is ``a @ b.T + bias`` with FP32 sums, or a tensor core's, and one rounding to its dtype."""
     left, right = decode(a), decode(b)
     exact = left @ right.t() + (0 if bias is None else bias.double())
     magnitudes = left.abs() @ right.abs().t()
@@ -96,8 +92,6 @@ def assert_product(
     sums = terms * FP32_UNIT * (magnitudes + exact.abs())
     if tensor_core:
         sums += -(-left.shape[1] // TENSOR_CORE_STEP) * TENSOR_CORE_UNIT * magnitudes
-    if through is not None:
-        sums += (magnitudes + sums) * torch.finfo(through).eps / 2
     _assert_within(actual, exact, sums)
 
 

@@ -32,6 +32,8 @@ def same_bits(one: CacheTensors, other: CacheTensors) -> bool:
 def test_what_is_stored_has_the_bits_of_the_definition(fmt, heads, kv_heads, dim, dtype, device):
     rows, position = 9, torch.tensor([0, 1, 63, 64, 65, 100, 127, 30, 31])
     qkv = (torch.randn(rows, heads + 2 * kv_heads, dim) * torch.logspace(-40, 30, rows)[:, None, None]).to(dtype)
+    if dtype is torch.bfloat16 and device.type == "cpu":  # the interpreter takes its subnormal numbers for zeros
+        qkv[qkv.abs() < torch.finfo(dtype).tiny] = 0
     qkv[3, heads] = 0
     qkv[4, -1, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     cos, sin = rotary_table(dim, 2 * PAGE)

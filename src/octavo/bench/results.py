@@ -5,15 +5,15 @@ A report is written again from its JSON alone, so that a page can be drawn on a 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import DataError
+from octavo.errors import ConfigError, DataError
 
-__all__ = ["Chart", "Failure", "PartRecord", "Report", "Section", "Verdict", "load_report", "result_name"]
+__all__ = ["Chart", "Failure", "PartRecord", "Report", "Section", "Verdict", "joined", "load_report", "result_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +166,30 @@ def load_report(path: Path) -> Report:
         return Report(**raw, parts=parts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no result of octavo bench: {error}") from error
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """One report of what was measured in several calls; of a part that several have, the last that found anything.
+
+    Raises:
+        ConfigError: they come from different hardware or versions.
+    """
+    first = reports[0]
+    for report in reports[1:]:
+        if other := [f"{key} {value}" for key, value in report.facts.items() if first.facts.get(key) != value]:
+            raise ConfigError(f"results of one machine can be joined, and these differ: {', '.join(other)}")
+    parts: dict[str, PartRecord] = {}
+    for part in (part for report in reports for part in report.parts):
+        if part.sections or part.name not in parts:
+            parts[part.name] = part
+    return Report(
+        facts=first.facts,
+        command="; ".join(dict.fromkeys(report.command for report in reports)),
+        is_rehearsal=any(report.is_rehearsal for report in reports),
+        measured=max(report.measured for report in reports),
+        parts=list(parts.values()),
+        is_interrupted=any(report.is_interrupted for report in reports),
+    )
 
 
 def _part(raw: dict[str, Any]) -> PartRecord:

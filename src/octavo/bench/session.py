@@ -28,7 +28,7 @@ __all__ = ["Comparison", "Contestant", "OutOfTimeError", "Session", "hopper_sess
 LEAD = 2e-3  # seconds: longer than Python takes to launch a round's calls
 MOST_CALLS = 16
 MOST_COPIES = 64
-BUILDING_SHARE = 0.75  # of the time a part has left; the rest is for the rounds
+BUILDING_SHARE = 0.85  # of the time a part has left; the rest is for the rounds
 FOLDERS = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/")
 NO_TIME = "no time was left for it"
 

@@ -111,10 +111,10 @@ HOPPER = Sizes(
         LinearCase(m=4096, k=4096, n=4096, published=0.84, bar=1.25, compiled=True),
         LinearCase(m=8192, k=4096, n=14336, bar=1.45, compiled=True),
         LinearCase(m=16384, k=16384, n=16384, published=1.42, bar=1.65, compiled=True),
-        LinearCase(m=1024, k=1024, n=1024, published=0.42),
         LinearCase(m=8192, k=4096, n=4096, published=1.00, blockwise_bar=1.40),
         LinearCase(m=8192, k=4096, n=16384, blockwise_bar=1.40),
         LinearCase(m=8192, k=16384, n=4096, blockwise_bar=1.40),
+        LinearCase(m=1024, k=1024, n=1024, published=0.42),
     ),
     layer=LayerSize(batch=4, length=2048, hidden=4096, heads=32, kv_heads=8, ffn=14336),
     model=ModelSize(

@@ -11,8 +11,8 @@ import typer
 
 from octavo.bench import PARTS, Session, hopper_session, rehearsal_session, run
 from octavo.bench.render import markdown, page
-from octavo.bench.results import Report, load_report, result_name
-from octavo.bench.runner import check_parts
+from octavo.bench.results import Report, joined, load_report, result_name
+from octavo.bench.runner import check_parts, facts
 from octavo.cli.console import stderr, stdout
 from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
@@ -41,7 +41,8 @@ def bench(
         bool, typer.Option("--rehearse", help="Run every part on the CPU with tiny shapes; the times mean nothing.")
     ] = False,
     redraw: Annotated[
-        Path | None, typer.Option("--from", help="Measure nothing: write the .md and .html of this .json.")
+        list[Path] | None,
+        typer.Option("--from", help="Measure nothing: write the .md and .html of this .json; of several, joined."),
     ] = None,
 ) -> None:
     """Measure memory, casts, products, layers, training and generation on a Hopper GPU."""
@@ -53,10 +54,12 @@ def bench(
         stdout().print(REHEARSED, markup=False, soft_wrap=True)
         return
     folder = _writable(out)
-    if redraw is not None:
-        _write(load_report(redraw), folder)
+    if redraw:
+        _write(joined([load_report(path) for path in redraw]), folder)
         return
-    _measured(hopper_session(), only, seconds, folder)
+    session = hopper_session()
+    _refuse_to_overwrite(session, folder)
+    _measured(session, only, seconds, folder)
 
 
 def _measured(session: Session, only: list[str] | None, seconds: float, folder: Path | None) -> Report:
@@ -87,9 +90,14 @@ def _keep(so_far: Report, folder: Path | None) -> None:
         _write_numbers(so_far, folder)
 
 
+def _path(report: Report, folder: Path) -> Path:
+    """Where it is written, but for the ending."""
+    return folder / result_name(THEME, report.facts["device"], report.measured)
+
+
 def _write_numbers(report: Report, folder: Path) -> Path:
     """The two forms that need nothing but Python."""
-    path = folder / result_name(THEME, report.facts["device"], report.measured)
+    path = _path(report, folder)
     write_atomically(path.with_suffix(".json"), report.to_json())
     write_atomically(path.with_suffix(".md"), markdown(report))
     return path
@@ -114,6 +122,13 @@ def _write(report: Report, folder: Path) -> None:
 def _refuse_out(out: Path | None) -> None:
     if out is not None:
         raise ConfigError("a rehearsal writes no results; leave out --out")
+
+
+def _refuse_to_overwrite(session: Session, folder: Path) -> None:
+    empty = Report(facts=facts(session), command="", is_rehearsal=False)
+    path = _path(empty, folder).with_suffix(".json")
+    if path.exists():
+        raise ConfigError(f"{path} holds today's result; name another folder, and join the two with --from")
 
 
 def _writable(out: Path | None) -> Path:

@@ -1,6 +1,7 @@
 """A report survives its JSON, belongs to no machine, and judges its bars."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from octavo.bench.results import (
     Report,
     Section,
     Verdict,
+    joined,
     load_report,
     result_name,
 )
@@ -48,6 +50,29 @@ def test_a_report_survives_its_json(report, tmp_path):
     path = tmp_path / "r.json"
     path.write_text(report.to_json())
     assert load_report(path) == report
+
+
+def part(name, *sections):
+    failure = None if sections else Failure(name=name, reason="left out")
+    return PartRecord(name=name, sections=list(sections), failure=failure)
+
+
+def test_calls_are_joined_a_part_at_a_time(report):
+    """The last that found anything stands for a part; what nobody found stays named."""
+    later = replace(SECTION, title="later")
+    one = replace(report, command="one", parts=[part("card", SECTION), part("casts", SECTION), part("layer")])
+    two = replace(report, command="two", measured="2026-01-03", parts=[part("card", later), part("casts"), part("x")])
+    both = joined([one, two])
+    titles = {each.name: [section.title for section in each.sections] for each in both.parts}
+    assert titles == {"card": ["later"], "casts": ["Casts"], "layer": [], "x": []}
+    assert (both.command, both.measured) == ("one; two", "2026-01-03")
+    assert joined([report]) == report
+
+
+def test_results_of_two_machines_are_not_joined(report):
+    other = replace(report, facts={"device": "H100"})
+    with pytest.raises(ConfigError, match="these differ: device H100"):
+        joined([report, other])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"parts": [{}]}', '{"parts": [], "facts": {}, "more": 1}'])

@@ -111,6 +111,19 @@ def test_three_files_are_written_and_named(octavo, tmp_path):
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_a_result_is_never_overwritten_and_two_are_joined(octavo, tmp_path):
+    for folder in ("one", "two"):
+        assert octavo("bench", "hopper", "--out", tmp_path / folder, "--only", "casts").exit_code == 0
+    again = octavo("bench", "hopper", "--out", tmp_path / "one")
+    assert again.exit_code == 2
+    assert "holds today's result; name another folder, and join the two with --from" in again.stderr
+    (one,), (two,) = ((tmp_path / folder).glob("*.json") for folder in ("one", "two"))
+    assert octavo("bench", "hopper", "--from", one, "--from", two, "--out", tmp_path / "both").exit_code == 0
+    (text,) = (tmp_path / "both").glob("*.md")
+    assert text.read_text().count("## casts") == 1
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_without_plotly_the_other_two_are_written_and_can_be_drawn_later(octavo, tmp_path, monkeypatch):
     pytest.importorskip("plotly", reason="plotly is not installed")
     with monkeypatch.context() as patch:

@@ -7,8 +7,6 @@ plain definition, octavo.numerics.quantize, and is counted by the same bytes.
 
 import math
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from octavo.bench.results import Section, Verdict
 from octavo.bench.session import Contestant, Session
 from octavo.bench.tables import section_of, speed
 from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
-from octavo.kernels import ScaleRule, quantize
+from octavo.kernels import ScaleRule, quantize, quantize_both_ways
 from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, amax, dequantize
 from octavo.numerics import quantize as quantize_by_torch
 from octavo.numerics.scaling import AMAX_FLOOR
@@ -114,8 +112,7 @@ def _both_ways(groups: Granularity, *, amax: Tensor | None = None) -> Run:
     rule = ScaleRule(rounding, AMAX_FLOOR, 0)
 
     def run(x: Tensor) -> object:
-        casting: Any = import_module("octavo.kernels.casting")
-        return casting.quantize_both_ways(x, E4M3, groups, rule, amax=amax)
+        return quantize_both_ways(x, E4M3, groups, rule, amax=amax)
 
     return run
 

@@ -1,16 +1,18 @@
 """Generation with a model of a billion parameters: a token at a time, and a prompt at once.
 
 BF16 and 8-bit integer weights are torch's own operations: the plain decoder of bench/decoder.py, as a CUDA graph; the
-integers' compiled, since only a compiler reads them without writing BF16 first. FP8 is octavo's ModelRunner.
+integers' products compiled, since only a compiler reads them without writing BF16 first. FP8 is octavo's ModelRunner.
+What a prompt in BF16 is compared with is compiled a layer at a time, all by the same graph.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from octavo.bench.decoder import PlainDecoder, bf16_product, int8_product, random_llama
+from octavo.bench.parts.training import sharing_copy
 from octavo.bench.results import Section, Verdict
 from octavo.bench.session import Comparison, Contestant, Session
 from octavo.bench.tables import section_of, times_as_fast
@@ -19,7 +21,7 @@ from octavo.serving import ModelRunner
 
 __all__ = ["measure"]
 
-BF16, INT8, FP8 = "bf16, CUDA graph", "int8 weights, compiled, CUDA graph", "octavo FP8"
+BF16, INT8, FP8 = "bf16, CUDA graph", "int8 weights, CUDA graph", "octavo FP8"
 COMPILED = "bf16, compiled"
 DECODE_BAR, PREFILL_BAR = 1.6, 1.4
 
@@ -82,11 +84,10 @@ def _verdicts(found: Comparison, title: str, bar: float | None, base: str = BF16
 
 def _plain(session: Session, model: Llama, batch: int, *, eight_bits: bool = False) -> Contestant:
     def build() -> Callable[[], object]:
-        product = int8_product if eight_bits else bf16_product
+        product = partial(int8_product, session) if eight_bits else bf16_product
         decoder = PlainDecoder(model, batch=batch, position=session.sizes.model.context, product=product)
         tokens = _tokens(session, batch)
-        run = session.compiled(decoder.__call__) if eight_bits else decoder
-        return session.graphed(lambda: run(tokens))
+        return session.graphed(lambda: decoder(tokens))
 
     return Contestant(build=build, work=batch, unit="tokens")
 
@@ -94,27 +95,24 @@ def _plain(session: Session, model: Llama, batch: int, *, eight_bits: bool = Fal
 def _fp8_decoding(session: Session, model: Llama, batch: int) -> Callable[[], object]:
     """A token of every sequence, always at the same position; the one before it is read now."""
     context = session.sizes.model.context
-    runner: Any = ModelRunner(model)
-    tokens = _tokens(session, batch)
-    if batch == 1:
-        caches = [runner.new_cache(context + 1)]
-    else:
-        together = runner.new_batch(batch, context + 1)
-        caches = list(together.sequences)
-    for cache in caches:
+    runner = ModelRunner(model)
+    tokens, together = _tokens(session, batch), runner.new_batch(batch, context + 1)
+    for cache in together.sequences:
         runner(_tokens(session, context), cache)
 
     def run() -> object:
-        for cache in caches:
+        for cache in together.sequences:
             cache.length = context
-        return runner(tokens, caches[0]) if batch == 1 else runner.step(tokens, together)
+        return runner.step(tokens, together)
 
     return run
 
 
 def _compiled_prefill(session: Session, model: Llama, length: int) -> Callable[[], object]:
-    run, prompts = session.compiled(_last_logits), _prompts(session, length)
-    return lambda: run(model, prompts())
+    own, prompts = sharing_copy(model), _prompts(session, length)
+    for layer in own.model.layers:
+        layer.forward = session.compiled(layer.forward)
+    return lambda: _last_logits(own, prompts())
 
 
 @torch.no_grad()

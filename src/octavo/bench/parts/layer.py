@@ -51,16 +51,21 @@ def measure(session: Session) -> Iterator[Section]:
 def _contestants(session: Session) -> dict[str, Contestant]:
     """The judged ones first: what there is no time for is left out."""
     octavo = {recipe: _octavo(session, recipe) for recipe in ("bf16", *RECIPES)}
-    entered = {}
-    for recipe in ("bf16", *FIRST_RECIPES):
-        entered[f"{recipe}, eager"] = _step(session, octavo[recipe], compiled=False)
-        entered[f"{recipe}, compiled"] = _step(session, octavo[recipe], compiled=True)
+    entered = {
+        BASE: _step(session, octavo["bf16"], compiled=True),
+        EAGER: _step(session, octavo["bf16"], compiled=False),
+        "tensorwise, eager": _step(session, octavo["tensorwise"], compiled=False),
+        "tensorwise, compiled": _step(session, octavo["tensorwise"], compiled=True),
+    }
     for recipe in TORCHAO:
         entered[f"torchao {recipe}, compiled"] = _step(session, _torchao(session, recipe), compiled=True)
+    for compiled, recipe in (
+        *((True, recipe) for recipe in FIRST_RECIPES[1:]),
+        *((False, recipe) for recipe in RECIPES[1:]),
+        *((True, recipe) for recipe in RECIPES[len(FIRST_RECIPES) :]),
+    ):
+        entered[f"{recipe}, {'compiled' if compiled else 'eager'}"] = _step(session, octavo[recipe], compiled=compiled)
     entered[PLAIN] = _step(session, lambda: _plain(session), compiled=True)
-    for recipe in RECIPES[len(FIRST_RECIPES) :]:
-        entered[f"{recipe}, eager"] = _step(session, octavo[recipe], compiled=False)
-        entered[f"{recipe}, compiled"] = _step(session, octavo[recipe], compiled=True)
     return entered
 
 
