@@ -20,14 +20,14 @@ __all__ = ["PlainDecoder", "Product", "bf16_product", "int8_product", "random_ll
 Product = Callable[[Tensor], Tensor]  # x to x @ weight.T
 
 
-def random_llama(session: Session) -> Llama:
+def random_llama(session: Session, *, layers: int | None = None) -> Llama:
     """A Llama of BF16 parameters drawn on the device; the head shares the embedding's weight."""
     size = session.sizes.model
     config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.ffn,
-        num_layers=size.layers,
+        num_layers=layers or size.layers,
         num_heads=size.heads,
         num_kv_heads=size.kv_heads,
         max_positions=max(size.length, *(prompt + 1 for prompt in size.prompts), size.context + 1),

@@ -11,11 +11,12 @@ from octavo.bench import PARTS
 from octavo.bench.decoder import PlainDecoder, bf16_product, int8_product, random_llama
 from octavo.bench.parts import accumulation, casts, decoding, layer, linears, training
 from octavo.bench.results import Section
-from octavo.bench.session import Comparison, Contestant
+from octavo.bench.session import Comparison, Contestant, share_out
 from octavo.bench.sizes import HOPPER, REHEARSAL, LinearCase
 from octavo.bench.steps import Memory, TrainingStep, leaf, memory_of
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import quantize
+from octavo.models.llama import DecoderLayer
 from octavo.numerics import PerTensor
 from octavo.numerics.accumulate import Accumulate, hopper_sums
 
@@ -32,6 +33,12 @@ def test_every_part_runs(part, session):
         assert section.rows
     reasons = [failure.reason for section in sections for failure in section.failures]
     assert [reason for reason in reasons if not any(word in reason for word in KNOWN)] == []
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_every_part_runs_where_nothing_is_timed(part, session):
+    session.prebuilds = share_out(1, 1)
+    assert not any(section.verdicts or section.failures for section in part.measure(session))
 
 
 def test_the_card_tells_later_parts_what_it_reaches(session):
@@ -78,7 +85,7 @@ def test_casts_are_counted_by_the_bytes_that_have_to_move(session):
 def test_a_cast_both_ways_is_judged_by_time_and_the_others_by_speed(session):
     session.speeds["copy"] = 1e-3
     session.clocks = (lambda _: 1.0,) * 2
-    judged = {}
+    judged: dict[str, tuple[float, bool]] = {}
     for section in (casts._quantizing(session, "bf16", torch.bfloat16), casts._dequantizing(session)):
         judged |= {verdict.claim: (round(verdict.found, 3), verdict.at_most) for verdict in section.verdicts}
     count = 256 * 128
@@ -182,6 +189,7 @@ def test_the_plain_decoder_gives_the_models_logits(session, eight_bits, batch):
     model = random_llama(session)
     with torch.no_grad():
         for own in model.model.layers:  # attention that looks at positions
+            assert isinstance(own, DecoderLayer)
             own.self_attn.q_proj.weight *= 10
             own.self_attn.k_proj.weight *= 10
     position, product = 7, partial(int8_product, session) if eight_bits else bf16_product
