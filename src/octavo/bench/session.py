@@ -168,11 +168,12 @@ class Session:
         copies = max(1, min(MOST_COPIES, math.ceil(2 * cache / nbytes)))
         return Rotation([make() for _ in range(copies)])
 
-    def compiled(self, function: F) -> F:
-        """By torch.compile, for one shape."""
+    def compiled(self, function: F, *, tuned: bool = False) -> F:
+        """By torch.compile, for one shape; ``tuned`` lets inductor time variants of every kernel."""
         if self.compiler is None:
             return function
-        found: Any = torch.compile(function, dynamic=False, backend=self.compiler)
+        options: Any = {"coordinate_descent_tuning": True} if tuned and self.compiler == "inductor" else None
+        found: Any = torch.compile(function, dynamic=False, backend=self.compiler, options=options)
         return cast("F", found)
 
     def graphed(self, run: Callable[[], object]) -> Callable[[], object]:
