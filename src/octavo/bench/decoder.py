@@ -18,16 +18,19 @@ from octavo.nn import rotary_table, rotate
 __all__ = ["PlainDecoder", "Product", "bf16_product", "int8_product", "random_llama"]
 
 Product = Callable[[Tensor], Tensor]  # x to x @ weight.T
+Products = tuple[Product, Product, Product, Product]  # queries, keys and values; output; gate and up; down
+Norms = tuple[Tensor, Tensor]  # gains before attention and before the MLP
+LayerStep = Callable[[Tensor, Norms, Products, Tensor], Tensor]  # hidden and the layer's cache
 
 
-def random_llama(session: Session) -> Llama:
+def random_llama(session: Session, *, layers: int | None = None) -> Llama:
     """A Llama of BF16 parameters drawn on the device; the head shares the embedding's weight."""
     size = session.sizes.model
     config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.ffn,
-        num_layers=size.layers,
+        num_layers=layers or size.layers,
         num_heads=size.heads,
         num_kv_heads=size.kv_heads,
         max_positions=max(size.length, *(prompt + 1 for prompt in size.prompts), size.context + 1),
@@ -57,7 +60,7 @@ def int8_product(session: Session, weight: Tensor) -> Product:
     scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
     codes = (weight.float() / scale).round().to(torch.int8)
     row = scale.to(weight.dtype)[:, 0]
-    multiply = session.compiled(_times_integers)
+    multiply = session.compiled(_times_integers, tuned=True)
     return lambda x: multiply(x, codes, row)
 
 
@@ -75,27 +78,41 @@ class PlainDecoder:
         batch: sequences, B.
         position: how many positions lie before.
         product: makes a product of a weight.
+        compiled: compiles the function of a layer, which all layers share.
     """
 
-    def __init__(self, model: Llama, *, batch: int, position: int, product: Callable[[Tensor], Product]) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        *,
+        batch: int,
+        position: int,
+        product: Callable[[Tensor], Product],
+        compiled: Callable[[LayerStep], LayerStep] = lambda step: step,
+    ) -> None:
         self.config, self.position, self.body = model.config, position, model.model
         self.products = [_products(layer, product) for layer in _layers(model)]
         self.head = product(model.lm_head.weight.detach())
         shape = (2, batch, position + 1, self.config.num_kv_heads, self.config.head_dim)
+        self.step = compiled(self._step)
         self.caches = [torch.randn(shape, device=self.body.cos.device).bfloat16() for _ in self.products]
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
         """Tokens [B] to logits [B, V]."""
         hidden = self.body.embed_tokens(tokens)[:, None]
-        for layer, (qkv, out, gate_up, down), cache in zip(self._norms(), self.products, self.caches, strict=True):
-            before_attention, before_mlp = layer
-            hidden = hidden + out(self._attend(qkv(self._norm(hidden, before_attention)), cache))
-            gate, up = gate_up(self._norm(hidden, before_mlp)).chunk(2, dim=-1)
-            hidden = hidden + down(F.silu(gate) * up)
+        for norms, products, cache in zip(self._norms(), self.products, self.caches, strict=True):
+            hidden = self.step(hidden, norms, products, cache)
         return self.head(self._norm(hidden, self.body.norm.weight))[:, 0]
 
-    def _norms(self) -> list[tuple[Tensor, Tensor]]:
+    def _step(self, hidden: Tensor, norms: Norms, products: Products, cache: Tensor) -> Tensor:
+        before_attention, before_mlp = norms
+        qkv, out, gate_up, down = products
+        hidden = hidden + out(self._attend(qkv(self._norm(hidden, before_attention)), cache))
+        gate, up = gate_up(self._norm(hidden, before_mlp)).chunk(2, dim=-1)
+        return hidden + down(F.silu(gate) * up)
+
+    def _norms(self) -> list[Norms]:
         layers = [layer for layer in self.body.layers if isinstance(layer, DecoderLayer)]
         return [(layer.input_layernorm.weight, layer.post_attention_layernorm.weight) for layer in layers]
 
@@ -118,7 +135,7 @@ def _layers(model: Llama) -> list[DecoderLayer]:
     return [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
 
 
-def _products(layer: DecoderLayer, product: Callable[[Tensor], Product]) -> tuple[Product, Product, Product, Product]:
+def _products(layer: DecoderLayer, product: Callable[[Tensor], Product]) -> Products:
     attention, mlp = layer.self_attn, layer.mlp
     qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).detach()
     gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()

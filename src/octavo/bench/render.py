@@ -10,6 +10,7 @@ from octavo.errors import ConfigError
 __all__ = ["markdown", "page"]
 
 REHEARSED = "**A rehearsal on a CPU with tiny shapes: the times mean nothing, neither do the bars.** Every part runs."
+BARS_FOR = "H200"
 METHOD = (
     "Medians of rounds; a round runs every contestant of a table once, in turn, in one process, on normally "
     "distributed inputs that rotate through more than the L2 cache holds. GPU times are taken between CUDA events: of "
@@ -41,9 +42,15 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary(report: Report) -> Iterator[str]:
+def _heading(report: Report) -> str:
     met = sum(verdict.is_met for verdict in report.verdicts)
-    yield f"{met} of {len(report.verdicts)} bars met."
+    device = report.facts["device"]
+    other = "" if BARS_FOR in device or report.is_rehearsal else f" The bars are an {BARS_FOR}'s; this is an {device}."
+    return f"{met} of {len(report.verdicts)} bars met.{other}"
+
+
+def _summary(report: Report) -> Iterator[str]:
+    yield _heading(report)
     yield ""
     yield from (f"- {verdict}" for verdict in report.verdicts)
     if report.failures:
@@ -91,7 +98,7 @@ def page(report: Report) -> str:
         f'<link rel="icon" href="data:,"><style>{STYLE}</style><script>{script}</script></head><body>'
         f"<h1>octavo on Hopper</h1><p><code>{escape(report.command)}</code>, {report.measured}</p>"
         f"{warning}<ul>{facts}</ul>"
-        f"<p>{escape(METHOD)}</p><h2>Bars</h2><ul>{bars}</ul>"
+        f"<p>{escape(METHOD)}</p><h2>Bars</h2><p>{escape(_heading(report))}</p><ul>{bars}</ul>"
         f"{f'<h2>Not measured</h2><ul>{missing}</ul>' if missing else ''}"
         f"{''.join(map(_part_html, report.parts))}</body></html>\n"
     )

@@ -46,11 +46,11 @@ class Part:
 PARTS = (
     Part("card", card.measure, 0.05),
     Part("accumulation", accumulation.measure, 0.05),
-    Part("casts", casts.measure, 0.16),
-    Part("linears", linears.measure, 0.19),
-    Part("layer", layer.measure, 0.27),
-    Part("decoding", decoding.measure, 0.11),
-    Part("training", training.measure, 0.12),
+    Part("casts", casts.measure, 0.14),
+    Part("linears", linears.measure, 0.17),
+    Part("layer", layer.measure, 0.23),
+    Part("decoding", decoding.measure, 0.20),
+    Part("training", training.measure, 0.11),
     Part("gemms", gemms.measure, 0.05),
 )
 

@@ -10,8 +10,9 @@ import math
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -23,7 +24,7 @@ from octavo.bench.rounds import Clock, interleaved, wall_clock
 from octavo.bench.sizes import HOPPER, REHEARSAL, Sizes
 from octavo.errors import BackendError
 
-__all__ = ["Comparison", "Contestant", "OutOfTimeError", "Session", "hopper_session", "rehearsal_session"]
+__all__ = ["Comparison", "Contestant", "OutOfTimeError", "Session", "hopper_session", "rehearsal_session", "share_out"]
 
 LEAD = 2e-3  # seconds: longer than Python takes to launch a round's calls
 MOST_CALLS = 16
@@ -48,11 +49,13 @@ class Contestant:
         build: makes what the call needs and returns the call; what it raises is the reason why there is no figure.
         work: what a call does, in ``unit`` without its "/s".
         unit: of the speed.
+        is_tuned: whether building times variants, which means nothing while others build.
     """
 
     build: Callable[[], Callable[[], object]]
     work: float
     unit: str
+    is_tuned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,8 @@ class Session:
         on_progress: told what is being done.
         speeds: what this card reaches, by name, for later parts: "copy" in GB/s, "bf16" and "fp8" in TFLOP/s.
         deadline: ``time.monotonic()`` at which the part has to end.
+        prebuilds: None; or, in a session that only fills the compilers' caches, whether it is this one that builds the
+            next contestant. It times none.
     """
 
     device: torch.device
@@ -93,6 +98,7 @@ class Session:
     on_progress: Callable[[str], None] = field(default=lambda _: None)
     speeds: dict[str, float] = field(default_factory=dict)
     deadline: float = math.inf
+    prebuilds: Iterator[bool] | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -125,6 +131,8 @@ class Session:
         builds_until = now + BUILDING_SHARE * (self.deadline - now)
         clock = self.clocks[kernels]
         for name, entry in entered.items():
+            if self.prebuilds is not None and (not next(self.prebuilds) or entry.is_tuned):
+                continue
             if time.monotonic() > builds_until:
                 failures.append(Failure(name=name, reason=NO_TIME))
                 continue
@@ -132,7 +140,8 @@ class Session:
             try:
                 run = entry.build()
                 run()
-                runs[name] = run
+                if self.prebuilds is None:
+                    runs[name] = run
             except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
                 failures.append(failure_of(name, error))
         calls = {name: self._calls(clock(run)) for name, run in runs.items()}
@@ -159,11 +168,12 @@ class Session:
         copies = max(1, min(MOST_COPIES, math.ceil(2 * cache / nbytes)))
         return Rotation([make() for _ in range(copies)])
 
-    def compiled(self, function: F) -> F:
-        """By torch.compile, for one shape."""
+    def compiled(self, function: F, *, tuned: bool = False) -> F:
+        """By torch.compile, for one shape; ``tuned`` lets inductor time variants of every kernel."""
         if self.compiler is None:
             return function
-        found: Any = torch.compile(function, dynamic=False, backend=self.compiler)
+        options: Any = {"coordinate_descent_tuning": True} if tuned and self.compiler == "inductor" else None
+        found: Any = torch.compile(function, dynamic=False, backend=self.compiler, options=options)
         return cast("F", found)
 
     def graphed(self, run: Callable[[], object]) -> Callable[[], object]:
@@ -237,6 +247,11 @@ def hopper_session() -> Session:
 def rehearsal_session() -> Session:
     """A session on the CPU, whose times mean nothing."""
     return Session(torch.device("cpu"), REHEARSAL, (wall_clock, wall_clock), "eager")
+
+
+def share_out(index: int, count: int) -> Iterator[bool]:
+    """For :attr:`Session.prebuilds`: of ``count`` sessions the one of this index, from 0, builds every so many."""
+    return cycle([other == index for other in range(count)])
 
 
 def failure_of(name: str, error: Exception) -> Failure:

@@ -118,7 +118,7 @@ HOPPER = Sizes(
     ),
     layer=LayerSize(batch=4, length=2048, hidden=4096, heads=32, kv_heads=8, ffn=14336),
     model=ModelSize(
-        vocabulary=128256,
+        vocabulary=32768,
         hidden=2048,
         ffn=8192,
         layers=16,

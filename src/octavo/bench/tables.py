@@ -8,7 +8,7 @@ from octavo.bench.results import Chart, Section, Verdict
 from octavo.bench.rounds import ratio
 from octavo.bench.session import Comparison
 
-__all__ = ["duration", "gigabytes", "median", "section_of", "speed", "times_as_fast"]
+__all__ = ["duration", "faster", "gigabytes", "median", "section_of", "speed", "times_as_fast"]
 
 
 def section_of(
@@ -74,6 +74,12 @@ def speed(comparison: Comparison, name: str) -> float:
 def times_as_fast(comparison: Comparison, name: str, base: str) -> Any:
     """How many times as fast as ``base``, round by round; both do the same work."""
     return ratio(comparison.seconds, base, name)
+
+
+def faster(comparison: Comparison, *names: str) -> str:
+    """The one of least median among those that ran; the first where none did."""
+    ran = [name for name in names if name in comparison.seconds]
+    return min(ran, key=lambda name: median(comparison, name), default=names[0])
 
 
 def duration(seconds: float) -> str:

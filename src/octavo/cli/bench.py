@@ -3,6 +3,8 @@
 The results are written after every part, so that whatever ends the command, what was finished is there.
 """
 
+import re
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +15,7 @@ from octavo.bench import PARTS, Session, hopper_session, rehearsal_session, run
 from octavo.bench.render import markdown, page
 from octavo.bench.results import Report, joined, load_report, result_name
 from octavo.bench.runner import check_parts, facts
+from octavo.bench.session import share_out
 from octavo.cli.console import stderr, stdout
 from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
@@ -40,6 +43,14 @@ def bench(
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Run every part on the CPU with tiny shapes; the times mean nothing.")
     ] = False,
+    prebuild: Annotated[
+        str | None,
+        typer.Option(
+            "--prebuild",
+            metavar="I/N",
+            help="Time nothing: fill the compilers' caches, as number I (from 0) of N processes that share the work.",
+        ),
+    ] = None,
     redraw: Annotated[
         list[Path] | None,
         typer.Option("--from", help="Measure nothing: write the .md and .html of this .json; of several, joined."),
@@ -47,8 +58,16 @@ def bench(
 ) -> None:
     """Measure memory, casts, products, layers, training and generation on a Hopper GPU."""
     check_parts(only or ())
+    if prebuild is not None:
+        _refuse_out(out, "building ahead")
+        shared = _share(prebuild)
+        session = rehearsal_session() if rehearse else hopper_session()
+        session.prebuilds = shared
+        report = _measured(session, only, seconds, None)
+        stdout().print("\n".join(_unbuilt(report)), markup=False, soft_wrap=True)
+        return
     if rehearse:
-        _refuse_out(out)
+        _refuse_out(out, "a rehearsal")
         report = _measured(rehearsal_session(), only, seconds, None)
         stdout().print(markdown(report), markup=False, soft_wrap=True)
         stdout().print(REHEARSED, markup=False, soft_wrap=True)
@@ -119,9 +138,27 @@ def _write(report: Report, folder: Path) -> None:
     stdout().print(line, markup=False, soft_wrap=True)
 
 
-def _refuse_out(out: Path | None) -> None:
+def _refuse_out(out: Path | None, what: str) -> None:
     if out is not None:
-        raise ConfigError("a rehearsal writes no results; leave out --out")
+        raise ConfigError(f"{what} writes no results; leave out --out")
+
+
+def _share(text: str) -> Iterator[bool]:
+    """Of "I/N".
+
+    Raises:
+        ConfigError: it is none, or N is not above I.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ConfigError(f"--prebuild takes I/N with I below N, such as 0/2 and 1/2, not {text!r}")
+    return share_out(int(found[1]), int(found[2]))
+
+
+def _unbuilt(report: Report) -> Iterator[str]:
+    names = ", ".join(part.name for part in report.parts)
+    yield f"built ahead: {names}; {len(report.failures)} failed"
+    yield from (f"{where}: {failure.name}: {failure.reason}" for where, failure in report.failures)
 
 
 def _refuse_to_overwrite(session: Session, folder: Path) -> None:

@@ -97,6 +97,13 @@ def test_a_bar_is_reached_from_its_side(found, bar, at_most, word):
     assert str(verdict).startswith(f"{word}: x: {found:.2f} (at {'most' if at_most else 'least'} {bar:.2f})")
 
 
+def test_the_heading_says_whose_the_bars_are_where_the_card_is_another(report):
+    assert "The bars are" not in markdown(report)
+    assert "1 of 2 bars met. The bars are an H200's; this is an H100." in markdown(
+        replace(report, facts={"device": "H100"})
+    )
+
+
 def test_markdown_has_the_table_the_bars_and_what_is_missing(report):
     text = markdown(report)
     assert "| timed | speed |\n| --- | --- |\n| a <cast> | 1/2 GB/s |\n\nA note." in text

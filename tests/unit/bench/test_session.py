@@ -6,7 +6,15 @@ import time
 import pytest
 import torch
 
-from octavo.bench.session import NO_TIME, Contestant, OutOfTimeError, Rotation, hopper_session, rehearsal_session
+from octavo.bench.session import (
+    NO_TIME,
+    Contestant,
+    OutOfTimeError,
+    Rotation,
+    hopper_session,
+    rehearsal_session,
+    share_out,
+)
 from octavo.bench.sizes import HOPPER
 from octavo.errors import BackendError
 
@@ -126,3 +134,18 @@ def test_a_hopper_gpu_is_taken(monkeypatch):
     assert session.on_gpu
     assert session.sizes is HOPPER
     assert session.clocks[1].cycles > 0 == session.clocks[0].cycles  # type: ignore[attr-defined]
+
+
+def test_who_builds_ahead_builds_its_share_and_times_nothing(session):
+    built: list[str] = []
+
+    def noting(name, *, is_tuned=False):
+        return Contestant(build=lambda: lambda: built.append(name), work=1.0, unit="GB", is_tuned=is_tuned)
+
+    entered = {name: noting(name, is_tuned=name == "e") for name in "abcde"}
+    for index in range(2):
+        session.prebuilds = share_out(index, 2)
+        found = session.compare(entered)
+        assert not found.seconds
+        assert not found.runs
+    assert built == ["a", "c", "b", "d"]

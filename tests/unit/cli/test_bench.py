@@ -51,10 +51,21 @@ def test_a_rehearsal_of_a_part_prints_its_tables_and_writes_nothing(octavo, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_building_ahead_times_nothing_and_writes_nothing(octavo, on_gpu, tmp_path, monkeypatch, session):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    result = octavo("bench", "hopper", "--prebuild", "0/2", "--only", "casts")
+    assert result.exit_code == 0
+    assert result.stdout == "built ahead: casts; 0 failed\n"
+    assert [next(session.prebuilds) for _ in range(3)] == [True, False, True]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--rehearse", "--out", "x"], "a rehearsal writes no results; leave out --out"),
+        (["--prebuild", "0/1", "--out", "x"], "building ahead writes no results; leave out --out"),
+        (["--prebuild", "2/2"], "--prebuild takes I/N with I below N"),
         ([], "say where the results go with --out"),
         (["--out", "x"], "needs an H100 or H200, and torch sees no CUDA device"),
         (["--out", "x", "--only", "y"], "there is no part 'y'"),

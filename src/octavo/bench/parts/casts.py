@@ -1,8 +1,8 @@
 """Every cast, through the functions that users call, beside a plain copy of as many bytes.
 
-Bytes are the fewest that have to move: the input once, or twice where one scale for all of it has to be measured
-first; the codes; the scales. A cast both ways writes its codes twice, once transposed. torch.compile gets octavo's
-plain definition, octavo.numerics.quantize, and is counted by the same bytes.
+Bytes are the fewest that have to move: the input once, or twice where one scale for all of it, or for each of its
+columns, has to be measured first; the codes; the scales. A cast both ways writes its codes twice, once transposed.
+torch.compile gets octavo's plain definition, octavo.numerics.quantize, and is counted by the same bytes.
 """
 
 import math
@@ -81,8 +81,9 @@ def _casts(session: Session, dtype: torch.dtype) -> dict[str, Contestant]:
     for what, groups in FINE.items():
         casts[what] = entry(_fine(groups), groups=groups)
         if dtype is not torch.float16:
-            casts[f"{what}, {BOTH_WAYS}"] = entry(_both_ways(groups), writes=2, groups=groups)
-            casts[f"{what}, of the transpose"] = entry(_fine(groups, turned=True), groups=groups)
+            reads = 2 if groups == PerRow() else 1  # a column of the input has to be measured first, and is long
+            casts[f"{what}, {BOTH_WAYS}"] = entry(_both_ways(groups), reads=reads, writes=2, groups=groups)
+            casts[f"{what}, of the transpose"] = entry(_fine(groups, turned=True), reads=reads, groups=groups)
     if dtype is torch.bfloat16:
         casts["1x32, E8M0"] = entry(_fine(PerBlock(1, 32), scale_format=E8M0), groups=PerBlock(1, 128))  # as many bytes
         casts["E5M2, one scale, measured"] = entry(lambda x: quantize(x, E5M2), reads=2)

@@ -7,6 +7,7 @@ import torch
 from octavo.bench.results import Section
 from octavo.bench.session import Contestant, Session
 from octavo.bench.tables import section_of
+from octavo.errors import BackendError
 from octavo.formats import E4M3
 from octavo.kernels import quantize, scaled_mm, selections
 from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, ScaleRounding
@@ -22,6 +23,9 @@ SCALES: dict[str, tuple[Granularity, Granularity, bool]] = {  # of both operands
     "1x128 times 1x128": (PerBlock(1, 128), PerBlock(1, 128), False),
     "1x32 times 1x32": (PerBlock(1, 32), PerBlock(1, 32), False),
 }
+
+BOTH = ("1x128 times 128x128", "1x128 times 1x128")  # block scales that two backends may multiply
+BACKENDS = {"cuBLAS": "torch_cuda", "octavo's Triton kernel": "triton"}
 
 
 def measure(session: Session) -> Iterator[Section]:
@@ -44,6 +48,8 @@ def measure(session: Session) -> Iterator[Section]:
 def _products(session: Session, m: int, k: int, n: int) -> Section:
     entered = {BF16: _bf16(session, m, k, n)}
     entered |= {name: _fp8(session, name, m, k, n) for name in SCALES}
+    for who, backend in BACKENDS.items():
+        entered |= {f"{name}, {who}": _fp8(session, name, m, k, n, backend=backend) for name in BOTH}
     found = session.compare(entered, kernels=True)
     limit = session.speeds.get("fp8")
     return section_of(f"{m}×{k}×{n}", found, base=BF16, limit=limit, limit_name="FP8's ceiling")
@@ -74,7 +80,7 @@ def _bf16(session: Session, m: int, k: int, n: int) -> Contestant:
     return Contestant(build=build, work=2 * m * k * n / 1e12, unit="TFLOP")
 
 
-def _fp8(session: Session, name: str, m: int, k: int, n: int) -> Contestant:
+def _fp8(session: Session, name: str, m: int, k: int, n: int, *, backend: str = "auto") -> Contestant:
     left, right, fast = SCALES[name]
     rounding = ScaleRounding.RCEIL
 
@@ -89,8 +95,12 @@ def _fp8(session: Session, name: str, m: int, k: int, n: int) -> Contestant:
 
         def run() -> object:
             a, b = inputs()
-            return scaled_mm(a, b, out_dtype=torch.bfloat16, fast_accumulation=fast)
+            return scaled_mm(a, b, out_dtype=torch.bfloat16, fast_accumulation=fast, backend=backend)
 
+        try:
+            run()
+        except BackendError as error:
+            raise BackendError(f"not there: {error}") from error
         return run
 
     return Contestant(build=build, work=2 * m * k * n / 1e12, unit="TFLOP")
