@@ -435,6 +435,8 @@ def _round_stochastic_on_gpu(scaled: Tensor, random: Tensor, dtype: torch.dtype)
 
 torch.library.impl("octavo::dequantize", "CUDA")(_dequantize_on_gpu)
 torch.library.impl("octavo::round_stochastic", "CUDA")(_round_stochastic_on_gpu)
+
+
 def _random_bits(seed: Tensor, count: int) -> Tensor:
     return random_bits_by_torch(seed, count) if cpu.why_absent() else cpu.random_bits(seed, count)
 

@@ -147,5 +147,5 @@ def cast_blocks(
 def _groups(rows: int, columns: int, block: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for scales and amaxes."""
     shape = (triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1]))
-    scales, amaxes = torch.empty(2, *shape, dtype=torch.float32, device=device)
+    scales, amaxes = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
     return scales, amaxes

@@ -103,6 +103,15 @@ def reciprocal(x):
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
+@triton.constexpr_function
+def _fp32_from(lowest):
+    """The smallest FP32 number that is not below: the same FP32 numbers are below both."""
+    nearest = torch.tensor(lowest, dtype=torch.float64, device="cpu").float()
+    return float(
+        nearest if nearest.double() >= lowest else torch.nextafter(nearest, torch.full_like(nearest, torch.inf))
+    )
+
+
 @triton.jit
 def encode_scale_from_amax(
     amax,
@@ -123,7 +132,7 @@ def encode_scale_from_amax(
         quotient = tl.div_rn(tl.where(large, dividend, dividend * 2.0**-64), tl.maximum(amax, smallest))
         quotient = tl.where(large, quotient, tl.minimum(quotient, _FP32_MAX * 2.0**-64) * 2.0**64)
         of_lowest: tl.constexpr = max(min(dividend / lowest, _FP32_MAX), _FP32_TINY)
-        raised = amax.to(tl.float64) < tl.full(amax.shape, lowest, tl.float64)
+        raised = amax < tl.full(amax.shape, _fp32_from(lowest), tl.float32)
         encode = tl.where(raised, of_lowest, tl.maximum(quotient, _FP32_TINY))
         if ROUNDING == "rceil":
             encode = (encode.to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
@@ -184,8 +193,11 @@ def code_from_number(
         codes = tl.where(limited < smallest_normal, subnormal, normal).to(tl.uint8) | sign
         codes = tl.where(magnitude_bits > _INFINITY_BITS, 0x7F, codes).to(tl.uint8)
     if PROPAGATE and infinite is not None:
-        broken: tl.constexpr = 0x7F if MANTISSA == 3 else 0x7C
-        codes = tl.where(infinite, broken | sign, codes).to(tl.uint8)
+        if MANTISSA == 3 and HARDWARE:  # which writes every NaN without a sign
+            codes = tl.where(infinite, 0x7F, codes).to(tl.uint8)
+        else:
+            broken: tl.constexpr = 0x7F if MANTISSA == 3 else 0x7C
+            codes = tl.where(infinite, broken | sign, codes).to(tl.uint8)
     return codes
 
 
