@@ -103,15 +103,6 @@ def reciprocal(x):
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
-@triton.constexpr_function
-def _fp32_from(lowest):
-    """The smallest FP32 number that is not below: the same FP32 numbers are below both."""
-    nearest = torch.tensor(lowest, dtype=torch.float64, device="cpu").float()
-    return float(
-        nearest if nearest.double() >= lowest else torch.nextafter(nearest, torch.full_like(nearest, torch.inf))
-    )
-
-
 @triton.jit
 def encode_scale_from_amax(
     amax,
@@ -132,7 +123,13 @@ def encode_scale_from_amax(
         quotient = tl.div_rn(tl.where(large, dividend, dividend * 2.0**-64), tl.maximum(amax, smallest))
         quotient = tl.where(large, quotient, tl.minimum(quotient, _FP32_MAX * 2.0**-64) * 2.0**64)
         of_lowest: tl.constexpr = max(min(dividend / lowest, _FP32_MAX), _FP32_TINY)
-        raised = amax < tl.full(amax.shape, _fp32_from(lowest), tl.float32)
+        # Below the floor are the FP32 numbers below the first that is not; a constant, which the compiler works out.
+        exact = tl.full(amax.shape, lowest, tl.float64)
+        first = exact.to(tl.float32)
+        first = tl.where(
+            first.to(tl.float64) < exact, first.to(tl.int32, bitcast=True) + 1, first.to(tl.int32, bitcast=True)
+        )
+        raised = amax < first.to(tl.float32, bitcast=True)
         encode = tl.where(raised, of_lowest, tl.maximum(quotient, _FP32_TINY))
         if ROUNDING == "rceil":
             encode = (encode.to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
