@@ -216,7 +216,7 @@ def row_launch(columns: int) -> dict[str, int]:
 
 
 def tile(groups: int) -> dict[str, int]:
-    """The tile of a program and its warps. 128 rows fill a line of the transpose; blocks below 128 leave room for 64."""
+    """The tile of a program and its warps. 128 rows fill a line of the transpose; smaller blocks leave room for 64."""
     if groups == 128:
         return {"ROWS": 128, "COLUMNS": 128, "num_warps": 32}
     return {"ROWS": 64 if groups > ROW else 128, "COLUMNS": 64, "num_warps": 8}
