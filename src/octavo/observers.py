@@ -218,7 +218,7 @@ class AmaxHistory(StatefulModule):
             self.close()
         self.close_if_over(region)
         if self.spec.close == Close.AUTOCAST:
-            self.region.copy_(region)
+            self.region.fill_(region)  # from a CPU's scalar a copy to the GPU waits, a fill does not
 
     @torch.no_grad()
     def close_if_over(self, region: Tensor) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import octavo
+from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, FP8_FORMATS, FP32
 from octavo.kernels import fake_quantize, quantize
 from octavo.numerics import Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, amax, cast_stochastic, dequantize
@@ -131,3 +132,9 @@ def test_stochastic_rounding_with_a_seed(fmt):
         for device in (torch.device("cpu"), devices.DEVICE)
     )
     assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))
+
+
+def test_a_graph_takes_no_seed_of_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match="generator of the tensor's device"):
+        cast_stochastic(numbers((64, 300), FP32.torch_dtype).to(devices.DEVICE), E4M3)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.formats import FP8_FORMATS
-from octavo.nn import Linear, TransformerLayer
+from octavo.nn import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
 from octavo.state import nonfinite_counts, scaling_state, update_scales
 from tests.contract.gemm_oracle import Product, assert_product, assert_row_sum, assert_same_operand, recorded_products
 from tests.contract.test_recipes import DTYPES, FP8_RECIPES, SHAPES, TABLE
@@ -248,3 +248,26 @@ def test_a_transformer_layer_compiles_whole_and_never_waits(recipe):
         difference = (found[name].float() - value.float()).norm() / value.float().norm()
         assert difference < 0.1, name
     without_waiting(lambda: one_step(layer, layer, x, grad))
+
+
+FUSED = {
+    "norm and linear": lambda recipe: LayerNormLinear(256, 128, recipe=recipe),
+    "norm, silu and linear": lambda recipe: LayerNormMLP(256, 512, activation="swiglu", recipe=recipe),
+    "norm, gelu and linear": lambda recipe: LayerNormMLP(256, 512, activation="gelu", recipe=recipe),
+}
+
+
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("recipe", [recipe for recipe in PRESETS if not octavo.recipes.get(recipe).has_static_input])
+def test_a_fused_layer_computes_what_the_cpus_layers_do(recipe, make):
+    """The device's exp is approximate and sums go another way: now and then a code is its neighbour."""
+    here = make(recipe).bfloat16()
+    x = torch.randn(64, 256).bfloat16()
+    grad = torch.randn_like(here(x)) * 1e-2
+    there = copy.deepcopy(here).to(devices.DEVICE)
+    wanted = one_step(here, here, x, grad)
+    found = one_step(there, there, x.to(devices.DEVICE), grad.to(devices.DEVICE))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        difference = (found[name].cpu().float() - value.float()).norm() / value.float().norm()
+        assert difference < 0.1, name

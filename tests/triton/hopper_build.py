@@ -4,7 +4,8 @@
 
 Triton brings its assembler along, so all but the launch can happen anywhere. The calls run as they are, with tensors
 on the CPU; a launch compiles its kernel for compute capability 9.0 and does nothing more. Prints a line of JSON for
-each: the call, the kernel, its registers, stack and shared memory in bytes, and which tensor-core instructions it has.
+each: the call, the kernel, a thread's registers, its threads, stack and shared memory in bytes, and its tensor-core
+instructions.
 A stack means that registers were spilled or an array is indexed at run time.
 """
 
@@ -76,7 +77,14 @@ def resources(kernel: Any) -> dict[str, Any]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"\b{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
     products = sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", kernel.asm["ptx"])))
-    return {"registers": registers, "stack": stack, "shared": kernel.metadata.shared, "tensor_core": products}
+    threads = kernel.metadata.num_warps * 32
+    return {
+        "registers": registers,
+        "threads": threads,
+        "stack": stack,
+        "shared": kernel.metadata.shared,
+        "tensor_core": products,
+    }
 
 
 def all_calls(modules: list[str]) -> Iterator[tuple[str, Callable[[], object]]]:

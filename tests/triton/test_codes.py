@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, FP32, Format
 from octavo.kernels.triton import codes as kernels
 from octavo.numerics import Nonfinite, ScaleRounding
 from octavo.numerics.cast import cast_nearest
@@ -98,11 +98,12 @@ def test_a_code_is_the_number_that_torch_says(fmt: Format, device: torch.device)
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_an_amax_gets_the_scale_of_the_definition(fmt: Format, rounding: ScaleRounding, device: torch.device) -> None:
     bits = torch.randint(0, 0x7F80_0000, (20000,), dtype=torch.int32)
-    edges = torch.tensor([0.0, 2.0**-149, 1e-38, 1e-12, 0.5, 1.0, 447.9, 448.0, 1e30, torch.finfo(torch.float32).max])
+    edges = torch.tensor([0.0, 2.0**-149, 1e-38, 1e-12, 0.25, 0.3, 0.5, 1.0, 447.9, 448.0, 1e30, FP32.max])
+    floors = [torch.nextafter(edges, torch.tensor(beyond)) for beyond in (0.0, FP32.max)]
     amaxes = torch.cat(
-        [bits.view(torch.float32), edges, torch.logspace(-149, 127, 277, base=2, dtype=torch.float64).float()]
+        [bits.view(torch.float32), edges, *floors, torch.logspace(-149, 127, 277, base=2, dtype=torch.float64).float()]
     )
-    for floor, margin in ((AMAX_FLOOR, 0), (0.0, 0), (0.25, 3), (AMAX_FLOOR, 140)):
+    for floor, margin in ((AMAX_FLOOR, 0), (0.0, 0), (0.25, 3), (0.3, 1), (AMAX_FLOOR, 140)):
         wanted = encode_scale_from_amax(amaxes, fmt, rounding=rounding, amax_floor=floor, margin=margin)
         out = torch.empty(2, len(amaxes), device=device)
         constants = {"MAX": fmt.max, "MANTISSA": fmt.mantissa_bits, "ROUNDING": str(rounding), "FLOOR": floor}

@@ -5,8 +5,6 @@ tensor that was asked for, whatever the order in memory of what is cast: Hopper'
 Nothing here waits for the device. Triton is imported by the first call that needs it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.cpu import DTYPES, ScaleRule
+from octavo.kernels.triton.launching import on_device_of
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerBlock, PerRow, PerTensor, Record
 from octavo.numerics.granularity import stacks
 from octavo.numerics.random_bits import random_bits_by_torch
@@ -124,7 +123,7 @@ def quantize(
     """
     measured = _nothing_found(x, granularity) if into is None else into
     matrix, turned = _as_matrix(x.detach(), granularity)
-    with _on_device_of(x):
+    with on_device_of(x):
         made = _kernels(
             matrix, fmt, granularity, rule,
             propagate=nonfinite == Nonfinite.PROPAGATE, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
@@ -174,7 +173,7 @@ def fake_quantize(
     matrix, turned = _as_matrix(x.detach(), granularity)
     in_place = out is not None and out.stride() == x.stride() and matrix.data_ptr() == x.data_ptr() == out.data_ptr()
     values = matrix if in_place else torch.empty(matrix.shape, dtype=x.dtype, device=x.device)
-    with _on_device_of(x):
+    with on_device_of(x):
         _kernels(matrix, fmt, granularity, rule, values=values)
     if in_place and out is not None:
         return out
@@ -207,7 +206,7 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity, out_dtype
         block = (granularity.rows, granularity.columns)
     if turned:
         scales, block = scales.t(), block[::-1]
-    with _on_device_of(codes):
+    with on_device_of(codes):
         made = values.dequantize(matrix, scales, block, _FORMATS[codes.dtype], out_dtype)
     return (made.t() if turned else made).reshape(codes.shape)
 
@@ -222,7 +221,7 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
     """
     from octavo.kernels.triton import values
 
-    with _on_device_of(scaled):
+    with on_device_of(scaled):
         return values.round_stochastic(scaled.contiguous(), random.to(torch.int32).contiguous(), fmt)
 
 
@@ -232,7 +231,7 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
         return random_bits_by_torch(seed, count)
     from octavo.kernels.triton import values
 
-    with _on_device_of(seed):
+    with on_device_of(seed):
         return values.random_bits(seed, count)
 
 
@@ -280,13 +279,3 @@ def _as_matrix(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:
 
 def _is_turned(x: Tensor) -> bool:
     return x.ndim == 2 and x.stride(0) == 1 and x.shape[1] > 1 and x.stride(1) > 1
-
-
-@contextmanager
-def _on_device_of(x: Tensor) -> Iterator[None]:
-    """Triton launches on the current device."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        yield
-    else:
-        with torch.cuda.device(x.device):
-            yield

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
+
 __all__ = ["philox", "random_bits", "random_bits_by_torch", "seed_from"]
 
 _WORD = 0xFFFF_FFFF
@@ -26,14 +28,27 @@ def random_bits(seed: Tensor, shape: Sequence[int], device: torch.device) -> Ten
     Args:
         seed: int64 [], on any device.
         shape: of the result.
-        device: of the result.
+        device: of the result. A seed on the CPU reaches a GPU without a wait.
+
+    Raises:
+        ConfigError: a seed on the CPU while a CUDA graph is captured, which would repeat it.
 
     Example:
         >>> [hex(word & 0xFFFFFFFF) for word in random_bits(torch.tensor(0), (4,), torch.device("cpu")).tolist()]
         ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
-    drawn: Tensor = torch.ops.octavo.random_bits(seed.to(device), torch.Size(shape).numel())
+    drawn: Tensor = torch.ops.octavo.random_bits(_on(device, seed), torch.Size(shape).numel())
     return drawn.view(tuple(shape))
+
+
+def _on(device: torch.device, seed: Tensor) -> Tensor:
+    if seed.device.type == device.type:
+        return seed.to(device)
+    if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "a CUDA graph would repeat the random bits of a seed on the CPU; give a generator of the tensor's device"
+        )
+    return seed.new_empty((), device=device).fill_(seed)  # a launch with the seed's value, where a copy would wait
 
 
 def seed_from(generator: torch.Generator | None) -> Tensor:

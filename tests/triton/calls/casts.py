@@ -46,6 +46,8 @@ CALLS: dict[str, Callable[[], object]] = {
     ),
     "1 x 128, FP32": partial(blocks.cast_blocks, _master, E4M3, _POWERS, (1, 128)),
     "128 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (128, 128), flipped=True, into=_counts),
+    "128 x 128": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (128, 128)),
+    "1 x 32": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 32)),
     "1 x 32 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 32), flipped=True),
     "dequantize, tensor": partial(values.dequantize, _codes, _one, (0, 0), E4M3, torch.bfloat16),
     "dequantize, rows": partial(values.dequantize, _codes, _row_scales, (1, 0), E4M3, torch.bfloat16),

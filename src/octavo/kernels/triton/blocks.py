@@ -1,7 +1,7 @@
 """Casts with a scale for every block of rows x columns, of a matrix, of its transpose, or of both.
 
-A block lies inside a tile of 64 x 64 or 128 x 128, so that everything is done in one reading. Blocks of the transpose
-are columns x rows here; square blocks are the same both ways, and their codes are made once.
+A block lies inside a tile of 32 x 128, 64 x 64 or 128 x 128, so that everything is done in one reading. Blocks of
+the transpose are columns x rows here; square blocks are the same both ways, and their codes are made once.
 
 | call                  | launches | bytes read | bytes written                               |
 |-----------------------|----------|------------|---------------------------------------------|
@@ -23,8 +23,6 @@ from octavo.numerics import Record
 __all__ = ["LARGEST", "cast_blocks"]
 
 LARGEST = 128  # rows and columns of a block; both are powers of two
-_WARPS = {64: 4, 128: 16}  # a program's, by the rows and columns of its tile: 32 elements a thread
-_WARPS_OF_TWO = 8  # where FP32 numbers are cast twice, each time with other blocks: 16 leave too few registers
 
 
 @triton.jit
@@ -49,21 +47,22 @@ def cast_blocks_kernel(
     DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
-    MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
+    MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
+    DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Reads x once, writes a byte an element for each order; with VALUES, x's size once."""
-    row, column = casts.first_of_tile(tl.program_id(0), columns, SIZE, SIZE)
+    row, column = casts.first_of_tile(tl.program_id(0), columns, DOWN, ACROSS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    across = tl.cdiv(columns, SIZE)
-    first_row, first_column = tl.program_id(0) // across * SIZE, tl.program_id(0) % across * SIZE
+    across = tl.cdiv(columns, ACROSS)
+    first_row, first_column = tl.program_id(0) // across * DOWN, tl.program_id(0) % across * ACROSS
     if DIRECT or ROWS == COLUMNS:
-        blocks = tl.reshape(number, (SIZE // ROWS, ROWS, SIZE // COLUMNS, COLUMNS))
+        blocks = tl.reshape(number, (DOWN // ROWS, ROWS, ACROSS // COLUMNS, COLUMNS))
         amax = _amaxes(blocks, overflowed, nonfinite)
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         decode = codes.reciprocal(encode)
-        block_row = first_row // ROWS + tl.arange(0, SIZE // ROWS)[:, None]
-        block_column = first_column // COLUMNS + tl.arange(0, SIZE // COLUMNS)[None, :]
+        block_row = first_row // ROWS + tl.arange(0, DOWN // ROWS)[:, None]
+        block_column = first_column // COLUMNS + tl.arange(0, ACROSS // COLUMNS)[None, :]
         blocks_down, blocks_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
         at = block_row.to(tl.int64) * blocks_across + block_column
         within = (block_row < blocks_down) & (block_column < blocks_across)
@@ -73,13 +72,13 @@ def cast_blocks_kernel(
             tl.store(amaxes + at, amax, mask=within)
         if VALUES:
             value = codes.number_from_code(made, MANTISSA, HARDWARE) * decode[:, None, :, None]
-            value = tl.reshape(value, (SIZE, SIZE))
+            value = tl.reshape(value, (DOWN, ACROSS))
             tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
         elif DIRECT:
-            tl.store(out + row[:, None] * out_stride + column[None, :], tl.reshape(made, (SIZE, SIZE)), mask=inside)
+            tl.store(out + row[:, None] * out_stride + column[None, :], tl.reshape(made, (DOWN, ACROSS)), mask=inside)
     if FLIPPED:
         if ROWS != COLUMNS:
-            blocks = tl.reshape(number, (SIZE // COLUMNS, COLUMNS, SIZE // ROWS, ROWS))
+            blocks = tl.reshape(number, (DOWN // COLUMNS, COLUMNS, ACROSS // ROWS, ROWS))
             if DIRECT:  # has reported them
                 amax = _amaxes(blocks, None, None)
             else:
@@ -87,15 +86,17 @@ def cast_blocks_kernel(
             encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
             decode = codes.reciprocal(encode)
             made = casts.codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
-        group_row = first_row // COLUMNS + tl.arange(0, SIZE // COLUMNS)[:, None]
-        group_column = first_column // ROWS + tl.arange(0, SIZE // ROWS)[None, :]
+        group_row = first_row // COLUMNS + tl.arange(0, DOWN // COLUMNS)[:, None]
+        group_column = first_column // ROWS + tl.arange(0, ACROSS // ROWS)[None, :]
         groups_down, groups_across = tl.cdiv(rows, COLUMNS), tl.cdiv(columns, ROWS)
         place = group_column.to(tl.int64) * groups_down + group_row
         within = (group_row < groups_down) & (group_column < groups_across)
         tl.store(flipped_scales + place, decode, mask=within)
         tl.store(flipped_amaxes + place, amax, mask=within)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(tl.reshape(made, (SIZE, SIZE))), mask=turned)
+        tl.store(
+            flipped + column[:, None] * rows + row[None, :], tl.trans(tl.reshape(made, (DOWN, ACROSS))), mask=turned
+        )
 
 
 def cast_blocks(
@@ -129,14 +130,12 @@ def cast_blocks(
     turned = casts.empty_codes(columns, rows, device, wanted=flipped)
     scales, amaxes = _groups(rows, columns, block, device)
     flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
-    size = max(64, *block)
-    twice = direct and flipped and block[0] != block[1] and matrix.dtype is torch.float32
-    cast_blocks_kernel[(triton.cdiv(rows, size) * triton.cdiv(columns, size),)](
+    down, across, warps = _tile(block, one_way=direct and not flipped)
+    cast_blocks_kernel[(triton.cdiv(rows, down) * triton.cdiv(columns, across),)](
         matrix, out, turned, scales, amaxes, flipped_scales, flipped_amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
-        **casts.constants(fmt, rule, device, propagate=propagate), SIZE=size,
-        num_warps=min(_WARPS[size], _WARPS_OF_TWO) if twice else _WARPS[size],
+        **casts.constants(fmt, rule, device, propagate=propagate), DOWN=down, ACROSS=across, num_warps=warps,
     )  # fmt: skip
     return Made(
         Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes) if direct else None,
@@ -144,8 +143,17 @@ def cast_blocks(
     )
 
 
+def _tile(block: tuple[int, int], *, one_way: bool) -> tuple[int, int, int]:
+    """Rows and columns of a program's tile, and its warps."""
+    if one_way and block[0] <= 32:  # without a transpose a line of 128 bytes is all that is to be filled
+        return 32, 128, 4
+    if 128 in block:
+        return 128, 128, 32 if block == (128, 128) and not one_way else 16
+    return 64, 64, 8
+
+
 def _groups(rows: int, columns: int, block: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for scales and amaxes."""
     shape = (triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1]))
-    scales, amaxes = torch.empty(2, *shape, dtype=torch.float32, device=device)
+    scales, amaxes = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
     return scales, amaxes

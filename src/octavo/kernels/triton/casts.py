@@ -152,7 +152,7 @@ def finite(number):
 @triton.jit
 def first_of_tile(tile, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """The rows and columns of a tile, int64; tiles are counted along the columns first."""
-    across = tl.cdiv(columns, BLOCK_COLUMNS)
+    across = (columns - 1) // BLOCK_COLUMNS + 1  # tl.cdiv would add first, beyond int32 in the longest flat tensors
     row = (tile // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = (tile % across).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     return row, column

@@ -123,7 +123,13 @@ def encode_scale_from_amax(
         quotient = tl.div_rn(tl.where(large, dividend, dividend * 2.0**-64), tl.maximum(amax, smallest))
         quotient = tl.where(large, quotient, tl.minimum(quotient, _FP32_MAX * 2.0**-64) * 2.0**64)
         of_lowest: tl.constexpr = max(min(dividend / lowest, _FP32_MAX), _FP32_TINY)
-        raised = amax.to(tl.float64) < tl.full(amax.shape, lowest, tl.float64)
+        # Below the floor are the FP32 numbers below the first that is not; a constant, which the compiler works out.
+        exact = tl.full(amax.shape, lowest, tl.float64)
+        first = exact.to(tl.float32)
+        first = tl.where(
+            first.to(tl.float64) < exact, first.to(tl.int32, bitcast=True) + 1, first.to(tl.int32, bitcast=True)
+        )
+        raised = amax < first.to(tl.float32, bitcast=True)
         encode = tl.where(raised, of_lowest, tl.maximum(quotient, _FP32_TINY))
         if ROUNDING == "rceil":
             encode = (encode.to(tl.int32, bitcast=True) & _INFINITY_BITS).to(tl.float32, bitcast=True)
@@ -184,8 +190,11 @@ def code_from_number(
         codes = tl.where(limited < smallest_normal, subnormal, normal).to(tl.uint8) | sign
         codes = tl.where(magnitude_bits > _INFINITY_BITS, 0x7F, codes).to(tl.uint8)
     if PROPAGATE and infinite is not None:
-        broken: tl.constexpr = 0x7F if MANTISSA == 3 else 0x7C
-        codes = tl.where(infinite, broken | sign, codes).to(tl.uint8)
+        if MANTISSA == 3 and HARDWARE:  # which writes every NaN without a sign
+            codes = tl.where(infinite, 0x7F, codes).to(tl.uint8)
+        else:
+            broken: tl.constexpr = 0x7F if MANTISSA == 3 else 0x7C
+            codes = tl.where(infinite, broken | sign, codes).to(tl.uint8)
     return codes
 
 

@@ -210,18 +210,16 @@ def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, sc
 
 
 def row_launch(columns: int) -> dict[str, int]:
-    """The size of a program that holds rows of ``columns``, and its warps: 16 numbers a thread, up to 16 warps."""
+    """The size of a program that holds rows of ``columns``, and its warps: 16 numbers a thread."""
     size = triton.next_power_of_2(columns)
-    return {"SIZE": size, "num_warps": max(1, min(16, size // 512))}
+    return {"SIZE": size, "num_warps": max(1, min(32, size // 512))}
 
 
 def tile(groups: int) -> dict[str, int]:
-    """The tile of a program and its warps. 128 rows fill a line of the transpose, and hold its blocks."""
-    return (
-        {"ROWS": 128, "COLUMNS": 128, "num_warps": 16}
-        if groups == 128
-        else {"ROWS": 128, "COLUMNS": 64, "num_warps": 8}
-    )
+    """The tile of a program and its warps. 128 rows fill a line of the transpose; smaller blocks leave room for 64."""
+    if groups == 128:
+        return {"ROWS": 128, "COLUMNS": 128, "num_warps": 32}
+    return {"ROWS": 64 if groups > ROW else 128, "COLUMNS": 64, "num_warps": 8}
 
 
 def tiles(groups: int, rows: int, columns: int) -> tuple[int]:

@@ -139,7 +139,7 @@ def cast_rows(
         return _cast_lines(matrix, fmt, rule, into, propagate=propagate, direct=direct, flipped=flipped)
     device, (rows, columns) = matrix.device, matrix.shape
     out = casts.empty_codes(rows, columns, device, wanted=values is None) if values is None else values
-    scales, amaxes = torch.empty(2, rows, 1, dtype=torch.float32, device=device)
+    scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
     block_columns = triton.next_power_of_2(columns)
     block_rows = max(1, min(_ELEMENTS // block_columns, triton.next_power_of_2(rows)))
     cast_rows_kernel[(triton.cdiv(rows, block_rows),)](
@@ -156,10 +156,10 @@ def _cast_lines(
     matrix: Tensor, fmt: Format, rule: ScaleRule, into: Record | None, *, propagate: bool, direct: bool, flipped: bool
 ) -> Made:
     device, (rows, columns) = matrix.device, matrix.shape
-    row_amaxes, column_amaxes = torch.zeros(rows + columns, dtype=torch.int32, device=device).split([rows, columns])
-    row_scales, column_scales = torch.empty(rows + columns, 1, dtype=torch.float32, device=device).split(
-        [rows, columns]
-    )
+    row_scales, column_scales = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (rows, columns))
+    start = triton.cdiv(rows, 4) * 4  # of 16 bytes; one launch clears both, and an operator returns one of them
+    zeros = torch.zeros(start + columns, dtype=torch.int32, device=device)
+    row_amaxes, column_amaxes = zeros[:rows], zeros[start:]
     out = casts.empty_codes(rows, columns, device, wanted=direct)
     turned = casts.empty_codes(columns, rows, device, wanted=flipped)
     grid = (triton.cdiv(rows, casts.TILE[0]) * triton.cdiv(columns, casts.TILE[1]),)
