@@ -218,6 +218,19 @@ def _tile(x, tile, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMN
 
 
 @triton.jit
+def _record_programs(amax, counts, measured_by, amax_record, overflowed, nonfinite, PROGRAMS: tl.constexpr):
+    """Record what so many programs have measured before."""
+    share = tl.arange(0, PROGRAMS)
+    count = tl.sum(tl.load(counts + share, mask=share < measured_by, other=0), 0)
+    if amax_record is not None:
+        _raise_amax(amax_record, amax)
+    if nonfinite is not None:
+        tl.atomic_add(nonfinite, count, sem="relaxed")
+    if overflowed is not None:
+        tl.store(overflowed, 1, mask=count > 0)
+
+
+@triton.jit
 def cast_tensor_kernel(
     x, out, flipped, given, amaxes, counts, scale,
     amax_record, overflowed, nonfinite, saturation,
@@ -268,14 +281,7 @@ def cast_tensor_kernel(
     if MEASURE:
         if SOURCE == "measured":
             if tl.program_id(0) == 0:
-                share = tl.arange(0, PROGRAMS)
-                count = tl.sum(tl.load(counts + share, mask=share < measured_by, other=0), 0)
-                if amax_record is not None:
-                    _raise_amax(amax_record, tl.max(amax, 0))
-                if nonfinite is not None:
-                    tl.atomic_add(nonfinite, count, sem="relaxed")
-                if overflowed is not None:
-                    tl.store(overflowed, 1, mask=count > 0)
+                _record_programs(tl.max(amax, 0), counts, measured_by, amax_record, overflowed, nonfinite, PROGRAMS)
         else:
             found = highest(tl.ravel(number), 0)
             if is_broken(found):
