@@ -66,8 +66,10 @@ PROBLEM = MatmulProblem(
         ({"a_dtype": torch.float8_e4m3fnuz}, "FNUZ formats have no tensor core here"),
         (
             {"a_granularity": PerBlock(1, 128)},
-            "cuBLAS takes 1x128 by 1x128, 1x128 by 128x128 and 128x128 by 1x128, "
-            "not block scales of 1x128 by PerTensor()",
+            (
+                "cuBLAS takes 1x128 by 1x128, 1x128 by 128x128 and 128x128 by 1x128, "
+                "not block scales of 1x128 by PerTensor()"
+            ),
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
