@@ -52,7 +52,8 @@ def _keep(
 @triton.jit
 def store_kernel(
     qkv, cos, sin, sequence, position, table, queries, keys, key_scale, values, value_scale, kept,
-    pages, heads, kv_heads, D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr, KEPT: tl.constexpr,
+    pages, heads, kv_heads,
+    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr, KEPT: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
