@@ -150,8 +150,8 @@ def test_cublas_gets_block_scales_as_it_wants_them(granularities, biased, monkey
     x, weight = torch.randn(132, 512), torch.randn(160, 512)
     operands = [octavo.quantize(t, octavo.E4M3, granularity=g) for t, g in zip((x, weight), granularities, strict=True)]
     bias = torch.randn(160) if biased else None
-    problem = dispatch._describe(*operands, torch.bfloat16, bias, Accumulate.FP32)
-    wanted = ReferenceBackend().scaled_mm(*operands, bias, problem)
+    problem = dispatch._describe(operands[0], operands[1], torch.bfloat16, bias, Accumulate.FP32)
+    wanted = ReferenceBackend().scaled_mm(operands[0], operands[1], bias, problem)
     crooked = [replace(q, scale=_unaligned(q.scale)) for q in operands]
     for a, b in (operands, crooked):
         y = CudaBackend().scaled_mm(a, b, bias, problem)
