@@ -5,6 +5,7 @@ import torch
 
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
+from octavo.kernels.cuda_decoding import _held, _room_for_keys
 from octavo.kernels.decoding import PAGE, CacheTensors
 from octavo.kernels.triton.attention import attend
 from octavo.kernels.triton.cache import store
@@ -48,6 +49,21 @@ def test_what_is_stored_has_the_bits_of_the_definition(fmt, heads, kv_heads, dim
     )  # fmt: skip
     assert torch.equal(made.cpu(), turned)
     assert same_bits(found, wanted.tensors)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 2, 20), (1, 1, 16)])
+def test_rows_that_begin_a_text_need_not_read_the_cache(fmt, heads, kv_heads, dim, device):
+    rows = PAGE + 3
+    found = moved(PagedKVCache(1, kv_heads, dim, max_positions=2 * PAGE, fmt=fmt).tensors, device)
+    kept = _room_for_keys(found, rows)
+    assert kept.dtype is (torch.float32 if fmt is FP32 else torch.bfloat16)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device)
+    angles, place = torch.ones(2 * PAGE, dim, device=device), torch.arange(rows, device=device)
+    made = store(qkv, found, 0, cos=angles, sin=0 * angles, sequence=torch.zeros_like(place), position=place, kept=kept)
+    assert torch.equal(made, qkv.view(rows, -1, dim)[:, :heads].to(kept.dtype))
+    for own, held in zip(kept.permute(1, 2, 0, 3), _held(found, 0, rows), strict=True):
+        assert torch.equal(own, held)
 
 
 def filled(fmt, positions, kv_heads, dim, *, size=1.0):

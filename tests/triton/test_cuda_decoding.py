@@ -5,8 +5,11 @@ import torch
 
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
-from octavo.kernels.cuda_decoding import CudaDecoder
+from octavo.kernels import cuda_decoding
+from octavo.kernels.casting import quantize
+from octavo.kernels.cuda_decoding import CudaDecoder, _many_rows
 from octavo.models import Llama, LlamaConfig
+from octavo.numerics import PerRow
 from octavo.serving import ModelRunner, PagedKVCache
 
 
@@ -75,6 +78,19 @@ def test_many_tokens_are_cast(device):
     last = decoder.read(tokens[70:], caches[1].tensors, 70)
     assert last.shape == (1, 90)
     assert error(last[0], wanted[-1]) < 0.08
+
+
+def test_many_rows_are_summed_fast(monkeypatch):
+    asked = []
+
+    def product(a, b, **options):
+        asked.append(options)
+        return torch.zeros(a.shape[0], b.shape[0])
+
+    monkeypatch.setattr(cuda_decoding, "scaled_mm", product)
+    rows = quantize(torch.ones(2, 16), E4M3, granularity=PerRow())
+    _many_rows(rows, rows)
+    assert asked == [{"out_dtype": torch.bfloat16, "fast_accumulation": True}]
 
 
 def test_sequences_share_a_step_and_nothing_else(device):

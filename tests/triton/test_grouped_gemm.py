@@ -58,6 +58,14 @@ def test_one_expert(device):
     assert_each_right(y, x, weights, (0, 20))
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 15), (2, 1)], ids=str)
+def test_one_expert_of_hardly_anything(size, device):
+    n, k = size
+    x, weights = operand(3, k, PerRow(), device), stack(1, n, k, PerRow(), device)
+    y = grouped_product(x, weights, torch.tensor([0, 3], device=device), torch.float32)
+    assert_each_right(y, x, weights, (0, 3))
+
+
 def test_the_gradient_of_x_is_the_product_with_transposed_weights(device):
     split = (0, 30, 30, 90)
     weights = octavo.quantize(torch.randn(3, 40, 50, device=device), E4M3)

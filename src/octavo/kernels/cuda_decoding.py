@@ -11,7 +11,8 @@ cache and a number of sequences and replayed with other tokens and positions, so
 | 2 to 64  | bfloat16 times codes                        | bfloat16 behind norms, heads, gates | over the cache      |
 | more     | E4M3, one scale a row, times codes          | bfloat16                            | torch's, causal (*) |
 
-(*) Of one sequence's tokens; of the next token of more than 64 sequences, over the cache.
+(*) Of one sequence's tokens, over themselves where it begins and over what the cache holds later; of the next token of
+more than 64 sequences, over the cache.
 
 The residual stream is FP32 everywhere: it sums two terms a layer, each of them small beside it, and its bytes are
 nothing beside a weight's. Sums are FP32, keys and values go through the cache before any query sees them, as in the
@@ -29,18 +30,25 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3
 from octavo.kernels.casting import quantize
-from octavo.kernels.decoding import PAGE, CacheTensors, Decoder
+from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.decoding import PAGE, CacheTensors, Decoder, DecoderLayer
 from octavo.kernels.dispatch import scaled_mm
-from octavo.numerics import PerRow, QuantizedTensor
-from octavo.numerics.scaling import scale_from_e8m0
+from octavo.kernels.fused import LONGEST_ROW, cast_activation, cast_norm
+from octavo.kernels.result_cast import NormSpec, ResultCast
+from octavo.numerics import PerRow, QuantizedTensor, ScaleRounding
+from octavo.numerics.scaling import AMAX_FLOOR, scale_from_e8m0
 
 __all__ = ["CudaDecoder"]
 
 _GRAPHS = 16  # kept; the one used longest ago goes first
+_BY_ROWS = ResultCast(
+    format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0), transpose=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +174,22 @@ class CudaDecoder:
         many = len(hidden) > FEW
         product = _many_rows if many else few_rows
         narrow = torch.float32 if len(hidden) == 1 else torch.bfloat16
+        place: dict[str, Tensor] = {"sequence": sequence, "position": position}
+        kept = _room_for_keys(cache, len(hidden)) if many and start == 0 else None
         for index, layer in enumerate(own.layers):
             qkv = product(hidden, layer.qkv, norm=layer.attention_norm, eps=eps)
-            queries = store(qkv, cache, index, cos=own.cos, sin=own.sin, sequence=sequence, position=position)
+            queries = store(qkv, cache, index, cos=own.cos, sin=own.sin, kept=kept, **place)
             if many and start is not None:
-                found = _attend_all(queries, cache, index, start, scale)
+                keys, values = _held(cache, index, start + len(hidden)) if kept is None else kept.permute(1, 2, 0, 3)
+                found = _attend_all(queries, keys, values, scale)
             else:
-                found = attend(
-                    queries, cache, index, sequence=sequence, position=position, scale=scale, out_dtype=narrow
-                )
+                found = attend(queries, cache, index, scale=scale, out_dtype=narrow, **place)
             product(found.flatten(1), layer.out, residual=hidden, out=hidden)
-            gated = product(hidden, layer.gate_up, norm=layer.mlp_norm, eps=eps, gated=True, out_dtype=narrow)
-            product(gated, layer.down, residual=hidden, out=hidden)
+            if many:
+                _mlp_of_many(hidden, layer, eps)
+            else:
+                gated = few_rows(hidden, layer.gate_up, norm=layer.mlp_norm, eps=eps, gated=True, out_dtype=narrow)
+                few_rows(gated, layer.down, residual=hidden, out=hidden)
         last = hidden if every else hidden[-1:]
         return (product if every else few_rows)(last, own.head, norm=own.norm, eps=eps).float()
 
@@ -192,43 +204,59 @@ class CudaDecoder:
 
 
 def _many_rows(
-    x: Tensor,
+    x: Tensor | QuantizedTensor,
     weight: QuantizedTensor,
     *,
     norm: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
-    gated: bool = False,
     out: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """What few_rows computes, of rows that are cast to E4M3, each with a scale of its own; ``out`` is the residual."""
-    from octavo.kernels.triton.few_rows import rms_norm
+    if isinstance(x, QuantizedTensor):
+        own = x
+    elif norm is None:
+        own = quantize(x, E4M3, granularity=PerRow())
+    else:
+        spec = NormSpec(layer=False, eps=eps, zero_centered=False)
+        made, _, _ = cast_norm(x, norm, None, spec, _BY_ROWS, handed_on=torch.bfloat16)
+        own, _ = made.operands(_BY_ROWS, torch.bfloat16, None)
+    y = scaled_mm(own, weight, out_dtype=torch.bfloat16, fast_accumulation=True)
+    if residual is None:
+        return y
+    assert out is residual
+    return residual.add_(y)
 
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
-    y = scaled_mm(quantize(x, E4M3, granularity=PerRow()), weight, out_dtype=torch.bfloat16)
-    if gated:
+
+def _mlp_of_many(hidden: Tensor, layer: DecoderLayer, eps: float) -> None:
+    """Add the MLP to rows of the residual stream; the gate's result is cast by the kernel that makes it."""
+    y = _many_rows(hidden, layer.gate_up, norm=layer.mlp_norm, eps=eps)
+    if layer.down.shape[1] > LONGEST_ROW:
         first, second = y.chunk(2, dim=-1)
-        y = F.silu(first) * second
-    if residual is not None:
-        assert out is residual
-        return residual.add_(y)
-    return y.to(out_dtype)
+        gated = quantize(F.silu(first) * second, E4M3, granularity=PerRow())
+    else:
+        gated, _ = cast_activation(y, "silu", _BY_ROWS, gated=True).operands(_BY_ROWS, torch.bfloat16, None)
+    _many_rows(gated, layer.down, residual=hidden, out=hidden)
 
 
-def _attend_all(queries: Tensor, cache: CacheTensors, layer: int, start: int, scale: float) -> Tensor:
-    """Attention of a sequence's rows from ``start`` on, over what the cache holds of it, bfloat16 [R, heads, D]."""
-    rows = len(queries)
-    keys, values = _held(cache, layer, start + rows)
+def _attend_all(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention of the last rows of a sequence over it, bfloat16 [R, heads, D]; keys and values are [kv heads, T, D].
+
+    What begins later than its keys gets the mask that torch's fast kernels know by name.
+    """
     own = queries.to(keys.dtype).transpose(0, 1)[None]  # [1, heads, R, D]
-    seen = None
-    if start:
-        seen = torch.ones(rows, start + rows, dtype=torch.bool, device=queries.device).tril(start)
+    whole = len(queries) == keys.shape[1]
+    seen = None if whole else causal_lower_right(len(queries), keys.shape[1])
     found = F.scaled_dot_product_attention(
-        own, keys[None], values[None], attn_mask=seen, is_causal=start == 0, scale=scale, enable_gqa=True
+        own, keys[None], values[None], attn_mask=seen, is_causal=whole, scale=scale, enable_gqa=True
     )
     return found[0].transpose(0, 1).to(torch.bfloat16).contiguous()
+
+
+def _room_for_keys(cache: CacheTensors, rows: int) -> Tensor:
+    """Memory for a layer's keys and values of rows that attend to one another, [R, 2, kv heads, D]."""
+    dtype = torch.float32 if cache.keys.dtype is torch.float32 else torch.bfloat16
+    return torch.empty(rows, 2, *cache.keys.shape[2:4], dtype=dtype, device=cache.keys.device)
 
 
 def _held(cache: CacheTensors, layer: int, length: int) -> tuple[Tensor, Tensor]:

@@ -50,11 +50,12 @@ def scaled_grouped_mm(
     Example:
         >>> import octavo
         >>> x, w = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[[1.0]], [[0.5]]])
-        >>> q = octavo.quantize(w, octavo.E4M3)
-        >>> scaled_grouped_mm(octavo.quantize(x, octavo.E4M3), q, torch.tensor([0, 1, 3]))
-        tensor([[1.0000],
-                [1.0000],
-                [2.0000]])
+        >>> one = torch.tensor(1.0)
+        >>> a, b = (octavo.quantize(t, octavo.E4M3, scale=one) for t in (x, w))
+        >>> scaled_grouped_mm(a, b, torch.tensor([0, 1, 3]))
+        tensor([[1.],
+                [1.],
+                [2.]])
     """
     out_dtype = check_operands(a, b, out_dtype)
     _check(a, b, offsets)

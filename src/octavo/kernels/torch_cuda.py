@@ -1,8 +1,13 @@
-"""FP8 products by cuBLAS, through ``torch._scaled_mm``: per-tensor and per-row scales.
+"""FP8 products by cuBLAS, through ``torch._scaled_mm``: scales per tensor, per row and, on Hopper, per block.
 
 cuBLAS wants both operands with K contiguous and their sizes in multiples of 16. Others are copied with zero codes
 added, which take no part in the scales, and what comes of them is cut off again. It sums as the tensor cores do:
-octavo.numerics' accumulate.py has the two ways, and ``fast_accumulation`` chooses between them.
+octavo.numerics' accumulate.py has the two ways, and ``fast_accumulation`` chooses between them. Scales must begin at a
+multiple of 16 bytes.
+
+Blocks are 1x128 and 128x128, the latter on one side at most. Scales of 1x128 lie column after column, those of 128x128
+row after row. The sums of every block are scaled and added in FP32. In a traced graph such a product is one operator,
+``octavo::cublas_block_mm``, since the tracer's own description of ``torch._scaled_mm`` refuses block scales.
 
 A bias of the result's own 16-bit dtype is added by cuBLAS, before its only rounding. Any other is added here, to FP32
 sums.
@@ -15,13 +20,18 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
-from octavo.numerics import Accumulate, PerRow, QuantizedTensor
+from octavo.kernels.cpu import is_traced
+from octavo.kernels.reference import ReferenceBackend
+from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
 
 __all__ = ["CudaBackend"]
 
 _MULTIPLE = 16
 _CUDA = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-_PER_ROW_SINCE = (12, 9)  # where cuBLAS has per-row scales itself; kernels of torch's serve older releases
+_VECTORS_SINCE = (12, 9)  # where cuBLAS has scales per row, which kernels of torch's serve before, and per block
+_BLOCKS = (PerBlock(1, 128), PerBlock(128, 128))
+_SQUARES_OF_K = 512  # four scales of 128x128: a row of them begins at a multiple of 16 bytes
+_REFERENCE = ReferenceBackend()
 
 
 class CudaBackend:
@@ -39,13 +49,14 @@ class CudaBackend:
 
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """See :class:`octavo.kernels.backend.Backend`."""
-        per_row = _is_per_row(problem)
+        if block_widths(problem):
+            return _by_blocks(a, b, bias, problem)
         left, right = _pad_to_16(a.data, rows=False), _pad_to_16(b.data, rows=True)
         extra = right.shape[0] - problem.n
         a_scale, b_scale = a.fp32_scale, b.fp32_scale
-        if per_row:
-            a_scale = rows_of_scales(a).expand(problem.m, 1).contiguous()
-            b_scale = _extended(rows_of_scales(b).expand(problem.n, 1).contiguous().view(-1), extra)[None, :]
+        if _is_per_row(problem):
+            a_scale = _aligned(rows_of_scales(a).expand(problem.m, 1).contiguous())
+            b_scale = _aligned(_extended(rows_of_scales(b).expand(problem.n, 1).contiguous().view(-1), extra))[None, :]
         added_there = bias is not None and _takes_bias(bias, problem)
         product = torch._scaled_mm(
             left,
@@ -58,9 +69,55 @@ class CudaBackend:
         )
         if extra:
             product = product[:, : problem.n]
-        if bias is not None and not added_there:
-            product = product.float() + bias.float()
-        return product.to(problem.out_dtype).contiguous()
+        return _finished(product, None if added_there else bias, problem)
+
+
+def _by_blocks(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
+    if torch.is_grad_enabled() and (a.scale.requires_grad or b.scale.requires_grad):
+        return _REFERENCE.scaled_mm(a, b, bias, problem)  # its operations have gradients
+    multiply = torch.ops.octavo.cublas_block_mm if is_traced(a.data) or is_traced(b.data) else _block_mm
+    squares = (problem.a_granularity == _BLOCKS[1], problem.b_granularity == _BLOCKS[1])
+    written = _wanted(problem, sums=problem.bias)
+    product = multiply(a.data, a.fp32_scale, squares[0], b.data, b.fp32_scale, squares[1], written)
+    return _finished(product, bias, problem)
+
+
+def _block_mm(  # noqa: PLR0917 (an operator's schema)
+    a: Tensor, a_scale: Tensor, a_squares: bool, b: Tensor, b_scale: Tensor, b_squares: bool, out_dtype: torch.dtype
+) -> Tensor:
+    """The product of matrices with block scales, of 128x128 where ``squares`` says so, else of 1x128."""
+    return torch._scaled_mm(
+        _pad_to_16(a, rows=False),
+        _pad_to_16(b, rows=False).t(),
+        scale_a=_block_scales(a_scale, squares=a_squares),
+        scale_b=_block_scales(b_scale, squares=b_squares).t(),
+        bias=None,
+        out_dtype=out_dtype,
+        use_fast_accum=False,
+    )
+
+
+def _shape_of_block_product(a: Tensor, *rest: object) -> Tensor:
+    _, _, b, _, _, out_dtype = rest
+    assert isinstance(b, Tensor)
+    assert isinstance(out_dtype, torch.dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _block_scales(scale: Tensor, *, squares: bool) -> Tensor:
+    """Scales [R, blocks of K], row after row, those of 1x128 column after column."""
+    return _aligned(scale.contiguous() if squares else scale.t().contiguous().t())
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """What begins at a multiple of 16 bytes: a part of other memory is copied; in a traced graph nobody can ask."""
+    return scale if is_traced(scale) or scale.data_ptr() % _MULTIPLE == 0 else scale.clone()
+
+
+def _finished(product: Tensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
+    if bias is not None:
+        product = product.float() + bias.float()
+    return product.to(problem.out_dtype).contiguous()
 
 
 def _objections(problem: MatmulProblem) -> Iterator[str]:
@@ -71,7 +128,7 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
     if capability < (8, 9):
         yield f"FP8 tensor cores need compute capability 8.9, and this device has {capability[0]}.{capability[1]}"
     if block_widths(problem):
-        yield "cuBLAS here takes per-tensor and per-row scales, not block scales"
+        yield from _objections_to_blocks(problem, capability)
     if problem.accumulate is not Accumulate.FP32 and capability[0] != 9:
         yield f"only Hopper sums as Hopper does, and this device has compute capability {capability[0]}.{capability[1]}"
     if problem.a_dtype is torch.float8_e5m2 and problem.b_dtype is torch.float8_e5m2:
@@ -82,6 +139,26 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
         yield "an empty operand has no product"
     if capability >= (9, 0) and _written(problem, sums=problem.bias) is not _wanted(problem, sums=problem.bias):
         yield f"with per-row scales it would round to bfloat16 before {problem.out_dtype} or a bias"
+
+
+def _objections_to_blocks(problem: MatmulProblem, capability: tuple[int, int]) -> Iterator[str]:
+    groups = (problem.a_granularity, problem.b_granularity)
+    if set(groups) - set(_BLOCKS) or groups[0] == groups[1] == _BLOCKS[1]:
+        yield (
+            "cuBLAS takes 1x128 by 1x128, 1x128 by 128x128 and 128x128 by 1x128, not block scales of "
+            f"{' by '.join(f'{g.rows}x{g.columns}' if isinstance(g, PerBlock) else str(g) for g in groups)}"
+        )
+        return
+    if capability[0] != 9 or _CUDA < _VECTORS_SINCE:
+        yield "cuBLAS has block scales on compute capability 9.0 alone, since CUDA 12.9"
+    if problem.accumulate is not Accumulate.FP32:
+        yield "in which order cuBLAS scales and adds the sums of blocks is not documented"
+    multiple = _SQUARES_OF_K if _BLOCKS[1] in groups else 128
+    if problem.m % 4 or problem.n % _MULTIPLE or problem.k % multiple:
+        yield (
+            f"with these block scales M must be a multiple of 4, N of {_MULTIPLE} and K of {multiple}, not "
+            f"{problem.m}, {problem.n} and {problem.k}"
+        )
 
 
 def _is_per_row(problem: MatmulProblem) -> bool:
@@ -95,7 +172,7 @@ def _wanted(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
 
 def _written(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
     """What it is written in."""
-    by_cublas = _CUDA >= _PER_ROW_SINCE and torch.cuda.get_device_capability()[0] == 9
+    by_cublas = _CUDA >= _VECTORS_SINCE and torch.cuda.get_device_capability()[0] == 9
     return _wanted(problem, sums=sums) if by_cublas or not _is_per_row(problem) else torch.bfloat16
 
 
@@ -120,3 +197,12 @@ def _pad_to_16(codes: Tensor, *, rows: bool) -> Tensor:
 
 def _extended(vector: Tensor, extra: int) -> Tensor:
     return torch.nn.functional.pad(vector, (0, extra)) if extra else vector
+
+
+torch.library.define(
+    "octavo::cublas_block_mm",
+    "(Tensor a, Tensor a_scale, bool a_squares, Tensor b, Tensor b_scale, bool b_squares, ScalarType out_dtype) "
+    "-> Tensor",
+)
+torch.library.impl("octavo::cublas_block_mm", "CompositeExplicitAutograd")(_block_mm)
+torch.library.register_fake("octavo::cublas_block_mm")(_shape_of_block_product)

@@ -1,4 +1,4 @@
-"""FP8 products by octavo's own kernel on a GPU, where cuBLAS has none: scales that change along K.
+"""FP8 products by octavo's own kernel on a GPU, where cuBLAS has none: most scales that change along K.
 
 The kernel stands in triton/gemm.py. It also multiplies E5M2 by E5M2, which cuBLAS refuses though the tensor cores do
 not. It sums 128 of K, or what shares a scale if that is less, in a tensor core, and those sums in FP32: with

@@ -28,15 +28,21 @@ def product(rows: int, dtype: torch.dtype, **options: Any) -> object:
     return few_rows(torch.empty(rows, columns, dtype=dtype), weight(outputs, columns), **options)
 
 
-def storing(dim: int, fmt: Format, dtype: torch.dtype) -> object:
-    cache = PagedKVCache(1, KV_HEADS, dim, max_positions=4096, fmt=fmt).tensors
-    qkv, angles = torch.empty(1, (HEADS + 2 * KV_HEADS) * dim, dtype=dtype), torch.empty(8, dim)
-    return store(qkv, cache, 0, cos=angles, sin=angles, sequence=ROW, position=ROW)
+def storing(
+    dim: int, fmt: Format, dtype: torch.dtype, *, heads: int = HEADS, kv_heads: int = KV_HEADS,
+    positions: int = 4096, keeping: bool = False,
+) -> object:  # fmt: skip
+    cache = PagedKVCache(1, kv_heads, dim, max_positions=positions, fmt=fmt).tensors
+    qkv, angles = torch.empty(1, (heads + 2 * kv_heads) * dim, dtype=dtype), torch.empty(8, dim)
+    kept = torch.empty(1, 2, kv_heads, dim, dtype=torch.bfloat16) if keeping else None
+    return store(qkv, cache, 0, cos=angles, sin=angles, sequence=ROW, position=ROW, kept=kept)
 
 
-def attending(dim: int, fmt: Format, dtype: torch.dtype) -> object:
-    cache = PagedKVCache(1, KV_HEADS, dim, max_positions=4096, fmt=fmt).tensors
-    queries = torch.empty(1, HEADS, dim)
+def attending(
+    dim: int, fmt: Format, dtype: torch.dtype, *, heads: int = HEADS, kv_heads: int = KV_HEADS, positions: int = 4096
+) -> object:
+    cache = PagedKVCache(1, kv_heads, dim, max_positions=positions, fmt=fmt).tensors
+    queries = torch.empty(1, heads, dim)
     return attend(queries, cache, 0, sequence=ROW, position=ROW, scale=0.1, out_dtype=dtype)
 
 
@@ -57,3 +63,14 @@ for size in (64, 128):
         own = torch.bfloat16 if held == BF16 else torch.float32
         CALLS[f"store {size} {held}"] = partial(storing, size, held, own)
         CALLS[f"attend {size} {held}"] = partial(attending, size, held, own)
+CALLS |= {
+    "store 128, rows that begin a text": partial(storing, 128, E4M3, torch.bfloat16, keeping=True),
+    # Numbers that are 1 are constants to the compiler, which must be content with them.
+    "store 64, one head and one page": partial(storing, 64, E4M3, torch.bfloat16, heads=1, kv_heads=1, positions=1),
+    "attend 64, one head and one page": partial(attending, 64, E4M3, torch.float32, heads=1, kv_heads=1, positions=1),
+}
+for count in (1, 16):
+    CALLS[f"{count} rows by one"] = partial(
+        few_rows, torch.empty(count, 64, dtype=torch.bfloat16), weight(1, 64), norm=torch.empty(64)
+    )
+    CALLS[f"{count} rows, K = 1"] = partial(few_rows, torch.empty(count, 1, dtype=torch.bfloat16), weight(64, 1))

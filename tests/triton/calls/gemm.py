@@ -53,6 +53,13 @@ CALLS: dict[str, Callable[[], object]] = {
     for tile in gemm.TILES
     if fits(pair, tile)
 }
+CALLS |= {  # sizes of 1 are constants to the compiler, which must be content with them
+    f"{m} x {n} x {k}, {groups}": partial(
+        gemm.product, operand((m, k), groups), operand((n, k), groups), None, torch.bfloat16
+    )
+    for groups in (PerRow(), PerBlock(1, 128))
+    for m, n, k in ((1, 1, 1), (1, 256, 256), (256, 1, 256), (256, 256, 1))
+}
 CALLS |= {
     f"{name}, FP32": partial(multiply, pair, gemm.TILES[0], torch.float32, E5M2)
     for name, pair in PAIRS.items()

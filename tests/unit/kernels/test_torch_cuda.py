@@ -2,16 +2,18 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import octavo
-from octavo.kernels import dispatch, torch_cuda
+from octavo.kernels import dispatch, torch_cuda, triton_backend
 from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.reference import ReferenceBackend
-from octavo.kernels.torch_cuda import CudaBackend, _pad_to_16
+from octavo.kernels.torch_cuda import CudaBackend, _aligned, _pad_to_16
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import hopper_sums
 
@@ -64,7 +66,10 @@ PROBLEM = MatmulProblem(
         ({"a_dtype": torch.float8_e4m3fnuz}, "FNUZ formats have no tensor core here"),
         (
             {"a_granularity": PerBlock(1, 128)},
-            "cuBLAS here takes per-tensor and per-row scales, not block scales",
+            (
+                "cuBLAS takes 1x128 by 1x128, 1x128 by 128x128 and 128x128 by 1x128, "
+                "not block scales of 1x128 by PerTensor()"
+            ),
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -75,6 +80,115 @@ def test_it_objects_in_words(changes, reason, monkeypatch):
     rows = replace(PROBLEM, a_granularity=PerRow(), b_granularity=PerRow())
     assert CudaBackend().unsupported_reason(rows) is None
     assert CudaBackend().unsupported_reason(replace(PROBLEM, **changes)) == reason
+
+
+LINES, SQUARES = PerBlock(1, 128), PerBlock(128, 128)
+BLOCKS = replace(
+    PROBLEM, m=20, n=48, k=512, a_granularity=LINES, b_granularity=SQUARES, accumulate=Accumulate.FP32, bias=True
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"a_granularity": SQUARES, "b_granularity": LINES}, None),
+        ({"b_granularity": LINES, "k": 384}, None),
+        ({"k": 384}, "M must be a multiple of 4, N of 16 and K of 512, not 20, 48 and 384"),
+        ({"b_granularity": LINES, "k": 320}, "M must be a multiple of 4, N of 16 and K of 128, not 20, 48 and 320"),
+        ({"m": 21}, "not 21, 48 and 512"),
+        ({"n": 40}, "not 20, 40 and 512"),
+        ({"a_granularity": SQUARES}, "not block scales of 128x128 by 128x128"),
+        ({"a_granularity": PerBlock(1, 32), "b_granularity": PerBlock(1, 32)}, "not block scales of 1x32 by 1x32"),
+        ({"accumulate": Accumulate.HOPPER_SLOW}, "adds the sums of blocks is not documented"),
+    ],
+    ids=str,
+)
+def test_blocks_it_takes(changes, reason, monkeypatch):
+    device_is(monkeypatch, HOPPER)
+    found = CudaBackend().unsupported_reason(replace(BLOCKS, **changes))
+    assert found is reason is None or (found is not None and reason is not None and found.endswith(reason))
+
+
+@pytest.mark.parametrize(("capability", "cuda"), [(ADA, (13, 0)), (BLACKWELL, (13, 0)), (HOPPER, (12, 8))])
+def test_blocks_are_hoppers(capability, cuda, monkeypatch):
+    device_is(monkeypatch, capability, cuda)
+    reason = "cuBLAS has block scales on compute capability 9.0 alone, since CUDA 12.9"
+    assert CudaBackend().unsupported_reason(BLOCKS) == reason
+
+
+def test_blocks_are_its_own_before_tritons_which_can_be_named(monkeypatch):
+    device_is(monkeypatch, HOPPER)
+    monkeypatch.setattr(triton_backend, "WHY_ABSENT", None)
+    assert dispatch.explain(BLOCKS).backend == "torch_cuda"
+    assert dispatch._named("triton", BLOCKS).name == "triton"
+
+
+def _block_product(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
+    """What cuBLAS makes of a [M, K] and b [K, N], with its rules for their scales."""
+    assert a.stride() == (a.shape[1], 1)
+    assert b.stride() == (1, b.shape[0])
+    assert options["bias"] is None
+    assert options["use_fast_accum"] is False
+    exact = []
+    for codes, scale in ((a, scale_a), (b.t(), scale_b.t())):
+        rows, blocks = codes.shape[0], codes.shape[1] // 128
+        assert scale.dtype is torch.float32
+        assert scale.data_ptr() % 16 == 0
+        lines = scale.shape == (rows, blocks) and scale.stride() == (1, rows)
+        assert lines or (scale.shape == (-(-rows // 128), blocks) and scale.stride() == (blocks, 1))
+        wide = scale if lines else scale.repeat_interleave(128, dim=0)[:rows]
+        exact.append(codes.double() * wide.double().repeat_interleave(128, dim=1))
+    return (exact[0] @ exact[1].t()).to(options["out_dtype"])
+
+
+@pytest.mark.parametrize("granularities", [(LINES, SQUARES), (SQUARES, LINES), (LINES, LINES)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_cublas_gets_block_scales_as_it_wants_them(granularities, biased, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", _block_product)
+    device_is(monkeypatch, HOPPER)
+    x, weight = torch.randn(132, 512), torch.randn(160, 512)
+    operands = [octavo.quantize(t, octavo.E4M3, granularity=g) for t, g in zip((x, weight), granularities, strict=True)]
+    bias = torch.randn(160) if biased else None
+    problem = dispatch._describe(operands[0], operands[1], torch.bfloat16, bias, Accumulate.FP32)
+    wanted = ReferenceBackend().scaled_mm(operands[0], operands[1], bias, problem)
+    crooked = [replace(q, scale=_unaligned(q.scale)) for q in operands]
+    for a, b in (operands, crooked):
+        y = CudaBackend().scaled_mm(a, b, bias, problem)
+        assert (y.dtype, y.shape) == (torch.bfloat16, (132, 160))
+        torch.testing.assert_close(y, wanted, rtol=2**-7, atol=2**-7)
+
+
+def test_a_graph_has_one_operator_for_blocks(monkeypatch):
+    device_is(monkeypatch, HOPPER)
+    with FakeTensorMode():
+        a, b = (
+            QuantizedTensor(
+                torch.empty(rows, 512, device="cuda", dtype=torch.float8_e4m3fn),
+                torch.empty(g.scale_shape(torch.Size([rows, 512])), device="cuda"), g, torch.bfloat16,
+            )
+            for rows, g in ((20, LINES), (48, SQUARES))
+        )  # fmt: skip
+        y = octavo.scaled_mm(a, b, out_dtype=torch.float32, backend="torch_cuda")
+        assert (y.shape, y.dtype, y.device.type) == ((20, 48), torch.float32, "cuda")
+
+
+def _unaligned(scale: Tensor) -> Tensor:
+    memory = torch.zeros(scale.numel() + 1)
+    assert memory.data_ptr() % 16 == 0
+    return memory[1:].copy_(scale.flatten()).view(scale.shape)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 1), (4, 3)], ids=str)
+def test_scales_begin_at_a_multiple_of_16_bytes(shape):
+    whole = torch.randn(shape)
+    assert _aligned(whole) is whole
+    for crooked in (_unaligned(whole), _unaligned(whole.t()).t()):
+        assert crooked.data_ptr() % 16 == 4
+        found = _aligned(crooked)
+        assert found.data_ptr() % 16 == 0
+        assert torch.equal(found, crooked)
+        assert found.stride() == crooked.stride()
 
 
 @pytest.mark.parametrize("capability", [ADA, BLACKWELL])
@@ -109,6 +223,7 @@ class _CublasStandIn:
         per_row = scale_a.ndim == 2
         assert (scale_a.shape, scale_b.shape) == (((a.shape[0], 1), (1, b.shape[1])) if per_row else ((), ()))
         assert not per_row or (scale_a.is_contiguous() and scale_b.is_contiguous())
+        assert not per_row or scale_a.data_ptr() % 16 == scale_b.data_ptr() % 16 == 0
         assert bias is None or (bias.shape == (b.shape[1],) and bias.dtype is out_dtype is not torch.float32)
         self.out_dtype, self.fast, self.bias = out_dtype, use_fast_accum, bias
         return (a.double() @ b.double() * scale_a * scale_b + (0 if bias is None else bias)).to(out_dtype)
@@ -123,6 +238,7 @@ def test_cublas_is_asked_for_what_it_takes(granularity, bias_dtype, accumulate, 
     monkeypatch.setattr(torch, "_scaled_mm", cublas)
     x, weight = torch.randn(5, 18), torch.randn(width, 18)
     a, b = (octavo.quantize(t, octavo.E4M3, granularity=granularity) for t in (x, weight))
+    a, b = (replace(q, scale=_unaligned(q.scale)) for q in (a, b))
     bias = None if bias_dtype is None else torch.randn(width).to(bias_dtype)
     exact = ReferenceBackend().scaled_mm(a, b, bias, dispatch._describe(a, b, torch.float32, bias, Accumulate.FP32))
     for capability, out_dtype in itertools.product((HOPPER, ADA), (torch.bfloat16, torch.float32)):
@@ -165,6 +281,28 @@ def test_on_a_gpu_the_product_is_within_a_tensor_core_of_the_exact_one(granulari
         magnitudes = octavo.scaled_mm(_magnitudes(a), _magnitudes(b), out_dtype=torch.float32, backend="reference")
         allowed = magnitudes.double() * 4 * 34 * 2**-13 + exact.abs() * torch.finfo(out_dtype).eps
         assert ((y.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularities", [(LINES, SQUARES), (SQUARES, LINES), (LINES, LINES)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 384, 1024), (20, 48, 512), (132, 272, 4096)], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_hopper_blocks_are_scaled_as_defined(granularities, shape, out_dtype):
+    m, n, k = shape
+    a, b = (
+        octavo.quantize(torch.randn(rows, k, device="cuda"), octavo.E4M3, granularity=granularity)
+        for rows, granularity in zip((m, n), granularities, strict=True)
+    )
+    bias = torch.randn(n, device="cuda")
+    problem = dispatch._describe(a, b, out_dtype, bias, Accumulate.FP32)
+    reason = CudaBackend().unsupported_reason(problem)
+    if reason is not None:
+        pytest.skip(reason)
+    y = CudaBackend().scaled_mm(a, b, bias, problem)
+    exact = octavo.scaled_mm(a, b, out_dtype=torch.float32, bias=bias, backend="reference").double()
+    magnitudes = octavo.scaled_mm(_magnitudes(a), _magnitudes(b), out_dtype=torch.float32, backend="reference")
+    allowed = magnitudes.double() * 4 * 34 * 2**-13 + exact.abs() * torch.finfo(out_dtype).eps
+    assert ((y.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.gpu

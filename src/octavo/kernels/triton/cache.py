@@ -4,14 +4,16 @@
 |----------|----------------------------------|-----------------------------------------------------------|
 | qkv      | [R, (heads + 2 · kv heads) · D]  | bfloat16 or float32: query heads, key heads, value heads  |
 | cos, sin | [positions, D]                   | float32, as octavo.nn.rotary_table makes them             |
-| queries  | [R, heads, D]                    | float32                                                   |
+| queries  | [R, heads, D]                    | float32, or as kept                                       |
+| kept     | [R, 2, kv heads, D]              | bfloat16 or float32: keys, values as the cache holds them |
 
 One program for each head of each row. A key or value of an E4M3 cache gets the smallest power of two that keeps it
 within the format (E8M0, rounded up) and the codes that octavo.quantize would give it; both, and the turned numbers, are
 bitwise those of the definition, so nothing is contracted to fused multiply-adds. The cache's layout stands in
 kernels/decoding.py.
 
-Bytes of a head: it is read once, from where the product before left it, and a key or value written in D + 1.
+Bytes of a head: it is read once, from where the product before left it, and a key or value written in D + 1. Where a
+text begins, its rows attend to nothing but one another: ``kept`` saves them reading the cache.
 """
 
 import torch
@@ -31,7 +33,7 @@ def _keep(
     vector, data, scales, first, step: tl.constexpr, place, D: tl.constexpr, d,
     CODES: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Store a vector at ``first``, its numbers ``step`` apart, and its scale at ``place``."""
+    """Store a vector at ``first``, its numbers ``step`` apart, its scale at ``place``; give the numbers kept."""
     if CODES:
         magnitude, _ = codes.finite_magnitude(vector)
         amax = tl.max(magnitude, axis=0, keep_dims=True)
@@ -39,15 +41,19 @@ def _keep(
         kept = codes.code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, codes.is_infinite(vector))
         scale = codes.reciprocal(encode).to(tl.int32, bitcast=True) >> 23
         tl.store(scales + place + tl.arange(0, 1), scale.to(tl.uint8))
+        number = codes.number_from_code(kept, MANTISSA, HARDWARE) * codes.reciprocal(encode)
     else:
         kept = codes.round_to(vector, data.dtype.element_ty)
+        number = kept.to(tl.float32)
     tl.store(data + first + d * step, kept, mask=d < D)
+    return number
 
 
 @triton.jit
 def store_kernel(
-    qkv, cos, sin, sequence, position, table, queries, keys, key_scale, values, value_scale, pages, heads, kv_heads,
-    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr,
+    qkv, cos, sin, sequence, position, table, queries, keys, key_scale, values, value_scale, kept,
+    pages, heads, kv_heads,
+    D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr, KEPT: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -62,25 +68,37 @@ def store_kernel(
         turned = vector * tl.load(cos + at * D + d, mask=d < D, other=0.0)
         vector = turned + partner * tl.load(sin + at * D + d, mask=d < D, other=0.0)
     if head < heads:
-        tl.store(queries + (row * heads + head) * D + d, vector, mask=d < D)
+        own = codes.round_to(vector, queries.dtype.element_ty)
+        tl.store(queries + (row * heads + head) * D + d, own, mask=d < D)
     else:
         page = tl.load(table + tl.load(sequence + row) * pages + at // SIZE).to(tl.int64)
         if head < heads + kv_heads:
             first, slot = (page * kv_heads + head - heads) * SIZE, at % SIZE
-            _keep(
+            number = _keep(
                 vector, keys, key_scale, first * D + slot, SIZE, first + slot, D, d,
                 CODES, MAX, MANTISSA, BIAS, HARDWARE,
             )  # fmt: skip
         else:
             place = (page * kv_heads + head - heads - kv_heads) * SIZE + at % SIZE
-            _keep(
+            number = _keep(
                 vector, values, value_scale, place * D, 1, place, D, d,
                 CODES, MAX, MANTISSA, BIAS, HARDWARE,
             )  # fmt: skip
+        if KEPT:
+            own_place = kept + (row * 2 * kv_heads + head - heads) * D
+            tl.store(own_place + d, codes.round_to(number, kept.dtype.element_ty), mask=d < D)
 
 
 def store(
-    qkv: Tensor, cache: CacheTensors, layer: int, *, cos: Tensor, sin: Tensor, sequence: Tensor, position: Tensor
+    qkv: Tensor,
+    cache: CacheTensors,
+    layer: int,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    sequence: Tensor,
+    position: Tensor,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """Put a layer's keys and values of R rows into its cache, and give their queries, turned.
 
@@ -92,18 +110,20 @@ def store(
         sin: the same.
         sequence: of every row, int64 [R]; not looked at here.
         position: of every row, int64 [R], below the cache's and the table's; not looked at here.
+        kept: [R, 2, kv heads, D], contiguous, takes keys and values too, rounded as the cache rounds them.
 
     Returns:
-        float32 [R, heads, D].
+        float32 [R, heads, D], or in the dtype of ``kept``.
     """
     kv_heads, dim = cache.keys.shape[2], cache.keys.shape[3]
     rows, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
-    queries = torch.empty(rows, heads, dim, dtype=torch.float32, device=qkv.device)
+    dtype = torch.float32 if kept is None else kept.dtype
+    queries = torch.empty(rows, heads, dim, dtype=dtype, device=qkv.device)
     keys, values, key_scale, value_scale = of_layer(cache, layer)
     store_kernel[(rows, heads + 2 * kv_heads)](
-        qkv, cos, sin, sequence, position, cache.table, queries, keys, key_scale, values, value_scale,
+        qkv, cos, sin, sequence, position, cache.table, queries, keys, key_scale, values, value_scale, kept,
         cache.table.shape[1], heads, kv_heads, D=dim, WIDTH=triton.next_power_of_2(dim), SIZE=PAGE,
-        CODES=key_scale is not None, **codes.format_constants(E4M3),
+        CODES=key_scale is not None, KEPT=kept is not None, **codes.format_constants(E4M3),
         HARDWARE=codes.has_hardware_casts(qkv.device), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return queries

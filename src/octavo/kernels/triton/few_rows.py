@@ -8,7 +8,7 @@
 
 Each code is read once, 16 bytes at a time, and nothing else is large. Bytes of a product: N·K, which is the minimum,
 and 4·N of scales. The rows of x come from the second-level cache: for one row 4·K bytes a program, of 2 to 8 rows of
-weights; for R rows 2·R·K bytes a program, of 16 to 64 rows of weights.
+weights, each with its gate's if there is one; for R rows 2·R·K bytes a program, of 16 to 64 rows of weights.
 
 - One row: a program sums elementwise products in FP32 over all of K, its warps side by side along K, so that no sum has
   to be finished by another kernel. A norm is free: x · norm weight is
@@ -228,7 +228,7 @@ def few_rows(
     programs = 1 if numbers.INTERPRETED else launching.multiprocessors(x.device)
     operands = (weight.data.view(torch.uint8), scale, bias, residual, out)
     if len(x) == 1:
-        each = _rows_each(rows, 4 if gated else 8, 2, 2 * programs)
+        each = _rows_each(rows, 8, 2, 2 * programs)
         width = min(2048, max(16, triton.next_power_of_2(columns)))
         one_row_kernel[(triton.cdiv(rows, each),)](
             x, norm, *operands, rows, columns, eps, NORM=norm is not None, **flags, ROWS=each, WIDTH=width, num_warps=4

@@ -77,7 +77,8 @@ def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out
     out = a.data.new_empty((tokens, n), dtype=out_dtype)
     block, along_k = gemm.block_width((a.granularity, b.granularity), k)
     tile, programs = gemm.choose_tile(tokens, n, out.device, block, experts)
-    left, right = gemm.k_major(a.data), gemm.k_major(b.data).flatten(0, 1)
+    left = gemm.k_major(a.data)
+    right = gemm.k_major(gemm.k_major(b.data).flatten(0, 1))  # flattening forgets the stride of a single row
     a_scales, b_scales = gemm.Scales.of(a), gemm.Scales.of(b)
     if along_k:
         b_scales = b_scales.columnwise(n, tile.columns)
