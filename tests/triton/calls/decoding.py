@@ -1,5 +1,6 @@
 """Generation: products of few rows with the sizes of an 8B model, the cache's store, attention."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ def attending(
 
 
 ROW = torch.zeros(1, dtype=torch.int64)
-CALLS = {
+CALLS: dict[str, Callable[[], object]] = {
     "one row": partial(product, 1, torch.float32, norm=torch.empty(HIDDEN)),
     "one row, gated": partial(product, 1, torch.float32, norm=torch.empty(HIDDEN), gated=True),
     "one row, residual": partial(product, 1, torch.float32, residual=torch.empty(1, HIDDEN)),

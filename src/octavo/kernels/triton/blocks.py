@@ -94,9 +94,8 @@ def cast_blocks_kernel(
         tl.store(flipped_scales + place, decode, mask=within)
         tl.store(flipped_amaxes + place, amax, mask=within)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(
-            flipped + column[:, None] * rows + row[None, :], tl.trans(tl.reshape(made, (DOWN, ACROSS))), mask=turned
-        )
+        made = tl.trans(tl.reshape(made, (DOWN, ACROSS)))
+        tl.store(flipped + column[:, None] * rows + row[None, :], made, mask=turned)
 
 
 def cast_blocks(
