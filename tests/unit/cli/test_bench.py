@@ -100,7 +100,8 @@ def test_it_runs_where_only_torch_typer_and_rich_are():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "## gemms" in done.stdout
-    assert "Not measured" not in done.stdout
+    missing = done.stdout.partition("Not measured:\n\n")[2].partition("\n\n")[0].splitlines()
+    assert all("not there: backend" in line and "it runs on CUDA" in line for line in missing), "only CUDA was missed"
 
 
 def test_a_folder_that_is_a_file_is_refused(octavo, tmp_path):
