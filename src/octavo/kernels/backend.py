@@ -82,8 +82,8 @@ def block_widths(problem: MatmulProblem) -> set[int]:
     return {g.columns for g in (problem.a_granularity, problem.b_granularity) if isinstance(g, PerBlock)}
 
 
-def product_shape(a: Tensor, _: Tensor, b: Tensor, *rest: object) -> Tensor:
-    """What a product's operator gives a tracer: [M, N] of the dtype that comes before the block."""
-    *_ignored, out_dtype, _block = rest
-    assert isinstance(out_dtype, torch.dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+def product_shape(a: Tensor, *rest: object) -> Tensor:
+    """What a product's operator, of a, its scale, b [.., N, K] and more, gives a tracer: [M, N] of its one dtype."""
+    _, b, *_ = (given for given in rest if isinstance(given, Tensor))
+    (out_dtype,) = (given for given in rest if isinstance(given, torch.dtype))
+    return a.new_empty((a.shape[0], b.shape[-2]), dtype=out_dtype)

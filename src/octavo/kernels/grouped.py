@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.backend import MatmulProblem, product_shape
 from octavo.kernels.cpu import is_traced
 from octavo.kernels.dispatch import check_operands, scaled_mm
 from octavo.kernels.triton_backend import TritonBackend
@@ -141,17 +141,10 @@ def _grouped_mm(  # noqa: PLR0917 (an operator's schema)
     return _grouped(left, right, offsets, out_dtype)
 
 
-def _shape_of_product(a: Tensor, *rest: object) -> Tensor:
-    _, _, b, _, _, _, out_dtype = rest
-    assert isinstance(b, Tensor)
-    assert isinstance(out_dtype, torch.dtype)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
 torch.library.define(
     "octavo::grouped_mm",
     "(Tensor a, Tensor a_scale, int[] a_granularity, Tensor b, Tensor b_scale, int[] b_granularity, Tensor offsets, "
     "ScalarType out_dtype) -> Tensor",
 )
 torch.library.impl("octavo::grouped_mm", "CompositeExplicitAutograd")(_grouped_mm)
-torch.library.register_fake("octavo::grouped_mm")(_shape_of_product)
+torch.library.register_fake("octavo::grouped_mm")(product_shape)

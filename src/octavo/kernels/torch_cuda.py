@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
+from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
 from octavo.kernels.cpu import is_traced
 from octavo.kernels.reference import ReferenceBackend
 from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
@@ -95,13 +95,6 @@ def _block_mm(  # noqa: PLR0917 (an operator's schema)
         out_dtype=out_dtype,
         use_fast_accum=False,
     )
-
-
-def _shape_of_block_product(a: Tensor, *rest: object) -> Tensor:
-    _, _, b, _, _, out_dtype = rest
-    assert isinstance(b, Tensor)
-    assert isinstance(out_dtype, torch.dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 def _block_scales(scale: Tensor, *, squares: bool) -> Tensor:
@@ -205,4 +198,4 @@ torch.library.define(
     "-> Tensor",
 )
 torch.library.impl("octavo::cublas_block_mm", "CompositeExplicitAutograd")(_block_mm)
-torch.library.register_fake("octavo::cublas_block_mm")(_shape_of_block_product)
+torch.library.register_fake("octavo::cublas_block_mm")(product_shape)

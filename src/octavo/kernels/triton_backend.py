@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.backend import MatmulProblem, block_widths
+from octavo.kernels.backend import MatmulProblem, block_widths, product_shape
 from octavo.kernels.cpu import is_traced
 from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.triton.launching import WHY_ABSENT
@@ -104,17 +104,10 @@ def _triton_mm(  # noqa: PLR0917 (an operator's schema)
     return _product(left, right, bias, out_dtype)
 
 
-def _shape_of_product(a: Tensor, *rest: object) -> Tensor:
-    _, _, b, _, _, _, out_dtype = rest
-    assert isinstance(b, Tensor)
-    assert isinstance(out_dtype, torch.dtype)
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
 torch.library.define(
     "octavo::triton_mm",
     "(Tensor a, Tensor a_scale, int[] a_granularity, Tensor b, Tensor b_scale, int[] b_granularity, Tensor? bias, "
     "ScalarType out_dtype) -> Tensor",
 )
 torch.library.impl("octavo::triton_mm", "CUDA")(_triton_mm)
-torch.library.register_fake("octavo::triton_mm")(_shape_of_product)
+torch.library.register_fake("octavo::triton_mm")(product_shape)
