@@ -19,12 +19,10 @@ from octavo.errors import ConfigError
 from octavo.kernels import ScaleRule, high_precision_mm, quantize_and_measure, quantize_both_ways, scaled_mm
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.cast import can_be_asked
-from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, RoleTap, inside_backward
+from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, Operand, Operands, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
 
 __all__ = ["InputOperands", "WeightCache", "WeightOperands", "cast_operand", "fp8_linear"]
-
-Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +280,8 @@ class _ScaledLinear(torch.autograd.Function):
             kept[0], ctx.transpose_weight = weights.kept()
         if needs_grad_weight:
             kept[1] = _transpose_of(inputs)
+        if tap.watch is not None:
+            tap.watch.forward(recipe, x, weight, (inputs.output, right), (kept[0], kept[1]))
         _keep(ctx, kept, tap.amaxes)
         ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -303,9 +303,16 @@ class _ScaledLinear(torch.autograd.Function):
             grad_input = _multiply(grad_operand, weight_t, recipe.grad_input, input_dtype, emulate=emulate)
         if input_t is not None:
             grad_weight = _multiply(grad_t, input_t, recipe.grad_weight, weight_dtype, emulate=emulate)
+        if ctx.tap.watch is not None:
+            to_input, to_weight = _pair(grad_operand, weight_t), _pair(grad_t, input_t)
+            ctx.tap.watch.backward(recipe, grad_output, to_input, to_weight)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(dim=0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _pair(left: Operand, right: Operand | None) -> Operands | None:
+    return None if right is None else (left, right)
 
 
 def _multiply(

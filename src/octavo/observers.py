@@ -15,13 +15,13 @@ stays.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from octavo.numerics import Measurement, Record
-from octavo.recipes import Close, History, Statistic
+from octavo.numerics import Measurement, QuantizedTensor, Record
+from octavo.recipes import Close, History, Recipe, Statistic
 
 __all__ = [
     "GRAD_OUTPUT",
@@ -30,6 +30,9 @@ __all__ = [
     "WEIGHT",
     "AmaxHistory",
     "LayerTap",
+    "LayerWatch",
+    "Operand",
+    "Operands",
     "RoleTap",
     "ScaleUpdates",
     "StatefulModule",
@@ -40,6 +43,8 @@ ROLES = ("input", "weight", "grad_output")
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 EMPTY = -1.0  # no amax: amaxes are never negative
 _REMIND_AFTER = 100
+Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
+Operands = tuple[Operand, Operand]  # left and right, as a GEMM multiplies them
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -89,6 +94,34 @@ class RoleTap:
             taken.add(found)
 
 
+class LayerWatch(Protocol):
+    """Somebody who compares a layer's tensors with the operands that were made of them, such as the doctor.
+
+    Operands are what the GEMMs multiply: a ``Tensor`` where a GEMM stays in high precision, None where it does not run.
+    """
+
+    def forward(
+        self,
+        recipe: Recipe,
+        x: Tensor,
+        weight: Tensor,
+        operands: Operands,
+        kept: tuple[Operand | None, Operand | None],
+    ) -> None:
+        """Look at x [M, K], weight [N, K] (codes where it is held as such), and the output GEMM's operands.
+
+        ``kept`` is what backward will multiply: of the weight for grad_input, of the input for grad_weight. Where a
+        recipe casts a tensor the same way for both of its GEMMs, and its groups know no orientation, it is that cast.
+        """
+        ...
+
+    def backward(
+        self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
+    ) -> None:
+        """Look at grad_output [M, N] and the operands of grad_input's and grad_weight's GEMMs."""
+        ...
+
+
 @dataclass(slots=True)
 class LayerTap:
     """What a layer's state gives to one call and takes from it; a None gives or takes nothing.
@@ -99,6 +132,7 @@ class LayerTap:
         pending: float32 [3], raised to the amaxes of the three tensors.
         overflowed: bool [3], set where they hold NaN or ±Inf.
         nonfinite: int64 [3], raised by the numbers of their NaN and ±Inf elements.
+        watch: looks at the call's tensors and operands.
     """
 
     amaxes: Tensor | None = None
@@ -106,6 +140,7 @@ class LayerTap:
     pending: Tensor | None = None
     overflowed: Tensor | None = None
     nonfinite: Tensor | None = None
+    watch: LayerWatch | None = None
 
     def of(self, role: int) -> RoleTap:
         """One role's share."""

@@ -23,6 +23,7 @@ from octavo.observers import (
     WEIGHT,
     AmaxHistory,
     LayerTap,
+    LayerWatch,
     RoleTap,
     ScaleUpdates,
     StatefulModule,
@@ -75,6 +76,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     weight_cache: WeightCache | None
     held: HeldWeight | None  # where the weight is codes; their scale is the buffer ``weight_scale``
     weight_scale: Tensor
+    watch: LayerWatch | None = None  # set for the steps that the doctor looks at
 
     def __init__(
         self,
@@ -217,7 +219,7 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     def _tap(self, recipe: Recipe, *, awaits_backward: bool) -> LayerTap:
         """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
-        tap = LayerTap(nonfinite=self.nonfinite_counts if self.training else None)
+        tap = LayerTap(nonfinite=self.nonfinite_counts if self.training else None, watch=self.watch)
         if recipe.has_static_input:
             tap.input_scale = self._checked_input_scale()
         history = self._history_for(recipe, create=self._is_learning)

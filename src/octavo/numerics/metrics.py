@@ -10,7 +10,15 @@ from torch import Tensor
 
 from octavo.numerics.quantized import QuantizedTensor
 
-__all__ = ["flushed_energy", "nonfinite_count", "saturation_fraction", "sqnr_db", "underflow_fraction"]
+__all__ = [
+    "flushed_energy",
+    "nonfinite_count",
+    "saturation_amax",
+    "saturation_fraction",
+    "saturation_limit",
+    "sqnr_db",
+    "underflow_fraction",
+]
 
 
 def sqnr_db(original: Tensor, approximation: Tensor) -> float:
@@ -72,11 +80,27 @@ def saturation_fraction(original: Tensor, q: QuantizedTensor) -> float:
         >>> saturation_fraction(x, quantize(x, E4M3, scale=torch.tensor(1.0)))
         0.5
     """
+    finite = original.isfinite()
+    return _fraction((original.double().abs() > saturation_limit(q)) & finite, finite)
+
+
+def saturation_limit(q: QuantizedTensor) -> Tensor:
+    """Larger magnitudes saturate: float64, in a shape that broadcasts against the tensor's.
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> from octavo.numerics.quantized import quantize
+        >>> saturation_limit(quantize(torch.ones(2), E4M3, scale=torch.tensor(1.0))).item()
+        464.0
+    """
+    return q.granularity.expand(saturation_amax(q), q.shape)
+
+
+def saturation_amax(q: QuantizedTensor) -> Tensor:
+    """The same for each scaling group: float64, in the scale's shape."""
     fmt = q.format
     half_step = (fmt.max - fmt.magnitude(fmt.max_code - 1)) / 2
-    limit = q.granularity.expand(q.fp32_scale, q.shape).double() * (fmt.max + half_step)
-    finite = original.isfinite()
-    return _fraction((original.double().abs() > limit) & finite, finite)
+    return q.fp32_scale.double() * (fmt.max + half_step)
 
 
 def nonfinite_count(x: Tensor) -> int:

@@ -138,6 +138,7 @@ class TrainingConfig:
         seed: of weights and batches.
         eval_interval: updates between evaluations; 0 evaluates at the end only.
         eval_tokens: tokens of an evaluation during training; 0 takes the whole split.
+        statistics_interval: updates between two looks at the FP8 layers' tensors (``octavo.doctor``); 0 never looks.
         checkpoint_interval: updates between checkpoints; 0 saves at the end only.
         keep_checkpoints: newest checkpoints kept; 0 keeps all.
     """
@@ -164,6 +165,7 @@ class TrainingConfig:
     seed: int = 0
     eval_interval: int = 50
     eval_tokens: int = 16384
+    statistics_interval: int = 10
     checkpoint_interval: int = 0
     keep_checkpoints: int = 2
 
@@ -174,7 +176,7 @@ class TrainingConfig:
         _check_loss_scale(self.loss_scale)
         for name in ("steps", "batch_size", "context", "grad_accumulation"):
             _at_least(f"training.{name}", getattr(self, name), 1)
-        for name in ("threads", "warmup", "seed", "eval_interval", "eval_tokens"):
+        for name in ("threads", "warmup", "seed", "eval_interval", "eval_tokens", "statistics_interval"):
             _at_least(f"training.{name}", getattr(self, name), 0)
         for name in ("checkpoint_interval", "keep_checkpoints", "weight_decay", "clip_norm", "min_lr"):
             _at_least(f"training.{name}", getattr(self, name), 0)
@@ -234,7 +236,11 @@ class RunConfig:
         True
     """
 
-    FREE_TO_CHANGE: ClassVar = ("training.checkpoint_interval", "training.keep_checkpoints")
+    FREE_TO_CHANGE: ClassVar = (
+        "training.checkpoint_interval",
+        "training.keep_checkpoints",
+        "training.statistics_interval",
+    )
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -250,7 +256,7 @@ class RunConfig:
         return replace(self, training=replace(self.training, **changes))
 
     def config_hash(self) -> str:
-        """Hash of every key that can change a digit of what is computed; how often it is saved cannot."""
+        """Hash of every key that can change a digit of what is computed; how often it is saved or looked at cannot."""
         plain = self.to_dict()
         for name in self.FREE_TO_CHANGE:
             section, _, key = name.partition(".")

@@ -16,12 +16,14 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from octavo.doctor import StepNotes, Watcher, watch
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
 from octavo.state import discard_step, rescale_gradient_history, update_scales
@@ -160,6 +162,7 @@ class Trainer:
         self.scaler = _loss_scaler(self.training, self.device)
         self.step = 0
         self.checkpoint = self._continue_from_checkpoint()
+        self.watcher = _watcher(self.training, self.model, self.optimizer)
         self.step_seconds: list[float] = []
 
     def run(self, stop: StopRequest) -> TrainResult:
@@ -173,7 +176,7 @@ class Trainer:
                 self._evaluate(log)
             self.model.train()
             while self.step < self.training.steps and not stop:
-                self._train_step(log)
+                self.train_step(log)
                 if self._is_due(self.training.eval_interval):
                     self._evaluate(log)
                 if self._is_due(self.training.checkpoint_interval) or stop:
@@ -182,17 +185,37 @@ class Trainer:
             log.close()
         return self._result()
 
-    def _train_step(self, log: MetricsLog) -> None:
+    def train_step(self, log: MetricsLog) -> None:
+        """One update, written to ``log``; the doctor looks at it where it is due.
+
+        Raises:
+            NonFiniteLossError: the loss or a gradient became NaN or infinite; the weights are those of before.
+        """
+        with self._looked_at(log) as notes:
+            loss, grad_norm = self._update_once(log)
+            notes.loss, notes.values["grad_norm"] = loss, grad_norm
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise self._nonfinite(log, loss, grad_norm)
+
+    def _looked_at(self, log: MetricsLog, *, always: bool = False) -> AbstractContextManager[StepNotes]:
+        """The doctor's context of the step that comes."""
+        if self.watcher is None:
+            return nullcontext(StepNotes())
+        self.watcher.on_sample = log.write_sample
+        return self.watcher.step(self.step + 1, always=always)
+
+    def _update_once(self, log: MetricsLog) -> tuple[float, float]:
+        """Take a step, unless the loss or the gradients' norm is not finite; returns both."""
         started = time.perf_counter()
         lr = self._learning_rate()
         loss, grad_norm, overflowed = self._gradients()
         while overflowed and math.isfinite(loss) and self._lower_loss_scale(log):
             loss, grad_norm, overflowed = self._gradients()
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            raise self._nonfinite(loss, grad_norm)
-        scale = self._update()
-        self.step += 1
-        self._report_step(log, loss, lr, grad_norm, seconds=time.perf_counter() - started, loss_scale=scale)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            scale = self._update()
+            self.step += 1
+            self._report_step(log, loss, lr, grad_norm, seconds=time.perf_counter() - started, loss_scale=scale)
+        return loss, grad_norm
 
     def _gradients(self) -> tuple[float, float, bool]:
         """Fill the parameters' gradients, clipped.
@@ -344,12 +367,20 @@ class Trainer:
         self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
         return path
 
-    def _nonfinite(self, loss: float, grad_norm: float) -> NonFiniteLossError:
-        finding = first_nonfinite(
-            self.model,
-            self._batches(),
-            surroundings=self.surroundings,
-            loss_scale=(self.scaler.value if self.scaler else 1) / self.training.grad_accumulation,
+    def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:
+        with self._looked_at(log, always=True):
+            finding = first_nonfinite(
+                self.model,
+                self._batches(),
+                surroundings=self.surroundings,
+                loss_scale=(self.scaler.value if self.scaler else 1) / self.training.grad_accumulation,
+            )
+        log.write(
+            "failure",
+            self.step + 1,
+            loss=loss if math.isfinite(loss) else None,
+            grad_norm=grad_norm if math.isfinite(grad_norm) else None,
+            tensor=finding.tensor if finding else None,
         )
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
         first = f"the first non-finite tensor is the {finding}" if finding else "a replay of its batches stayed finite"
@@ -386,6 +417,13 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
     ]
     beta1, beta2 = training.betas
     return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
+
+
+def _watcher(training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Watcher | None:
+    """Who looks at the FP8 layers every ``statistics_interval`` updates; None where there are none or nobody asks."""
+    if not training.is_fp8 or not training.statistics_interval:
+        return None
+    return watch(model, optimizer, interval=training.statistics_interval)
 
 
 def _loss_scaler(training: TrainingConfig, device: torch.device) -> LossScaler | None:

@@ -8,6 +8,10 @@ metrics.jsonl has one JSON object a line, written and flushed as it happens:
 With a loss scale, a "step" also has ``loss_scale``, and one that had to be made again with a smaller scale leaves a
 line of its own, {"kind": "overflow", "step": 7, "loss_scale": 65536.0}, with the scale that was too large.
 
+A run of an FP8 recipe is looked at every ``statistics_interval`` steps: the lines "watched" and "statistics" are
+described in octavo/doctor/series.py. A run that broke ends with {"kind": "failure", "step": 8, "loss": null,
+"grad_norm": null, "tensor": "output of …"}: the first non-finite tensor, where a replay of the step found one.
+
 ``seconds`` is the one field that depends on the machine's mood; all others of a run that was interrupted and resumed
 with the same number of CPU ``threads`` equal those of an uninterrupted one. Lines after the checkpoint that a run
 resumes from are cut off first.
@@ -17,6 +21,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from octavo.doctor import Sample
 from octavo.errors import TrainingError
 from octavo.training.files import write_atomically
 
@@ -40,6 +45,10 @@ class MetricsLog:
         path = run_dir / METRICS
         kept = [] if after_step is None else [line for line in read_metrics(run_dir) if line["step"] <= after_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        watched = [line for line in kept if line["kind"] == "watched"]
+        self._names = (
+            {key: value for key, value in watched[-1].items() if key not in ("kind", "step")} if watched else {}
+        )
         self._file = path.open("a", encoding="utf-8")
         self._board = _tensorboard(run_dir / TENSORBOARD, purge_step=(after_step or 0) + 1)
 
@@ -48,13 +57,24 @@ class MetricsLog:
         """Whether TensorBoard's events are written."""
         return self._board is not None
 
-    def write(self, kind: str, step: int, **values: float) -> None:
+    def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
         if self._board is not None:
-            for name in CURVES[kind]:
+            for name in CURVES.get(kind, ()):
                 self._board.add_scalar(f"{kind}/{name}", values[name], step)
+
+    def write_sample(self, sample: Sample) -> None:
+        """Append what a look at the model found: names where they are new, then numbers."""
+        names = sample.names()
+        if names != self._names:
+            self._names = names
+            self.write("watched", sample.step, **names)
+        self.write("statistics", sample.step, **sample.values())
+        if self._board is not None:
+            writer = self._board._get_file_writer()  # noqa: SLF001 (one event for all numbers)
+            writer.add_summary(_summary(dict(sample.scalars_by_name())), sample.step)
 
     def close(self) -> None:
         """Close both files."""
@@ -81,6 +101,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError) as error:
             raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
     return found
+
+
+def _summary(scalars: dict[str, float]) -> Any:
+    """TensorBoard's record of many numbers of one step."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()])
 
 
 def _tensorboard(folder: Path, *, purge_step: int) -> Any:

@@ -103,7 +103,7 @@ def test_nothing_is_changed_in_place():
 
 def test_hash_changes_with_every_key_that_matters():
     one = RunConfig().config_hash()
-    free = {"checkpoint_interval", "keep_checkpoints"}
+    free = {"checkpoint_interval", "keep_checkpoints", "statistics_interval"}
     special = {
         "recipe": "bf16", "skip": ("x",), "device": "cpu", "precision": "fp32", "loss_scale": "dynamic",
         "adjust_for_fp8": True, "betas": (0.5, 0.6), "min_lr": 1e-5,

@@ -168,7 +168,11 @@ def test_a_nonfinite_step_stops_before_the_weights_change(tmp_path, data, monkey
         train(tiny_config(checkpoint_interval=2), tmp_path / "run", data=data)
     good = load_run(tmp_path / "run").model.state_dict()
     assert all(torch.equal(good[name], tensor) for name, tensor in trainers[0].model.state_dict().items())
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+    *earlier, statistics, failure = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in earlier if line["kind"] == "step"] == [1, 2, 3, 4]
+    assert (statistics["kind"], statistics["step"]) == ("statistics", 5), "the step that broke is looked at"
+    assert (failure["kind"], failure["step"]) == ("failure", 5)
+    assert failure["tensor"].startswith({"forward": "output of ", "backward": "gradient of "}[where])
 
 
 def test_a_run_folder_is_not_overwritten(tmp_path, data):

@@ -1,0 +1,102 @@
+"""What the doctor says: findings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["CAUSES", "Finding", "Severity", "worst_first"]
+
+
+class Severity(StrEnum):
+    """How much a finding matters."""
+
+    FAIL = "fail"  # training is broken or will be
+    WARN = "warn"  # it costs accuracy or speed
+    NOTE = "note"  # worth knowing
+
+
+CAUSES = {
+    "nonfinite": "NaN or ±Inf reached a cast",
+    "saturation": "values lie beyond what the scale provides for",
+    "gradient-underflow": "small gradients become zero",
+    "bulk-underflow": "outliers set a scale under which most values become zero",
+    "stale-scale": "a scale is made from amaxes that no longer hold",
+    "frozen-scale": "a scale does not move while its tensor does",
+    "scale-oscillation": "a scale jumps up and down",
+    "inexact-amax": "a scale was not made from its tensor's exact amax",
+    "stale-weight": "a GEMM multiplies codes that are not those of its tensor",
+    "rank-mismatch": "ranks cast the same tensor with different scales",
+    "zero-tensor": "a tensor is zero, step after step",
+    "outlier-growth": "outliers grow while training goes on",
+    "biased-accumulation": "a tensor core's sums of same-sign products lose a part of them",
+    "sensitive-module": "a module runs in FP8 that should not",
+    "batch-norm": "a batch norm next to FP8 layers has erratic statistics",
+    "gradient-below-noise": "quantization noise drowns the gradient",
+    "loss-scale": "the loss scale is too large or too small",
+    "learning-rate": "updates jumped when the precision changed",
+    "loss-gap": "the loss leaves that of the reference",
+    "nondeterministic": "the same micro-batch gives other numbers when it is run again",
+    "slow-layer": "FP8 makes this layer slower",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, where, since when, and by which numbers.
+
+    Attributes:
+        code: one of :data:`CAUSES`.
+        severity: how much it matters.
+        path: the module's path; "" for the run as a whole.
+        role: the tensor's role, such as "grad_output"; "" where it is about a module or the run.
+        first_step: the first step that shows it.
+        last_step: the last one.
+        evidence: numbers by name, those that the rule compared among them.
+        cause: one sentence.
+        remedies: changes of configuration, best first; see :mod:`octavo.doctor.remedies`.
+        weight: orders findings of one severity: larger is worse.
+
+    Example:
+        >>> finding = Finding(
+        ...     code="saturation",
+        ...     severity=Severity.WARN,
+        ...     path="layers.0.q_proj",
+        ...     role="input",
+        ...     first_step=10,
+        ...     last_step=40,
+        ...     evidence={"saturation_fraction": 0.21},
+        ...     cause="values lie beyond what the scale provides for",
+        ... )
+        >>> print(finding)
+        warn: saturation at layers.0.q_proj, input, steps 10-40: values lie beyond what the scale provides for
+    """
+
+    code: str
+    severity: Severity
+    path: str = ""
+    role: str = ""
+    first_step: int = 0
+    last_step: int = 0
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    cause: str = ""
+    remedies: tuple[Any, ...] = ()
+    weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.code in CAUSES, self.code
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (self.path, self.role))) or "the run"
+        steps = f"step {self.first_step}" if self.first_step == self.last_step else self._steps
+        return f"{self.severity}: {self.code} at {place}, {steps}: {self.cause}"
+
+    @property
+    def _steps(self) -> str:
+        return f"steps {self.first_step}-{self.last_step}"
+
+
+def worst_first(findings: list[Finding]) -> list[Finding]:
+    """By severity, then weight, then the first step."""
+    order = list(Severity)
+    return sorted(findings, key=lambda one: (order.index(one.severity), -one.weight, one.first_step))

@@ -1,0 +1,79 @@
+"""Numbers of modules that are no cast: gate and up projections that align, batch norms that wander."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["alignments", "gated_pairs", "watching_batch_norms"]
+
+BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 (the common base of 1d, 2d, 3d and sync)
+
+
+@torch.no_grad()
+def alignments(model: nn.Module) -> dict[str, Tensor]:
+    """How far rows of a gate projection and of its up projection point the same way, by the path of their module.
+
+    A SwiGLU's output grows with the square of its input where both rows agree, which is how outliers are born in long
+    runs (arXiv 2409.12517, section 4). The number is the largest |cosine| of any row's pair: float64 [1].
+
+    Example:
+        >>> class MLP(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.gate_proj, self.up_proj = nn.Linear(4, 8), nn.Linear(4, 8)
+        ...         self.down_proj = nn.Linear(8, 4)
+        >>> mlp = MLP()
+        >>> _ = mlp.gate_proj.weight.data.copy_(mlp.up_proj.weight.data)
+        >>> round(alignments(mlp)[""].item(), 4)
+        1.0
+    """
+    found = {}
+    for path, (gate, up) in gated_pairs(model).items():
+        cosines = torch.nn.functional.cosine_similarity(gate.weight.float(), up.weight.float(), dim=1)
+        found[path] = cosines.abs().amax().double().reshape(1)
+    return found
+
+
+def gated_pairs(model: nn.Module) -> dict[str, tuple[nn.Linear, nn.Linear]]:
+    """Two linear layers of the same shape [N, K] beside a third [., N], by the path of the module that has them."""
+    found = {}
+    for path, module in model.named_modules():
+        linears = [child for child in module.children() if isinstance(child, nn.Linear)]
+        if len(linears) == 3:
+            gate, up, down = linears
+            if gate.weight.shape == up.weight.shape and down.in_features == gate.out_features:
+                found[path] = (gate, up)
+    return found
+
+
+@contextmanager
+def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
+    """Put into ``found``, by module path, how far each batch norm's batch lies from its running statistics.
+
+    The number is the largest |log2(batch variance / running variance)| of any channel: float64 [1].
+    """
+
+    def watch(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            assert isinstance(module, BatchNorm)
+            (x,) = inputs
+            if module.running_var is not None and module.training and x.numel() > x.shape[1]:
+                dims = [dim for dim in range(x.ndim) if dim != 1]
+                ratio = x.detach().float().var(dim=dims) / module.running_var
+                found[path] = ratio.log2().abs().nan_to_num(posinf=math.inf).amax().double().reshape(1)
+
+        return look
+
+    handles = [
+        module.register_forward_pre_hook(watch(path))
+        for path, module in model.named_modules()
+        if isinstance(module, BatchNorm)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

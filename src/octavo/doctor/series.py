@@ -1,0 +1,253 @@
+"""What was measured, step after step: the lines that a watched run leaves behind, read back as arrays.
+
+A run's metrics.jsonl holds, beside its steps and evaluations, two kinds of lines of the doctor's:
+
+    {"kind": "watched", "step": 10, "casts": [["layers.0.q_proj", "input", "output"], …], "products": [[path, gemm], …],
+     "parameters": [name, …], "layers": {path: {"recipe": "delayed", "in_features": 128, …}}}
+    {"kind": "statistics", "step": 10, "casts": {"amax": [3.1, …], …}, "products": {…}, "parameters": {…},
+     "modules": {"alignment": {path: 0.31}, "batch_norm": {}}, "gradient_to_noise": 21.4, …}
+
+A "watched" line names the columns of the "statistics" lines that follow it; another one stands where they change. A
+number that does not exist is null.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
+from octavo.errors import TrainingError
+
+__all__ = ["PARAMETER_FIELDS", "CastKey", "ProductKey", "Sample", "Series", "Table", "series_of"]
+
+PARAMETER_FIELDS = ("grad_norm", "gradient_variance", "update_ratio")
+DIGITS = 5  # of a number in a file
+Floats = NDArray[np.float64]
+Key = TypeVar("Key")
+
+
+class CastKey(NamedTuple):
+    """A cast: the layer's path, the tensor's role, and the GEMM whose operand it becomes first."""
+
+    path: str
+    role: str
+    gemm: str
+
+
+class ProductKey(NamedTuple):
+    """A GEMM of a layer."""
+
+    path: str
+    gemm: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What one step's look at a model found.
+
+    Attributes:
+        step: its number.
+        casts: numbers of each cast, CAST_FIELDS, in the order in which the casts ran.
+        products: of each GEMM, PRODUCT_FIELDS.
+        parameters: of each matrix that is trained, PARAMETER_FIELDS.
+        modules: other numbers by name, then by module path: "alignment", "batch_norm", "rank_scale_ratio".
+        scalars: numbers of the whole step: "gradient_to_noise".
+        layers: facts of each watched layer: its recipe's name, shape, scaling.
+    """
+
+    step: int
+    casts: dict[CastKey, Floats]
+    products: dict[ProductKey, Floats]
+    parameters: dict[str, Floats]
+    modules: dict[str, dict[str, float]] = field(default_factory=dict)
+    scalars: dict[str, float] = field(default_factory=dict)
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def names(self) -> dict[str, Any]:
+        """The "watched" line's fields."""
+        return {
+            "casts": [list(key) for key in self.casts],
+            "products": [list(key) for key in self.products],
+            "parameters": list(self.parameters),
+            "layers": self.layers,
+        }
+
+    def values(self) -> dict[str, Any]:
+        """The "statistics" line's fields."""
+        return {
+            "casts": _columns(CAST_FIELDS, self.casts.values()),
+            "products": _columns(PRODUCT_FIELDS, self.products.values()),
+            "parameters": _columns(PARAMETER_FIELDS, self.parameters.values()),
+            "modules": {name: {path: _plain(x) for path, x in found.items()} for name, found in self.modules.items()},
+            **{name: _plain(x) for name, x in self.scalars.items()},
+        }
+
+    def scalars_by_name(self) -> Iterator[tuple[str, float]]:
+        """Every finite number under a name with slashes, for TensorBoard."""
+        tables: tuple[tuple[str, Mapping[Any, Floats], tuple[str, ...]], ...] = (
+            ("casts", self.casts, CAST_FIELDS),
+            ("products", self.products, PRODUCT_FIELDS),
+            ("parameters", self.parameters, PARAMETER_FIELDS),
+        )
+        for table, rows, names in tables:
+            for key, numbers in rows.items():
+                place = key if isinstance(key, str) else "/".join(key)
+                for name, value in zip(names, numbers, strict=True):
+                    if math.isfinite(value):
+                        yield f"{table}/{name}/{place}", float(value)
+        for name, found in self.modules.items():
+            yield from ((f"modules/{name}/{path}", value) for path, value in found.items() if math.isfinite(value))
+        yield from ((f"step/{name}", value) for name, value in self.scalars.items() if math.isfinite(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[Key]):
+    """Numbers of several things at several steps.
+
+    Attributes:
+        steps: [T], rising.
+        keys: the things, C of them.
+        fields: the numbers, F of them.
+        values: [T, C, F] float64; NaN where one does not exist.
+    """
+
+    steps: Floats
+    keys: tuple[Key, ...]
+    fields: tuple[str, ...]
+    values: Floats
+
+    def of(self, name: str) -> Floats:
+        """One number of everything: [T, C]."""
+        return self.values[:, :, self.fields.index(name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A run as the rules read it.
+
+    Attributes:
+        casts: numbers of every cast.
+        products: numbers of every GEMM.
+        parameters: numbers of every trained matrix.
+        modules: by name, what ``Sample.modules`` held, by module path.
+        curves: (steps, values) of a number that steps or samples have: "loss", "lr", "grad_norm", "loss_scale",
+            "gradient_to_noise", "nats".
+        layers: the newest facts of each layer.
+        events: lines of other kinds ("overflow", "failure", "precision", "autopilot"), as they stand in the file.
+    """
+
+    casts: Table[CastKey]
+    products: Table[ProductKey]
+    parameters: Table[str]
+    modules: dict[str, Table[str]]
+    curves: dict[str, tuple[Floats, Floats]]
+    layers: dict[str, dict[str, Any]]
+    events: tuple[dict[str, Any], ...]
+
+    def curve(self, name: str) -> tuple[Floats, Floats]:
+        """Steps and values; empty where nothing has that number."""
+        return self.curves.get(name, (np.empty(0), np.empty(0)))
+
+
+def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()) -> Series:
+    """The series of a run's lines, or of samples in memory.
+
+    Args:
+        lines: of metrics.jsonl, in order; "watched" and "statistics" lines among them become samples.
+        samples: those that were taken without a file.
+
+    Raises:
+        TrainingError: a "statistics" line has other columns than its "watched" line names.
+    """
+    taken, others = list(samples), []
+    names: Mapping[str, Any] = {}
+    for line in lines:
+        if line["kind"] == "watched":
+            names = line
+        elif line["kind"] == "statistics":
+            taken.append(_sample(names, line))
+        else:
+            others.append(dict(line))
+    curves = _curves(others) | _curves([{"kind": "sample", "step": one.step, **one.scalars} for one in taken])
+    modules = {name for one in taken for name in one.modules}
+    return Series(
+        casts=_table(taken, lambda one: one.casts, CAST_FIELDS),
+        products=_table(taken, lambda one: one.products, PRODUCT_FIELDS),
+        parameters=_table(taken, lambda one: one.parameters, PARAMETER_FIELDS),
+        modules={name: _module_table(taken, name) for name in sorted(modules)},
+        curves=curves,
+        layers={path: facts for one in taken for path, facts in one.layers.items()},
+        events=tuple(line for line in others if line["kind"] not in ("step", "evaluation")),
+    )
+
+
+def _columns(names: tuple[str, ...], rows: Iterable[Floats]) -> dict[str, list[float | None]]:
+    table = list(rows)
+    return {name: [_plain(row[index]) for row in table] for index, name in enumerate(names)}
+
+
+def _plain(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:
+    known = {"kind", "step", "casts", "products", "parameters", "modules"}
+    try:
+        return Sample(
+            step=line["step"],
+            casts=_rows([CastKey(*key) for key in names["casts"]], CAST_FIELDS, line["casts"]),
+            products=_rows([ProductKey(*key) for key in names["products"]], PRODUCT_FIELDS, line["products"]),
+            parameters=_rows(names["parameters"], PARAMETER_FIELDS, line["parameters"]),
+            modules={name: {path: _number(x) for path, x in found.items()} for name, found in line["modules"].items()},
+            scalars={name: _number(value) for name, value in line.items() if name not in known},
+            layers=names["layers"],
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise TrainingError(
+            f"the statistics of step {line.get('step')} do not fit the names before them ({error}); "
+            "they are another model's or were edited: remove the line"
+        ) from error
+
+
+def _rows(
+    keys: Sequence[Key], names: tuple[str, ...], columns: Mapping[str, Sequence[float | None]]
+) -> dict[Key, Floats]:
+    table = np.array([[_number(x) for x in columns[name]] for name in names]).reshape(len(names), -1)
+    if table.shape[1] != len(keys):
+        raise ValueError(f"{table.shape[1]} columns for {len(keys)} names")
+    return {key: table[:, index] for index, key in enumerate(keys)}
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _table(samples: Sequence[Sample], of: Callable[[Sample], dict[Key, Floats]], names: tuple[str, ...]) -> Table[Key]:
+    keys = tuple(dict.fromkeys(key for one in samples for key in of(one)))
+    values = np.full((len(samples), len(keys), len(names)), np.nan)
+    position = {key: index for index, key in enumerate(keys)}
+    for row, one in enumerate(samples):
+        for key, numbers in of(one).items():
+            values[row, position[key]] = numbers
+    return Table(np.array([one.step for one in samples], dtype=np.float64), keys, names, values)
+
+
+def _module_table(samples: Sequence[Sample], name: str) -> Table[str]:
+    def of(one: Sample) -> dict[str, Floats]:
+        return {path: np.array([value]) for path, value in one.modules.get(name, {}).items()}
+
+    return _table(samples, of, (name,))
+
+
+def _curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Floats, Floats]]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        if line["kind"] in ("step", "evaluation", "sample"):
+            for name, value in line.items():
+                if name not in ("kind", "step") and isinstance(value, int | float):
+                    found.setdefault(name, []).append((line["step"], value))
+    return {name: (np.array(points)[:, 0], np.array(points)[:, 1]) for name, points in found.items()}

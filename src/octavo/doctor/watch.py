@@ -1,0 +1,238 @@
+"""``octavo.doctor.watch``: look at a model while it trains, in any loop.
+
+Every ``interval`` steps each FP8 layer's tensors are measured beside the codes that were made of them, and the
+optimizer's step is measured parameter by parameter. The other steps pay nothing. What is measured stays on the model's
+device until the step ends and is fetched in one copy. Memory grows with the number of layers, not of steps: the newest
+``keep`` samples are held, and whoever wants all of them takes each as it comes (``on_sample``).
+
+A compiled model runs eagerly in a step that is looked at; the numbers are the same.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from octavo.doctor.diagnose import diagnose
+from octavo.doctor.findings import Finding
+from octavo.doctor.layer_recorder import LayerRecorder
+from octavo.doctor.module_checks import alignments, watching_batch_norms
+from octavo.doctor.optimizer_recorder import OptimizerRecorder
+from octavo.doctor.ranks import scale_ratios
+from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
+from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.thresholds import Thresholds
+from octavo.errors import ConfigError
+from octavo.nn import Linear
+from octavo.observers import ROLES
+
+__all__ = ["StepNotes", "Watcher", "watch"]
+
+STEPS_KEPT = 1000
+
+
+class StepNotes:
+    """What the loop says of a step.
+
+    Attributes:
+        loss: a number or a tensor [], in nats.
+        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale".
+    """
+
+    def __init__(self) -> None:
+        self.loss: float | Tensor | None = None
+        self.values: dict[str, float] = {}
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    interval: int = 10,
+    keep: int = 64,
+    on_sample: Callable[[Sample], None] | None = None,
+) -> "Watcher":
+    """Look at ``model`` while it trains.
+
+    Args:
+        model: converted by ``octavo.convert``, or built of ``octavo.nn`` modules.
+        optimizer: to measure updates against weights; without it they are not measured.
+        interval: steps from one look to the next, 1 or more. The first step is looked at too.
+        keep: samples that are held, 2 or more.
+        on_sample: called with each sample when its step ends.
+
+    Raises:
+        ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
+
+    Example:
+        >>> import octavo, octavo.doctor
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> _ = octavo.convert(model, "tensorwise")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> watcher = watch(model, optimizer, interval=1)
+        >>> for _ in range(2):
+        ...     with watcher.step() as notes:
+        ...         loss = model(torch.ones(4, 8)).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         notes.loss = loss
+        >>> [key.role for key in watcher.samples[0].casts if key.path == "0"]
+        ['input', 'weight', 'grad_output']
+        >>> watcher.findings()
+        []
+    """
+    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample)
+
+
+class Watcher:
+    """See :func:`watch`.
+
+    Attributes:
+        samples: the newest ``keep``, oldest first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        interval: int,
+        keep: int,
+        on_sample: Callable[[Sample], None] | None,
+    ) -> None:
+        for name, value, least in (("interval", interval, 1), ("keep", keep, 2)):
+            if value < least:
+                raise ConfigError(f"watch's {name} must be a whole number of at least {least}, not {value!r}")
+        self.model, self.interval, self.on_sample = model, interval, on_sample
+        self.layers = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
+        if not self.layers:
+            raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
+        self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
+        self.samples: deque[Sample] = deque(maxlen=keep)
+        self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS_KEPT)
+        self.number = 0
+        self._nonfinite: dict[str, list[int]] = {}
+
+    def is_due(self, number: int) -> bool:
+        """Whether the step of that number, from 1 on, is looked at."""
+        return number == 1 or number % self.interval == 0
+
+    @contextmanager
+    def step(self, number: int | None = None, *, always: bool = False) -> Iterator[StepNotes]:
+        """One step of training: forward, backward and the optimizer's step, with all micro-batches.
+
+        Args:
+            number: the step's, from 1 on; None is one more than the last.
+            always: look at it whatever its number.
+        """
+        self.number = self.number + 1 if number is None else number
+        notes = StepNotes()
+        if not always and not self.is_due(self.number):
+            yield notes
+        else:
+            with self._looking() as finish:
+                yield notes
+            self._keep(finish())
+        self._note(notes)
+
+    def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
+        """What the samples that are held show, worst first."""
+        return diagnose(series_of(self.steps, list(self.samples)), thresholds or Thresholds())
+
+    @contextmanager
+    def _looking(self) -> Iterator[Callable[[], Sample]]:
+        casts: dict[CastKey, Tensor] = {}
+        products: dict[ProductKey, Tensor] = {}
+        batch_norms: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
+        for path, layer in self.layers.items():
+            layer.watch = LayerRecorder(path, casts, products)
+        try:
+            with (
+                torch.compiler.set_stance("force_eager"),
+                watching_batch_norms(self.model, batch_norms),
+                OptimizerRecorder.recording(self.optimizer, parameters),
+            ):
+                yield lambda: self._sample(casts, products, parameters, batch_norms)
+        finally:
+            for layer in self.layers.values():
+                layer.watch = None
+
+    def _sample(
+        self,
+        casts: dict[CastKey, Tensor],
+        products: dict[ProductKey, Tensor],
+        parameters: dict[str, Tensor],
+        batch_norms: dict[str, Tensor],
+    ) -> Sample:
+        of_casts, of_products, of_parameters, of_norms, of_pairs = _fetched(
+            casts, products, parameters, batch_norms, alignments(self.model)
+        )
+        self._count_nonfinite(of_casts)
+        modules = {"alignment": of_pairs, "batch_norm": of_norms}
+        numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
+        return Sample(
+            step=self.number,
+            casts=of_casts,
+            products=of_products,
+            parameters=of_parameters,
+            modules=numbers | scale_ratios(of_casts, next(iter(self.layers.values())).weight.device),
+            scalars={"gradient_to_noise": _gradient_to_noise(of_parameters, of_products)},
+            layers={path: _facts(layer) for path, layer in self.layers.items()},
+        )
+
+    def _count_nonfinite(self, casts: dict[CastKey, Any]) -> None:
+        """Let ``nonfinite`` say what a role has held since the last look, where the layers counted more."""
+        column = CAST_FIELDS.index("nonfinite")
+        since: dict[tuple[str, str], int] = {}
+        for path, layer in self.layers.items():
+            counts, before = layer.nonfinite_counts.tolist(), self._nonfinite.get(path, [0] * len(ROLES))
+            self._nonfinite[path] = counts
+            since |= {(path, role): counts[index] - before[index] for index, role in enumerate(ROLES)}
+        for key, numbers in casts.items():
+            numbers[column] = max(numbers[column], since[key.path, key.role])
+
+    def _keep(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        if self.on_sample is not None:
+            self.on_sample(sample)
+
+    def _note(self, notes: StepNotes) -> None:
+        values = {name: float(value) for name, value in notes.values.items()}
+        if notes.loss is not None:
+            values["loss"] = notes.loss.item() if isinstance(notes.loss, Tensor) else float(notes.loss)
+        self.steps.append({"kind": "step", "step": self.number, **values})
+
+
+def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
+    """The tables' vectors as arrays, in one copy from their device."""
+    tensors = [tensor for table in tables for tensor in table.values()]
+    if not tensors:
+        return [{} for _ in tables]
+    values = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu().numpy()
+    parts = iter(np.split(values, np.cumsum([tensor.numel() for tensor in tensors])[:-1]))
+    return [{key: next(parts).copy() for key in table} for table in tables]
+
+
+def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, Any]) -> float:
+    """Norm of the weights' gradients over that of the noise their GEMMs add; NaN where no GEMM is known."""
+    signal = noise = 0.0
+    for key, (sqnr, _) in products.items():
+        numbers = parameters.get(f"{key.path}.weight" if key.path else "weight")
+        if key.gemm == "grad_weight" and numbers is not None and math.isfinite(sqnr):
+            signal += numbers[0] ** 2
+            noise += numbers[0] ** 2 * 10 ** (-sqnr / 10)
+    return math.sqrt(signal / noise) if noise > 0 else math.nan
+
+
+def _facts(layer: Linear) -> dict[str, Any]:
+    history = layer.recipe.history
+    kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
+    shape = {"in_features": layer.in_features, "out_features": layer.out_features}
+    return {"recipe": layer.recipe.name, **kept, **shape}
