@@ -333,7 +333,7 @@ def test_memory_that_runs_out_is_one_sentence_and_no_run(data, tmp_path, monkeyp
 def test_memory_that_runs_out_later_keeps_the_run(data, tmp_path, monkeypatch, fail):
     failing_loss(monkeypatch, fail, at=3)
     with pytest.raises(ConfigError, match="does not fit in the memory"):
-        train(tiny_config(checkpoint_interval=2, recipe="tensorwise"), tmp_path / "run", data=data)
+        train(tiny_config(checkpoint_interval=2), tmp_path / "run", data=data)
     assert load_run(tmp_path / "run").step == 2
     assert train(tiny_config(checkpoint_interval=2), tmp_path / "run", data=data, resume=True).step == 6
 
