@@ -29,8 +29,8 @@ from typing import Any, ClassVar, TypeVar
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.files import write_atomically
 from octavo.models import LlamaConfig
-from octavo.training.files import write_atomically
 from octavo.training.schedules import adjust_for_fp8
 from octavo.training.text import BUILTIN
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import CheckpointError, ConfigError, TrainingError
+from octavo.files import remove_if_empty, write_atomically
 from octavo.models import Llama, LlamaConfig
 from octavo.training.checkpoint import (
     CheckpointState,
@@ -30,7 +31,6 @@ from octavo.training.checkpoint import (
 )
 from octavo.training.config import Device, RunConfig, load_config, save_config
 from octavo.training.data import TokenData
-from octavo.training.files import remove_if_empty, write_atomically
 from octavo.training.metrics import METRICS, read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.tokenizer import load_tokenizer
