@@ -10,7 +10,7 @@ from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2
 from octavo.recipes import Recipe, Statistic
 
-__all__ = ["Candidate", "candidates_for"]
+__all__ = ["PRESETS", "Candidate", "candidates_for"]
 
 PRESETS = ("tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "bf16")
 OTHER_GRADIENTS = {"tensorwise": E4M3, "rowwise": E5M2, "blockwise": E5M2}

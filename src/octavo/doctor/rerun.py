@@ -32,10 +32,11 @@ class Rerun:
 
     def __call__(self, watch: "SeenOperands | None" = None) -> Products:
         """Output, grad_input and grad_weight; ``watch`` sees the operands."""
-        x, weight = self.capture.input.detach().requires_grad_(), self.capture.weight.detach().requires_grad_()
         tap = LayerTap(amaxes=self.amaxes, input_scale=self.capture.input_scale, watch=watch)
-        y = fp8_linear(x, weight, None, self.recipe, tap=tap)
-        y.backward(self.capture.grad_output.to(y.dtype))
+        with torch.enable_grad():
+            x, weight = self.capture.input.detach().requires_grad_(), self.capture.weight.detach().requires_grad_()
+            y = fp8_linear(x, weight, None, self.recipe, tap=tap)
+            y.backward(self.capture.grad_output.to(y.dtype))
         assert x.grad is not None
         assert weight.grad is not None
         return y.detach(), x.grad, weight.grad
