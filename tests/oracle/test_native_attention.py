@@ -217,7 +217,8 @@ def test_what_does_not_fit_is_refused():
     elsewhere = PagedKVCache(1, 1, 16, max_positions=70, device=torch.device("meta")).tensors
     for options, name in (
         ({"tensors": elsewhere}, "cache"), ({"sequence": position.to("meta")}, "sequences"),
-        ({"sequence": position, "position": position.to("meta")}, "positions"), ({"queries": queries.to("meta")}, "rows"),
+        ({"sequence": position, "position": position.to("meta")}, "positions"),
+        ({"queries": queries.to("meta")}, "rows"),
     ):  # fmt: skip
         with pytest.raises(BackendError, match=f"on a CPU, and the {name} are on meta"):
             native(**({"queries": queries, "tensors": t, "position": position} | options))

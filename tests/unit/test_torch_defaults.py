@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -63,8 +64,8 @@ def test_casts(default, granularity, fmt):
     assert_unmoved(default, lambda: parts(octavo.quantize(broken, fmt, granularity=granularity)))
     assert_unmoved(default, lambda: [fake_quantize(x, fmt, granularity=granularity)])
     assert_unmoved(default, lambda: [fake_quantize(x, fmt, granularity=granularity, out=torch.zeros_like(x))])
-    options = {"scale_rounding": ScaleRounding.EVEN, "scale_format": E8M0}
-    assert_unmoved(default, lambda: parts(octavo.quantize(x, fmt, granularity=granularity, **options)))
+    powers = partial(octavo.quantize, scale_rounding=ScaleRounding.EVEN, scale_format=E8M0)
+    assert_unmoved(default, lambda: parts(powers(x, fmt, granularity=granularity)))
     given = octavo.quantize(x, fmt, granularity=granularity).scale
     assert_unmoved(default, lambda: parts(octavo.quantize(x, fmt, granularity=granularity, scale=given)))
 

@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -85,13 +86,15 @@ def test_numbers_are_read_as_they_are():
     x, one = torch._neg_view(plain), torch.ones(())
     assert x.is_neg()
     assert x.is_contiguous()
-    for given in ({"scale": one}, {"amax": one}, {}):
+    known: list[dict[str, Any]] = [{"scale": one}, {"amax": one}, {}]
+    for given in known:
         read, wanted = (cpu.quantize(values, E4M3, PerTensor(), RULE, **given) for values in (x, -1 * plain))
         assert torch.equal(read.codes.float(), wanted.codes.float())
     assert torch.equal(cpu.fake_quantize(x, E4M3, PerRow(), RULE), cpu.fake_quantize(-1 * plain, E4M3, PerRow(), RULE))
     kept, codes = torch._neg_view(-one), plain.to(E4M3.torch_dtype)
     for name in ("scale", "amax"):
-        read, wanted = (cpu.quantize(plain, E4M3, PerTensor(), RULE, **{name: value}) for value in (kept, one))
+        options: list[dict[str, Any]] = [{name: kept}, {name: one}]
+        read, wanted = (cpu.quantize(plain, E4M3, PerTensor(), RULE, **given) for given in options)
         assert torch.equal(read.codes.float(), wanted.codes.float())
         assert torch.equal(read.scale, wanted.scale)
     assert torch.equal(cpu.dequantize(codes, kept, PerTensor(), torch.float32), codes.float())
@@ -144,15 +147,16 @@ def _at(address, count):
 
 
 @built
-def test_values_are_written_elsewhere_where_they_would_be_read_again():
-    x = torch.randn(300)
-    wanted = cpu.fake_quantize(x, E4M3, PerTensor(), RULE)
-    for shift in (0, 1, 7, 299, 300):
-        memory = torch.cat([x, torch.zeros(shift)])
-        given, out = _at(memory.data_ptr(), 300), _at(memory.data_ptr() + 4 * shift, 300)
-        assert torch.equal(cpu.fake_quantize(given, E4M3, PerTensor(), RULE, out=out), wanted)
-        assert torch.equal(memory[shift:], wanted)
-        assert torch.equal(memory[:shift], x[:shift])
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(2, 7)], ids=str)
+def test_values_are_written_elsewhere_where_they_would_be_read_again(granularity):
+    x = torch.randn(100, 50)
+    wanted = cpu.fake_quantize(x, E4M3, granularity, RULE)
+    for shift in (0, 1, 7, 4999, 5000):
+        memory = torch.cat([x.flatten(), torch.zeros(shift)])
+        given, out = (_at(memory.data_ptr() + 4 * places, 5000).view(100, 50) for places in (0, shift))
+        assert cpu.fake_quantize(given, E4M3, granularity, RULE, out=out) is out
+        assert torch.equal(memory[shift:], wanted.flatten())
+        assert torch.equal(memory[:shift], x.flatten()[:shift])
 
 
 @built
@@ -181,7 +185,7 @@ def test_no_element_is_read_after_it_was_written():
 
 
 CODES, ONE = torch.zeros(4, 8).to(E4M3.torch_dtype), torch.ones(())
-CAST = (E4M3.torch_dtype, [], "fp32", 0.0, 0, True, None, None, False)
+CAST: tuple[Any, ...] = (E4M3.torch_dtype, [], "fp32", 0.0, 0, True, None, None, False)
 
 
 def _decoded_into(out):
