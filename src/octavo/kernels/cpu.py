@@ -165,8 +165,7 @@ def quantize(
     _check_groups(scale, x, granularity)
     if out is not None and not (_holds(out, fmt.torch_dtype, x.shape) and list(out.stride()) == codes_strides(x)):
         raise BackendError(
-            f"codes of {_seen(x)} go into {fmt.torch_dtype} on a CPU with strides {codes_strides(x)}, not into "
-            f"{_placed(out)}"
+            f"codes of {_seen(x)} go into {fmt.name} with strides {codes_strides(x)} on a CPU, not into {_placed(out)}"
         )
     matrix, transposed = _as_matrix(x, granularity)
     codes = fresh(matrix.shape, fmt.torch_dtype) if out is None else out
@@ -278,10 +277,7 @@ def dequantize(
             f"{granularity} to {out_dtype}"
         )
     if out is not None and not (_holds(out, out_dtype, codes.shape) and out.is_contiguous()):
-        raise BackendError(
-            f"what {_seen(codes)} decodes to goes into {out_dtype} on a CPU, contiguous and of this shape, not into "
-            f"{_placed(out)}"
-        )
+        raise BackendError(f"{_seen(codes)} is decoded into a contiguous {out_dtype} like it, not into {_placed(out)}")
     matrix, transposed = _as_matrix(codes, granularity, may_transpose=out is None)
     _check_groups(scale, codes, granularity)
     rows, columns = matrix.shape
@@ -421,10 +417,8 @@ def _as_groups(values: Tensor, groups: Sequence[int], *, transposed: bool) -> Te
 def _check_input(x: Tensor, fmt: Format, granularity: Granularity, dtypes: Sequence[torch.dtype]) -> None:
     """Operators can be called by name, past every other check, and a kernel believes what it is told."""
     if x.dtype not in dtypes or fmt not in _FORMATS or not x.numel() or not stacks(granularity, x.shape):
-        raise BackendError(
-            f"the kernels cast {names(dtypes)}, no empty tensor, to E4M3 or E5M2, not {_seen(x)} {granularity} to "
-            f"{fmt.name}"
-        )
+        given = f"{_seen(x)} {granularity} to {fmt.name}"
+        raise BackendError(f"the kernels cast {names(dtypes)}, no empty tensor, to E4M3 or E5M2, not {given}")
 
 
 def _check_groups(values: Tensor | None, x: Tensor, granularity: Granularity) -> None:
@@ -445,9 +439,8 @@ def _seen(x: Tensor) -> str:
 
 
 def _placed(x: Tensor) -> str:
-    """How a tensor lies, where it lies wrong."""
-    bit = " with a negative bit" if x.is_neg() else ""
-    return f"{_seen(x)}, {list(x.stride()) if x.layout is torch.strided else x.layout} on {x.device}{bit}"
+    layout = list(x.stride()) if x.layout is torch.strided else x.layout
+    return f"{_seen(x)}, {layout} on {x.device}{' with a negative bit' if x.is_neg() else ''}"
 
 
 def _holds(out: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> bool:

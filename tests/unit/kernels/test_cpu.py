@@ -210,7 +210,7 @@ def _decoded_into(out):
     (lambda x: cpu.dequantize(x, ONE, PerTensor(), torch.float32), "the kernels decode E4M3 and E5M2, no empty"),
     (lambda _: cpu.dequantize(CODES, ONE, PerTensor(), torch.float64), "(4, 8) PerTensor() to torch.float64"),
     (lambda _: cpu.dequantize(CODES, torch.ones(3, 1), PerRow(), torch.float32), "(4, 1) groups, not (3, 1)"),
-    (lambda _: _decoded_into(torch.empty(2)), "of this shape, not into float32 (2,), [1] on cpu"),
+    (lambda _: _decoded_into(torch.empty(2)), "like it, not into float32 (2,), [1] on cpu"),
     (lambda x: _decoded_into(x.t().contiguous().t()), "not into float32 (4, 8), [1, 4] on cpu"),
     (lambda x: _decoded_into(x.to("meta")), "not into float32 (4, 8), [8, 1] on meta"),
     (lambda x: _decoded_into(x.to_sparse()), "not into float32 (4, 8), torch.sparse_coo on cpu"),
