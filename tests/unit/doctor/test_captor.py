@@ -30,8 +30,9 @@ def trained(folder, *findings, recipe="tensorwise", steps=4, interval=1, model=N
     with finding(*findings):
         for _ in range(steps):
             with watcher.step() as notes:
-                notes.loss = model(torch.randn(16, 8)).square().mean()
-                notes.loss.backward()
+                loss = model(torch.randn(16, 8)).square().mean()
+                loss.backward()
+                notes.loss = loss
                 optimizer.step()
                 optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()], folder and Captures(folder).files()
