@@ -85,6 +85,10 @@ CASES: dict[str, dict[str, Any]] = {
         "recipe": "delayed", "grad_accumulation": 2,
         "recipe_options": {"history_length": 3, "update_interval": 2},
     },
+    "overrides": {
+        "recipe": "tensorwise", "overrides": {"*.down_proj": "bf16", "*.q_proj": "delayed"}, "convert_head": True,
+        "cache_weights": True, "grad_accumulation": 2,
+    },
 }  # fmt: skip
 
 

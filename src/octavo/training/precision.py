@@ -19,7 +19,10 @@ from torch import nn
 from octavo import recipes
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
+from octavo.nn import Linear
+from octavo.recipes import Recipe
 from octavo.training.config import Device, Precision, TrainingConfig
+from octavo.training.recipe_choice import BF16
 
 __all__ = ["apply_recipe", "resolve_device", "surroundings"]
 
@@ -39,16 +42,37 @@ def resolve_device(device: Device) -> torch.device:
 def apply_recipe(model: nn.Module, training: TrainingConfig) -> ConversionReport | None:
     """Convert the linears as the recipe says, in place; None for plain FP32.
 
-    Delayed recipes close their steps by hand: the loop accumulates gradients and calls ``octavo.update_scales``.
+    May be called again with other settings: a delayed layer keeps its history where its recipe's is the same. Delayed
+    recipes close their steps by hand: the loop accumulates gradients and calls ``octavo.update_scales``.
     """
-    if training.surrounding != Precision.FP32:
-        plain = convert(model, "bf16", convert_head=True)
-        if not training.is_fp8:
-            return plain
-    if not training.is_fp8:
-        return None
-    recipe = recipes.get(training.recipe, **training.recipe_options)
-    return convert(model, recipe, skip=training.skip, scale_updates="manual")
+    report = None
+    if training.is_fp8:
+        report = convert(
+            model,
+            recipe_named(training.recipe, training),
+            skip=training.skip,
+            convert_head=training.convert_head,
+            overrides={pattern: recipe_named(name, training) for pattern, name in training.overrides.items()},
+            scale_updates="manual",
+            cache_weights=training.cache_weights,
+        )
+    plain = _leave_rest_plain(model, training, taken=report.converted if report else ())
+    return report or plain
+
+
+def recipe_named(name: str, training: TrainingConfig) -> Recipe:
+    """A preset, with the run's options if it is the run's own."""
+    return recipes.get(name, **(training.recipe_options if name == training.recipe else {}))
+
+
+def _leave_rest_plain(model: nn.Module, training: TrainingConfig, *, taken: tuple[str, ...]) -> ConversionReport | None:
+    """Let every other linear run in what surrounds it: all of them under autocast, once FP8 ones elsewhere."""
+    everywhere = training.surrounding != Precision.FP32
+
+    def is_rest(path: str, layer: nn.Linear) -> bool:
+        return path not in taken and (everywhere or isinstance(layer, Linear))
+
+    return convert(model, BF16, convert_head=True, layer_filter=is_rest) if everywhere or taken else None
 
 
 def surroundings(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
