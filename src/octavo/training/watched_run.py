@@ -18,8 +18,25 @@ __all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
 
 HEAD = "lm_head"
 # What may differ between a run and the reference whose loss it is compared with: how it computes, and who looks.
-OF_PRECISION = {"recipe", "recipe_options", "precision", "loss_scale", "skip", "overrides", "precision_schedule"}
-OF_THE_MACHINE = {"device", "threads", "checkpoint_interval", "keep_checkpoints", "statistics_interval", "autopilot"}
+OF_PRECISION = {
+    "recipe",
+    "recipe_options",
+    "precision",
+    "loss_scale",
+    "skip",
+    "overrides",
+    "convert_head",
+    "precision_schedule",
+}
+OF_THE_MACHINE = {
+    "device",
+    "threads",
+    "checkpoint_interval",
+    "keep_checkpoints",
+    "statistics_interval",
+    "cache_weights",
+    "autopilot",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

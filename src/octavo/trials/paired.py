@@ -8,22 +8,20 @@ left is measured too: the same difference under other orders of the batches.
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import nn
 
-from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.training.loop import Trainer, build_model
+from octavo.training.recipe_choice import BF16
 from octavo.trials.setting import Setting
 from octavo.trials.short_run import short_run
 
 __all__ = ["Effect", "PairedRuns", "pooled_error"]
-
-HIGH = "bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +91,13 @@ class PairedRuns:
 
     def _loss(self, high: frozenset[str], order: int) -> float:
         training = self.setting.config.training
-        found, _ = short_run(
-            self.setting.config.with_training(
-                seed=training.seed + order, statistics_interval=0, eval_tokens=training.context
-            ),
-            self.setting.data,
-            steps=self.steps,
-            start=self.setting.start,
-            around=self.around,
-            prepare=lambda model: keep_in_bf16(model, high),
+        config = self.setting.config.with_training(
+            seed=training.seed + order,
+            overrides={path: BF16 for path in self.layers if path in high} | training.overrides,
+            statistics_interval=0,
+            eval_tokens=training.context,
         )
+        found, _ = short_run(config, self.setting.data, steps=self.steps, start=self.setting.start, around=self.around)
         self.made += 1
         self.on_run(self.made)
         if found.failure is not None:
@@ -117,14 +112,6 @@ def fp8_layers(model: nn.Module) -> tuple[str, ...]:
         for path, module in model.named_modules()
         if isinstance(module, Linear) and not module.recipe.is_high_precision
     )
-
-
-def keep_in_bf16(model: nn.Module, paths: Iterable[str]) -> None:
-    """Give these layers octavo's "bf16" recipe."""
-    for path in paths:
-        layer = model.get_submodule(path)
-        assert isinstance(layer, Linear), path
-        layer.set_recipe(recipes.get(HIGH), path=path)
 
 
 def pooled_error(effects: Sequence[Effect]) -> float:

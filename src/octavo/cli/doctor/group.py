@@ -9,6 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from octavo.cli.doctor.bisect import bisect
 from octavo.cli.doctor.examine import examine
 
 __all__ = ["doctor"]
@@ -38,6 +39,11 @@ class DoctorGroup(TyperGroup):
 
 doctor = typer.Typer(cls=DoctorGroup, no_args_is_help=True, rich_markup_mode=None)
 doctor.command(name=EXAMINE, hidden=True, epilog="Example: octavo doctor runs/mine")(examine)
+doctor.command(
+    name="bisect",
+    short_help="Find the layers that account for the gap to BF16.",
+    epilog="Example: octavo doctor bisect runs/mine --steps 40",
+)(bisect)
 
 
 @doctor.callback()
