@@ -23,7 +23,7 @@ from typing import Any
 
 from octavo.doctor import Sample
 from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
-from octavo.training.files import write_atomically
+from octavo.files import write_atomically
 
 __all__ = ["METRICS", "MetricsLog", "read_metrics"]
 
