@@ -28,6 +28,7 @@ from octavo.errors import ConfigError
 from octavo.files import write_atomically
 from octavo.models import LlamaConfig
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
+from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
 from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
 from octavo.training.schedules import adjust_for_fp8
 from octavo.training.text import BUILTIN
@@ -118,6 +119,7 @@ class TrainingConfig:
             and repeats the step when a gradient overflows, and doubles after 2000 steps without.
         overrides: recipes of some layers of an FP8 run, by patterns of module paths; the first that matches counts.
             The run's own recipe has its options there too; any other is the preset as it is.
+        precision_schedule: phases of an FP8 run; see :mod:`octavo.training.precision_schedule`. Empty for one.
         skip: patterns of module paths an FP8 recipe leaves in high precision; the head stays there anyway.
         convert_head: the head runs the FP8 recipe too.
         cache_weights: FP8 layers cast a weight once an update, not once a micro-batch.
@@ -148,6 +150,7 @@ class TrainingConfig:
     precision: Precision = Precision.BF16
     loss_scale: str | float = AUTO
     overrides: dict[str, str] = field(default_factory=dict)
+    precision_schedule: tuple[Phase, ...] = ()
     skip: tuple[str, ...] = ()
     convert_head: bool = False
     cache_weights: bool = False
@@ -175,6 +178,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_recipe(self.recipe, self.recipe_options)
         check_overrides(self.overrides)
+        check_schedule(self.precision_schedule, self.recipe)
         check_member("training.precision", self.precision, Precision)
         check_member("training.device", self.device, Device)
         _check_loss_scale(self.loss_scale)
@@ -199,6 +203,10 @@ class TrainingConfig:
     def is_fp8(self) -> bool:
         """Whether linears are converted."""
         return self.recipe not in PLAIN_RECIPES
+
+    def recipe_at(self, step: int) -> str:
+        """The name of the recipe that a step runs, 1 for the first."""
+        return recipe_name_at(self.precision_schedule, step, steps=self.steps, own=self.recipe)
 
     @property
     def surrounding(self) -> Precision:
@@ -258,6 +266,11 @@ class RunConfig:
     def with_training(self, **changes: Any) -> "RunConfig":
         """A copy with other training values."""
         return replace(self, training=replace(self.training, **changes))
+
+    def with_recipe(self, recipe: str, **options: Any) -> "RunConfig":
+        """The same run with another recipe; one in high precision has no phases."""
+        phases = () if recipe in PLAIN_RECIPES else self.training.precision_schedule
+        return self.with_training(recipe=recipe, recipe_options=options, precision_schedule=phases)
 
     def config_hash(self) -> str:
         """Hash of every key that can change a digit of what is computed; how often it is saved or looked at cannot."""

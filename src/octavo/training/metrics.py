@@ -8,6 +8,9 @@ metrics.jsonl has one JSON object a line, written and flushed as it happens:
 With a loss scale, a "step" also has ``loss_scale``, and one that had to be made again with a smaller scale leaves a
 line of its own, {"kind": "overflow", "step": 7, "loss_scale": 65536.0}, with the scale that was too large.
 
+Where a phase of another recipe begins (octavo/training/precision_schedule.py), its first step has a line before its
+own, {"kind": "precision", "step": 321, "recipe": "tensorwise"}.
+
 A run of an FP8 recipe is looked at every ``statistics_interval`` steps: the lines "watched" and "statistics" are
 described in octavo/doctor/series.py. A run that broke ends with {"kind": "failure", "step": 8, "loss": null,
 "grad_norm": null, "tensor": "output of …"}: the first non-finite tensor, where a replay of the step found one.

@@ -8,7 +8,7 @@
 
 Under autocast every linear becomes an ``octavo.nn.Linear`` first, with octavo's "bf16" recipe: the same numbers, but
 on a CPU without BF16 instructions the products are taken in FP32 from BF16 operands, several times faster than
-torch's own.
+torch's own. In a phase of BF16 (see :mod:`octavo.training.precision_schedule`) the linears of an FP8 run are such too.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -39,20 +39,22 @@ def resolve_device(device: Device) -> torch.device:
     return torch.device("cuda" if has_cuda and device != Device.CPU else "cpu")
 
 
-def apply_recipe(model: nn.Module, training: TrainingConfig) -> ConversionReport | None:
-    """Convert the linears as the recipe says, in place; None for plain FP32.
+def apply_recipe(model: nn.Module, training: TrainingConfig, *, step: int = 1) -> ConversionReport | None:
+    """Convert the linears as the recipe of a step says, in place; None for plain FP32.
 
-    May be called again with other settings: a delayed layer keeps its history where its recipe's is the same. Delayed
-    recipes close their steps by hand: the loop accumulates gradients and calls ``octavo.update_scales``.
+    May be called again with other settings or for another phase: a delayed layer keeps its history where its recipe's
+    is the same. Delayed recipes close their steps by hand: the loop accumulates gradients and calls
+    ``octavo.update_scales``.
     """
-    report = None
+    report, name = None, training.recipe_at(step)
     if training.is_fp8:
+        overrides = {pattern: BF16 if name == BF16 else other for pattern, other in training.overrides.items()}
         report = convert(
             model,
-            recipe_named(training.recipe, training),
+            recipe_named(name, training),
             skip=training.skip,
             convert_head=training.convert_head,
-            overrides={pattern: recipe_named(name, training) for pattern, name in training.overrides.items()},
+            overrides={pattern: recipe_named(other, training) for pattern, other in overrides.items()},
             scale_updates="manual",
             cache_weights=training.cache_weights,
         )
