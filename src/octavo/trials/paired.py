@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -43,7 +43,7 @@ class PairedRuns:
     """Runs of one setting; each is made once.
 
     Args:
-        setting: what is trained, and where it begins.
+        setting: what is trained, and where it begins; its FP8 recipe runs at every step, whatever its phases are.
         steps: updates of each run, 2 or more.
         orders: orders of the batches, 2 or more; without a checkpoint, first weights too.
         around: a context of each run's updates, such as a fault.
@@ -65,6 +65,7 @@ class PairedRuns:
         for name, value in (("steps", steps), ("orders", orders)):
             if value < 2:
                 raise ConfigError(f"{name} must be a whole number of at least 2, not {value!r}")
+        setting = replace(setting, config=setting.config.with_training(precision_schedule=()))
         self.setting, self.steps, self.orders, self.around, self.on_run = setting, steps, orders, around, on_run
         self.layers = fp8_layers(build_model(setting.config, setting.data.vocab_size)[0])
         if not self.layers:

@@ -1,23 +1,25 @@
 """``octavo doctor RUN``: what a run's statistics show, worst first; ``octavo doctor --env``: what this machine has."""
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.console import print_json, stderr, stdout
 from octavo.cli.doctor.environment import show_environment
+from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
+from octavo.cli.progress import open_display
 from octavo.cli.runs import check_is_run
-from octavo.doctor import Finding, Severity, diagnose
+from octavo.doctor import Captures, Finding, Severity, diagnose
+from octavo.doctor.remedies import applied, ranked
 from octavo.errors import ConfigError
-from octavo.training.watched_run import WatchedRun, watched_run
+from octavo.training.config import RunConfig, config_from_dict, save_config
+from octavo.training.run_folder import CAPTURES, CONFIG
+from octavo.training.watched_run import WatchedRun, check_comparable, read_run, watched_run
 
-__all__ = ["examine", "exit_code_of", "print_findings"]
-
-FAILED = 1
+__all__ = ["examine"]
 
 
 def examine(
@@ -25,37 +27,36 @@ def examine(
     run_dir: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="A run's folder; it may still be training.")
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="RUN", help="The same run in BF16, to compare the loss with.")
+    ] = None,
+    fixed: Annotated[
+        Path | None,
+        typer.Option("--apply", metavar="FILE", help="Write the configuration with every finding's first remedy."),
+    ] = None,
     env: Annotated[bool, typer.Option("--env", help="Show versions, devices, native kernels, who multiplies.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Read a run's statistics and print what is wrong, worst first."""
+    """Read a run's statistics and print what is wrong, worst first, and what mends it."""
     if env:
         _refuse_run(run_dir)
         show_environment(as_json=as_json)
         return
     if run_dir is None:
         raise ConfigError("name a run's folder, or ask for --env: what octavo found on this machine")
-    check_is_run(run_dir)
-    run = watched_run(run_dir)
-    findings = diagnose(run.series)
+    run, reference = _runs(run_dir, against)
+    config = None if fixed is None else _config_to_mend(run, fixed)
+    found = diagnose(run.series, reference=None if reference is None else reference.series)
+    findings = _with_proof(found, run_dir)
     if as_json:
-        print_json({**_facts(run), "findings": [asdict(finding) for finding in findings]})
+        print_json({**_facts(run, reference), "findings": [asdict(finding) for finding in findings]})
     else:
         print_findings(findings)
+        print_remedies(findings)
         stdout().print(_summary(run, findings), markup=False, soft_wrap=True)
+    if fixed is not None and config is not None:
+        _write_mended(config, findings, fixed)
     raise typer.Exit(exit_code_of(findings))
-
-
-def exit_code_of(findings: list[Finding]) -> int:
-    """1 if a finding fails, 0 otherwise."""
-    return FAILED if any(finding.severity is Severity.FAIL for finding in findings) else 0
-
-
-def print_findings(findings: list[Finding]) -> None:
-    """A table, worst first; nothing where there is none."""
-    if findings:
-        columns = ["severity", "finding", "where", "steps", "what, by which numbers"]
-        print_table("Findings", columns, map(_cells, findings), left=len(columns))
 
 
 def _refuse_run(run_dir: Path | None) -> None:
@@ -63,29 +64,57 @@ def _refuse_run(run_dir: Path | None) -> None:
         raise ConfigError("--env is about this machine and takes no run; leave one of them out")
 
 
-def _cells(finding: Finding) -> list[str]:
-    place = " ".join(filter(None, (finding.path, finding.role))) or "the run"
-    steps = str(finding.first_step)
-    if finding.last_step != finding.first_step:
-        steps = f"{steps}-{finding.last_step}"
-    evidence = ", ".join(_evidence(finding))
-    return [
-        finding.severity,
-        finding.code,
-        place,
-        steps,
-        f"{finding.cause} ({evidence})" if evidence else finding.cause,
-    ]
+def _runs(run_dir: Path, against: Path | None) -> tuple[WatchedRun, WatchedRun | None]:
+    check_is_run(run_dir)
+    run = watched_run(run_dir)
+    if against is None:
+        return run, None
+    check_is_run(against)
+    reference = read_run(against)
+    check_comparable(run, reference)
+    return run, reference
 
 
-def _evidence(finding: Finding) -> Iterator[str]:
-    for name, value in finding.evidence.items():
-        yield f"{name.replace('_', ' ')} {number(value, 3)}"
+def _with_proof(findings: list[Finding], run_dir: Path) -> list[Finding]:
+    """The findings, their remedies ranked by a replay where a layer was captured."""
+    captures = Captures(run_dir / CAPTURES)
+    if not findings or not captures.files():
+        return findings
+    proven = []
+    with open_display() as display:
+        advance = display.phase("replay remedies", len(findings))
+        for done, finding in enumerate(findings, 1):
+            proven.append(replace(finding, remedies=ranked(finding, captures)))
+            advance(done)
+    return proven
 
 
-def _facts(run: WatchedRun) -> dict[str, Any]:
+def _config_to_mend(run: WatchedRun, fixed: Path) -> RunConfig:
+    own = run.run_dir / CONFIG
+    if run.config is None:
+        raise ConfigError(f"--apply changes a run's {CONFIG}, and {str(run.run_dir)!r} has none; leave it out")
+    if fixed.resolve() == own.resolve():
+        raise ConfigError(f"--apply would change {str(own)!r}, which says what the run is; name another file")
+    return run.config
+
+
+def _write_mended(config: RunConfig, findings: list[Finding], fixed: Path) -> None:
+    """Write what the first remedies of whatever is more than a note make of a configuration."""
+    serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
+    remedies = [finding.remedies[0] for finding in serious if finding.remedies]
+    mended = config_from_dict(applied(config.to_dict(), remedies))
+    if mended == config:
+        line = f"{fixed} is not written: nothing was found that a configuration mends"
+    else:
+        save_config(mended, fixed)
+        line = f"{fixed} holds the remedies; train with octavo train --config {fixed}"
+    stderr().print(line, markup=False, soft_wrap=True)
+
+
+def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
     return {
         "run": str(run.run_dir),
+        "against": None if reference is None else str(reference.run_dir),
         "step": run.step,
         "steps": run.steps,
         "looks": run.looks,
@@ -97,7 +126,4 @@ def _summary(run: WatchedRun, findings: list[Finding]) -> str:
     so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
     times = "once" if run.looks == 1 else f"{run.looks} times"
     looked = f"{run.layers} layers, looked at {times} up to step {run.step}{so_far}"
-    if not findings:
-        return f"healthy: nothing found in {looked}"
-    counts = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
-    return f"{', '.join(f'{count} {severity}' for severity, count in counts.items() if count)}, in {looked}"
+    return f"{counts(findings)}, in {looked}" if findings else f"healthy: nothing found in {looked}"

@@ -1,12 +1,17 @@
 """What ``octavo doctor RUN`` prints of a run, how it ends, and which folders it refuses."""
 
 import dataclasses
+import importlib
 import json
 import shutil
 
 import pytest
+import torch
 
-from octavo.doctor import Severity
+from octavo import recipes
+from octavo.doctor import Capture, Captures, Severity
+from octavo.training.config import load_config
+from octavo.training.run_folder import CAPTURES
 
 
 @pytest.fixture
@@ -140,3 +145,95 @@ def test_a_folder_that_another_loop_wrote_needs_no_configuration(octavo, run, fi
     result = octavo("doctor", run)
     assert result.exit_code == 0
     assert result.stdout.strip().endswith("up to step 4")
+
+
+def with_loss(run, target, factor):
+    """A BF16 run of the same configuration whose losses are ``factor`` of the run's."""
+    shutil.copytree(run, target)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        line | ({"loss": line["loss"] * factor} if "loss" in line else {})
+        for line in lines
+        if line["kind"] in ("step", "evaluation")
+    ]
+    (target / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    config = (target / "config.toml").read_text()
+    (target / "config.toml").write_text(config.replace('recipe = "tensorwise"', 'recipe = "bf16"'))
+    return target
+
+
+def test_the_loss_is_compared_with_a_reference(octavo, run, tmp_path, monkeypatch):
+    module = importlib.import_module("octavo.doctor.diagnose")
+    compared = []
+
+    def gap(series, reference, _limits):
+        compared.append(float((series.curve("loss")[1] / reference.curve("loss")[1]).max()))
+        return iter(())
+
+    monkeypatch.setattr(module, "loss_gap", gap)
+    reference = with_loss(run, tmp_path / "bf16", 0.5)
+    result = octavo("doctor", run, "--against", reference, "--json")
+    assert json.loads(result.stdout)["against"] == str(reference)
+    assert compared == [pytest.approx(2.0)]
+
+
+OTHERWISE = {
+    "it has training.seed = 1, not 0": ("seed = 0", "seed = 1"),
+    "it has model.hidden_size = 64, not 32": ("hidden_size = 32", "hidden_size = 64"),
+}
+
+
+@pytest.mark.parametrize("words", OTHERWISE)
+def test_a_reference_that_trained_otherwise_is_refused(octavo, run, tmp_path, words):
+    reference = with_loss(run, tmp_path / "bf16", 1.0)
+    config = (reference / "config.toml").read_text()
+    (reference / "config.toml").write_text(config.replace(*OTHERWISE[words]))
+    refused = refusal(octavo, run, "--against", reference)
+    assert words in refused
+    assert "--recipe bf16" in refused
+
+
+def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, run, tmp_path, finding_what, saturation):
+    finding_what(dataclasses.replace(saturation, code="sensitive-module", role=""))
+    fixed = tmp_path / "fixed.toml"
+    result = octavo("doctor", run, "--apply", fixed)
+    assert result.exit_code == 1
+    before, after = load_config(run / "config.toml"), load_config(fixed)
+    assert saturation.path in after.training.skip
+    assert dataclasses.replace(after.training, skip=before.training.skip) == before.training
+    assert "First remedies" in result.stdout
+    assert str(fixed) in result.stderr
+
+
+def test_a_note_changes_no_configuration(octavo, run, tmp_path, finding_what, saturation):
+    finding_what(dataclasses.replace(saturation, severity=Severity.NOTE))
+    result = octavo("doctor", run, "--apply", tmp_path / "fixed.toml")
+    assert "is not written" in result.stderr
+    assert not (tmp_path / "fixed.toml").exists()
+
+
+def test_a_run_s_own_configuration_is_not_overwritten(octavo, run):
+    assert "name another file" in refusal(octavo, run, "--apply", run / "config.toml")
+
+
+def test_remedies_need_a_configuration(octavo, run, tmp_path):
+    (run / "config.toml").unlink()
+    assert "has none" in refusal(octavo, run, "--apply", tmp_path / "fixed.toml")
+
+
+def test_a_captured_layer_s_remedies_are_replayed(octavo, run, finding_what, saturation):
+    config = load_config(run / "config.toml")
+    weight, x = torch.randn(64, 32), torch.randn(16, 32) * torch.logspace(-4, 4, 16)[:, None]
+    capture = Capture(
+        path=saturation.path,
+        step=4,
+        recipe=recipes.get(config.training.recipe),
+        input=x,
+        weight=weight,
+        grad_output=torch.randn(16, 64),
+    )
+    Captures(run / CAPTURES).add(capture)
+    finding_what(saturation)
+    (finding,) = json.loads(octavo("doctor", run, "--json").stdout)["findings"]
+    assert finding["remedies"][0]["error_removed"] > 0
+    assert "%" in octavo("doctor", run).stdout
