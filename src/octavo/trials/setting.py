@@ -1,6 +1,6 @@
 """What a trial of a run starts from: its configuration, its tokens and its newest checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.errors import ConfigError, DataError
@@ -11,7 +11,7 @@ from octavo.training.loop import Trainer, build_model
 from octavo.training.run_folder import CONFIG
 from octavo.trials.short_run import Start, start_of
 
-__all__ = ["Setting", "run_data", "setting_of"]
+__all__ = ["Setting", "run_data", "setting_of", "start_from"]
 
 DATA = "data"
 
@@ -46,12 +46,21 @@ def setting_of(run_dir: Path) -> Setting:
     """
     if not (run_dir / CONFIG).is_file():
         raise ConfigError(f"{str(run_dir)!r} holds no run (no {CONFIG}); name the folder that octavo train wrote")
-    config, data = load_config(run_dir / CONFIG), run_data(run_dir)
+    setting = Setting(config=load_config(run_dir / CONFIG), data=run_data(run_dir))
+    return replace(setting, start=start_from(run_dir, setting))
+
+
+def start_from(run_dir: Path, setting: Setting) -> Start | None:
+    """What a run's newest checkpoint holds, as resuming would load it; None where there is none yet.
+
+    Raises:
+        CheckpointError: it is damaged, or of another configuration or text.
+    """
     if latest(run_dir) is None:
-        return Setting(config=config, data=data)
-    model, converted = build_model(config, data.vocab_size)
-    trainer = Trainer(config, run_dir, model, data=data, on_event=lambda _: None, converted=converted)
-    return Setting(config=config, data=data, start=start_of(trainer))
+        return None
+    model, converted = build_model(setting.config, setting.data.vocab_size)
+    trainer = Trainer(setting.config, run_dir, model, data=setting.data, on_event=lambda _: None, converted=converted)
+    return start_of(trainer)
 
 
 def run_data(run_dir: Path) -> TokenData:

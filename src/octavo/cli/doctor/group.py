@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from octavo.cli.doctor.bisect import bisect
 from octavo.cli.doctor.examine import examine
+from octavo.cli.doctor.preflight import preflight
 
 __all__ = ["doctor"]
 
@@ -44,6 +45,11 @@ doctor.command(
     short_help="Find the layers that account for the gap to BF16.",
     epilog="Example: octavo doctor bisect runs/mine --steps 40",
 )(bisect)
+doctor.command(
+    name="preflight",
+    short_help="Try a configuration before a long run.",
+    epilog="Example: octavo doctor preflight long.toml",
+)(preflight)
 
 
 @doctor.callback()
