@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from octavo.training.loop import Trainer
+from octavo.trials.origin import Origin
 from octavo.trials.paired import Effect, PairedRuns, pooled_error
-from octavo.trials.setting import Setting
 
 __all__ = ["Bisection", "Part", "bisect"]
 
@@ -64,7 +64,7 @@ class Bisection:
 
 
 def bisect(
-    setting: Setting,
+    origin: Origin,
     *,
     steps: int = 40,
     orders: int = 2,
@@ -74,7 +74,7 @@ def bisect(
     """Find the layers that cost a run its accuracy.
 
     Args:
-        setting: see :func:`octavo.trials.setting_of`; from a checkpoint late in a run the gap is what that run has.
+        origin: see :func:`octavo.trials.origin_of`; from a checkpoint late in a run the gap is what that run has.
         steps: updates of each run; the losses of the second half count.
         orders: orders of the batches that each is measured under, 2 or more.
         around: a context of each run's updates, such as a fault.
@@ -83,7 +83,7 @@ def bisect(
     Raises:
         ConfigError: a number is out of range, or the recipe casts nothing to FP8.
     """
-    runs = PairedRuns(setting, steps=steps, orders=orders, around=around, on_run=on_run)
+    runs = PairedRuns(origin, steps=steps, orders=orders, around=around, on_run=on_run)
     gap = runs.effect((), runs.layers)
     measured = {runs.layers: gap} | {half: runs.effect((), half) for half in halves(runs.layers)}
     leaves: list[tuple[str, ...]] = []
@@ -101,7 +101,7 @@ def bisect(
         floor=_floor(measured),
         parts=tuple(sorted(parts, key=lambda part: -part.share)),
         layers=len(runs.layers),
-        first_step=setting.first_step,
+        first_step=origin.first_step,
         steps=steps,
         runs=runs.made,
     )

@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.training.loop import Trainer, build_model
 from octavo.training.recipe_choice import BF16
-from octavo.trials.setting import Setting
+from octavo.trials.origin import Origin
 from octavo.trials.short_run import short_run
 
 __all__ = ["Effect", "PairedRuns", "pooled_error"]
@@ -40,10 +40,10 @@ class Effect:
 
 
 class PairedRuns:
-    """Runs of one setting; each is made once.
+    """Runs of one origin; each is made once.
 
     Args:
-        setting: what is trained, and where it begins; its FP8 recipe runs at every step, whatever its phases are.
+        origin: what is trained, and where it begins; its FP8 recipe runs at every step, whatever its phases are.
         steps: updates of each run, 2 or more.
         orders: orders of the batches, 2 or more; without a checkpoint, first weights too.
         around: a context of each run's updates, such as a fault.
@@ -55,7 +55,7 @@ class PairedRuns:
 
     def __init__(
         self,
-        setting: Setting,
+        origin: Origin,
         *,
         steps: int,
         orders: int,
@@ -65,12 +65,12 @@ class PairedRuns:
         for name, value in (("steps", steps), ("orders", orders)):
             if value < 2:
                 raise ConfigError(f"{name} must be a whole number of at least 2, not {value!r}")
-        setting = replace(setting, config=setting.config.with_training(precision_schedule=()))
-        self.setting, self.steps, self.orders, self.around, self.on_run = setting, steps, orders, around, on_run
-        self.layers = fp8_layers(build_model(setting.config, setting.data.vocab_size)[0])
+        origin = replace(origin, config=origin.config.with_training(precision_schedule=()))
+        self.origin, self.steps, self.orders, self.around, self.on_run = origin, steps, orders, around, on_run
+        self.layers = fp8_layers(build_model(origin.config, origin.data.vocab_size)[0])
         if not self.layers:
             raise ConfigError(
-                f"the recipe {setting.config.training.recipe!r} casts no layer to FP8; name a run or a configuration "
+                f"the recipe {origin.config.training.recipe!r} casts no layer to FP8; name a run or a configuration "
                 "of an FP8 recipe"
             )
         self.made = 0
@@ -91,18 +91,18 @@ class PairedRuns:
         return Effect(nats=statistics.fmean(differences), error=error, orders=differences)
 
     def _loss(self, high: frozenset[str], order: int) -> float:
-        training = self.setting.config.training
-        config = self.setting.config.with_training(
+        training = self.origin.config.training
+        config = self.origin.config.with_training(
             seed=training.seed + order,
             overrides={path: BF16 for path in self.layers if path in high} | training.overrides,
             statistics_interval=0,
             eval_tokens=training.context,
         )
-        found, _ = short_run(config, self.setting.data, steps=self.steps, start=self.setting.start, around=self.around)
+        found, _ = short_run(config, self.origin.data, steps=self.steps, start=self.origin.start, around=self.around)
         self.made += 1
         self.on_run(self.made)
         if found.failure is not None:
-            return math.log(self.setting.data.vocab_size)
+            return math.log(self.origin.data.vocab_size)
         return statistics.fmean(loss for _, loss in found.losses[self.steps // 2 :])
 
 

@@ -11,7 +11,7 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import open_display
 from octavo.cli.runs import check_is_run
-from octavo.trials import Bisection, setting_of
+from octavo.trials import Bisection, origin_of
 from octavo.trials import bisect as find_layers
 
 __all__ = ["bisect"]
@@ -26,10 +26,10 @@ def bisect(
 ) -> None:
     """Keep some layers in BF16 for a few steps, to find those that cost a run its accuracy."""
     check_is_run(run_dir)
-    setting = setting_of(run_dir)
+    origin = origin_of(run_dir)
     with open_display() as display:
         advance = display.phase(f"short runs of {steps} steps", None)
-        found = find_layers(setting, steps=steps, orders=orders, on_run=lambda made: advance(made, f"{made} runs"))
+        found = find_layers(origin, steps=steps, orders=orders, on_run=lambda made: advance(made, f"{made} runs"))
     if as_json:
         print_json({"run": str(run_dir), **_record(found)})
         return

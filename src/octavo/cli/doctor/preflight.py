@@ -21,7 +21,7 @@ from octavo.training.loop import check_data
 from octavo.training.memory import check_batch_fits, fitting_in_memory
 from octavo.training.run_folder import CONFIG
 from octavo.training.tokenizer import SMALLEST_VOCABULARY
-from octavo.trials import Check, Setting, run_data
+from octavo.trials import Check, Origin, run_data
 from octavo.trials import preflight as try_out
 
 __all__ = ["preflight"]
@@ -38,8 +38,8 @@ def preflight(
     as_json: options.Json = False,
 ) -> None:
     """Try a configuration before a long run: checkpoint, memory, replay to the last bit, ranks, shapes, gap to BF16."""
-    with open_display() as display, _setting(config, source, display) as (setting, run_dir):
-        checks = _checks(setting, run_dir, steps=steps, orders=orders, display=display)
+    with open_display() as display, _origin(config, source, display) as (origin, run_dir):
+        checks = _checks(origin, run_dir, steps=steps, orders=orders, display=display)
     findings = [finding for check in checks for finding in check.findings]
     if as_json:
         print_json({"config": str(config), "checks": [asdict(check) for check in checks]})
@@ -49,12 +49,12 @@ def preflight(
 
 
 @contextmanager
-def _setting(config: Path, source: str | None, display: Display) -> Iterator[tuple[Setting, Path | None]]:
+def _origin(config: Path, source: str | None, display: Display) -> Iterator[tuple[Origin, Path | None]]:
     """What is to be trained, and the run that it continues; tokens of a new run are made in a folder for the while."""
     if config.is_dir():
         check_is_run(config)
         own = load_config(config / CONFIG)
-        yield Setting(config=own, data=run_data(config)), config
+        yield Origin(config=own, data=run_data(config)), config
         return
     given: RunConfig = options.configured(config, source=source, vocab_size=None)
     check_batch_fits(given.training, SMALLEST_VOCABULARY)  # what no text can change, before it is read
@@ -65,18 +65,18 @@ def _setting(config: Path, source: str | None, display: Display) -> Iterator[tup
         ) as data,
     ):
         check_data(data, given.training)
-        yield Setting(config=given, data=data), None
+        yield Origin(config=given, data=data), None
 
 
-def _checks(setting: Setting, run_dir: Path | None, *, steps: int, orders: int, display: Display) -> list[Check]:
+def _checks(origin: Origin, run_dir: Path | None, *, steps: int, orders: int, display: Display) -> list[Check]:
     advance = display.phase("checks", None)
     made: list[Check] = []
 
     def on_run(runs: int) -> None:
         advance(len(made), f"{runs} short runs")
 
-    with fitting_in_memory(setting.config.training):
-        for check in try_out(setting, run_dir=run_dir, steps=steps, orders=orders, on_run=on_run):
+    with fitting_in_memory(origin.config.training):
+        for check in try_out(origin, run_dir=run_dir, steps=steps, orders=orders, on_run=on_run):
             made.append(check)
             advance(len(made), check.name)
     return made

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from octavo.doctor import Series, Thresholds, series_of
 from octavo.doctor.remedies import remedies_for
+from octavo.trials.origin import Origin
 from octavo.trials.preflight.check import Check
 from octavo.trials.preflight.checkpoint import checkpoint_check
 from octavo.trials.preflight.gap import gap_check
@@ -14,13 +15,12 @@ from octavo.trials.preflight.probe import Probe
 from octavo.trials.preflight.ranks import ranks_check
 from octavo.trials.preflight.replayed import replay_check
 from octavo.trials.preflight.shapes import shapes_check
-from octavo.trials.setting import Setting
 
 __all__ = ["preflight"]
 
 
 def preflight(
-    setting: Setting,
+    origin: Origin,
     *,
     run_dir: Path | None = None,
     steps: int = 20,
@@ -30,7 +30,7 @@ def preflight(
     """Try a configuration before it trains for long; each check is given out when it is made.
 
     Args:
-        setting: what is to be trained; ``start`` is filled from ``run_dir``.
+        origin: what is to be trained; ``start`` is filled from ``run_dir``.
         run_dir: of a run that is to be continued; None for a new one.
         steps: updates of the short runs that estimate the gap to BF16.
         orders: seeds that it is estimated under, 2 or more.
@@ -40,15 +40,15 @@ def preflight(
         ConfigError: the device is not there, a micro-batch does not fit, or a number is out of range.
     """
     limits, nothing = Thresholds(), series_of([])
-    check, setting = checkpoint_check(setting, run_dir)
+    check, origin = checkpoint_check(origin, run_dir)
     yield _with_remedies(check, nothing)
-    probe, step = Probe(setting), setting.first_step + 1
+    probe, step = Probe(origin), origin.first_step + 1
     yield _with_remedies(memory_check(probe), nothing)
     yield _with_remedies(replay_check(probe, limits, step=step), nothing)
     yield _with_remedies(ranks_check(probe, step=step), nothing)
     yield _with_remedies(shapes_check(probe, limits, step=step), nothing)
     del probe
-    yield _with_remedies(gap_check(setting, limits, steps=steps, orders=orders, on_run=on_run), nothing)
+    yield _with_remedies(gap_check(origin, limits, steps=steps, orders=orders, on_run=on_run), nothing)
 
 
 def _with_remedies(check: Check, series: Series) -> Check:

@@ -5,30 +5,30 @@ from pathlib import Path
 
 from octavo.doctor import Finding, Severity
 from octavo.errors import CheckpointError
+from octavo.trials.origin import Origin, start_from
 from octavo.trials.preflight.check import Check
-from octavo.trials.setting import Setting, start_from
 
 __all__ = ["checkpoint_check"]
 
 NAME = "checkpoint"
 
 
-def checkpoint_check(setting: Setting, run_dir: Path | None) -> tuple[Check, Setting]:
+def checkpoint_check(origin: Origin, run_dir: Path | None) -> tuple[Check, Origin]:
     """Load the newest checkpoint as resuming would.
 
     Its files must be whole, its configuration and text those of the run, its scaling state complete.
 
     Returns:
-        The check, and the setting with what was loaded.
+        The check, and the origin with what was loaded.
     """
     if run_dir is None:
-        return Check(name=NAME, said="a new run: nothing to continue"), setting
+        return Check(name=NAME, said="a new run: nothing to continue"), origin
     try:
-        start = start_from(run_dir, setting)
+        start = start_from(run_dir, origin)
     except CheckpointError as error:
         finding = Finding(code="checkpoint", severity=Severity.FAIL, cause=str(error))
-        return Check(name=NAME, said="it cannot be continued from", findings=(finding,)), setting
+        return Check(name=NAME, said="it cannot be continued from", findings=(finding,)), origin
     if start is None:
-        return Check(name=NAME, said="none yet: the run begins with its first weights"), setting
+        return Check(name=NAME, said="none yet: the run begins with its first weights"), origin
     said = f"step {start.step} loads: {len(start.weights)} tensors, the optimizer's state, the scaling state"
-    return Check(name=NAME, said=said), replace(setting, start=start)
+    return Check(name=NAME, said=said), replace(origin, start=start)

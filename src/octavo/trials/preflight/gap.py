@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Callable
 
 from octavo.doctor import Finding, Severity, Thresholds
+from octavo.trials.origin import Origin
 from octavo.trials.paired import Effect, PairedRuns
 from octavo.trials.preflight.check import Check
-from octavo.trials.setting import Setting
 
 __all__ = ["gap_check"]
 
@@ -16,7 +16,7 @@ ERRORS = 3.0  # of the mean's standard errors: fewer are chance
 
 
 def gap_check(
-    setting: Setting,
+    origin: Origin,
     limits: Thresholds,
     *,
     steps: int,
@@ -28,15 +28,15 @@ def gap_check(
     Raises:
         ConfigError: a number is out of range.
     """
-    if not setting.config.training.is_fp8:
+    if not origin.config.training.is_fp8:
         return Check(name=NAME, said="the recipe casts nothing to FP8")
-    runs = PairedRuns(setting, steps=steps, orders=orders, on_run=on_run)
+    runs = PairedRuns(origin, steps=steps, orders=orders, on_run=on_run)
     gap = runs.effect((), runs.layers)
     reference = statistics.fmean(runs.losses(runs.layers))
     relative = gap.nats / reference
     said = (
         f"{gap.nats:+.4f} ± {gap.error:.4f} nats, {relative:+.2%}: a ratio of {1 + relative:.4f}, after {steps} steps "
-        f"from step {setting.first_step} under {orders} seeds"
+        f"from step {origin.first_step} under {orders} seeds"
     )
     severity = _severity(gap, relative, limits)
     if severity is None:
@@ -44,8 +44,8 @@ def gap_check(
     finding = Finding(
         code="loss-gap",
         severity=severity,
-        first_step=setting.first_step + 1,
-        last_step=setting.first_step + steps,
+        first_step=origin.first_step + 1,
+        last_step=origin.first_step + steps,
         evidence={"relative_gap": relative, "nats": gap.nats, "error": gap.error},
         cause=f"a short run ends {relative:.2%} above the same one in BF16; octavo doctor bisect names the layers",
         weight=relative,

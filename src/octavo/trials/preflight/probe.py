@@ -1,4 +1,4 @@
-"""The model of a setting and its first micro-batch, for whatever is measured without training."""
+"""The model of an origin and its first micro-batch, for whatever is measured without training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from octavo.training.evaluate import token_loss
 from octavo.training.loop import build_model
 from octavo.training.precision import resolve_device, surroundings
 from octavo.training.threads import using_threads
-from octavo.trials.setting import Setting
+from octavo.trials.origin import Origin
 
 __all__ = ["Probe"]
 
@@ -20,21 +20,21 @@ class Probe:
     """A model that forgets every step.
 
     Args:
-        setting: whose configuration, weights and text are used.
+        origin: whose configuration, weights and text are used.
 
     Raises:
         ConfigError: the device is not there, or the model does not fit in its memory.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        training = setting.config.training
+    def __init__(self, origin: Origin) -> None:
+        training = origin.config.training
         self.training, self.device = training, resolve_device(training.device)
-        self.model, _ = build_model(setting.config, setting.data.vocab_size)
-        if setting.start is not None:
-            self.model.load_state_dict(setting.start.weights)
+        self.model, _ = build_model(origin.config, origin.data.vocab_size)
+        if origin.start is not None:
+            self.model.load_state_dict(origin.start.weights)
         self.model.train()
-        batch = setting.data.batch(
-            setting.first_step * training.grad_accumulation,
+        batch = origin.data.batch(
+            origin.first_step * training.grad_accumulation,
             batch_size=training.batch_size,
             context=training.context,
             seed=training.seed,

@@ -8,14 +8,14 @@ from safetensors.torch import load_file, save_file
 from octavo.training.checkpoint import latest
 from octavo.training.config import save_config
 from octavo.training.loop import train
-from octavo.trials import Setting
+from octavo.trials import Origin
 from octavo.trials.preflight.checkpoint import checkpoint_check
 from tests.unit.training.tiny_runs import tiny_data
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, setting):
-    return train(setting.config.with_training(steps=2), tmp_path_factory.mktemp("runs") / "run", data=setting.data)
+def trained(tmp_path_factory, origin):
+    return train(origin.config.with_training(steps=2), tmp_path_factory.mktemp("runs") / "run", data=origin.data)
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def run(trained, tmp_path):
 
 
 @pytest.fixture
-def own(setting):
-    return Setting(config=setting.config.with_training(steps=2), data=setting.data)
+def own(origin):
+    return Origin(config=origin.config.with_training(steps=2), data=origin.data)
 
 
 def refused(own, run) -> str:
@@ -60,14 +60,14 @@ def test_a_damaged_file_is_named(own, run):
 
 
 def test_another_configuration_is_refused(own, run):
-    changed = Setting(config=own.config.with_training(lr=1e-3), data=own.data)
+    changed = Origin(config=own.config.with_training(lr=1e-3), data=own.data)
     save_config(changed.config, run / "config.toml")
     assert "another configuration" in refused(changed, run)
 
 
 def test_other_text_is_refused(own, run, tmp_path):
     other = tiny_data(tmp_path, "Another text, and not the one before. " * 500)
-    assert "trained on other text" in refused(Setting(config=own.config, data=other), run)
+    assert "trained on other text" in refused(Origin(config=own.config, data=other), run)
 
 
 def test_scaling_state_that_is_not_complete_is_refused(own, run, monkeypatch):

@@ -14,8 +14,8 @@ UP = "model.layers.0.mlp.up_proj"
 
 
 @pytest.fixture
-def probe(setting):
-    return Probe(setting)
+def probe(origin):
+    return Probe(origin)
 
 
 def check(probe):
@@ -23,8 +23,8 @@ def check(probe):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "tensorwise", "delayed", "mxfp8"])
-def test_every_recipe_replays_to_the_last_bit(setting, recipe):
-    own = type(setting)(config=setting.config.with_training(recipe=recipe), data=setting.data)
+def test_every_recipe_replays_to_the_last_bit(origin, recipe):
+    own = type(origin)(config=origin.config.with_training(recipe=recipe), data=origin.data)
     found = check(Probe(own))
     assert found.findings == ()
     assert "bit for bit" in found.said

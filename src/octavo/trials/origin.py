@@ -11,13 +11,13 @@ from octavo.training.loop import Trainer, build_model
 from octavo.training.run_folder import CONFIG
 from octavo.trials.short_run import Start, start_of
 
-__all__ = ["Setting", "run_data", "setting_of", "start_from"]
+__all__ = ["Origin", "origin_of", "run_data", "start_from"]
 
 DATA = "data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Origin:
     """Where trials begin.
 
     Attributes:
@@ -36,8 +36,8 @@ class Setting:
         return 0 if self.start is None else self.start.step
 
 
-def setting_of(run_dir: Path) -> Setting:
-    """The setting of a run, at its newest checkpoint, or at its first weights where it has none.
+def origin_of(run_dir: Path) -> Origin:
+    """The origin of a run, at its newest checkpoint, or at its first weights where it has none.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -46,11 +46,11 @@ def setting_of(run_dir: Path) -> Setting:
     """
     if not (run_dir / CONFIG).is_file():
         raise ConfigError(f"{str(run_dir)!r} holds no run (no {CONFIG}); name the folder that octavo train wrote")
-    setting = Setting(config=load_config(run_dir / CONFIG), data=run_data(run_dir))
-    return replace(setting, start=start_from(run_dir, setting))
+    origin = Origin(config=load_config(run_dir / CONFIG), data=run_data(run_dir))
+    return replace(origin, start=start_from(run_dir, origin))
 
 
-def start_from(run_dir: Path, setting: Setting) -> Start | None:
+def start_from(run_dir: Path, origin: Origin) -> Start | None:
     """What a run's newest checkpoint holds, as resuming would load it; None where there is none yet.
 
     Raises:
@@ -58,8 +58,8 @@ def start_from(run_dir: Path, setting: Setting) -> Start | None:
     """
     if latest(run_dir) is None:
         return None
-    model, converted = build_model(setting.config, setting.data.vocab_size)
-    trainer = Trainer(setting.config, run_dir, model, data=setting.data, on_event=lambda _: None, converted=converted)
+    model, converted = build_model(origin.config, origin.data.vocab_size)
+    trainer = Trainer(origin.config, run_dir, model, data=origin.data, on_event=lambda _: None, converted=converted)
     return start_of(trainer)
 
 

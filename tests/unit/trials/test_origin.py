@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import ConfigError, DataError
 from octavo.training.loop import train
-from octavo.trials import setting_of, short_run
+from octavo.trials import origin_of, short_run
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 
@@ -24,32 +24,32 @@ def _folder(tmp_path):
 
 def test_a_run_is_continued_from_its_newest_checkpoint_and_left_as_it_is(run):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    setting = setting_of(run)
-    assert setting.start is not None
-    assert setting.first_step == 4
-    found, trainer = short_run(setting.config, setting.data, steps=2, start=setting.start)
+    origin = origin_of(run)
+    assert origin.start is not None
+    assert origin.first_step == 4
+    found, trainer = short_run(origin.config, origin.data, steps=2, start=origin.start)
     assert [step for step, _ in found.losses] == [5, 6]
-    assert not torch.equal(trainer.model.lm_head.weight, setting.start.weights["lm_head.weight"])
+    assert not torch.equal(trainer.model.lm_head.weight, origin.start.weights["lm_head.weight"])
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_a_run_without_a_checkpoint_begins_at_its_first_weights(run):
     shutil.rmtree(run / "checkpoints")
-    setting = setting_of(run)
-    assert (setting.start, setting.first_step) == (None, 0)
+    origin = origin_of(run)
+    assert (origin.start, origin.first_step) == (None, 0)
 
 
 def test_tokens_are_found_in_the_run_too(run):
     shutil.move(run.parent / "data", run / "data")
-    assert setting_of(run).data.vocab_size == 300
+    assert origin_of(run).data.vocab_size == 300
 
 
 def test_missing_tokens_are_refused(run):
     shutil.rmtree(run.parent / "data")
     with pytest.raises(DataError, match="are neither in its folder nor beside it"):
-        setting_of(run)
+        origin_of(run)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
-        setting_of(tmp_path)
+        origin_of(tmp_path)
