@@ -41,7 +41,10 @@ def healthy_sample(recipe: str, **options) -> Sample:
         return {key: numbers for key, numbers in table.items() if key[0] != HEAD}
 
     return replace(
-        found, casts=kept(found.casts), products=kept(found.products), layers={p: found.layers[p] for p in (FIRST, SECOND)}
+        found,
+        casts=kept(found.casts),
+        products=kept(found.products),
+        layers={p: found.layers[p] for p in (FIRST, SECOND)},
     )
 
 

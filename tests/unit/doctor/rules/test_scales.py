@@ -23,7 +23,9 @@ class TestStale:
         series = looks("delayed", casts={PLACE: {"stale_ratio": g, "saturation_fraction": 0.013}})
         assert [one.severity for one in stale_scale(series, LIMITS)] == found
 
-    @pytest.mark.parametrize(("g", "found"), [([1, 4, 4, 1], [Severity.FAIL]), ([1, 4, 3.99, 1], []), ([1, 9, 1, 9], [])])
+    @pytest.mark.parametrize(
+        ("g", "found"), [([1, 4, 4, 1], [Severity.FAIL]), ([1, 4, 3.99, 1], []), ([1, 9, 1, 9], [])]
+    )
     def test_two_looks_at_four_times_are_enough_and_one_never_is(self, g, found):
         series = looks("delayed", count=4, casts={PLACE: {"stale_ratio": g}})
         assert [one.severity for one in stale_scale(series, LIMITS)] == found
@@ -109,7 +111,9 @@ class TestFrozen:
 class TestOscillation:
     def jumping(self, turns, factor):
         scales = np.where(np.arange(turns + 2) % 2, factor, 1.0) / 448
-        return looks("delayed", statistic="latest", count=turns + 2, casts={PLACE: provided(np.ones(turns + 2), scales)})
+        return looks(
+            "delayed", statistic="latest", count=turns + 2, casts={PLACE: provided(np.ones(turns + 2), scales)}
+        )
 
     @pytest.mark.parametrize(
         ("turns", "factor", "found"),
