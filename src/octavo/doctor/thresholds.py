@@ -49,8 +49,9 @@ class Thresholds:
     oscillation_binades: float = _ours(1.0, "a jump of one binade each way; healthy scales drift by tenths")
     oscillation_binades_fail: float = _ours(2.0, "a swing of 4x saturates 21 % of a Gaussian at every other step")
     oscillation_turns: float = _ours(4, "independent jumps turn four times in a row, all of a binade, below 1 in 1000")
-    code_mismatch: float = _ours(5e-3, "fresh FP32 weights have 0.05 %, by the scale's reciprocal; stale ones 2 %")
-    code_mismatch_data: float = _ours(0.03, "bfloat16 data lie on ties: a healthy run had up to 1 %")
+    code_mismatch: float = _ours(
+        1e-3, "healthy runs have none, whatever their dtype; one update changes 0.5 to 5 % of the codes"
+    )
     rank_ratio: float = _ours(4.0, "gradients of different micro-batches differ by 2x in a healthy run")
     rank_ratio_input: float = _ours(1.8, "inputs of different micro-batches differ by less; a halved scale by 2x")
 
