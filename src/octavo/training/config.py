@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from octavo.errors import ConfigError
+from octavo.files import write_atomically
 from octavo.models import LlamaConfig
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
-from octavo.training.files import write_atomically
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
 from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
 from octavo.training.schedules import adjust_for_fp8

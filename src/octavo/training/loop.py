@@ -38,7 +38,7 @@ from octavo.training.metrics import MetricsLog
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.result import TrainResult, curves_of
-from octavo.training.run_folder import claimed, resumable_state
+from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
 from octavo.training.signals import StopRequest, stopping_on_signals
 from octavo.training.threads import using_threads
@@ -136,7 +136,7 @@ class Trainer:
         self.scaler = _loss_scaler(self.training, self.device)
         self.step, self.recipe = 0, self.training.recipe_at(1)
         self.checkpoint = self._continue_from_checkpoint()
-        self.watcher = _watcher(self.training, self.model, self.optimizer)
+        self.watcher = _watcher(self.training, self.model, self.optimizer, run_dir)
         self.step_seconds: list[float] = []
 
     def run(self, stop: StopRequest) -> TrainResult:
@@ -399,11 +399,13 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
 
 
-def _watcher(training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Watcher | None:
+def _watcher(
+    training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path
+) -> Watcher | None:
     """Who looks at the FP8 layers every ``statistics_interval`` updates; None where there are none or nobody asks."""
     if not training.is_fp8 or not training.statistics_interval:
         return None
-    return watch(model, optimizer, interval=training.statistics_interval)
+    return watch(model, optimizer, interval=training.statistics_interval, captures=run_dir / CAPTURES)
 
 
 def _loss_scaler(training: TrainingConfig, device: torch.device) -> LossScaler | None:

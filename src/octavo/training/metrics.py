@@ -26,7 +26,7 @@ from typing import Any
 
 from octavo.doctor import Sample
 from octavo.errors import TrainingError
-from octavo.training.files import write_atomically
+from octavo.files import write_atomically
 
 __all__ = ["METRICS", "MetricsLog", "read_metrics"]
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
+from octavo.files import write_atomically
 from octavo.models import Llama, generate
 from octavo.state import update_scales
 from octavo.training.comparison import RunMeasures, Study, run_from_json
@@ -31,7 +32,6 @@ from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
 from octavo.training.events import Event, StepDone
 from octavo.training.facts import facts_of
-from octavo.training.files import write_atomically
 from octavo.training.gradient_noise import GradientNoise, Probe, gradient_noise
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
 from octavo.training.loop import check_data, train
