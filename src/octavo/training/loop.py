@@ -362,7 +362,8 @@ class Trainer:
                 surroundings=self.surroundings,
                 loss_scale=(self.scaler.value if self.scaler else 1) / self.training.grad_accumulation,
             )
-        log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding))
+        scale = {} if self.scaler is None else {"loss_scale": self.scaler.value}
+        log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale)
         why = failure_sentence(loss, grad_norm, finding)
         return NonFiniteLossError(f"at step {self.step + 1} {why}; {self._last_good_checkpoint()}")
 
