@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import octavo
 from octavo.training.config import Precision
 from octavo.training.events import Event, Notice
 from octavo.training.loop import train
@@ -114,6 +115,7 @@ def test_an_override_that_matches_nothing_is_refused_before_the_first_phase(tmp_
 def test_a_finished_run_is_read_back_in_its_last_phase(tmp_path, data, schedule):
     trained(tmp_path / "run", data, recipe="delayed", precision_schedule=schedule)
     model = load_run(tmp_path / "run").model
-    layer = model.model.layers[0].mlp.down_proj
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    assert isinstance(layer, octavo.nn.Linear)
     assert layer.recipe.name == ("delayed" if schedule == BF16_FIRST else "bf16")
     assert math.isfinite(model(torch.zeros(1, 4, dtype=torch.int64)).sum().item())
