@@ -10,7 +10,8 @@ PAGE = """<!doctype html>
 <title>octavo study</title>
 <link rel="icon" href="data:,">
 <style>
-$style.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; }
+$style
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; }
 .card { background: var(--sheet); border: 1px solid var(--rule); border-top: 4px solid var(--accent);
   border-radius: 6px; padding: 14px 18px 12px; }
 .card .name { font-weight: 600; color: var(--accent); }
