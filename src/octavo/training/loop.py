@@ -381,6 +381,7 @@ class Trainer:
             loss=loss if math.isfinite(loss) else None,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             tensor=finding.tensor if finding else None,
+            **({} if self.scaler is None else {"loss_scale": self.scaler.value}),
         )
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
         first = f"the first non-finite tensor is the {finding}" if finding else "a replay of its batches stayed finite"
