@@ -33,15 +33,21 @@ def summary(result: SelftestResult) -> list[str]:
     setting, faulty, clean = result.config.setting, result.of(Kind.FAULT), result.clean
     seeds = ", ".join(map(str, result.config.seeds))
     restored = sum(cure.restores for cure in result.cures)
-    lines = [
-        f"Width {setting.hidden_size}, {setting.num_layers} layers, seeds {seeds}: {len(result.runs)} runs of "
-        + f"{setting.steps} updates in {result.seconds / 60:.0f} min.",
+    said = sum(run.first is not None for run in clean)
+    what = (
+        f"{len(result.runs)} runs of {setting.steps} updates in {result.seconds / 60:.0f} min: "
+        f"width {setting.hidden_size}, {setting.num_layers} layers, seeds {seeds}."
+    )
+    recall = (
         f"Recall {result.recall:.3f}: the first finding names cause and place in {len(result.named)} of {len(faulty)} "
-        + "runs with a fault.",
-        f"Precision {result.precision:.3f}: so often the first finding, where there is one, is right.",
+        "runs with a fault."
+    )
+    precision = f"Precision {result.precision:.3f}: so often the first finding, where there is one, is right."
+    quiet = (
         f"Of {len(clean)} clean runs {len(result.clean_fails)} have a finding of severity fail, "
-        + f"{sum(run.first is not None for run in clean)} one of any severity above a note.",
-    ]
+        f"{said} one of severity warn or fail."
+    )
+    lines = [what, recall, precision, quiet]
     if result.cures:
         lines.append(
             f"{restored} of {len(result.cures)} remedies bring the loss to within {GAP_BAR_NATS} nats of the clean run."
