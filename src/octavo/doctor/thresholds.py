@@ -49,8 +49,9 @@ class Thresholds:
     oscillation_binades: float = _ours(1.0, "a jump of one binade each way; healthy scales drift by tenths")
     oscillation_binades_fail: float = _ours(2.0, "a swing of 4x saturates 21 % of a Gaussian at every other step")
     oscillation_turns: float = _ours(4, "independent jumps turn four times in a row, all of a binade, below 1 in 1000")
-    code_mismatch: float = _ours(5e-3, "fresh FP32 weights have 0.05 %, by the scale's reciprocal; stale ones 2 %")
-    code_mismatch_data: float = _ours(0.03, "bfloat16 data lie on ties: a healthy run had up to 1 %")
+    code_mismatch: float = _ours(
+        1e-3, "healthy runs have none, whatever their dtype; one update changes 0.5 to 5 % of the codes"
+    )
     rank_ratio: float = _ours(4.0, "gradients of different micro-batches differ by 2x in a healthy run")
     rank_ratio_input: float = _ours(1.8, "inputs of different micro-batches differ by less; a halved scale by 2x")
 
@@ -69,7 +70,6 @@ class Thresholds:
     accumulation_bias: float = _ours(0.01, "zero-mean data: 1.3e-3 at K = 4096; same-sign data: 7 %")
     accumulation_bias_fail: float = _ours(0.1, "between the 7 % of K = 4096 and the 22 % of K = 16384, same sign")
     head_widening: float = _ours(6.0, "vocabularies are 7 to 60 times as wide as their models, MLPs at most 5 times")
-    head_inputs: float = _ours(512, "a low-rank adapter's matrix is as thin as a head, and its rank is smaller")
     batch_norm_binades: float = _ours(2.0, "a batch's variance 4x off the running one")
     batch_norm_steps: float = _ours(20, "running statistics of momentum 0.1 lose 88 % of an error in 20 steps")
     batch_norm_share: float = _ours(0.5, "of the looks; one batch may be unlike the others")

@@ -32,9 +32,10 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
         if track.key.role == "grad_output":
             worst = float(np.nanmax(np.append(track.of("underflow_fraction"), 0.0)))
             lost[path] = max(lost.get(path, 0.0), worst)
+    typical = np.median([facts["in_features"] for facts in series.layers.values()]) if series.layers else 0.0
     for path, (first, last) in steps.items():
         facts = series.layers.get(path, {})
-        what = _what_it_is(path, facts, limits)
+        what = _what_it_is(path, facts, limits, typical)
         if what is not None:
             underflow = lost.get(path, 0.0)
             yield Finding(
@@ -54,12 +55,12 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
             )
 
 
-def _what_it_is(path: str, facts: Mapping[str, Any], limits: Thresholds) -> str | None:
+def _what_it_is(path: str, facts: Mapping[str, Any], limits: Thresholds, typical: float) -> str | None:
+    """None of an ordinary layer; an adapter's second matrix widens as a head does, but from fewer features."""
     named = SENSITIVE.get(path.rpartition(".")[2])
     if named is not None:
         return named
-    is_adapter = bool(facts) and facts["in_features"] < limits.head_inputs
-    if facts and not is_adapter and facts["out_features"] >= limits.head_widening * facts["in_features"]:
+    if facts and facts["out_features"] >= limits.head_widening * facts["in_features"] >= limits.head_widening * typical:
         return f"as wide as a head ({facts['in_features']} to {facts['out_features']})"
     return None
 

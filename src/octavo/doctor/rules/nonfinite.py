@@ -46,7 +46,7 @@ def _at_cast(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Findi
     column = int(np.argmax(bad[row]))
     key, step, after = table.keys[column], int(table.steps[row]), int(bad[row].sum()) - 1
     elements = float(table.of("nonfinite")[row, column])
-    cause = f"{elements:.0f} NaN or ±Inf elements reach this cast first"
+    cause = f"NaN or ±Inf reach this cast first ({elements:.0f} elements since the last look)"
     cause += f", {after} casts after it hold some too" if after else ", and no cast after it"
     if failure is not None and failure.get("tensor"):
         cause += f"; the first tensor of the step that broke is the {failure['tensor']}"

@@ -52,7 +52,7 @@ def _stale_cache(trainer: Trainer, layer: int) -> Iterator[None]:
 def _requantized(trainer: Trainer, layer: int) -> Iterator[None]:
     """A weight's operand for grad_input is made from the codes of its operand for output.
 
-    Powers of two leave most codes' digits as they are; but rounding moves amaxes, and with them scales by a factor of 2.
+    Powers of two leave most codes' digits as they are; but rounding moves amaxes, and with them some scales twofold.
     """
     with requantizing(layer_at(trainer, layer, UP), WEIGHT):
         yield
