@@ -33,10 +33,16 @@ from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.observers import ROLES
+from octavo.recipes import GemmSpec, Recipe
 
 __all__ = ["StepNotes", "Watcher", "watch"]
 
 STEPS_KEPT = 1000
+_OPERANDS = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
 
 
 class StepNotes:
@@ -244,7 +250,25 @@ def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, An
 
 
 def _facts(layer: Linear) -> dict[str, Any]:
-    history = layer.recipe.history
+    recipe = layer.last_recipe or layer.recipe
+    history = recipe.history
     kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
-    shape = {"in_features": layer.in_features, "out_features": layer.out_features}
-    return {"recipe": layer.recipe.name, **kept, **shape}
+    often = {} if history is None else {"update_interval": history.update_interval}
+    shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
+    return {"recipe": recipe.name, **kept, **often, **shape, "casts": _casts(recipe)}
+
+
+def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """By "role gemm", what a rule must know of a cast to judge its scale."""
+    found: dict[str, dict[str, Any]] = {}
+    for gemm, operands in _OPERANDS.items():
+        product: GemmSpec = getattr(recipe, gemm)
+        for role, spec in zip(operands, (product.a, product.b), strict=True):
+            if spec is not None:
+                found[f"{role} {gemm}"] = {
+                    "format": spec.format.name,
+                    "scaling": str(spec.scaling),
+                    "scale_rounding": str(spec.scale_rounding),
+                    "margin": spec.margin,
+                }
+    return found

@@ -140,7 +140,7 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
     state = read_state(path)
     target = resolve_device(device or config.training.device)
     model = Llama(_llama_config(path, state)).to(target)
-    apply_recipe(model, config.training)
+    apply_recipe(model, config.training, step=state.step)
     load_model(path, model)
     model.eval()
     return TrainedRun(

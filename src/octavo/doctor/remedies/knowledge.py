@@ -196,6 +196,8 @@ ALWAYS = {
             text="Surround FP8 by BF16, which needs no loss scale.", changes={"precision": "bf16", "loss_scale": "auto"}
         ),
     ),
+    "checkpoint": (Remedy(text="Do as that sentence says, or start a new run in another folder."),),
+    "memory": (Remedy(text="Lower batch_size or context, and raise grad_accumulation by as much."),),
     "nondeterministic": (
         Remedy(
             text="Look for what draws on a generator, the time or the order of threads; "
