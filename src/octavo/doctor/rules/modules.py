@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.convert import HEAD_NAMES
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.rules.tracks import longest, tracks
+from octavo.doctor.rules.tracks import tracks
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -66,28 +66,30 @@ def _what_it_is(path: str, facts: Mapping[str, Any], limits: Thresholds, typical
 
 
 def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Batch norms whose batches lie far from their running statistics and do not come closer."""
+    """Batch norms whose batches lie far from their running statistics, again and again, and do not come closer."""
     table = series.modules.get("batch_norm")
     if table is None:
         return
     for column, path in enumerate(table.keys):
         known = ~np.isnan(table.values[:, column, 0])
         steps, distance = table.steps[known], table.values[known, column, 0]
-        where = longest(distance >= limits.batch_norm_binades)
-        far = distance[where]
-        if len(far) < limits.persistent_looks or steps[where][-1] - steps[where][0] < limits.batch_norm_steps:
+        if len(distance) < limits.persistent_looks or steps[-1] - steps[0] < limits.batch_norm_steps:
             continue
-        if far[-1] >= limits.batch_norm_settling * far[0]:
+        far = distance >= limits.batch_norm_binades
+        half = len(distance) // 2
+        settles = np.median(distance[half:]) < limits.batch_norm_settling * np.median(distance[:half])
+        if far.mean() >= limits.batch_norm_share and not settles:
+            worst = min(float(distance.max()), 1000.0)
             yield Finding(
                 code="batch-norm",
                 severity=Severity.WARN,
                 path=path,
-                first_step=int(steps[where][0]),
-                last_step=int(steps[where][-1]),
-                evidence={"log2_variance_ratio": float(far.max()), "looks": float(len(far))},
-                cause=f"a batch's variance lies up to {2 ** min(float(far.max()), 1000):.3g}x from the running one at "
-                f"{len(far)} looks in a row and does not settle: FP8 layers beside it see other ranges in evaluation",
-                weight=min(float(far.max()), 1000.0),
+                first_step=int(steps[far][0]),
+                last_step=int(steps[far][-1]),
+                evidence={"log2_variance_ratio": worst, "looks": float(far.sum())},
+                cause=f"a batch's variance lies up to {2**worst:.3g}x from the running one at {far.sum()} of "
+                f"{len(far)} looks and does not settle: FP8 layers beside it see other ranges in evaluation",
+                weight=worst,
             )
 
 

@@ -96,7 +96,7 @@ def test_the_story_of_a_jump():
     (found,) = learning_rate(switching(rate=10.0, rise=1.0), LIMITS)
     assert (found.path, found.first_step, found.last_step) == ("", 20, 30)
     assert (
-        found.cause == "the learning rate is 10x that of before since the switch at step 20, and the loss rose by 0.85"
+        found.cause == "the learning rate is 10x that of before since the switch at step 20, and the loss rose by 0.83"
     )
 
 
