@@ -10,7 +10,7 @@ from octavo.trials import short_run
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 RECIPES = [name for name in trainable_recipes() if name not in PLAIN_RECIPES]
-STEPS = 24
+STEPS = 18
 
 
 @pytest.fixture(scope="module")
