@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from octavo.doctor import Finding, Severity
 from octavo.errors import ConfigError
 from octavo.training.data import TokenData, open_data
 from octavo.trials.cases import CLEAN, Case, Kind, Setting, begin, plan_of, run_case
-from octavo.trials.faults import FAULTS, Fault
+from octavo.trials.faults import FAULTS, Fault, nothing
 from octavo.trials.other_tools import Answer
 from octavo.trials.short_run import Start
 from octavo.trials.two_ranks import run_on_ranks
@@ -76,11 +76,20 @@ class SelftestConfig:
             yield from (Case(kind=Kind.FAULT, name=name, seed=seed) for name in self.faults)
         for index, name in enumerate(self.clean):
             yield Case(kind=Kind.CLEAN, name=name, seed=self.seeds[index % len(self.seeds)])
+        cured = [Case(kind=Kind.CURED, name=name, seed=seed) for seed, name in self._cured()]
+        yield from cured
+        yield from dict.fromkeys(reference_of(case) for case in cured)
+
+    def _cured(self) -> Iterator[tuple[int, str]]:
         for seed in self.seeds[: self.cures]:
-            for name in self.faults:
-                if NAMES[name].remedy is not None:
-                    yield Case(kind=Kind.REFERENCE, name=name, seed=seed)
-                    yield Case(kind=Kind.CURED, name=name, seed=seed)
+            yield from ((seed, name) for name in self.faults if NAMES[name].remedy is not None)
+
+
+def reference_of(case: Case) -> Case:
+    """The run whose loss a fault's should be; faults without a workload share one."""
+    fault = NAMES[case.name]
+    alone = next(one.name for one in FAULTS if one.workload is nothing and one.ranks == fault.ranks)
+    return Case(kind=Kind.REFERENCE, name=alone if fault.workload is nothing else case.name, seed=case.seed)
 
 
 def measuring() -> SelftestConfig:
@@ -202,13 +211,13 @@ class SelftestResult:
     @property
     def cures(self) -> list[Cure]:
         """One a fault and seed whose remedy was tried."""
-        nats = {(run.case.kind, run.case.name, run.case.seed): run.nats for run in self.runs}
+        nats = {run.case: run.nats for run in self.runs}
         return [
             Cure(
                 fault=NAMES[case.name],
-                clean=nats.get((Kind.REFERENCE, case.name, case.seed)),
-                faulty=nats.get((Kind.FAULT, case.name, case.seed)),
-                cured=nats[Kind.CURED, case.name, case.seed],
+                clean=nats[reference_of(case)],
+                faulty=nats[replace(case, kind=Kind.FAULT)],
+                cured=nats[case],
             )
             for case in (run.case for run in self.of(Kind.CURED))
         ]

@@ -11,7 +11,7 @@ from octavo import recipes
 from octavo.doctor import watch
 from octavo.functional import WeightCache, WeightOperands
 from octavo.nn import Linear
-from octavo.observers import INPUT, ROLES, WEIGHT, RoleTap
+from octavo.observers import ROLES, WEIGHT, RoleTap
 from octavo.recipes import Recipe
 from octavo.training.loop import Trainer
 from octavo.trials.faults.fault import Fault, Remedy
@@ -20,7 +20,7 @@ from octavo.trials.faults.wrong_casts import requantizing
 
 __all__ = ["CODE_FAULTS"]
 
-VALUE, DOWN = "self_attn.v_proj", "mlp.down_proj"
+VALUE, UP = "self_attn.v_proj", "mlp.up_proj"
 REPEATS = 16  # of the pooled input: K is so many times the hidden size
 
 
@@ -50,8 +50,11 @@ def _stale_cache(trainer: Trainer, layer: int) -> Iterator[None]:
 
 @contextmanager
 def _requantized(trainer: Trainer, layer: int) -> Iterator[None]:
-    """An input's operand for grad_weight is made from the codes of its operand for output, under other scales."""
-    with requantizing(layer_at(trainer, layer, DOWN), INPUT):
+    """A weight's operand for grad_input is made from the codes of its operand for output.
+
+    Powers of two leave most codes' digits as they are; but rounding moves amaxes, and with them some scales twofold.
+    """
+    with requantizing(layer_at(trainer, layer, UP), WEIGHT):
         yield
 
 
@@ -96,10 +99,11 @@ CODE_FAULTS = (
     ),
     Fault(
         name="requantized transpose",
-        story="an input's transpose is quantized from codes that are rounded already",
-        code="stale-weight",
-        places=("model.layers.{layer}." + DOWN,),
-        role=ROLES[INPUT],
+        story="a weight's transpose is quantized from codes that are rounded already",
+        code="inexact-amax",
+        places=("model.layers.{layer}." + UP,),
+        role=ROLES[WEIGHT],
+        also=frozenset({"stale-weight"}),
         training={"recipe": "rowwise"},
         inject=_requantized,
     ),

@@ -16,7 +16,7 @@ from octavo.observers import GRAD_OUTPUT, ROLES
 from octavo.recipes import GemmSpec, Recipe
 from octavo.training.loop import Trainer
 from octavo.trials.faults.fault import Fault, Remedy
-from octavo.trials.faults.workloads import block_of, layer_at, log_normal_gradients
+from octavo.trials.faults.workloads import block_of, linear_at, log_normal_gradients
 
 __all__ = ["VALUE_FAULTS", "add_adapter"]
 
@@ -61,7 +61,7 @@ def _broken_gradient(trainer: Trainer, layer: int) -> Iterator[None]:
         if output.requires_grad:
             output.register_hook(break_one)
 
-    handle = layer_at(trainer, layer, "self_attn.o_proj").register_forward_hook(attach)
+    handle = linear_at(trainer, layer, "self_attn.o_proj").register_forward_hook(attach)
     try:
         yield
     finally:
@@ -124,7 +124,7 @@ def _cancelling_gradient(trainer: Trainer, layer: int) -> Iterator[None]:
     The layer has more outputs than inputs and sees more tokens than it has inputs, so that tokens' weights u with
     x^T u = 0 and outputs' v with v W = 0 exist; u v^T adds nothing to x^T g nor to g W.
     """
-    gate = layer_at(trainer, layer, "mlp.gate_proj")
+    gate = linear_at(trainer, layer, "mlp.gate_proj")
 
     def attach(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if output.requires_grad:

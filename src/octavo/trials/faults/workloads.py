@@ -12,7 +12,17 @@ from octavo.nn import Linear
 from octavo.training.loop import Trainer
 from octavo.trials.faults.fault import Injection
 
-__all__ = ["alternating", "block_of", "growing", "jumping", "larger", "layer_at", "log_normal_gradients", "padded"]
+__all__ = [
+    "alternating",
+    "block_of",
+    "growing",
+    "jumping",
+    "larger",
+    "layer_at",
+    "linear_at",
+    "log_normal_gradients",
+    "padded",
+]
 
 Factor = Callable[[Trainer, int, Tensor], Tensor | float]
 
@@ -22,9 +32,16 @@ def block_of(trainer: Trainer, layer: int) -> Any:
     return trainer.model.model.layers[layer]
 
 
-def layer_at(trainer: Trainer, layer: int, name: str) -> Linear:
+def linear_at(trainer: Trainer, layer: int, name: str) -> nn.Linear:
     """A linear layer of a block, such as "mlp.down_proj"."""
     found = block_of(trainer, layer).get_submodule(name)
+    assert isinstance(found, nn.Linear), name
+    return found
+
+
+def layer_at(trainer: Trainer, layer: int, name: str) -> Linear:
+    """The same of a model that is converted."""
+    found = linear_at(trainer, layer, name)
     assert isinstance(found, Linear), name
     return found
 
@@ -67,7 +84,7 @@ def _scaled(name: str, factor: Factor) -> Injection:
 
     @contextmanager
     def scaling(trainer: Trainer, layer: int) -> Iterator[None]:
-        module, began = layer_at(trainer, layer, name), trainer.step
+        module, began = linear_at(trainer, layer, name), trainer.step
 
         def grow(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor | None:
             return inputs[0] * factor(trainer, began, inputs[0]) if module.training else None
@@ -97,7 +114,7 @@ def log_normal_gradients(name: str, *, sigma: float) -> Injection:
             if output.requires_grad:
                 output.register_hook(lambda gradient: gradient * _weights(gradient, sigma, seed=trainer.step))
 
-        handle = layer_at(trainer, layer, name).register_forward_hook(weigh)
+        handle = linear_at(trainer, layer, name).register_forward_hook(weigh)
         try:
             yield
         finally:
