@@ -75,8 +75,8 @@ def watch(
         interval: steps from one look to the next, 1 or more. The first step is looked at too.
         keep: samples that are held, 2 or more.
         on_sample: called with each sample when its step ends.
-        captures: a folder. Each look is judged by the rules then, and a layer in which they find something is captured
-            there at the next one, for :func:`octavo.doctor.replay`; None captures nothing.
+        captures: a folder. The rules judge the looks so far then, and a layer in which they find something is captured
+            there at the next look, for :func:`octavo.doctor.replay`; None captures nothing.
 
     Raises:
         ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
@@ -156,7 +156,7 @@ class Watcher:
             self._keep(finish())
         self._note(notes)
         if self.captor is not None and self.samples and self.samples[-1].step == self.number:
-            self.captor.see(self.findings())
+            self.captor.look(self.findings)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
