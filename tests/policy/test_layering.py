@@ -7,6 +7,8 @@ from tests.policy.source_tree import imports, modules
 ROWS = (
     "errors",
     "files",
+    "curves",
+    "pages",
     "formats",
     "numerics",
     "kernels",

@@ -42,8 +42,8 @@ EXPLAINS = {
     "stale-weight": _Reach(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
     "rank-mismatch": _Reach(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
     "scale-oscillation": _Reach(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
-    "frozen-scale": _Reach(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
-    "inexact-amax": _Reach(here=_BY_SCALE, later=_LATER, anyhow=_NOISE),
+    "frozen-scale": _Reach(here=_SCALES | _BY_SCALE, later=_LATER - {"frozen-scale"}, anyhow=_NOISE),
+    "inexact-amax": _Reach(here=_BY_SCALE, later=_LATER - {"inexact-amax"}, anyhow=_NOISE),
     "stale-scale": _Reach(here=_BY_SCALE, later=_BY_SCALE | {"nonfinite", "loss-gap"}, anyhow=_NOISE),
     "nonfinite": _Reach(later=_LATER | {"zero-tensor", "learning-rate"}),
     "sensitive-module": _Reach(here=_BY_SCALE, later=frozenset({"loss-gap"}), anyhow=_NOISE),
@@ -102,12 +102,12 @@ def _explains(cause: Finding, other: Finding, order: dict[tuple[str, str], int])
     reach = EXPLAINS.get(cause.code, _Reach())
     if cause.severity is Severity.NOTE:
         return False
-    if other.code in reach.here and _is_at(other, cause):
+    if other.code in reach.here and other.code != cause.code and _is_at(other, cause):
         return True
     if other.code in reach.anyhow and (other.code != cause.code or _is_before(cause, other, order)):
         return True
-    is_later = other.code in reach.later and cause.severity is Severity.FAIL and other.code != cause.code
-    return is_later and _is_before(cause, other, order)
+    breaks = cause.severity is Severity.FAIL
+    return breaks and other.code in reach.later and _is_before(cause, other, order)
 
 
 def _is_at(other: Finding, cause: Finding) -> bool:

@@ -38,6 +38,8 @@ CAUSES = {
     "loss-gap": "the loss leaves that of the reference",
     "nondeterministic": "the same micro-batch gives other numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",
+    "checkpoint": "the newest checkpoint cannot be continued from",
+    "memory": "a step needs more memory than the device has",
 }
 
 

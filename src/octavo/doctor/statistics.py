@@ -18,7 +18,7 @@ not see saturation, and neither sees codes that belong to another tensor.
 | sqnr_db             | 10·log10(Σ x² / Σ (y - x)²)                                                   | sampled rows  |
 | cosine              | Σ x·y / sqrt(Σ x² · Σ y²)                                                     | sampled rows  |
 | signed_error        | Σ sign(x)·(y - x) / Σ |x|                                                     | sampled rows  |
-| code_mismatch       | codes that are not those of x under this scale                                | sampled rows  |
+| code_mismatch       | codes that are farther from x than those of x under this scale                | sampled rows  |
 
 x is the tensor in high precision and y what its codes decode to. Sums run over finite elements. A number that does not
 exist (the SQNR of an exact cast, the kurtosis of zeros) is NaN.
@@ -56,6 +56,7 @@ CAST_FIELDS = (
 )
 PRODUCT_FIELDS = ("sqnr_db", "accumulation_bias")
 SAMPLED_ELEMENTS = 1 << 15
+TIE = 1.001  # x · encode_scale and x / scale may differ in the last bit, which decides where x lies halfway
 
 
 @torch.no_grad()
@@ -97,13 +98,13 @@ def _saturated(x: Tensor, made: QuantizedTensor, amaxes: Tensor) -> Tensor:
 
 def _of_sample(x: Tensor, made: QuantizedTensor, amax: Tensor, *, may_be_broken: bool) -> dict[str, Tensor]:
     again = quantize(x, made.format, granularity=made.granularity, scale=made.fp32_scale)
-    mismatches = again.data.view(torch.uint8) ^ made.data.view(torch.uint8)
-    x, y = x.flatten(), QuantizedTensor(made.data, made.scale, made.granularity, torch.float32).dequantize().flatten()
+    x, y, wanted = x.flatten(), _decoded(made), _decoded(again)
+    mismatches = ~((y - x).abs() <= TIE * (wanted - x).abs())  # a NaN code of a number is one too
     count = torch.full((), x.numel(), device=x.device)
     if may_be_broken:
         finite = x.isfinite()
         x, y, count = x.where(finite, 0.0), y.where(finite, 0.0), finite.sum()
-        mismatches = mismatches.flatten() * finite
+        mismatches &= finite
     unit = torch.where(amax > 0, amax, 1.0)  # so that no fourth power leaves FP32's range
     x, y = x / unit, y / unit
     squares, error, flushed_or_zero = x * x, y - x, (y == 0).float()
@@ -120,6 +121,10 @@ def _of_sample(x: Tensor, made: QuantizedTensor, amax: Tensor, *, may_be_broken:
         "signed_error": torch.dot(x.sign(), error) / x.abs().sum(),
         "code_mismatch": torch.count_nonzero(mismatches) / count,
     }
+
+
+def _decoded(made: QuantizedTensor) -> Tensor:
+    return QuantizedTensor(made.data, made.scale, made.granularity, torch.float32).dequantize().flatten()
 
 
 def take_rows(made: QuantizedTensor, rows: Tensor) -> QuantizedTensor:

@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.doctor import Sample
-from octavo.errors import TrainingError
+from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
 from octavo.files import write_atomically
 
 __all__ = ["METRICS", "MetricsLog", "lines_up_to", "read_metrics"]
 
-METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity"), "overflow": ("loss_scale",)}
 
@@ -56,10 +55,7 @@ class MetricsLog:
         path = run_dir / METRICS
         kept = [] if after_step is None else lines_up_to(run_dir, after_step)
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-        watched = [line for line in kept if line["kind"] == "watched"]
-        self._names = (
-            {key: value for key, value in watched[-1].items() if key not in ("kind", "step")} if watched else {}
-        )
+        self._samples = SampleLines(kept)
         self._on_line = on_line
         self._file = path.open("a", encoding="utf-8")
         self._board = _tensorboard(run_dir / TENSORBOARD, purge_step=(after_step or 0) + 1)
@@ -71,8 +67,8 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line."""
-        line = json.dumps({"kind": kind, "step": step, **values}, allow_nan=False)
-        self._file.write(line + "\n")
+        line = line_of(kind, step, values)
+        self._file.write(line)
         self._file.flush()
         if self._on_line is not None:
             self._on_line(json.loads(line))
@@ -82,11 +78,8 @@ class MetricsLog:
 
     def write_sample(self, sample: Sample) -> None:
         """Append what a look at the model found: names where they are new, then numbers."""
-        names = sample.names()
-        if names != self._names:
-            self._names = names
-            self.write("watched", sample.step, **names)
-        self.write("statistics", sample.step, **sample.values())
+        for kind, values in self._samples.of(sample):
+            self.write(kind, sample.step, **values)
         if self._board is not None:
             writer = self._board._get_file_writer()  # noqa: SLF001 (one event for all numbers)
             writer.add_summary(_summary(dict(sample.scalars_by_name())), sample.step)
@@ -104,18 +97,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     Raises:
         TrainingError: another line is not what a run writes.
     """
-    path = run_dir / METRICS
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    found = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            value = json.loads(line)
-            found.append({**value, "step": int(value["step"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
-    return found
+    return read_lines(run_dir / METRICS)
 
 
 def lines_up_to(run_dir: Path, step: int) -> list[dict[str, Any]]:

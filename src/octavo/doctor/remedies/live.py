@@ -78,9 +78,7 @@ def take_back(model: nn.Module, undo: Undo) -> None:
     layers = _layers(model)
     missing = sorted({*undo.recipes, *undo.cached} - layers.keys())
     if missing:
-        raise ConfigError(
-            f"this model has no layer {missing[0]!r}; take a remedy back from the model it was applied to"
-        )
+        raise ConfigError(f"this model has no layer {missing[0]!r}; take a remedy back where it was applied")
     _set(layers, undo.recipes)
     for path in undo.cached:
         layers[path].weight_cache = WeightCache()
@@ -104,6 +102,5 @@ def _check_patterns(remedy: Remedy, layers: dict[str, Linear]) -> None:
     patterns = [*remedy.changes.get("overrides", {}), *remedy.changes.get("skip", ())]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in layers):
-            raise ConfigError(
-                f"no layer of this model is named {pattern!r}; its layers are {', '.join(list(layers)[:3])}, …"
-            )
+            some = ", ".join(list(layers)[:3])
+            raise ConfigError(f"no layer of this model is named {pattern!r}; some are {some}")

@@ -15,6 +15,7 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["frozen_scale", "inexact_amax", "rank_mismatch", "scale_oscillation", "stale_scale"]
 
+LAST_DIGIT = 1e-6  # of a logarithm
 SMALLEST_AMAX = 1e-11  # below it the amax floor of 1e-12 may be what the scale was made for
 
 
@@ -79,7 +80,8 @@ def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
     for track in tracks(series):
         jumps = _log2_steps(track.of("scale"))
         beside = _log2_steps(track.growth)
-        large = (np.abs(jumps) >= limits.oscillation_binades) & (np.abs(beside) >= limits.oscillation_binades)
+        least = limits.oscillation_binades - LAST_DIGIT
+        large = (np.abs(jumps) >= least) & (np.abs(beside) >= least)
         turns = np.concatenate([[False], np.sign(jumps[1:]) * np.sign(jumps[:-1]) < 0]) & large
         where = longest(turns)
         count = where.stop - where.start
@@ -88,7 +90,7 @@ def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
             yield track.finding(
                 slice(where.start, where.stop + 1),
                 "scale-oscillation",
-                Severity.WARN if swing < limits.oscillation_binades_fail else Severity.FAIL,
+                Severity.FAIL if swing >= limits.oscillation_binades_fail - LAST_DIGIT else Severity.WARN,
                 cause=f"the scale turned {count} times in a row by up to {2**swing:.2g}x, and its tensor did not: "
                 f"amax lay between {track.growth.min():.2g}x and {track.growth.max():.2g}x what it provided for",
                 weight=swing,

@@ -16,8 +16,7 @@ def stale_weight(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Codes that are not those of the tensor under the very scale they stand beside."""
     for track in tracks(series):
         mismatch = track.of("code_mismatch")
-        allowed = limits.code_mismatch if track.key.role == "weight" else limits.code_mismatch_data
-        wrong = np.flatnonzero(mismatch > allowed)
+        wrong = np.flatnonzero(mismatch > limits.code_mismatch)
         if not wrong.size:
             continue
         worst = mismatch[wrong].max()
