@@ -31,12 +31,10 @@ def headline(findings: Sequence[Finding], looks: int, layers: int) -> str:
             return "Nothing was measured in this run."
         return f"Healthy: {_counted(looks, 'look')} at {_counted(layers, 'layer')} found nothing."
     worst = findings[0]
-    cause = CAUSES[worst.code]
-    cause = cause if cause.startswith("NaN") else cause[0].upper() + cause[1:]
     where = f" in {worst.path}" if worst.path else ""
     role = f" ({worst.role})" if worst.role else ""
-    opening = "Healthy but for a note: " if worst.severity is Severity.NOTE else ""
-    return f"{opening}{cause}{where}{role}, {_steps(worst)}."
+    opening = "Healthy, with a note: " if worst.severity is Severity.NOTE else ""
+    return f"{opening}{_capital(CAUSES[worst.code])}{where}{role}, {_steps(worst)}."
 
 
 def counts(findings: Sequence[Finding]) -> str:
@@ -60,7 +58,7 @@ def cards(findings: Sequence[Finding], shown: Sequence[bool]) -> str:
         shown: of each, whether the map or the loss has a place to link to.
     """
     if not findings:
-        return "<p>Nothing to report.</p>"
+        return ""
     items = [_card(index, one, shown[index]) for index, one in enumerate(findings)]
     first, rest = items[:SHOWN_AT_ONCE], items[SHOWN_AT_ONCE:]
     folded = f"<details><summary>{_counted(len(rest), 'more finding')}</summary><ol>{''.join(rest)}</ol></details>"
@@ -153,7 +151,11 @@ def _breakable(path: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+    return _capital(text if text.endswith((".", "!", "?")) else f"{text}.")
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _steps(one: Finding) -> str:

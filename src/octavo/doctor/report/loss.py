@@ -13,7 +13,7 @@ __all__ = ["COLOURS", "gap_figure", "loss_figure"]
 
 COLOURS = {"run": "#0072b2", "reference": "#6b7280"}
 MOST_POINTS = 2000
-SMOOTHING_SHARE = 50  # the smoothing's span is this part of the run
+SMOOTHING_SHARE = 100  # the smoothing's span is this part of the run
 MARKED = {"failure": "broke", "precision": "precision", "autopilot": "autopilot"}  # events, and what stands beside them
 MOST_MARKS = 12
 
@@ -36,7 +36,7 @@ def loss_figure(series: Series, reference: Series | None) -> Any:
 
 def gap_figure(series: Series, reference: Series) -> Any:
     """The run's loss minus the reference's at the same steps; above zero the run is worse."""
-    drawn = step_figure("difference, nats a token")
+    drawn = step_figure("gap, nats")
     raw = difference(_curve(series, "loss"), _curve(reference, "loss"))
     gap = smoothed(raw, _span(raw))
     line(drawn, thinned(raw, MOST_POINTS), "gap", COLOURS["run"], width=1, opacity=0.25)

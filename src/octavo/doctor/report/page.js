@@ -7,6 +7,7 @@ const by = (id) => document.getElementById(id);
 const COLOURS = ["#0072b2", "#009e73", "#d55e00", "#cc79a7", "#8a6d00", "#56b4e9"];
 const PANELS = ["casts.amax", "casts.scale", "casts.stale_ratio", "casts.sqnr_db", "casts.underflow_fraction",
   "casts.saturation_fraction"];
+const DOUBLINGS = [-12, -9, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 9, 12].map((power) => 2 ** power);
 const PALE = "#fbf6e9", MISSING = "#dedbd4";
 const WARM = ["#fbd07c", "#f08a24", "#c2410c", "#701a07"];
 const COOL = ["#eef3f8", "#a9cce6", "#4a92c6", "#1b5a96", "#0a2a52"];
@@ -78,7 +79,7 @@ function spread(statistic, cells) {
   const limit = statistic.high || statistic.low;
   let tiny = Infinity;
   for (const value of cells) if (value > 0 && value < tiny) tiny = value;
-  const floor = statistic.kind === "fraction" ? limit / 100 : tiny;
+  const floor = statistic.kind === "fraction" ? limit / 100 : Math.min(tiny, statistic.low || tiny);
   const isLog = ["magnitude", "ratio"].includes(statistic.kind) || (statistic.kind === "fraction" && limit);
   if (isLog) return { to: (value) => Math.log10(Math.max(value, floor)), from: (z) => 10 ** z, isLog };
   if (statistic.kind === "count") return { to: (value) => Math.log10(1 + value), from: (z) => 10 ** z - 1, isLog };
@@ -147,7 +148,7 @@ function layout(extra) {
 }
 
 function rowLabels(rows, pixels) {
-  const most = by("heat").clientWidth < 780 ? 22 : 34;
+  const most = by("heat").clientWidth < 640 ? 18 : 32;
   const size = Math.min(12, Math.max(10, pixels));
   const every = Math.max(1, Math.ceil(15 / pixels));
   const shown = rows.map((_, row) => row).filter((row) => row % every === 0);
@@ -229,14 +230,15 @@ function showTip(event) {
   const left = mouse.clientX - frame.left, isRight = left > frame.width / 2;
   tip.style.left = isRight ? "auto" : `${left + 16}px`;
   tip.style.right = isRight ? `${frame.width - left + 16}px` : "auto";
-  tip.style.top = `${mouse.clientY - frame.top + 14}px`;
+  const top = mouse.clientY - frame.top;
+  tip.style.top = `${top > frame.height / 2 ? top - tip.offsetHeight - 12 : top + 14}px`;
 }
 
 function readOut() {
   const row = sheet().rows.indexOf(selected.layer);
   if (row < 0) return void (by("readout").textContent = `${layerName(selected.layer)} has no such tensor.`);
   const cell = cellText(row, selected.column);
-  by("readout").textContent = `Chosen: ${cell.layer}, ${cell.when}: ${cell.value} (${healthy(statistic())}).`;
+  by("readout").textContent = `Chosen: ${cell.layer}, ${cell.when}: ${cell.value}.`;
 }
 
 // ---- one layer's curves ------------------------------------------------------------------------------------------------
@@ -284,15 +286,23 @@ function drawPanel(panel, what) {
   const [title, note, figure] = panel.children;
   title.textContent = what.title;
   const isAmax = what.name === "casts.amax";
-  note.textContent = isAmax ? "dotted: what the scale was made for" : healthy(what);
+  const hasRange = what.low !== null || what.high !== null;
+  note.textContent = isAmax ? "dotted: what the scale was made for" : hasRange ? healthy(what) : what.meaning;
   const traces = what.sheets.flatMap((page) => tracesOf(what, page, isAmax));
   const isLog = ["magnitude", "ratio"].includes(what.kind);
-  Plotly.react(figure, traces, layout({ margin: { l: 48, r: 8, t: 6, b: 26 }, hovermode: "x",
+  Plotly.react(figure, traces, layout({ margin: { l: 56, r: 8, t: 6, b: 26 }, hovermode: "x",
     font: { ...data.layout.font, size: 11.5 },
     xaxis: { title: { text: "" }, range: [data.edges[0], data.edges[columns]], nticks: 6, rangemode: "normal" },
     yaxis: { title: { text: "" }, type: isLog ? "log" : "linear", nticks: 5, rangemode: isLog ? "normal" : "tozero",
-      exponentformat: "power", tickformat: what.kind === "fraction" ? "~%" : "", automargin: false },
+      exponentformat: "power", ...heightOf(what, traces), tickformat: what.kind === "fraction" ? "~%" : "", automargin: false },
     shapes: panelShapes(what, traces) }), config);
+}
+
+// A curve that is zero throughout lies at the bottom, not in the middle of nowhere.
+function heightOf(what, traces) {
+  const isFlat = what.kind !== "signed" && traces.every((trace) => trace.y.every((value) => !value));
+  if (what.kind === "ratio") return { tickvals: DOUBLINGS, ticktext: DOUBLINGS.map((value) => written(value, "ratio")) };
+  return isFlat && ["fraction", "count"].includes(what.kind) ? { range: [0, 2 * (what.high || 0.5)] } : {};
 }
 
 function tracesOf(what, page, isAmax) {
@@ -318,10 +328,11 @@ function partner(name, sheetName) {
 }
 
 function panelShapes(what, traces) {
-  const highest = Math.max(...traces.flatMap((trace) => trace.y.filter((value) => value !== null)));
+  const sizes = traces.flatMap((trace) => trace.y.filter((value) => value !== null).map(Math.abs));
+  const highest = Math.max(...sizes), lowest = what.kind === "ratio" ? Math.min(...sizes) : 0;
   const level = (value) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: value, y1: value,
     line: { color: "#6b7280", width: 1, dash: "dash" } });
-  const isNear = (value) => value !== null && value !== 0 && Math.abs(value) < 4 * highest;
+  const isNear = (value) => value !== null && value !== 0 && Math.abs(value) < 4 * highest && Math.abs(value) > lowest / 4;
   return [...[what.low, what.high].filter(isNear).map(level), ...stepShapes()];
 }
 
@@ -438,20 +449,23 @@ function drawHistogram(one) {
     marker: { color: centres.map((x) => ZONES[zone(x)][1]) },
     text: centres.map((x) => ZONES[zone(x)][0]), textposition: "none",
     hovertemplate: "|x| ≈ 2<sup>%{x:.1f}</sup>: %{y:.2%}<br>%{text}<extra></extra>" };
-  const rug = { type: "scatter", mode: "markers", x: one.grid, y: one.grid.map(() => 0), hoverinfo: "skip", cliponaxis: false,
-    marker: { symbol: "line-ns-open", size: 9, color: "#1f2328", line: { width: 1 } } };
-  const left = Math.min(one.first, one.ends[0]) - 1.5;
-  const right = Math.max(one.first + one.shares.length * one.width, one.ends[2]) + 1.5;
+  const highest = Math.max(...one.shares, 0.01);
+  const rug = { type: "scatter", mode: "markers", x: one.grid, y: one.grid.map(() => -0.035 * highest), hoverinfo: "skip",
+    marker: { symbol: "line-ns-open", size: 8, color: "#1f2328", line: { width: 1 } } };
+  const left = Math.min(one.first, one.ends[0] - 7), last = one.first + one.shares.length * one.width;
+  const right = Math.max(last + 1, one.ends[2] + 5);
   const edges = [left, ...one.ends, right];
-  const names = ZONES.map(([name], i) => ({ x: (edges[i] + edges[i + 1]) / 2, y: 1.02, yref: "paper", yanchor: "bottom",
-    text: name, showarrow: false, font: { size: 12, color: "#6b7280" } }));
+  const names = ZONES.map(([name], i) => ({ x: i === 0 ? edges[1] : i === 2 ? (edges[2] + edges[3]) / 2 : edges[i],
+    xanchor: ["right", "left", "center", "left"][i], y: 1.02, yref: "paper", yanchor: "bottom", text: name, showarrow: false,
+    font: { size: 12, color: "#4b5563" } }));
   const walls = one.ends.map((x) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
     line: { color: "#6b7280", width: 1, dash: "dot" } }));
   Plotly.react("grid", [bars, rug], layout({ hovermode: "closest", bargap: 0, margin: { l: 58, r: 12, t: 30, b: 44 },
     annotations: names, shapes: walls,
     xaxis: { title: { text: "magnitude" }, range: [left, right], tickprefix: "2<sup>", ticksuffix: "</sup>", nticks: 12,
       rangemode: "normal" },
-    yaxis: { title: { text: "share of nonzeros" }, tickformat: "~%", rangemode: "tozero" } }), config);
+    yaxis: { title: { text: "share of nonzeros" }, tickformat: "~%", range: [-0.075 * highest, 1.06 * highest],
+      zeroline: true, zerolinecolor: "#6b7280" } }), config);
   by("histogram-about").innerHTML = `<span><b>${escaped(one.format)}</b></span>` +
     [["zero before the cast", one.zeros], ["flushed to zero", one.flushed], ["saturated", one.saturated]]
       .map(([name, share]) => `<span>${name}: ${written(share, "fraction")}</span>`).join("");

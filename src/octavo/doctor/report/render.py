@@ -153,9 +153,14 @@ def _has_loss(series: Series) -> bool:
 
 
 def _map_note(data: Mapping[str, Any]) -> str:
-    looks = data.get("looks", 1)
+    if not data["statistics"]:
+        return ""
+    looks = data["looks"]
     gathered = "" if looks == 1 else f" Each column gathers {looks} looks and shows the worst."
-    return f"Pale is healthy; grey was not measured.{gathered}"
+    return (
+        f"Pale is healthy, grey was not measured; a statistic without a healthy range is blue.{gathered} "
+        "Click a cell, or move with the arrow keys, to see that layer's curves."
+    )
 
 
 def _json(data: Any) -> str:

@@ -1,7 +1,7 @@
 """What the heat map can show: every statistic, its healthy range, and which of several values is the worst."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 from octavo.doctor.thresholds import Thresholds
@@ -131,22 +131,24 @@ def all_statistics(thresholds: Thresholds, modules: Iterable[str] = ()) -> tuple
 
 def module_statistic(name: str, thresholds: Thresholds) -> Statistic:
     """The entry of one of ``Series.modules``."""
-    limits = asdict(thresholds)
-    known = {
-        "alignment": ("Gate/up alignment", Kind.NUMBER, "largest |cosine| of a gate row and its up row", "alignment"),
-        "batch_norm": (
-            "Batch norm distance", Kind.MAGNITUDE, "batch variance against the running one, binades",
-            "batch_norm_binades",
-        ),
-        "rank_scale_ratio": ("Scales across ranks", Kind.MAGNITUDE, "largest scale over smallest", "rank_ratio"),
-    }  # fmt: skip
-    title, kind, meaning, limit = known.get(name, (name.replace("_", " "), Kind.MAGNITUDE, "as it was recorded", ""))
-    high = limits.get(limit)
+    high: float | None
+    match name:
+        case "alignment":
+            title, kind, high = "Gate/up alignment", Kind.NUMBER, thresholds.alignment
+            meaning = "largest |cosine| of a row of the gate projection and the same row of the up projection"
+        case "batch_norm":
+            title, kind, high = "Batch norm distance", Kind.NUMBER, thresholds.batch_norm_binades
+            meaning = "the batch's variance against the running one, in binades"
+        case "rank_scale_ratio":
+            title, kind, high = "Scales across ranks", Kind.RATIO, thresholds.rank_ratio
+            meaning = "the largest scale of any rank over the smallest"
+        case _:
+            title, kind, high = name.replace("_", " "), Kind.NUMBER, None
+            meaning = "as the run recorded it"
     return Statistic(table="modules", field=name, title=title, kind=kind, meaning=meaning, high=high)
 
 
 def _of_noise(thresholds: Thresholds) -> tuple[Statistic, ...]:
-    limits = asdict(thresholds)
     return (
         Statistic(
             table="casts",
@@ -163,7 +165,7 @@ def _of_noise(thresholds: Thresholds) -> tuple[Statistic, ...]:
             title="Underflow",
             kind=Kind.FRACTION,
             meaning="nonzeros whose code is zero",
-            high=limits.get("underflow_fraction"),
+            high=thresholds.underflow_fraction,
         ),
         Statistic(
             table="casts",
@@ -178,7 +180,7 @@ def _of_noise(thresholds: Thresholds) -> tuple[Statistic, ...]:
             title="Saturation",
             kind=Kind.FRACTION,
             meaning="elements beyond the largest value that the scale provides for",
-            high=limits.get("saturation_fraction"),
+            high=thresholds.saturation_fraction,
         ),
         Statistic(
             table="casts",
@@ -200,8 +202,6 @@ def _of_noise(thresholds: Thresholds) -> tuple[Statistic, ...]:
 
 
 def _of_scales(thresholds: Thresholds) -> tuple[Statistic, ...]:
-    limits = asdict(thresholds)
-    loose = limits.get("loose_ratio")
     return (
         Statistic(
             table="casts",
@@ -210,8 +210,8 @@ def _of_scales(thresholds: Thresholds) -> tuple[Statistic, ...]:
             kind=Kind.RATIO,
             meaning="amax now over the amax that the scale was made for",
             worst=Worst.FARTHEST,
-            low=None if loose is None else 1 / loose,
-            high=limits.get("stale_ratio"),
+            low=1 / thresholds.loose_ratio,
+            high=thresholds.stale_ratio,
         ),
         Statistic(table="casts", field="scale", title="Scale", kind=Kind.MAGNITUDE, meaning="what codes decode with"),
         Statistic(
@@ -220,13 +220,13 @@ def _of_scales(thresholds: Thresholds) -> tuple[Statistic, ...]:
             title="Code mismatch",
             kind=Kind.FRACTION,
             meaning="codes that are not those of the tensor under its scale",
-            high=limits.get("code_mismatch"),
+            high=thresholds.code_mismatch,
         ),
     )
 
 
 def _of_the_rest(thresholds: Thresholds) -> tuple[Statistic, ...]:
-    bias = asdict(thresholds).get("accumulation_bias")
+    bias = thresholds.accumulation_bias
     return (
         Statistic(
             table="products",
@@ -244,7 +244,7 @@ def _of_the_rest(thresholds: Thresholds) -> tuple[Statistic, ...]:
             kind=Kind.SIGNED,
             meaning="what a Hopper tensor core's sums lose, against FP32 sums",
             worst=Worst.FARTHEST,
-            low=None if bias is None else -bias,
+            low=-bias,
             high=bias,
         ),
         Statistic(

@@ -13,6 +13,7 @@ PAGE = """<!doctype html>
 $style
 :root { --fail: #a3260f; --warn: #8a5a00; --note: #475569; --focus: #0072b2; }
 main { max-width: 1140px; }
+[hidden] { display: none !important; }
 h3 { font-size: 14.5px; font-weight: 600; margin: 0; }
 code { font: .93em/1.4 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 a { color: var(--focus); }
@@ -50,9 +51,10 @@ dt { color: var(--muted); } dd { margin: 0; font-variant-numeric: tabular-nums; 
 .controls label { display: grid; gap: 3px; font-size: 12.5px; color: var(--muted); min-width: 0; }
 select { font: 15px/1.3 inherit; font-family: inherit; color: var(--ink); background: var(--sheet); padding: 7px 9px;
   border: 1px solid #cbc7bd; border-radius: 5px; min-width: 170px; max-width: min(100%, 430px); }
-.plot.short { height: 330px; } .plot.lower { height: 220px; margin-top: 10px; }
-.plot > p, .empty { color: var(--muted); padding: 8px 12px; }
-.plot:has(> p), .plot.short:has(> p), .plot.lower:has(> p) { height: auto; }
+.plot.short { height: 340px; } .plot.lower { height: 210px; margin-top: 10px; }
+.plot > div { height: 100%; } .plot.map > div { height: auto; }
+.plot p { color: var(--muted); margin: 0; padding: 2px 12px 8px; }
+.plot:has(p), .plot.short:has(p), .plot.lower:has(p) { height: auto; }
 #map { scroll-margin: 12px; }
 .map { position: relative; padding: 10px 8px 4px; height: auto; }
 .about { display: flex; flex-wrap: wrap; gap: 0 22px; font-size: 14px; margin: 0 0 10px; }
@@ -60,7 +62,6 @@ select { font: 15px/1.3 inherit; font-family: inherit; color: var(--ink); backgr
 .tip { position: absolute; z-index: 5; pointer-events: none; max-width: 330px; background: #24272e; color: #f4f2ec;
   border-radius: 5px; padding: 7px 11px; font-size: 13px; line-height: 1.45; overflow-wrap: anywhere;
   box-shadow: 0 3px 12px rgb(0 0 0 / .18); }
-.tip[hidden] { display: none; }
 .tip b { display: block; font-size: 15px; font-variant-numeric: tabular-nums; }
 .tip span { color: #c9c6be; }
 .layer { display: flex; flex-wrap: wrap; align-items: baseline; gap: 0 16px; margin: 24px 0 4px; }
@@ -90,10 +91,10 @@ select { font: 15px/1.3 inherit; font-family: inherit; color: var(--ink); backgr
 <h2>Loss</h2>
 <p class="caption">Cross-entropy in nats a token: every step (faint), smoothed, and on validation text (points).</p>
 <p class="legend">$loss_legend</p>
-<div class="plot short" id="loss">$loss</div>
-<div class="plot lower" id="gap" aria-label="Gap to the reference run">$gap</div>
+<div class="plot short"><div id="loss">$loss</div></div>
+<div class="plot lower"><div id="gap" aria-label="Gap to the reference run">$gap</div></div>
 <h2 id="map">Every layer, step by step</h2>
-<p class="caption">$map_note Click a cell, or move with the arrow keys, to see that layer's curves.</p>
+<p class="caption">$map_note</p>
 <div class="controls">
 <label>Statistic<select id="statistic"></select></label>
 <label>Tensor<select id="sheet"></select></label>
@@ -114,7 +115,7 @@ aria-label="Heat map of layers and steps; arrow keys move from cell to cell" ari
 can put them: the strokes along the axis are the values that its codes stand for.</p>
 <div class="controls"><label id="histogram-label">Captured tensor<select id="histogram"></select></label></div>
 <p class="about" id="histogram-about"></p>
-<div class="plot short" id="grid">$histogram</div>
+<div class="plot short"><div id="grid">$histogram</div></div>
 </main>
 <script type="application/json" id="data">$data</script>
 <script>$plotly</script>
