@@ -88,7 +88,7 @@ class Thresholds:
     switch_window: float = _ours(20, "steps before and after a switch that are compared")
     loss_rise: float = _ours(0.02, "of the loss before; two standard deviations are asked for too")
     loss_gap: float = _published(0.0025, "DeepSeek-V3, arXiv 2412.19437: relative loss error below 0.25 %")
-    loss_gap_fail: float = _ours(0.01, "four times that bar")
+    loss_gap_fail: float = _ours(0.01, "four times what is published of a good run")
     gap_steps: float = _ours(10, "fewer steps after warm-up show no trend")
     replay_difference: float = _ours(
         0.01, "another order of sums turns a few FP8 codes by 6 %; a gradient's norm hardly moves"

@@ -112,8 +112,8 @@ def _clean_plans() -> Iterator[tuple[str, Plan]]:
     yield "FP16 around, dynamic loss scale", Plan(training={"precision": "fp16"})
     yield "switch from BF16 to FP8", Plan(around=(switching_precision(rate_factor=1.0),))
     yield "adapter", Plan(around=(_adapter,))
-    yield "one large batch, tensorwise", Plan(around=(jumping("mlp.gate_proj", binades=10, after=3),))
-    yield "alternating batches, tensorwise", Plan(around=(alternating("self_attn.q_proj", binades=5),))
+    yield "one large batch, tensorwise", Plan(around=(jumping("mlp.gate_proj", binades=20, after=3),))
+    yield "alternating batches, tensorwise", Plan(around=(alternating("self_attn.q_proj", binades=10),))
     yield (
         "slow growth, delayed",
         Plan(training={"recipe": "delayed"}, around=(growing("mlp.down_proj", binades_a_step=0.02),)),

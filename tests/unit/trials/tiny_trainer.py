@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from octavo.training.data import TokenData
 from octavo.training.loop import Trainer, build_model
@@ -16,7 +17,7 @@ TINY = Setting(
 
 
 @contextmanager
-def tiny_trainer(data: TokenData, **training) -> Iterator[Trainer]:
+def tiny_trainer(data: TokenData, **training) -> Iterator[Any]:
     config = TINY.config(seed=3, training={"precision": "fp32", **training})
     model, converted = build_model(config, data.vocab_size)
     with tempfile.TemporaryDirectory() as folder:

@@ -30,8 +30,8 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
         first, last = steps.get(path, (math.inf, -math.inf))
         steps[path] = min(first, track.steps[0]), max(last, track.steps[-1])
         if track.key.role == "grad_output":
-            worst = float(np.nanmax(np.append(track.of("underflow_fraction"), 0.0)))
-            lost[path] = max(lost.get(path, 0.0), worst)
+            usual = float(np.median(np.nan_to_num(track.of("underflow_fraction"))))
+            lost[path] = max(lost.get(path, 0.0), usual)
     typical = np.median([facts["in_features"] for facts in series.layers.values()]) if series.layers else 0.0
     for path, (first, last) in steps.items():
         facts = series.layers.get(path, {})
@@ -44,12 +44,9 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 path=path,
                 first_step=int(first),
                 last_step=int(last),
-                evidence={
-                    "out_features": float(facts.get("out_features", math.nan)),
-                    "in_features": float(facts.get("in_features", math.nan)),
-                    "underflow_fraction": underflow,
-                },
-                cause=f"this is {what}, and it runs {facts.get('recipe', 'FP8')}; up to {underflow:.1%} of its "
+                evidence={"underflow_fraction": underflow}
+                | {name: float(facts[name]) for name in ("in_features", "out_features") if name in facts},
+                cause=f"this is {what}, and it runs {facts.get('recipe', 'FP8')}; {underflow:.1%} of its "
                 "gradient's nonzero elements become zero",
                 weight=underflow,
             )

@@ -34,7 +34,7 @@ def _first_rank_larger(trainer: Trainer, layer: int) -> Iterator[None]:
     """The first rank's batches have larger activations than the others', and amaxes are reduced as they should be."""
     with ExitStack() as stack:
         if distributed.get_rank() == 0:
-            stack.enter_context(larger(GATE, binades=3)(trainer, layer))
+            stack.enter_context(larger(GATE, binades=6)(trainer, layer))
         stack.enter_context(reducing_amaxes(trainer, layer))
         yield
 

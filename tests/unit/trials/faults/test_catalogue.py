@@ -1,5 +1,6 @@
 """Every fault on a tiny model: it runs, it leaves nothing behind, and the doctor has a code for it."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -23,7 +24,8 @@ def room(tmp_path_factory):
 
 
 def patched_names() -> tuple[object, ...]:
-    return functional.cast_operand, functional._cast_both_ways, loop.update_scales, loop.Trainer._clip
+    closing = vars(loop)["update_scales"]
+    return functional.cast_operand, functional._cast_both_ways, closing, loop.Trainer._clip
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own():
@@ -57,8 +59,9 @@ def test_it_runs_and_leaves_nothing_behind(fault, room):
 
 def test_a_fault_is_named_by_code_place_and_role():
     fault = next(one for one in FAULTS if one.name == "wrong scale")
-    right = {"code": "inexact-amax", "severity": Severity.FAIL, "path": "model.layers.2.mlp.up_proj", "role": "input"}
-    assert fault.is_named_by(Finding(**right), 2)
-    assert not fault.is_named_by(Finding(**right), 1)
-    for key, value in (("code", "saturation"), ("path", "model.layers.2.mlp.gate_proj"), ("role", "weight")):
-        assert not fault.is_named_by(Finding(**{**right, key: value}), 2)
+    right = Finding(code="inexact-amax", severity=Severity.FAIL, path="model.layers.2.mlp.up_proj", role="input")
+    assert fault.is_named_by(right, 2)
+    assert not fault.is_named_by(right, 1)
+    assert not fault.is_named_by(replace(right, code="saturation"), 2)
+    assert not fault.is_named_by(replace(right, path="model.layers.2.mlp.gate_proj"), 2)
+    assert not fault.is_named_by(replace(right, role="weight"), 2)
