@@ -8,7 +8,7 @@ from torch import Tensor
 from octavo.doctor.capture import Capture
 from octavo.functional import fp8_linear
 from octavo.numerics import QuantizedTensor
-from octavo.observers import ROLES, AmaxHistory, LayerTap, Operand, Operands
+from octavo.observers import ROLES, AmaxHistory, LayerTap, LayerWatch, Operand, Operands
 from octavo.recipes import Recipe
 
 __all__ = ["Products", "Rerun", "SeenOperands"]
@@ -30,7 +30,7 @@ class Rerun:
         self.capture, self.recipe = capture, recipe
         self.amaxes = capture.amax if ran else _amaxes(capture, recipe)
 
-    def __call__(self, watch: "SeenOperands | None" = None) -> Products:
+    def __call__(self, watch: LayerWatch | None = None) -> Products:
         """Output, grad_input and grad_weight; ``watch`` sees the operands."""
         tap = LayerTap(amaxes=self.amaxes, input_scale=self.capture.input_scale, watch=watch)
         with torch.enable_grad():

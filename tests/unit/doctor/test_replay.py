@@ -260,3 +260,14 @@ def test_candidates_are_not_what_ran(name):
     if not recipe.is_delayed:
         assert all(candidate.recipe != recipe for candidate in found)
         assert not any(candidate.recipe.is_delayed for candidate in found)
+
+
+def test_a_token_whose_result_cancels_counts_as_lost_and_not_more(tmp_path):
+    """Its exact output is far below the noise of its products, whatever casts them."""
+    capture = captured(tmp_path, "tensorwise", **gaussian())
+    x = capture.input.clone()
+    x[3] -= torch.linalg.pinv(capture.weight.double()).matmul(capture.weight.double() @ x[3].double()).float()
+    trials = tried(replace(capture, input=x), "bf16")
+    assert (x[3].double() @ capture.weight.double().t()).norm() < 1e-4
+    share = (1 / M / 3) ** 0.5
+    assert share < trials[AS_IT_RAN].error < share + 0.06

@@ -47,13 +47,10 @@ def _saturation(case: Case) -> Iterable[Remedy]:
 
 
 def _gradient_underflow(case: Case) -> Iterable[Remedy]:
-    if case.gradient_format == "E4M3" and fineness(case.recipe) < fineness("rowwise"):
+    if case.gradient_format == "E4M3" and case.recipe and fineness(case.recipe) < 0:  # a recipe of one's own
         yield case.override("tensorwise")
     elif case.gradient_format == "E4M3":
-        yield Remedy(
-            text="Cast gradients to E5M2, which reaches 2^14 times as far down.",
-            changes={"recipe_options": {"gradient_format": "E5M2"}},
-        )
+        yield _options("Cast gradients to E5M2, which reaches 2^14 times as far down.", gradient_format="E5M2")
     yield from case.finer("mxfp8", "bf16")
 
 

@@ -67,11 +67,11 @@ def test_a_module_stands_for_its_layers_and_the_run_for_all():
 
 def test_gradients_get_range_before_they_get_precision():
     e4m3 = {"casts": {"grad_output grad_input": {"format": "E4M3"}}}
-    assert changes_of("gradient-underflow", run_of(recipe="rowwise"))[0] == {
-        "recipe_options": {"gradient_format": "E5M2"}
-    }
-    narrow = run_of(recipe="tensorwise, E4M3 gradients", **e4m3)
-    assert changes_of("gradient-underflow", narrow)[0] == {"overrides": {"mlp.0": "tensorwise"}}
+    wider = {"recipe_options": {"gradient_format": "E5M2"}}
+    assert changes_of("gradient-underflow", run_of(recipe="rowwise"))[0] == wider
+    assert changes_of("gradient-underflow", run_of(recipe="tensorwise, E4M3 gradients", **e4m3))[0] == wider
+    own = run_of(recipe="narrow gradients", **e4m3)
+    assert changes_of("gradient-underflow", own)[0] == {"overrides": {"mlp.0": "tensorwise"}}
     assert changes_of("gradient-underflow", run_of())[0] == {"overrides": {"mlp.0": "mxfp8"}}
 
 
