@@ -4,13 +4,14 @@ import torch
 import octavo
 from octavo import functional
 from octavo.doctor.layer_recorder import LayerRecorder
+from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.observers import GRAD_OUTPUT, INPUT, ROLES, WEIGHT
 from octavo.trials.faults.wrong_casts import requantizing, scaling_by
 
 
 def looked_at(layer: octavo.nn.Linear, name: str) -> dict[tuple[str, str], float]:
-    casts = {}
+    casts: dict[CastKey, torch.Tensor] = {}
     layer.watch = LayerRecorder("layer", casts, {})
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 32, generator=generator).exp().requires_grad_()
