@@ -86,7 +86,7 @@ class Setting:
     hidden_size: int = 128
     num_layers: int = 4
     vocab_size: int = 2048
-    start_steps: int = 80
+    start_steps: int = 160
     steps: int = 35
     rank_steps: int = 15
     batch_size: int = 4
@@ -95,7 +95,7 @@ class Setting:
 
     def config(self, *, seed: int, training: Mapping[str, Any]) -> RunConfig:
         """A run's configuration."""
-        common = {"lr": 1.5e-3, "min_lr": 1e-4, "warmup": 40, "steps": 400, "statistics_interval": 5}
+        common = {"lr": 1.5e-3, "min_lr": 1e-4, "warmup": 40, "steps": 800, "statistics_interval": 5}
         own = {"batch_size": self.batch_size, "context": self.context, "threads": self.threads, "eval_tokens": 8192}
         model = ModelConfig(
             hidden_size=self.hidden_size, intermediate_size=3 * self.hidden_size, num_layers=self.num_layers

@@ -105,7 +105,7 @@ def test_the_tables_say_what_the_result_holds():
     text = selftest_table.markdown(result)
     assert "Recall 0.500: the first finding names cause and place in 1 of 2 runs with a fault." in text
     assert "- wrong scale, seed 2: nothing was found" in text
-    assert f"- clean run {PLAIN!r}, seed 2: warn: saturation at the run" in text
+    assert f"- clean run {PLAIN!r}, seed 2: warn: saturation at input" in text
 
 
 def test_thresholds_are_tuned_on_other_seeds_and_another_width_than_they_are_measured_on():
