@@ -14,7 +14,7 @@ from octavo.nn import Linear
 from octavo.observers import ROLES, WEIGHT, RoleTap
 from octavo.recipes import Recipe
 from octavo.training.loop import Trainer
-from octavo.trials.faults.fault import Fault, Remedy
+from octavo.trials.faults.fault import Fault
 from octavo.trials.faults.workloads import block_of, layer_at
 from octavo.trials.faults.wrong_casts import requantizing
 
@@ -95,7 +95,6 @@ CODE_FAULTS = (
         places=("model.layers.{layer}." + VALUE,),
         role=ROLES[WEIGHT],
         inject=_stale_cache,
-        remedy=Remedy(text="this layer in BF16", recipes={"model.layers.{layer}." + VALUE: "bf16"}),
     ),
     Fault(
         name="requantized transpose",
@@ -113,5 +112,6 @@ CODE_FAULTS = (
         code="biased-accumulation",
         places=("model.layers.{layer}.mlp.pool",),
         inject=_pooled,
+        mendable=False,
     ),
 )
