@@ -255,7 +255,8 @@ def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
     kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
     often = {} if history is None else {"update_interval": history.update_interval}
     shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
-    return {"recipe": recipe.name, **kept, **often, **shape, "casts": _casts(recipe)}
+    cached = {} if layer.weight_cache is None else {"caches_weight": True}
+    return {"recipe": recipe.name, **kept, **often, **shape, **cached, "casts": _casts(recipe)}
 
 
 def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
