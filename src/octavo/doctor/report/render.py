@@ -143,7 +143,7 @@ def _scope(series: Series) -> str:
         return "No layer was looked at."
     layers = len({key.path for key in series.casts.keys})
     return (
-        f"{layers:,} layers in {', '.join(recipes) or 'FP8'}, looked at {len(steps):,} times "
+        f"{layers:,} FP8 layers ({', '.join(recipes) or 'of no named recipe'}), looked at {len(steps):,} times "
         f"from step {int(steps[0]):,} to {int(steps[-1]):,}."
     )
 
