@@ -155,7 +155,7 @@ def _groups(series: Series, statistic: Statistic) -> list[tuple[str, str, dict[s
         case "products":
             return _product_groups(series.products.keys)
         case "parameters":
-            known = {key.path for key in (*series.casts.keys, *series.products.keys)}
+            known = {key.path for key in series.casts.keys} | {key.path for key in series.products.keys}
             return [("", "", {_place(name, known): index for index, name in enumerate(series.parameters.keys)})]
         case _ if statistic.field == BY_CAST:
             return _cast_groups([CastKey(*key.rsplit(" ", 2)) for key in series.modules[BY_CAST].keys])

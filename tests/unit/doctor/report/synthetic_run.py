@@ -1,4 +1,4 @@
-"""A run that never ran: numbers of casts, GEMMs and parameters as a training leaves them, with faults at known places."""
+"""A run that never ran: numbers of casts, GEMMs and parameters as training leaves them, faults at known places."""
 
 from types import SimpleNamespace
 
