@@ -72,6 +72,7 @@ class Thresholds:
     head_widening: float = _ours(6.0, "vocabularies are 7 to 60 times as wide as their models, MLPs at most 5 times")
     batch_norm_binades: float = _ours(2.0, "a batch's variance 4x off the running one")
     batch_norm_steps: float = _ours(20, "running statistics of momentum 0.1 lose 88 % of an error in 20 steps")
+    batch_norm_share: float = _ours(0.5, "of the looks; one batch may be unlike the others")
     batch_norm_settling: float = _ours(0.5, "a distance that halves is on its way to being none")
     slow_weight_elements: float = _published(
         2.0**24, "torchao: rowwise linears forward and backward, 8192x4096x4096 1.00x BF16, 4096^3 0.84x, 1024^3 0.42x"
@@ -87,8 +88,11 @@ class Thresholds:
     switch_window: float = _ours(20, "steps before and after a switch that are compared")
     loss_rise: float = _ours(0.02, "of the loss before; two standard deviations are asked for too")
     loss_gap: float = _published(0.0025, "DeepSeek-V3, arXiv 2412.19437: relative loss error below 0.25 %")
-    loss_gap_fail: float = _ours(0.01, "four times that bar")
+    loss_gap_fail: float = _ours(0.01, "four times what is published of a good run")
     gap_steps: float = _ours(10, "fewer steps after warm-up show no trend")
+    replay_difference: float = _ours(
+        0.01, "another order of sums turns a few FP8 codes by 6 %; a gradient's norm hardly moves"
+    )
 
     def __post_init__(self) -> None:
         for name in fields(self):

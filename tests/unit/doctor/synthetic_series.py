@@ -1,9 +1,9 @@
 """Series for the rules: looks at a real layer, of which a test changes a few numbers."""
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,21 +14,22 @@ from octavo.doctor.series import CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 
 FIRST, SECOND, HEAD = "first", "second", "lm_head"
-Values = float | Sequence[float]
-Changes = Mapping[tuple[str, str] | tuple[str, str, str], Mapping[str, Values]]
+Values = float | Sequence[float] | np.ndarray
+Changes = Mapping[Any, Mapping[str, Any]]
 
 
 @cache
 def _sample(recipe: octavo.recipes.Recipe) -> Sample:
     """One look at three layers of Gaussian tensors."""
     torch.manual_seed(0)
-    names = OrderedDict((name, torch.nn.Linear(64, 64, bias=False)) for name in (FIRST, SECOND, HEAD))
-    model = torch.nn.Sequential(names)
+    model = torch.nn.Sequential()
+    for name in (FIRST, SECOND, HEAD):
+        model.add_module(name, torch.nn.Linear(64, 64, bias=False))
     octavo.convert(model, recipe, convert_head=True)
     optimizer = torch.optim.AdamW(model.parameters())
     watcher = watch(model, optimizer, interval=1)
     with watcher.step():
-        (model(torch.randn(128, 64)) * torch.randn(128, 64)).sum().backward()
+        (model(torch.randn(128, 64, requires_grad=True)) * torch.randn(128, 64)).sum().backward()
         optimizer.step()
     return watcher.samples[0]
 
@@ -54,11 +55,11 @@ def looks(
     count: int = 6,
     interval: int = 5,
     casts: Changes | None = None,
-    products: Mapping[tuple[str, str], Mapping[str, Values]] | None = None,
+    products: Changes | None = None,
     updates: Values | None = None,
-    modules: Mapping[str, Mapping[str, Values]] | None = None,
+    modules: Changes | None = None,
     noise: Values | None = None,
-    lines: Iterable[Mapping] = (),
+    lines: Iterable[Mapping[str, Any]] = (),
     **options,
 ) -> Series:
     """A run that was looked at ``count`` times, each the same healthy look but for what is given.
@@ -108,8 +109,8 @@ def steps(losses: Sequence[float], **numbers: Values) -> list[dict]:
 
 def _changed(table: dict, names: tuple[str, ...], changes: Mapping, index: int) -> dict:
     found = {}
-    for key, numbers in table.items():
-        numbers = numbers.copy()
+    for key, original in table.items():
+        numbers = original.copy()
         for place, fields in changes.items():
             if key[: len(place)] == place:
                 for name, values in fields.items():
@@ -121,7 +122,7 @@ def _changed(table: dict, names: tuple[str, ...], changes: Mapping, index: int) 
 
 
 def _at(values: Values, index: int) -> float:
-    return float(values if np.isscalar(values) else values[index])
+    return float(values) if isinstance(values, int | float) else float(values[index])
 
 
 def renamed(sample: Sample, names: Mapping[str, str]) -> Sample:

@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.convert import HEAD_NAMES
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.rules.tracks import longest, tracks
+from octavo.doctor.rules.tracks import tracks
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -30,8 +30,8 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
         first, last = steps.get(path, (math.inf, -math.inf))
         steps[path] = min(first, track.steps[0]), max(last, track.steps[-1])
         if track.key.role == "grad_output":
-            worst = float(np.nanmax(np.append(track.of("underflow_fraction"), 0.0)))
-            lost[path] = max(lost.get(path, 0.0), worst)
+            usual = float(np.median(np.nan_to_num(track.of("underflow_fraction"))))
+            lost[path] = max(lost.get(path, 0.0), usual)
     typical = np.median([facts["in_features"] for facts in series.layers.values()]) if series.layers else 0.0
     for path, (first, last) in steps.items():
         facts = series.layers.get(path, {})
@@ -44,12 +44,9 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 path=path,
                 first_step=int(first),
                 last_step=int(last),
-                evidence={
-                    "out_features": float(facts.get("out_features", math.nan)),
-                    "in_features": float(facts.get("in_features", math.nan)),
-                    "underflow_fraction": underflow,
-                },
-                cause=f"this is {what}, and it runs {facts.get('recipe', 'FP8')}; up to {underflow:.1%} of its "
+                evidence={"underflow_fraction": underflow}
+                | {name: float(facts[name]) for name in ("in_features", "out_features") if name in facts},
+                cause=f"this is {what}, and it runs {facts.get('recipe', 'FP8')}; {underflow:.1%} of its "
                 "gradient's nonzero elements become zero",
                 weight=underflow,
             )
@@ -66,28 +63,30 @@ def _what_it_is(path: str, facts: Mapping[str, Any], limits: Thresholds, typical
 
 
 def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Batch norms whose batches lie far from their running statistics and do not come closer."""
+    """Batch norms whose batches lie far from their running statistics, again and again, and do not come closer."""
     table = series.modules.get("batch_norm")
     if table is None:
         return
     for column, path in enumerate(table.keys):
         known = ~np.isnan(table.values[:, column, 0])
         steps, distance = table.steps[known], table.values[known, column, 0]
-        where = longest(distance >= limits.batch_norm_binades)
-        far = distance[where]
-        if len(far) < limits.persistent_looks or steps[where][-1] - steps[where][0] < limits.batch_norm_steps:
+        if len(distance) < limits.persistent_looks or steps[-1] - steps[0] < limits.batch_norm_steps:
             continue
-        if far[-1] >= limits.batch_norm_settling * far[0]:
+        far = distance >= limits.batch_norm_binades
+        half = len(distance) // 2
+        settles = np.median(distance[half:]) < limits.batch_norm_settling * np.median(distance[:half])
+        if far.mean() >= limits.batch_norm_share and not settles:
+            worst = min(float(distance.max()), 1000.0)
             yield Finding(
                 code="batch-norm",
                 severity=Severity.WARN,
                 path=path,
-                first_step=int(steps[where][0]),
-                last_step=int(steps[where][-1]),
-                evidence={"log2_variance_ratio": float(far.max()), "looks": float(len(far))},
-                cause=f"a batch's variance lies up to {2 ** min(float(far.max()), 1000):.3g}x from the running one at "
-                f"{len(far)} looks in a row and does not settle: FP8 layers beside it see other ranges in evaluation",
-                weight=min(float(far.max()), 1000.0),
+                first_step=int(steps[far][0]),
+                last_step=int(steps[far][-1]),
+                evidence={"log2_variance_ratio": worst, "looks": float(far.sum())},
+                cause=f"a batch's variance lies up to {2**worst:.3g}x from the running one at {far.sum()} of "
+                f"{len(far)} looks and does not settle: FP8 layers beside it see other ranges in evaluation",
+                weight=worst,
             )
 
 

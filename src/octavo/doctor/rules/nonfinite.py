@@ -12,6 +12,8 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["nonfinite"]
 
+WORST = 1e6  # nothing else weighs as much
+
 
 def nonfinite(series: Series, _: Thresholds) -> Iterator[Finding]:
     """One finding at most: what else is not finite comes after it."""
@@ -59,7 +61,7 @@ def _at_cast(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Findi
         last_step=int(table.steps[bad.any(axis=1)][-1]),
         evidence={"nonfinite": elements, "casts_after": float(after)},
         cause=cause,
-        weight=np.inf,
+        weight=WORST,
     )
 
 
@@ -74,5 +76,5 @@ def _elsewhere(failure: dict[str, Any]) -> Finding:
         evidence={"nonfinite": 1.0},
         cause="the step broke outside of every FP8 cast, "
         + (f"first in the {what}" if what else "and a replay of its batches stayed finite"),
-        weight=np.inf,
+        weight=WORST,
     )

@@ -92,47 +92,57 @@ def _too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Updates that jump, or a loss that rises, where the precision changed."""
-    for event in series.events:
-        if event["kind"] == "precision":
-            yield from _jump(series, limits, float(event["step"]), limits.lr_jump)
-            return
-    steps, rates = series.curve("lr")
-    with np.errstate(all="ignore"):
-        jumps = np.flatnonzero(rates[1:] / rates[:-1] >= limits.lr_jump)
-    for index in jumps[:1]:
-        if index + 1 >= limits.lr_settled and _rise(series, float(steps[index + 1]), limits) is not None:
-            yield from _jump(series, limits, float(steps[index + 1]), limits.lr_jump)
+    """Updates that jump where the precision changed, or a rate that jumps anywhere else and the loss with it."""
+    switches = [float(event["step"]) for event in series.events if event["kind"] == "precision"]
+    for switch in switches:
+        yield from _jump(series, limits, switch)
+    if not switches:
+        steps, rates = series.curve("lr")
+        with np.errstate(all="ignore"):
+            jumps = np.flatnonzero(rates[1:] / rates[:-1] >= limits.lr_jump) + 1
+        later = jumps[jumps > limits.lr_settled]
+        if later.size and _rise(series, float(steps[later[0]]), limits) is not None:
+            yield from _jump(series, limits, float(steps[later[0]]))
 
 
-def _jump(series: Series, limits: Thresholds, switch: float, most: float) -> Iterator[Finding]:
-    rate = _ratio(*series.curve("lr"), switch, limits.switch_window)
-    table = series.parameters
-    updates = _ratio(table.steps, _medians(table.of("update_ratio")), switch, limits.switch_window)
-    rise = _rise(series, switch, limits)
-    if max(rate, updates) < most:
+def _jump(series: Series, limits: Thresholds, switch: float) -> Iterator[Finding]:
+    rate, updates = _rate_jump(series, switch), _update_jump(series, switch, limits.switch_window)
+    if max(rate, updates) < limits.lr_jump:
         return
-    numbers = {"lr_ratio": rate, "update_ratio_jump": updates, "loss_rise": rise or 0.0}
-    by = f"the learning rate is {rate:.3g}x that of before" if rate >= most else f"updates are {updates:.3g}x as large"
+    rise = _rise(series, switch, limits)
+    is_rate = rate >= limits.lr_jump
+    by = f"the learning rate is {rate:.3g}x that of before" if is_rate else f"updates are {updates:.3g}x as large"
     then = f", and the loss rose by {rise:.2g}" if rise is not None else ""
     yield Finding(
         code="learning-rate",
         severity=Severity.WARN if rise is None else Severity.FAIL,
         first_step=int(switch),
         last_step=int(max([switch, *series.curve("loss")[0]])),
-        evidence=numbers,
+        evidence={"lr_ratio": rate, "update_ratio_jump": updates, "loss_rise": rise or 0.0},
         cause=f"{by} since the switch at step {switch:.0f}{then}",
         weight=max(rate, updates),
     )
 
 
-def _ratio(steps: Floats, values: Floats, switch: float, window: float) -> float:
-    """The largest value within the window after the switch over the last one before it; 1 where one is missing."""
-    before, after = values[steps < switch], values[(steps >= switch) & (steps < switch + window)]
-    before, after = before[np.isfinite(before)], after[np.isfinite(after)]
-    if not before.size or not after.size or before[-1] <= 0:
+def _rate_jump(series: Series, switch: float) -> float:
+    """The rate from the switch on over the last one before; 1 where one is missing."""
+    steps, rates = series.curve("lr")
+    before, after = rates[steps < switch], rates[steps >= switch]
+    return float(after[0] / before[-1]) if before.size and after.size and before[-1] > 0 else 1.0
+
+
+def _update_jump(series: Series, switch: float, window: float) -> float:
+    """Updates after the switch over those before, beyond what the rate explains; 1 where there are none to compare."""
+    table = series.parameters
+    ratios = _medians(table.of("update_ratio"))
+    known = np.isfinite(ratios)
+    steps, ratios = table.steps[known], ratios[known]
+    before, after = steps < switch, (steps >= switch) & (steps < switch + window)
+    rate_steps, rates = series.curve("lr")
+    scaled = ratios / np.interp(steps, rate_steps, rates) if rate_steps.size and rates.min() > 0 else ratios
+    if not before.any() or not after.any() or scaled[before][-1] <= 0:
         return 1.0
-    return float(after.max() / before[-1])
+    return float(scaled[after].max() / scaled[before][-1])
 
 
 def _medians(values: Floats) -> Floats:

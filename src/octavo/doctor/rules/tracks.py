@@ -61,7 +61,7 @@ class Track:
         weight: float,
         **evidence: float,
     ) -> Finding:
-        """A finding about the looks ``where``."""
+        """A finding about the looks ``where``; evidence that is not finite is left out."""
         steps = self.steps[where]
         return Finding(
             code=code,
@@ -70,7 +70,7 @@ class Track:
             role=self.key.role,
             first_step=int(steps[0]),
             last_step=int(steps[-1]),
-            evidence={name: float(value) for name, value in evidence.items()},
+            evidence={name: float(value) for name, value in evidence.items() if np.isfinite(value)},
             cause=cause,
             weight=float(weight),
         )

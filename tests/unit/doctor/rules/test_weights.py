@@ -9,6 +9,7 @@ import torch
 import octavo
 from octavo.doctor import Severity, Thresholds, series_of, watch
 from octavo.doctor.rules.weights import stale_weight
+from octavo.functional import WeightCache
 from tests.unit.doctor.synthetic_series import FIRST, looks
 
 LIMITS = Thresholds()
@@ -35,6 +36,8 @@ def test_a_weight_that_moves_under_its_cached_codes():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
     octavo.convert(model, "tensorwise", cache_weights=True)
+    cache = model[0].weight_cache
+    assert isinstance(cache, WeightCache)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     watcher, x = watch(model, optimizer, interval=1), torch.randn(8, 64)
     with ExitStack() as stack:
@@ -42,7 +45,7 @@ def test_a_weight_that_moves_under_its_cached_codes():
             with watcher.step():
                 model(x).square().sum().backward()
                 optimizer.step()
-            kept = model[0].weight_cache._operands
-            stack.enter_context(mock.patch.object(model[0].weight_cache, "operands", lambda *_, k=kept, **__: k))
+            kept = cache._operands
+            stack.enter_context(mock.patch.object(cache, "operands", lambda *_, k=kept, **__: k))
     found = list(stale_weight(series_of([], list(watcher.samples)), LIMITS))
     assert [(one.code, one.role, one.first_step) for one in found] == [("stale-weight", "weight", 2)]
