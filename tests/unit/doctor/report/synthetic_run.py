@@ -125,6 +125,14 @@ def remedy(text, error_removed, seconds_ratio, bytes_ratio):
     )
 
 
+REPLAYED = (
+    remedy("cast this layer's gradient row by row", 0.93, 1.04, 1.01),
+    remedy("1×128 blocks for this layer", 0.97, 1.31, 1.03),
+    remedy("run this layer in BF16", 1.0, 1.92, 2.0),
+    remedy("E4M3 instead of E5M2 for gradients", -0.2, 1.0, 1.0),
+)
+
+
 def findings() -> list[Finding]:
     """What the faults deserve, and one of each other severity; best first is worst first."""
     return [
@@ -137,12 +145,7 @@ def findings() -> list[Finding]:
             last_step=590,
             evidence={"underflow_fraction": 0.534, "sqnr_db": 25.5},
             cause="53 % of this gradient's nonzeros become zero, since a few large values set the scale of all",
-            remedies=(
-                remedy("cast this layer's gradient row by row", 0.93, 1.04, 1.01),
-                remedy("1×128 blocks for this layer", 0.97, 1.31, 1.03),
-                remedy("run this layer in BF16", 1.0, 1.92, 2.0),
-                remedy("E4M3 instead of E5M2 for gradients", -0.2, 1.0, 1.0),
-            ),
+            remedies=REPLAYED,
         ),
         Finding(
             code="stale-scale",
@@ -153,7 +156,7 @@ def findings() -> list[Finding]:
             last_step=410,
             evidence={"stale_ratio": 3.4, "saturation_fraction": 0.02},
             cause="the amax is 3.4 times what the scale was made for; the history is too long for how fast it grows",
-            remedies=(remedy("a history of 4 instead of 16", None, None, None),),
+            remedies=(remedy("a history of 4 instead of <16>", None, None, None),),
         ),
         Finding(
             code="loss-gap",

@@ -68,6 +68,7 @@ def test_text_from_outside_is_escaped(page):
     assert "a &lt;small&gt; run &amp; more" in text
     assert "head&lt;b&gt;&amp;&quot;x&quot;" in text
     assert "The output head &lt;b&gt;runs&lt;/b&gt; in FP8 &amp; is &quot;sensitive&quot;." in text
+    assert "a history of 4 instead of &lt;16&gt;" in text
     assert "head<b>" not in text
     assert paths(21)[-1] in data_of(page)["layers"]
 
