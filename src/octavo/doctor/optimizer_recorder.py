@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.doctor.statistics import evenly
+from octavo.doctor.statistics import spread
 
 __all__ = ["OptimizerRecorder"]
 
@@ -90,8 +90,7 @@ class OptimizerRecorder:
 def _sample(parameter: Tensor) -> Tensor:
     """Some rows of a matrix, evenly spread: a view of all where it is small."""
     matrix = parameter.detach().flatten(1)
-    most = max(1, SAMPLED_ELEMENTS // max(1, matrix.shape[1]))
-    return matrix if matrix.shape[0] <= most else matrix[evenly(matrix.shape[0], most, matrix.device)]
+    return matrix[spread(matrix.shape[0], SAMPLED_ELEMENTS // max(1, matrix.shape[1]))]
 
 
 def _nan(parameter: Tensor) -> Tensor:

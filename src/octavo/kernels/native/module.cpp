@@ -123,6 +123,18 @@ NB_MODULE(_native, m) {
             }
             return std::make_tuple(counts.nonfinite, counts.saturated, counts.underflowed);
         });
+    m.attr("CAST_SUMS") = sizeof(CastSums) / sizeof(double);
+    m.def("cast_sums",
+          [](int level, uintptr_t x, int dtype, int64_t rows, int64_t columns, int64_t stride, int format,
+             int64_t block_rows, int64_t block_columns, uintptr_t scale, uintptr_t codes, int64_t codes_stride,
+             int64_t first_row, int64_t row_step, uintptr_t measured, uintptr_t sums) {
+              const CastSumsProblem problem{
+                  {at<const void>(x), Dtype(dtype), rows, columns, stride}, Format(format), block_rows, block_columns,
+                  at<const float>(scale), at<const uint8_t>(codes), codes_stride, first_row, row_step,
+                  at<float>(measured), at<CastSums>(sums)};
+              nb::gil_scoped_release released;
+              kernels(level).cast_sums(problem);
+          });
     m.def("round_stochastic",
           [](int level, uintptr_t x, uintptr_t random, int64_t count, int format, uintptr_t codes) {
               const StochasticProblem problem{at<const float>(x), at<const int32_t>(random), count, Format(format),
