@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from octavo.doctor.series import CastKey, ProductKey
-from octavo.doctor.statistics import CAST_SUMS, cast_sums, product_sums, spread, take_rows
+from octavo.doctor.statistics import CAST_SUMS, cast_sums, product_results, spread, take_rows
 from octavo.numerics import QuantizedTensor
 from octavo.observers import Operand, Operands
 from octavo.recipes import CastSpec, GemmSpec, Recipe
 
 __all__ = ["LayerRecorder"]
 
-ROWS, COLUMNS = 16, 64  # of a GEMM's result, what is compared
+ROWS, COLUMNS = 16, 32  # of a GEMM's result, what is compared
 
 
 class LayerRecorder:
@@ -23,7 +23,7 @@ class LayerRecorder:
     Args:
         path: the layer's.
         casts: where sums go, as float64 vectors of CAST_SUMS.
-        products: the same of PRODUCT_SUMS.
+        products: where ``product_results`` go.
     """
 
     def __init__(self, path: str, casts: dict[CastKey, Tensor], products: dict[ProductKey, Tensor]) -> None:
@@ -49,7 +49,7 @@ class LayerRecorder:
                 self._cast("weight", "grad_input", weight.t(), kept[0])
             self._product("output", recipe.output, operands, x, weight)
         if kept[1] is not None:
-            self.input_columns = x[:, spread(x.shape[1], COLUMNS)].float()
+            self.input_columns = x[:, spread(x.shape[1], COLUMNS)].clone(memory_format=torch.contiguous_format)
 
     def backward(
         self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
@@ -73,14 +73,14 @@ class LayerRecorder:
 
     def _product(self, gemm: str, spec: GemmSpec, operands: Operands, left: Tensor, right: Tensor) -> None:
         rows, columns = spread(left.shape[0], ROWS), spread(right.shape[0], COLUMNS)
-        self._compare(gemm, spec, operands, (rows, columns), (left[rows].float(), right[columns].float()))
+        self._compare(gemm, spec, operands, (rows, columns), (left[rows], right[columns]))
 
     def _product_of_columns(self, spec: GemmSpec, operands: Operands, grad_output: Tensor) -> None:
         """grad_weight's, whose right operand is known for some columns of the input only."""
         if self.input_columns.shape[0] == grad_output.shape[0]:
-            sampled = spread(grad_output.shape[1], ROWS), spread(operands[1].shape[0], COLUMNS)
-            originals = grad_output[:, sampled[0]].float().t(), self.input_columns.t()
-            self._compare("grad_weight", spec, operands, sampled, originals)
+            rows, columns = spread(grad_output.shape[1], ROWS), spread(operands[1].shape[0], COLUMNS)
+            originals = grad_output.t()[rows], self.input_columns.t()
+            self._compare("grad_weight", spec, operands, (rows, columns), originals)
 
     def _compare(
         self,
@@ -90,14 +90,11 @@ class LayerRecorder:
         sampled: tuple[slice, slice],
         originals: tuple[Tensor, Tensor],
     ) -> None:
-        """Multiply some rows of two operands, and the same rows in FP32, [M', K] and [N', K]."""
         left, right = operands
         if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor) or not left.data.numel():
             return
-        with torch.autocast(left.data.device.type, enabled=False):  # which would multiply in its own dtype
-            wanted = originals[0] @ originals[1].t()
         left, right = take_rows(left, sampled[0]), take_rows(right, sampled[1])
-        self.products[ProductKey(self.path, gemm)] = product_sums(left, right, wanted, spec.accumulate)
+        self.products[ProductKey(self.path, gemm)] = product_results(left, right, originals, spec.accumulate)
 
 
 def _is_held(weight: Tensor) -> bool:

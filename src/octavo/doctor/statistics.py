@@ -23,12 +23,12 @@ not see saturation, and neither sees codes that belong to another tensor.
 x is the tensor in high precision and y what its codes decode to. Sums run over finite elements, in FP64. A number that
 does not exist (the SQNR of an exact cast, the kurtosis of zeros) is NaN.
 
-While a step runs only sums are made, on the tensors' device and without waiting for it: CAST_SUMS and PRODUCT_SUMS. On a
-CPU a native kernel makes a cast's in a tenth of a millisecond. Numbers come from sums once the step is over.
+While a step runs only sums are made, on the tensors' device and without waiting for it: a cast's CAST_SUMS, which on a
+CPU are a native kernel's, and a GEMM's few results. Numbers come from them once the step is over.
 
 Sampled rows are an odd number of rows apart: tokens lie sequence after sequence, and an even step would often meet all
-of them at the same position, the first ones and their outliers for instance. Of a transposed view, whose columns lie side
-by side, columns are sampled.
+of them at the same position, the first ones and their outliers for instance. Of a transposed view, whose columns lie
+side by side, columns are sampled.
 
 A GEMM is judged on sampled rows of both operands, in two numbers: the SQNR of its result against high precision, and
 the bias of its sums on a Hopper tensor core, Σ sign(f)·(h - f) / Σ |f| with f summed in FP32 and h as the recipe's
@@ -43,7 +43,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels import quantize, scaled_mm, summing
+from octavo.kernels import products, quantize, scaled_mm, summing
+from octavo.kernels.backend import rows_of_scales
 from octavo.kernels.cpu import is_transposed
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, measure
 from octavo.numerics.cast import can_be_asked, narrowed
@@ -53,13 +54,12 @@ __all__ = [
     "CAST_FIELDS",
     "CAST_SUMS",
     "PRODUCT_FIELDS",
-    "PRODUCT_SUMS",
     "cast_numbers",
     "cast_statistics",
     "cast_sums",
     "evenly",
     "product_numbers",
-    "product_sums",
+    "product_results",
     "spread",
     "take_rows",
 ]
@@ -86,8 +86,7 @@ CAST_SUMS = (  # in the order of kernels/native/kernels.h
     *("energy", "fourth_powers", "flushed_energy", "noise", "product", "decoded_energy", "magnitude", "signed_error"),
 )
 PRODUCT_FIELDS = ("sqnr_db", "accumulation_bias")
-PRODUCT_SUMS = ("energy", "noise", "magnitude", "cut")
-SAMPLED_ELEMENTS = 1 << 15
+SAMPLED_ELEMENTS = 1 << 14
 Floats = NDArray[np.float64]
 
 
@@ -151,7 +150,8 @@ def _saturated(x: Tensor, made: QuantizedTensor, amaxes: Tensor) -> Tensor:
 
 def _sampled_sums(x: Tensor, made: QuantizedTensor) -> dict[str, Tensor]:
     again = quantize(x, made.format, granularity=made.granularity, scale=made.fp32_scale)
-    codes, y = made.data.view(torch.uint8), dequantize(QuantizedTensor(made.data, made.scale, made.granularity, torch.float32))
+    codes = made.data.view(torch.uint8)
+    y = dequantize(QuantizedTensor(made.data, made.scale, made.granularity, torch.float32))
     finite = x.isfinite()
     nonzero = finite & (x != 0)
     flushed = nonzero & (codes & 0x7F == 0)
@@ -191,7 +191,7 @@ def cast_numbers(sums: Floats) -> Floats:
             "signed_error": of["signed_error"] / of["magnitude"],
             "code_mismatch": of["mismatched"] / finite,
         }
-    return np.stack([numbers.get(name, of.get(name)) for name in CAST_FIELDS], axis=-1)
+    return np.stack([numbers[name] if name in numbers else of[name] for name in CAST_FIELDS], axis=-1)
 
 
 def take_rows(made: QuantizedTensor, rows: slice) -> QuantizedTensor:
@@ -224,28 +224,43 @@ def _transposed(made: QuantizedTensor) -> QuantizedTensor:
 
 
 @torch.no_grad()
-def product_sums(left: QuantizedTensor, right: QuantizedTensor, wanted: Tensor, accumulate: Accumulate) -> Tensor:
-    """What :func:`product_numbers` needs of ``left @ right.T``: float64 [len(PRODUCT_SUMS)].
+def product_results(
+    left: QuantizedTensor, right: QuantizedTensor, originals: tuple[Tensor, Tensor], accumulate: Accumulate
+) -> Tensor:
+    """``left @ right.T`` as :func:`product_numbers` needs it: float32 [3, M, N], of the originals, summed in FP32, cut.
 
     Args:
         left: [M, K].
         right: [N, K].
-        wanted: float32 [M, N], the product of what they were made of.
+        originals: what they were made of.
         accumulate: how a Hopper GPU would sum it.
     """
+    made = (left, right)
+    widths = {side.granularity.columns for side in made if isinstance(side.granularity, PerBlock)}
+    if all(summing.sums(*pair) for pair in zip(originals, made, strict=True)) and len(widths) < 2:
+        codes, scales = (left.data, right.data), (rows_of_scales(left), rows_of_scales(right))
+        return products.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)
+    with torch.autocast(left.data.device.type, enabled=False):  # which would multiply in its own dtype
+        wanted = originals[0].float() @ originals[1].float().t()
     exact = scaled_mm(left, right, out_dtype=torch.float32)
-    magnitude = cut = wanted.new_full((), torch.nan)
-    if accumulate is not Accumulate.FP32 and not any(isinstance(x.granularity, PerBlock) for x in (left, right)):
-        fast = scaled_mm(left, right, out_dtype=torch.float32, accumulate=accumulate)
-        magnitude, cut = exact.abs().sum(), (exact.sign() * (fast - exact)).sum()
-    return torch.stack([wanted.square().sum(), (exact - wanted).square().sum(), magnitude, cut]).double()
+    if accumulate is Accumulate.FP32 or widths:
+        cut = torch.full_like(exact, torch.nan)
+    else:
+        cut = scaled_mm(left, right, out_dtype=torch.float32, accumulate=accumulate)
+    return torch.stack([wanted, exact, cut])
 
 
-def product_numbers(sums: Floats) -> Floats:
-    """[..., len(PRODUCT_SUMS)] to [..., len(PRODUCT_FIELDS)]."""
-    energy, noise, magnitude, cut = np.moveaxis(sums, -1, 0)
+def product_numbers(results: Floats) -> Floats:
+    """[3, M, N] of :func:`product_results` to [len(PRODUCT_FIELDS)].
+
+    Example:
+        >>> product_numbers(np.array([[[10.0, -10.0]], [[11.0, -11.0]], [[10.0, -10.0]]])).round(3)
+        array([20.   , -0.091])
+    """
+    wanted, exact, cut = results.astype(np.float64, copy=False).reshape(3, -1)
+    noise, sums = exact - wanted, np.abs(exact).sum()
     with np.errstate(all="ignore"):
-        return np.stack([_decibels(energy, noise), cut / magnitude], axis=-1)
+        return np.array([_decibels(wanted @ wanted, noise @ noise), np.sign(exact) @ (cut - exact) / sums])
 
 
 def _decibels(signal: Floats, noise: Floats) -> Floats:

@@ -110,6 +110,20 @@ def hopper(
     out: int,
     /,
 ) -> None: ...
+def compare_products(
+    level: int,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    left_codes: tuple[int, ...],
+    right_codes: tuple[int, ...],
+    rows: int,
+    columns: int,
+    depth: int,
+    block: int,
+    sums: int,
+    out: int,
+    /,
+) -> None: ...
 
 PAGE: int
 MAX_HEAD_DIM: int

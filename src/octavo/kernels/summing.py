@@ -15,7 +15,7 @@ __all__ = ["cast_sums", "sums"]
 
 def sums(x: Tensor, made: QuantizedTensor) -> bool:
     """Whether :func:`cast_sums` can look at this cast."""
-    return cpu.supports(x, made.format, made.granularity) and not cpu.is_traced(x) and not cpu.is_traced(made.data)
+    return cpu.supports(x, made.format, made.granularity) and not cpu.is_traced(x)
 
 
 def cast_sums(x: Tensor, made: QuantizedTensor, rows: slice, *, level: str | None = None) -> Tensor:

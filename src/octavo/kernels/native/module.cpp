@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "comparison.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -26,6 +27,14 @@ const Kernels& kernels(int level) {
 template <class T>
 T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
+}
+
+// Address, element, strides, scale, scale per row: what nanobind makes of a Python tuple.
+using BoundOperand = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool>;
+
+Operand operand(const BoundOperand& o) {
+    return {at<const void>(std::get<0>(o)), Element(std::get<1>(o)), std::get<2>(o), std::get<3>(o),
+            at<const float>(std::get<4>(o)), std::get<5>(o)};
 }
 
 // A decoder, with what it needs at every call.
@@ -171,6 +180,14 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release released;
             kernels(level).hopper(problem);
         });
+    m.def("compare_products",
+          [](int level, BoundOperand left, BoundOperand right, BoundOperand left_codes, BoundOperand right_codes,
+             int64_t rows, int64_t columns, int64_t depth, int64_t block, int sums, uintptr_t out) {
+              const ComparisonProblem problem{operand(left), operand(right), operand(left_codes), operand(right_codes),
+                                              rows, columns, depth, block, TensorCore(sums), at<float>(out)};
+              nb::gil_scoped_release released;
+              compare(kernels(level), problem);
+          });
     m.attr("PAGE") = PAGE;
     m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
     m.def("attend", [](int level, uintptr_t queries, int64_t heads, int64_t kv_heads, int64_t head_dim, int element,
