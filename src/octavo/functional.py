@@ -196,7 +196,7 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
-        self._content = torch.empty(0)
+        self._content = torch.empty(0, device="cpu")
         self._operands: WeightOperands | None = None
         _OptimizerSteps.watch()
 

@@ -232,9 +232,9 @@ class AmaxHistory(StatefulModule):
         """Nothing recorded."""
         roles = len(ROLES)
         return {
-            "window": torch.full((roles, self.spec.length), EMPTY, device=device),
-            "amax": torch.zeros(roles, device=device),
-            "pending": torch.full((roles,), EMPTY, device=device),
+            "window": torch.full((roles, self.spec.length), EMPTY, dtype=torch.float32, device=device),
+            "amax": torch.zeros(roles, dtype=torch.float32, device=device),
+            "pending": torch.full((roles,), EMPTY, dtype=torch.float32, device=device),
             "overflowed": torch.zeros(roles, dtype=torch.bool, device=device),
             "steps": torch.zeros(roles, dtype=torch.int64, device=device),
             "region": torch.zeros((), dtype=torch.int64, device=device),

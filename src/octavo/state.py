@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from octavo import recipes
 from octavo.context import autocast_region
@@ -45,11 +45,17 @@ _RULES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @torch.no_grad()
-def update_scales(model: torch.nn.Module) -> None:
+def update_scales(model: torch.nn.Module, *, group: "distributed.ProcessGroup | None" = None) -> None:
     """Close the step of every delayed layer that ran: its amaxes become past, its next scales follow from them.
 
     Cached weights are forgotten. Call it after ``optimizer.step()`` in a model converted with
     ``scale_updates="manual"``.
+
+    Args:
+        model: the converted model.
+        group: ranks that take the largest of their amaxes first, so that all of them cast alike: one MAX all-reduce
+            for all tensors of the step, such as ``torch.distributed.group.WORLD``. Every rank of it calls this with
+            the same layers; a tensor that ran on one of them counts as run. None leaves each rank its own.
 
     Example:
         >>> import octavo
@@ -60,7 +66,10 @@ def update_scales(model: torch.nn.Module) -> None:
         >>> scaling_state(model)["0.input.amax"].item()
         3.0
     """
-    for history in _histories(model).values():
+    histories = _histories(model)
+    if group is not None:
+        _take_largest(histories, group)
+    for history in histories.values():
         history.close()
     _forget_cached_weights(model)
 
@@ -239,6 +248,18 @@ def _check_tensor(key: str, value: object, slot: Tensor) -> None:
     empty = value == EMPTY
     if slot.ndim and bool((empty[:-1] & ~empty[1:]).any()):
         raise CheckpointError(f"scaling state {key!r} holds an amax that is older than none; the newest comes first")
+
+
+def _take_largest(histories: Mapping[str, AmaxHistory], group: "distributed.ProcessGroup") -> None:
+    """Raise the running step's amaxes and overflow marks to the largest of all ranks: nothing recorded is below 0."""
+    if not histories:
+        return
+    recorded = torch.stack([torch.cat([one.pending, one.overflowed.float()]) for one in histories.values()])
+    distributed.all_reduce(recorded, op=distributed.ReduceOp.MAX, group=group)
+    for history, row in zip(histories.values(), recorded, strict=True):
+        pending, overflowed = row.tensor_split(2)
+        history.pending.copy_(pending)
+        history.overflowed.copy_(overflowed > 0)
 
 
 def _forget_cached_weights(model: torch.nn.Module) -> None:

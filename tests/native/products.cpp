@@ -78,6 +78,19 @@ void plant_specials(Matrix& a, Matrix& b, Random& random) {
     }
 }
 
+// The exponent of the lowest bit in b's numbers, as fill makes them.
+int lowest_bit(Element element) {
+    if (is_code(element)) return element == Element::e4m3 ? -9 : -16;
+    return element == Element::f16 ? -24 : -32;
+}
+
+// The smallest power of two whose products with b's numbers are exact; BF16's stay normal (panels.h says why).
+int smallest_exponent(const Matrix& a, const Matrix& b) {
+    if (a.element == Element::f32) return -149 - lowest_bit(b.element);
+    if (a.element == Element::bf16) return -126 - lowest_bit(b.element);
+    return -6;
+}
+
 // Whole numbers; or a power of two in one column of each row of a, and anything in b.
 void fill(Matrix& a, Matrix& b, Random& random) {
     const bool whole = random.one_in(2);
@@ -88,8 +101,11 @@ void fill(Matrix& a, Matrix& b, Random& random) {
             b.set(r, k, whole ? double(random.between(-8, 8)) : anything);
         }
     }
-    for (int64_t r = 0; r < a.rows && !whole; ++r)
-        a.set(r, random.below(a.k), std::ldexp(random.one_in(2) ? 1.0 : -1.0, int(random.between(-6, 6))));
+    const int least = smallest_exponent(a, b);
+    for (int64_t r = 0; r < a.rows && !whole; ++r) {
+        const int64_t exponent = random.one_in(2) ? random.between(-6, 6) : random.between(least, least + 12);
+        a.set(r, random.below(a.k), std::ldexp(random.one_in(2) ? 1.0 : -1.0, int(exponent)));
+    }
 }
 
 enum class Scales { ones, powers_of_two, any, far };

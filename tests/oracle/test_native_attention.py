@@ -203,15 +203,25 @@ def test_what_does_not_fit_is_refused():
     t = filled(E4M3, 70, 1, 16).tensors
     queries, position = torch.randn(1, 1, 16), torch.tensor([3])
     for place, text in (
-        (torch.tensor([128]), "reach beyond"),
-        (torch.tensor([-1]), "reach beyond"),
-        (position.int(), "int64"),
-        (torch.tensor([[3]]), "int64"),
+        (torch.tensor([128]), "128 positions, 0 to 127, not 128 to 128"),
+        (torch.tensor([-1]), "128 positions, 0 to 127, not -1 to -1"),
+        (position.int(), r"int64 \[R\], contiguous, not \(1,\) torch\.int32 and \(1,\) torch\.int32"),
+        (torch.tensor([[3]]), r"int64 \[R\], contiguous, not \(1, 1\) torch\.int64 and \(1, 1\) torch\.int64"),
     ):
         with pytest.raises(BackendError, match=text):
             native(queries, t, place)
-    with pytest.raises(BackendError, match="reach beyond"):
+    with pytest.raises(BackendError, match="2 pages, 0 to 1, not 1 to 2"):
         native(queries, CacheTensors(t.keys, t.values, t.key_scale, t.value_scale, t.table + 1), position)
+    with pytest.raises(BackendError, match="1 sequences, 0 to 0, not 1 to 1"):
+        native(queries, t, position, sequence=torch.ones(1, dtype=torch.int64))
+    elsewhere = PagedKVCache(1, 1, 16, max_positions=70, device=torch.device("meta")).tensors
+    for options, name in (
+        ({"tensors": elsewhere}, "cache"), ({"sequence": position.to("meta")}, "sequences"),
+        ({"sequence": position, "position": position.to("meta")}, "positions"),
+        ({"queries": queries.to("meta")}, "rows"),
+    ):  # fmt: skip
+        with pytest.raises(BackendError, match=f"on a CPU, and the {name} are on meta"):
+            native(**({"queries": queries, "tensors": t, "position": position} | options))
     with pytest.raises(BackendError, match="no level"):
         native(queries, t, position, level="none")
     with pytest.raises(BackendError, match=r"queries \[R, heads, 16\]"):
@@ -224,5 +234,7 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(BackendError, match="a cache has keys"):
             CacheTensors(*parts)
-    with pytest.raises(BackendError, match="contiguous"):
+    with pytest.raises(BackendError, match="on one device, not on cpu and meta"):
+        CacheTensors(t.keys, t.values, t.key_scale, t.value_scale, t.table.to("meta"))
+    with pytest.raises(BackendError, match="contiguous, not of strides"):
         CacheTensors(t.keys, t.values, t.key_scale, t.value_scale, t.table.expand(2, -1).t().contiguous().t())

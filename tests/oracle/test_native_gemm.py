@@ -193,6 +193,9 @@ held = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpag
 before = held()
 octavo.scaled_mm(a, octavo.quantize(torch.ones(4_000, 8), octavo.E4M3), out_dtype=torch.bfloat16)
 assert held() - before < 100e6, "nearly 500 MB of sums are kept"
+few, others = (torch.ones(rows, 2**20, dtype=torch.uint8).view(torch.float8_e4m3fn) for rows in (16, 1))
+products.gemm(few, others, out_dtype=torch.float32)
+assert held() - before < 100e6, "134 MB of few rows are kept"
 resource.setrlimit(resource.RLIMIT_AS, (held() + 8 * 2**30,) * 2)
 try:
     products.gemm(torch.ones(40_000, 1).to(torch.float8_e4m3fn), torch.ones(80_000, 1).to(torch.float8_e4m3fn),

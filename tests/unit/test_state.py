@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
@@ -395,3 +397,39 @@ def test_a_state_loaded_in_inference_mode_can_be_trained_with():
     with octavo.autocast("delayed"):
         resumed(torch.ones(1, 4)).sum().backward()
     octavo.update_scales(resumed)
+
+
+def test_ranks_close_a_step_with_the_largest_of_their_amaxes(tmp_path):
+    """One rank stands for two: the other's amaxes come in through the collective."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        alone, together = _model(manual=True), _model(manual=True)
+        for model in (alone, together):
+            model(torch.full((1, 8), 3.0)).sum().backward()
+        octavo.update_scales(alone)
+        octavo.update_scales(together, group=torch.distributed.group.WORLD)
+        for key, tensor in octavo.scaling_state(alone).items():
+            assert torch.equal(octavo.scaling_state(together)[key], tensor)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_largest_amax_and_any_overflow_win(monkeypatch):
+    model: Any = _model(manual=True, backoff=0.5)
+    other, group = torch.tensor([[9.0, EMPTY, 0.5, 1.0, 0.0, 0.0]] * 2), cast("Any", "ranks")
+    calls = []
+
+    def all_reduce(tensor, op, group):
+        calls.append((op, group))
+        tensor.copy_(torch.maximum(tensor, other))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    model(torch.full((1, 8), 3.0))
+    weight = model[0].weight.detach().abs().amax()
+    octavo.update_scales(model, group=group)
+    state = octavo.scaling_state(model)
+    assert calls == [(torch.distributed.ReduceOp.MAX, "ranks")]
+    assert [state[f"0.{role}.amax"].item() for role in ROLES] == [9.0, weight.item(), 0.5]
+    assert not model[0].amax_history.overflowed.any()
+    octavo.update_scales(nn.Sequential(nn.Linear(2, 2)), group=group)
+    assert len(calls) == 1

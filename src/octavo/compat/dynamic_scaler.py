@@ -80,7 +80,7 @@ class DynamicScaler:
             self._update(amax(x))
         self.iteration += 1
         self._backed_off = False
-        return cast_nearest(x, E5M2, torch.tensor(self.scale, device=x.device)), self.scale
+        return cast_nearest(x, E5M2, torch.tensor(self.scale, dtype=torch.float32, device=x.device)), self.scale
 
     def check_overflow(self, x: Tensor) -> bool:
         """Whether ``x`` holds NaN or ±Inf; if so, the scale backs off and the next call derives no new one.
@@ -105,4 +105,4 @@ class DynamicScaler:
 
 
 def _float32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()

@@ -56,7 +56,7 @@ class Sample:
         parameters: of each matrix that is trained, PARAMETER_FIELDS.
         modules: other numbers by name, then by module path: "alignment", "batch_norm", "rank_scale_ratio".
         scalars: numbers of the whole step: "gradient_to_noise".
-        layers: facts of each watched layer: its recipe's name, shape, scaling.
+        layers: facts of each watched layer: its recipe's name, its casts, its shape, its device's kind.
     """
 
     step: int
@@ -137,6 +137,7 @@ class Series:
         curves: (steps, values) of a number that steps or samples have: "loss", "lr", "grad_norm", "loss_scale",
             "gradient_to_noise", "nats".
         layers: the newest facts of each layer.
+        periods: of each layer, since which steps it had which facts, oldest first.
         events: lines of other kinds ("overflow", "failure", "precision", "autopilot"), as they stand in the file.
     """
 
@@ -146,6 +147,7 @@ class Series:
     modules: dict[str, Table[str]]
     curves: dict[str, tuple[Floats, Floats]]
     layers: dict[str, dict[str, Any]]
+    periods: dict[str, list[tuple[float, dict[str, Any]]]]
     events: tuple[dict[str, Any], ...]
 
     def curve(self, name: str) -> tuple[Floats, Floats]:
@@ -181,6 +183,7 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
         modules={name: _module_table(taken, name) for name in sorted(modules)},
         curves=curves,
         layers={path: facts for one in taken for path, facts in one.layers.items()},
+        periods=_periods(taken),
         events=tuple(line for line in others if line["kind"] not in ("step", "evaluation")),
     )
 
@@ -241,6 +244,16 @@ def _module_table(samples: Sequence[Sample], name: str) -> Table[str]:
         return {path: np.array([value]) for path, value in one.modules.get(name, {}).items()}
 
     return _table(samples, of, (name,))
+
+
+def _periods(samples: Sequence[Sample]) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+    found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for one in samples:
+        for path, facts in one.layers.items():
+            known = found.setdefault(path, [])
+            if not known or known[-1][1] != facts:
+                known.append((float(one.step), facts))
+    return found
 
 
 def _curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Floats, Floats]]:

@@ -18,7 +18,7 @@ not see saturation, and neither sees codes that belong to another tensor.
 | sqnr_db             | 10·log10(Σ x² / Σ (y - x)²)                                                   | sampled rows  |
 | cosine              | Σ x·y / sqrt(Σ x² · Σ y²)                                                     | sampled rows  |
 | signed_error        | Σ sign(x)·(y - x) / Σ |x|                                                     | sampled rows  |
-| code_mismatch       | codes that are not those of x under this scale                                | sampled rows  |
+| code_mismatch       | codes that are farther from x than those of x under this scale                | sampled rows  |
 
 x is the tensor in high precision and y what its codes decode to. Sums run over finite elements, in FP64. A number that
 does not exist (the SQNR of an exact cast, the kurtosis of zeros) is NaN.
@@ -87,6 +87,9 @@ CAST_SUMS = (  # in the order of kernels/native/kernels.h
 )
 PRODUCT_FIELDS = ("sqnr_db", "accumulation_bias")
 SAMPLED_ELEMENTS = 1 << 14
+TIE = (
+    1.001  # x · encode_scale and x / scale may differ in the last bit, which decides where x lies halfway (cast_sums.h)
+)
 Floats = NDArray[np.float64]
 
 
@@ -155,14 +158,15 @@ def _sampled_sums(x: Tensor, made: QuantizedTensor) -> dict[str, Tensor]:
     finite = x.isfinite()
     nonzero = finite & (x != 0)
     flushed = nonzero & (codes & 0x7F == 0)
-    wide = x.double().where(finite, 0.0)
-    y = y.double().where(finite, 0.0)
+    wanted = dequantize(QuantizedTensor(again.data, made.scale, made.granularity, torch.float32))
+    agrees = (y - x.float()).abs() <= TIE * (wanted - x.float()).abs()  # a NaN code of a number does not
+    wide, y = (tensor.double().where(finite, 0.0) for tensor in (x, y))
     squares, magnitudes = wide.square(), wide.abs()
     return {
         "finite": finite.sum(),
         "nonzeros": nonzero.sum(),
         "flushed": flushed.sum(),
-        "mismatched": (finite & (again.data.view(torch.uint8) != codes)).sum(),
+        "mismatched": (finite & ~agrees).sum(),
         "energy": squares.sum(),
         "fourth_powers": squares.square().sum(),
         "flushed_energy": squares.where(flushed, 0.0).sum(),
@@ -235,7 +239,7 @@ def product_results(
         originals: what they were made of.
         accumulate: how a Hopper GPU would sum it.
     """
-    made = (left, right)
+    originals, made = (narrowed(originals[0]), narrowed(originals[1])), (left, right)
     widths = {side.granularity.columns for side in made if isinstance(side.granularity, PerBlock)}
     if all(summing.sums(*pair) for pair in zip(originals, made, strict=True)) and len(widths) < 2:
         codes, scales = (left.data, right.data), (rows_of_scales(left), rows_of_scales(right))

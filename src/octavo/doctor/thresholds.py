@@ -33,8 +33,66 @@ class Thresholds:
         ConfigError: a value that is not a finite number.
     """
 
+    persistent_looks: float = _ours(3, "a healthy delayed run of 150 steps had g >= 2 at single looks, never at three")
+    persistent_looks_fail: float = _ours(2, "where a number is beyond any healthy one, two looks are no accident")
+
     saturation_fraction: float = _published(1e-5, "FP8-LM, arXiv 2310.18313 section 2.1: halve the scale above 0.001 %")
+    stale_ratio: float = _ours(2.0, "measured on Gaussian data: 24.9 dB, 1.3 % saturated; 1.5 still has 30.9 dB")
+    stale_ratio_fail: float = _ours(4.0, "measured on Gaussian data: 10.6 dB, 21 % saturated")
+    loose_ratio: float = _ours(8.0, "three binades of the range are unused; judged with underflow only")
+    loose_ratio_fail: float = _ours(4096.0, "E4M3 has 17 binades below its maximum: a Gaussian's bulk leaves them")
+    frozen_motion: float = _ours(1.25, "weights' amaxes move less in a short healthy run, inputs' more")
+    frozen_excess: float = _ours(1.02, "a maximum follows whatever exceeds it; files keep 5 digits")
+    frozen_memories: float = _ours(3.0, "of a history's length: amaxes in bfloat16 repeat, at steps not looked at too")
+    exact_ratio: float = _ours(1e-4, "files keep 5 digits; an amax rounded to bfloat16 is off by up to 4e-3")
+    rounded_amax: float = _ours(1.0079, "2^-7, a bfloat16's spacing: nearer amaxes were rounded, not another's")
+    oscillation_binades: float = _ours(1.0, "a jump of one binade each way; healthy scales drift by tenths")
+    oscillation_binades_fail: float = _ours(2.0, "a swing of 4x saturates 21 % of a Gaussian at every other step")
+    oscillation_turns: float = _ours(4, "independent jumps turn four times in a row, all of a binade, below 1 in 1000")
+    code_mismatch: float = _ours(
+        1e-3, "healthy runs have none, whatever their dtype; one update changes 0.5 to 5 % of the codes"
+    )
+    rank_ratio: float = _ours(4.0, "gradients of different micro-batches differ by 2x in a healthy run")
+    rank_ratio_input: float = _ours(1.8, "inputs of different micro-batches differ by less; a halved scale by 2x")
+
+    underflow_fraction: float = _ours(
+        0.1, "healthy runs flush up to 1 % of a gradient's nonzeros; 62 % on a log-normal"
+    )
+    underflow_fraction_fail: float = _ours(0.5, "most of the tensor is gone, whatever the SQNR says")
+    zero_weight_fraction: float = _ours(0.25, "a trained weight has no exact zeros unless they were put there")
+    alignment: float = _ours(0.95, "healthy runs of widths 16 and 64 reached 0.92; judged with the peak of the product")
+    aligned_exactly: float = _ours(0.99, "healthy runs, at four times a sensible learning rate too, stayed below 0.965")
+    aligned_peak: float = _ours(64.0, "amax over rms of a down projection's input; healthy runs have up to 30")
+    outlier_growth: float = _ours(4.0, "of amax over rms; healthy runs stay within 3x, since amax and rms grow alike")
+    climbing_peak: float = _ours(1024.0, "three binades below where E4M3's SQNR falls")
+    climbing_growth: float = _ours(8.0, "three binades since the beginning")
+    harmful_peak: float = _ours(4096.0, "measured: SQNR is flat until amax/rms = 2^13; one binade before that")
+    accumulation_bias: float = _ours(0.01, "zero-mean data: 1.3e-3 at K = 4096; same-sign data: 7 %")
+    accumulation_bias_fail: float = _ours(0.1, "between the 7 % of K = 4096 and the 22 % of K = 16384, same sign")
+    head_widening: float = _ours(6.0, "vocabularies are 7 to 60 times as wide as their models, MLPs at most 5 times")
+    batch_norm_binades: float = _ours(2.0, "a batch's variance 4x off the running one")
+    batch_norm_steps: float = _ours(20, "running statistics of momentum 0.1 lose 88 % of an error in 20 steps")
+    batch_norm_share: float = _ours(0.5, "of the looks; one batch may be unlike the others")
+    batch_norm_settling: float = _ours(0.5, "a distance that halves is on its way to being none")
+    slow_weight_elements: float = _published(
+        2.0**24, "torchao: rowwise linears forward and backward, 8192x4096x4096 1.00x BF16, 4096^3 0.84x, 1024^3 0.42x"
+    )
+
     gradient_to_noise: float = _published(math.sqrt(3), "arXiv 2505.19115: below sqrt(3) training stops improving")
+    overflows: float = _ours(8, "a dynamic scale of 2^16 may halve several times before it fits")
+    overflow_rate: float = _ours(0.01, "a scale that doubles every 2000 steps overflows once in as many")
+    fp16_rms: float = _ours(2.0**-20, "16 of FP16's smallest steps: most elements are zero or one of a few numbers")
+    vanished_fraction: float = _ours(0.25, "exact zeros in a dense gradient; healthy ones had 7 %")
+    lr_jump: float = _ours(3.0, "schedules move by percents a step, warm-ups double at most")
+    lr_settled: float = _ours(5, "steps of a warm-up in which the rate may multiply")
+    switch_window: float = _ours(20, "steps before and after a switch that are compared")
+    loss_rise: float = _ours(0.02, "of the loss before; two standard deviations are asked for too")
+    loss_gap: float = _published(0.0025, "DeepSeek-V3, arXiv 2412.19437: relative loss error below 0.25 %")
+    loss_gap_fail: float = _ours(0.01, "four times what is published of a good run")
+    gap_steps: float = _ours(10, "fewer steps after warm-up show no trend")
+    replay_difference: float = _ours(
+        0.01, "another order of sums turns a few FP8 codes by 6 %; a gradient's norm hardly moves"
+    )
 
     def __post_init__(self) -> None:
         for name in fields(self):

@@ -12,12 +12,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo.doctor.captor import Captor
+from octavo.doctor.capture import Captures
 from octavo.doctor.diagnose import diagnose
 from octavo.doctor.findings import Finding
 from octavo.doctor.layer_recorder import LayerRecorder
@@ -30,10 +33,16 @@ from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.observers import ROLES
+from octavo.recipes import GemmSpec, Recipe
 
 __all__ = ["StepNotes", "Watcher", "watch"]
 
 STEPS_KEPT = 1000
+_OPERANDS = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
 
 
 class StepNotes:
@@ -56,6 +65,7 @@ def watch(
     interval: int = 10,
     keep: int = 64,
     on_sample: Callable[[Sample], None] | None = None,
+    captures: str | Path | Captures | None = None,
 ) -> "Watcher":
     """Look at ``model`` while it trains.
 
@@ -65,6 +75,8 @@ def watch(
         interval: steps from one look to the next, 1 or more. The first step is looked at too.
         keep: samples that are held, 2 or more.
         on_sample: called with each sample when its step ends.
+        captures: a folder. Each look is judged by the rules then, and a layer in which they find something is captured
+            there at the next one, for :func:`octavo.doctor.replay`; None captures nothing.
 
     Raises:
         ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
@@ -87,7 +99,7 @@ def watch(
         >>> watcher.findings()
         []
     """
-    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample)
+    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample, captures=captures)
 
 
 class Watcher:
@@ -105,6 +117,7 @@ class Watcher:
         interval: int,
         keep: int,
         on_sample: Callable[[Sample], None] | None,
+        captures: str | Path | Captures | None = None,
     ) -> None:
         for name, value, least in (("interval", interval, 1), ("keep", keep, 2)):
             if value < least:
@@ -114,6 +127,8 @@ class Watcher:
         if not self.layers:
             raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
+        store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
+        self.captor = None if store is None else Captor(store, self.layers)
         self.samples: deque[Sample] = deque(maxlen=keep)
         self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS_KEPT)
         self.number = 0
@@ -140,6 +155,8 @@ class Watcher:
                 yield notes
             self._keep(finish())
         self._note(notes)
+        if self.captor is not None and self.samples and self.samples[-1].step == self.number:
+            self.captor.see(self.findings())
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
@@ -152,7 +169,8 @@ class Watcher:
         batch_norms: dict[str, Tensor] = {}
         parameters: dict[str, Tensor] = {}
         for path, layer in self.layers.items():
-            layer.watch = LayerRecorder(path, casts, products)
+            recorder = LayerRecorder(path, casts, products)
+            layer.watch = recorder if self.captor is None else self.captor.around(recorder, path, self.number)
         try:
             with (
                 torch.compiler.set_stance("force_eager"),
@@ -235,7 +253,25 @@ def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, An
 
 
 def _facts(layer: Linear) -> dict[str, Any]:
-    history = layer.recipe.history
+    recipe = layer.last_recipe or layer.recipe
+    history = recipe.history
     kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
-    shape = {"in_features": layer.in_features, "out_features": layer.out_features}
-    return {"recipe": layer.recipe.name, **kept, **shape}
+    often = {} if history is None else {"update_interval": history.update_interval}
+    shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
+    return {"recipe": recipe.name, **kept, **often, **shape, "casts": _casts(recipe)}
+
+
+def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """By "role gemm", what a rule must know of a cast to judge its scale."""
+    found: dict[str, dict[str, Any]] = {}
+    for gemm, operands in _OPERANDS.items():
+        product: GemmSpec = getattr(recipe, gemm)
+        for role, spec in zip(operands, (product.a, product.b), strict=True):
+            if spec is not None:
+                found[f"{role} {gemm}"] = {
+                    "format": spec.format.name,
+                    "scaling": str(spec.scaling),
+                    "scale_rounding": str(spec.scale_rounding),
+                    "margin": spec.margin,
+                }
+    return found

@@ -73,7 +73,7 @@ def rows_of_scales(q: QuantizedTensor) -> Tensor:
     """
     scale = q.fp32_scale
     if isinstance(q.granularity, PerBlock):
-        return scale.repeat_interleave(q.granularity.rows, dim=0)[: q.shape[0]]
+        return scale.repeat_interleave(min(q.granularity.rows, q.shape[0]), dim=0)[: q.shape[0]]
     return scale.reshape(-1, 1)
 
 

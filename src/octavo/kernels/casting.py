@@ -151,7 +151,7 @@ def quantize_and_measure(
         codes, made, seen = on_device.codes, on_device.scale, on_device.found
     else:
         cast = cpu.quantize(x, fmt, granularity, rule, **options)
-        count = torch.tensor(cast.nonfinite) if cast.nonfinite else None
+        count = torch.tensor(cast.nonfinite, device="cpu") if cast.nonfinite else None
         codes, made, seen = cast.codes, cast.scale, _recorded(x, Measurement(cast.amax, count), into)
     return QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype), seen
 
@@ -319,8 +319,8 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
         zero_is_unknown=zero_is_unknown,
     )
     codes = cast.codes.as_strided(x.shape, cpu.codes_strides(x))  # the shape function's strides, where a size is 1 too
-    scales, amaxes = (torch.empty(made.shape).copy_(made) for made in (cast.scale, cast.amax))
-    return codes, scales, amaxes, torch.tensor(cast.nonfinite)
+    scales, amaxes = (made.clone(memory_format=torch.contiguous_format) for made in (cast.scale, cast.amax))
+    return codes, scales, amaxes, torch.tensor(cast.nonfinite, device="cpu")
 
 
 def _cast_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -50,6 +50,7 @@ __all__ = [
     "knows",
     "level_number",
     "levels",
+    "names",
     "quantize",
     "random_bits",
     "round_stochastic",
@@ -167,10 +168,9 @@ def quantize(
     check_input(x, fmt, granularity, (*DTYPES, torch.float64))
     _check_groups(amax, x, granularity)
     _check_groups(scale, x, granularity)
-    if out is not None and (out.dtype, out.shape, list(out.stride())) != (fmt.torch_dtype, x.shape, codes_strides(x)):
+    if out is not None and not (_holds(out, fmt.torch_dtype, x.shape) and list(out.stride()) == codes_strides(x)):
         raise BackendError(
-            f"codes of {_seen(x)} go into {fmt.torch_dtype} with strides {codes_strides(x)}, not into {_seen(out)} "
-            f"with {list(out.stride())}"
+            f"codes of {_seen(x)} go into {fmt.name} with strides {codes_strides(x)} on a CPU, not into {_placed(out)}"
         )
     matrix, transposed = as_matrix(x, granularity)
     codes = fresh(matrix.shape, fmt.torch_dtype) if out is None else out
@@ -208,7 +208,7 @@ def fake_quantize(
     if out is not None and (out.dtype, out.shape) != (x.dtype, x.shape):
         raise BackendError(f"the values of {_seen(x)} go into a tensor like it, not into {_seen(out)}")
     matrix, transposed = as_matrix(x, granularity)
-    in_place = out is not None and _same_layout(x, out) and matrix.data_ptr() == x.data_ptr()
+    in_place = out is not None and matrix.data_ptr() == x.data_ptr() and _lies_as(x, out)
     matrix = matrix if in_place else matrix.contiguous()  # the kernel writes values as it reads elements
     values = fresh(matrix.shape, x.dtype) if out is None or not in_place else out
     _quantize(matrix, transposed, fmt, granularity, rule, level=level, values=values)
@@ -218,11 +218,16 @@ def fake_quantize(
     return result if out is None else out.copy_(result)
 
 
-def _same_layout(x: Tensor, out: Tensor) -> bool:
+def _lies_as(x: Tensor, out: Tensor) -> bool:
     """Whether ``out`` is ``x``, or lies in other memory as ``x`` does, no element twice."""
-    if x.stride() != out.stride() or any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)):
+    if not _holds(out, x.dtype, x.shape) or x.stride() != out.stride():
         return False
-    return x.data_ptr() == out.data_ptr() or x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    reach = 0  # of the dimensions so far, in elements
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return x.data_ptr() == out.data_ptr() or abs(x.data_ptr() - out.data_ptr()) >= (reach + 1) * x.itemsize
 
 
 def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format, *, level: str | None = None) -> Tensor:
@@ -276,8 +281,8 @@ def dequantize(
             f"the kernels decode E4M3 and E5M2, no empty tensor, to float32, bfloat16 or float16, not {_seen(codes)} "
             f"{granularity} to {out_dtype}"
         )
-    if out is not None and ((out.dtype, out.shape) != (out_dtype, codes.shape) or not out.is_contiguous()):
-        raise BackendError(f"what {_seen(codes)} decodes to goes into a contiguous tensor like it, not {_seen(out)}")
+    if out is not None and not (_holds(out, out_dtype, codes.shape) and out.is_contiguous()):
+        raise BackendError(f"{_seen(codes)} is decoded into a contiguous {out_dtype} like it, not into {_placed(out)}")
     matrix, transposed = as_matrix(codes, granularity, may_transpose=out is None)
     _check_groups(scale, codes, granularity)
     rows, columns = matrix.shape
@@ -344,9 +349,9 @@ def _quantize(
     rows, columns = matrix.shape
     block_rows, block_columns = block_of(granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
-    measured = torch.empty(groups)
+    measured = fresh(groups, torch.float32)
     amax, scale = (t if t is None else as_groups(t, groups, transposed=transposed) for t in (given.amax, given.scale))
-    made = torch.empty(groups) if scale is None else scale
+    made = fresh(groups, torch.float32) if scale is None else scale
     counts = _native.quantize(
         level_number(level),
         *(matrix.data_ptr(), DTYPES.index(matrix.dtype), rows, columns, matrix.stride(0)),
@@ -361,11 +366,16 @@ def _quantize(
     return made, measured, counts
 
 
-def is_traced(x: Tensor) -> bool:
-    """Whether ``x`` is a stand-in, or its operations are watched: then it has no address, and operators are called."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN_TENSORS:
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether one is a stand-in, or operations are watched: then there is no address, and operators are called."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # noqa: SLF001
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001
+    return not all(x is None or _is_itself(x) for x in tensors)
+
+
+def _is_itself(x: Tensor) -> bool:
+    """Whether a tensor is no subclass's and none that torch.func wraps."""
+    return type(x) in _PLAIN_TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001
 
 
 def codes_strides(x: Tensor) -> list[int]:
@@ -399,7 +409,8 @@ def block_of(granularity: Granularity, rows: int, columns: int, *, transposed: b
         return (rows, 1) if transposed else (1, columns)
     if isinstance(granularity, PerBlock):
         block = (granularity.rows, granularity.columns)
-        return (block[1], block[0]) if transposed else block
+        down, across = (block[1], block[0]) if transposed else block
+        return min(down, rows), min(across, columns)
     return rows, columns
 
 
@@ -412,10 +423,8 @@ def as_groups(values: Tensor, groups: Sequence[int], *, transposed: bool) -> Ten
 def check_input(x: Tensor, fmt: Format, granularity: Granularity, dtypes: Sequence[torch.dtype]) -> None:
     """Operators can be called by name, past every other check, and a kernel believes what it is told."""
     if x.dtype not in dtypes or fmt not in _FORMATS or not x.numel() or not stacks(granularity, x.shape):
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise BackendError(
-            f"the kernels cast {allowed}, no empty tensor, to E4M3 or E5M2, not {_seen(x)} {granularity} to {fmt.name}"
-        )
+        given = f"{_seen(x)} {granularity} to {fmt.name}"
+        raise BackendError(f"the kernels cast {names(dtypes)}, no empty tensor, to E4M3 or E5M2, not {given}")
 
 
 def _check_groups(values: Tensor | None, x: Tensor, granularity: Granularity) -> None:
@@ -426,8 +435,24 @@ def _check_groups(values: Tensor | None, x: Tensor, granularity: Granularity) ->
         )
 
 
+def names(dtypes: Sequence[torch.dtype]) -> str:
+    """Dtypes as a sentence has them."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
 def _seen(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    return f"{names([x.dtype])} {tuple(x.shape)}"
+
+
+def _placed(x: Tensor) -> str:
+    layout = list(x.stride()) if x.layout is torch.strided else x.layout
+    return f"{_seen(x)}, {layout} on {x.device}{' with a negative bit' if x.is_neg() else ''}"
+
+
+def _holds(out: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether what is written to a tensor's address is what it then holds."""
+    plain = _is_itself(out) and out.layout is torch.strided and out.device.type == "cpu"
+    return plain and (out.dtype, out.shape) == (dtype, shape) and not (out.is_neg() or out._is_zerotensor())  # noqa: SLF001
 
 
 def in_memory(x: Tensor) -> Tensor:
@@ -439,9 +464,11 @@ def in_memory(x: Tensor) -> Tensor:
         BackendError: a tensor that has no strides, or no memory of its own, such as a sparse one.
     """
     x = x.detach()
-    plain = type(x) in _PLAIN_TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001
-    if not plain or x.layout is not torch.strided or x.device.type != "cpu":
-        raise BackendError(f"the kernels read plain tensors on a CPU, not {type(x).__name__} {x.layout} on {x.device}")
+    if not _is_itself(x) or x.layout is not torch.strided or x.device.type != "cpu":
+        inside = " inside torch.func" if type(x) in _PLAIN_TENSORS and not _is_itself(x) else ""
+        raise BackendError(
+            f"the kernels read plain tensors on a CPU, not {type(x).__name__} {x.layout} on {x.device}{inside}"
+        )
     return x.clone() if x._is_zerotensor() else x.resolve_neg()  # noqa: SLF001
 
 
@@ -450,7 +477,7 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
     With one exception: a virtual machine that reports free pages to its host waits for large ones after a pause.
     """
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if tensor.nbytes >= _LARGE:
         _native.expect_writes(tensor.data_ptr(), tensor.nbytes)
     return tensor

@@ -91,7 +91,7 @@ class CudaDecoder:
         """
         self._check(cache, start + len(tokens))
         if len(tokens) == 1:
-            return self._step(tokens, cache, torch.tensor([start]))
+            return self._step(tokens, cache, torch.tensor([start], device="cpu"))
         with torch.cuda.device_of(self._decoder.norm):  # where Triton launches
             hidden = self._embed(tokens.to(self._device))
             position = torch.arange(start, start + len(tokens), device=self._device)
@@ -117,7 +117,7 @@ class CudaDecoder:
                 f"{len(positions)} positions"
             )
         self._check(cache, max(positions) + 1)
-        return self._step(tokens, cache, torch.tensor(positions))
+        return self._step(tokens, cache, torch.tensor(positions, device="cpu"))
 
     def _step(self, tokens: Tensor, cache: CacheTensors, position: Tensor) -> Tensor:
         if self._device.type != "cuda":

@@ -139,7 +139,7 @@ class CacheTensors:
         table: the pages of every sequence.
 
     Raises:
-        BackendError: shapes or dtypes that do not go together.
+        BackendError: shapes, dtypes or devices that do not go together.
     """
 
     keys: Tensor
@@ -163,8 +163,12 @@ class CacheTensors:
                 f"and an int32 table, not {tuple(self.keys.shape)} {self.keys.dtype}, {tuple(self.values.shape)} "
                 f"{self.values.dtype} and {self.table.dtype}"
             )
-        if not all(tensor.is_contiguous() for tensor in (self.keys, self.values, self.table, *scales)):
-            raise BackendError("keys, values, their scales and the table must be contiguous")
+        tensors = (self.keys, self.values, self.table, *scales)
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            strides = [tensor.stride() for tensor in tensors]
+            raise BackendError(f"keys, values, the table and the scales must be contiguous, not of strides {strides}")
+        if len(devices := {str(tensor.device) for tensor in tensors}) > 1:
+            raise BackendError(f"a cache is on one device, not on {' and '.join(sorted(devices))}")
 
     def check_made_for(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Raise BackendError for a cache of another model."""
@@ -216,7 +220,7 @@ def attend(
             f"queries [R, heads, {dim}], heads a multiple of {kv_heads}, go with this cache and R sequences and "
             f"positions, not {tuple(queries.shape)}, {tuple(sequence.shape)} and {tuple(position.shape)}"
         )
-    _check_rows(cache, sequence, position)
+    _check_rows(cache, sequence, position, queries)
     queries = cpu.in_memory(queries.float()).contiguous()
     out = torch.empty_like(queries)
     cpu.extension().attend(
@@ -288,7 +292,7 @@ class NativeDecoder:
             BackendError: a cache or rows of another model, or rows beyond the cache or the table of angles.
         """
         self._check(hidden, cache, sequence, position)
-        logits = torch.empty(len(hidden) if every else 1, self._vocabulary)
+        logits = cpu.fresh((len(hidden) if every else 1, self._vocabulary), torch.float32)
         self._decoder.run(
             hidden.data_ptr(),
             len(hidden),
@@ -306,13 +310,13 @@ class NativeDecoder:
 
     def _check(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
         cache.check_made_for(self._layers, self._shape.kv_heads, self._shape.head_dim)
+        _check_rows(cache, sequence, position, hidden)
         wanted = (len(sequence), self._shape.hidden_size)
         if hidden.shape != wanted or hidden.dtype != torch.float32 or not hidden.is_contiguous() or not len(hidden):
             raise BackendError(
                 f"this decoder reads float32 rows {wanted}, contiguous and at least one, not {tuple(hidden.shape)} "
                 f"{hidden.dtype}"
             )
-        _check_rows(cache, sequence, position)
         if int(position.max()) >= self._positions:
             raise BackendError(
                 f"this decoder has angles for {self._positions} positions, not {int(position.max()) + 1}"
@@ -329,17 +333,22 @@ class NativeDecoder:
         return (*layout, self._numbers(weight.fp32_scale), weight.scale.numel() > 1, data.shape[0], 0, 0)
 
 
-def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
+def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor, rows: Tensor) -> None:
     """A kernel reads where it is told to."""
+    for name, tensor in {"cache": cache.keys, "sequences": sequence, "positions": position, "rows": rows}.items():
+        if tensor.device.type != "cpu":
+            raise BackendError(f"the kernels read tensors on a CPU, and the {name} are on {tensor.device}")
     fits = all(t.dtype == torch.int64 and t.ndim == 1 and t.is_contiguous() for t in (sequence, position))
     if not fits or len(sequence) != len(position):
-        raise BackendError("sequences and positions are int64 [R], contiguous")
+        given = " and ".join(f"{tuple(t.shape)} {t.dtype}" for t in (sequence, position))
+        raise BackendError(f"sequences and positions are int64 [R], contiguous, not {given}")
     sequences, pages = cache.table.shape
-    limits = ((sequence, sequences), (position, pages * PAGE), (cache.table.flatten(), cache.keys.shape[1]))
-    for numbers, limit in limits:
+    limits = {
+        "sequences": (sequence, sequences),
+        "positions": (position, pages * PAGE),
+        "pages": (cache.table.flatten(), cache.keys.shape[1]),
+    }
+    for name, (numbers, limit) in limits.items():
         found = numbers.tolist()
         if found and (min(found) < 0 or max(found) >= limit):
-            raise BackendError(
-                f"sequences, positions or page numbers reach beyond {sequences} sequences, {pages * PAGE} positions or "
-                f"{cache.keys.shape[1]} pages"
-            )
+            raise BackendError(f"this cache has {limit} {name}, 0 to {limit - 1}, not {min(found)} to {max(found)}")

@@ -51,7 +51,7 @@ def _sums(
     """Hopper's sums; where scales are given, each chain is multiplied by its two before it is added."""
     if a.device.type != "cpu" or cpu.why_absent() is not None:
         return _sums_by_torch(a, b, accumulate, a_scale, b_scale)
-    traced = cpu.is_traced(a) or cpu.is_traced(b)
+    traced = cpu.is_traced(a, b, a_scale, b_scale)
     add = torch.ops.octavo.hopper_sums if traced else _native_sums
     result: Tensor = add(a, b, str(accumulate), a_scale, b_scale)
     return result
@@ -63,7 +63,7 @@ def _sums_by_torch(
     if a_scale is None or b_scale is None:
         return hopper_sums(a, b, accumulate=accumulate)
     left, right = a_scale.double(), b_scale.double()
-    sums = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    sums = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for block, chain in enumerate(hopper_chains(a, b)):
         sums += (chain * _column(left, block) * _column(right, block).t()).float()
     return sums

@@ -28,7 +28,7 @@ class NativeBackend:
         """See :class:`octavo.kernels.backend.Backend`."""
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
             return _TORCH.scaled_mm(a, b, bias, problem)  # its operations have gradients
-        traced = cpu.is_traced(a.data) or cpu.is_traced(b.data)
+        traced = cpu.is_traced(a.data, a.scale, b.data, b.scale, bias)
         # The operator is the same function behind 20 µs of dispatch.
         multiply = torch.ops.octavo.native_mm if traced else _native_mm
         block = max(block_widths(problem), default=0)

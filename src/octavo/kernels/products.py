@@ -45,18 +45,19 @@ def gemm(
     Raises:
         BackendError: operands, scales or a bias of other dtypes or shapes.
     """
-    if block < 0 or out_dtype not in cpu.DTYPES:
-        raise BackendError(
-            f"blocks are 0 or more wide and results float32, bfloat16 or float16, not {block}, {out_dtype}"
-        )
+    if block < 0:
+        raise BackendError(f"a block is 1 column wide or more, not {block}; 0 is one scale for all of K")
+    if out_dtype not in cpu.DTYPES:
+        raise BackendError(f"a product is {cpu.names(cpu.DTYPES)}, not {out_dtype}")
     _check(a, b, (*cpu.CODES, *cpu.DTYPES))
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, k, n):
         raise BackendError(f"an empty operand has no product: {tuple(a.shape)} and {tuple(b.shape)}")
     if bias is not None and bias.shape != (n,):
         raise BackendError(f"{n} columns and a bias {tuple(bias.shape)} do not go together; give one number for each")
+    block = 0 if block >= k else block
     blocks = -(-k // block) if block else 1
-    one = torch.ones(1, 1)
+    one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     a_scales = _scales(one if a_scale is None else a_scale, m, blocks)
     b_scales = _scales(one if b_scale is None else b_scale, n, blocks)
     left, right = (_dense_one_way(matrix) for matrix in (a, b))
@@ -69,7 +70,7 @@ def gemm(
         *(m, n, k, block),
         cpu.address(added),
         out.data_ptr(),
-        cpu.element_number(out_dtype) - len(cpu.CODES),
+        cpu.DTYPES.index(out_dtype),
     )
     return out
 
@@ -104,7 +105,7 @@ def hopper_sums(
         raise BackendError("it is hopper-slow's chains that are scaled, by both operands; give both scales or neither")
     _check(a, b, cpu.CODES)
     (m, k), n = a.shape, b.shape[0]
-    out = torch.zeros(m, n)
+    out = torch.zeros(m, n, dtype=torch.float32, device="cpu")
     if 0 in (m, k, n):
         return out
     chains = -(-k // CHAIN)
@@ -152,11 +153,12 @@ def compare(
     (m, k), n = codes[0].shape, codes[1].shape[0]
     if [x.shape for x in originals] != [x.shape for x in codes] or 0 in (m, k, n):
         raise BackendError(f"originals and codes have one shape, not {originals[0].shape} and {codes[0].shape}")
+    sums = 0 if block or accumulate is Accumulate.FP32 else 1 + _TENSOR_CORE.index(accumulate)
+    block = 0 if block >= k else block
     blocks = -(-k // block) if block else 1
     left, right, *made = (_dense_one_way(matrix) for matrix in (*originals, *codes))
     made_scales = [_scales(scale, rows, blocks) for scale, rows in zip(scales, (m, n), strict=True)]
-    sums = 0 if block or accumulate is Accumulate.FP32 else 1 + _TENSOR_CORE.index(accumulate)
-    out = torch.empty(3, m, n)
+    out = cpu.fresh((3, m, n), torch.float32)
     cpu.extension().compare_products(
         cpu.level_number(level),
         *(_operand(left, None), _operand(right, None)),
@@ -169,13 +171,10 @@ def compare(
 
 def _check(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """A kernel reads what it was told is there; operators can be called by name, past every other check."""
-    matrices = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]
-    if not matrices or a.dtype not in dtypes or b.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise BackendError(
-            f"a product takes [M, K] and [N, K] of {allowed}; {a.dtype} {tuple(a.shape)} and "
-            f"{b.dtype} {tuple(b.shape)} do not go together"
-        )
+    if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]):
+        raise BackendError(f"a product takes [M, K] and [N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.dtype not in dtypes or b.dtype not in dtypes:
+        raise BackendError(f"a product takes operands of {cpu.names(dtypes)}, not {cpu.names([a.dtype, b.dtype])}")
 
 
 def _scales(scale: Tensor, rows: int, blocks: int) -> Tensor:

@@ -41,8 +41,8 @@ def cast_sums(x: Tensor, made: QuantizedTensor, rows: slice, *, level: str | Non
     height, width = cpu.block_of(made.granularity, *matrix.shape, transposed=False)
     groups = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
     scale = cpu.as_groups(made.fp32_scale, groups, transposed=False)
-    measured = torch.empty(groups)
-    out = torch.empty(cpu.extension().CAST_SUMS, dtype=torch.float64)
+    measured = cpu.fresh(groups, torch.float32)
+    out = cpu.fresh((cpu.extension().CAST_SUMS,), torch.float64)
     cpu.extension().cast_sums(
         cpu.level_number(level),
         *(matrix.data_ptr(), cpu.DTYPES.index(matrix.dtype), *matrix.shape, matrix.stride(0)),

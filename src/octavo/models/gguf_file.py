@@ -113,7 +113,7 @@ class GGUFFile:
         """
         stored = self.tensors[name]
         rows = self._bytes[stored.start : stored.end].reshape(-1, stored.row_bytes)
-        out = torch.empty(stored.shape, dtype=dtype)
+        out = torch.empty(stored.shape, dtype=dtype, device="cpu")
         flat = out.view(-1, stored.shape[-1])
         step = max(1, DECODED_AT_ONCE // stored.shape[-1])
         for start in range(0, len(rows), step):

@@ -253,7 +253,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         """Nothing counted, no scale loaded."""
         return {
             "nonfinite_counts": torch.zeros(len(ROLES), dtype=torch.int64, device=device),
-            "input_scale": torch.zeros((), device=device),
+            "input_scale": torch.zeros((), dtype=torch.float32, device=device),
         }
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

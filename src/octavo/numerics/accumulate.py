@@ -79,7 +79,7 @@ def hopper_sums(a: Tensor, b: Tensor, *, accumulate: Accumulate) -> Tensor:
         raise ConfigError(
             f"hopper_sums adds as 'hopper-fast' or 'hopper-slow', not {accumulate!s}; a.float() @ b.float().t() is fp32"
         )
-    total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for chain in _chains(left, right):
         total += chain
     return total

@@ -139,15 +139,21 @@ class PerBlock:
         *leading, block_rows, block_columns = self.scale_shape(magnitudes.shape)
         if not magnitudes.numel():
             return magnitudes.new_zeros((*leading, block_rows, block_columns))
-        row_padding = block_rows * self.rows - magnitudes.shape[-2]
-        column_padding = block_columns * self.columns - magnitudes.shape[-1]
+        rows, columns = self._within(magnitudes.shape)
+        row_padding = block_rows * rows - magnitudes.shape[-2]
+        column_padding = block_columns * columns - magnitudes.shape[-1]
         padded = torch.nn.functional.pad(magnitudes, (0, column_padding, 0, row_padding))  # zeros never are the maximum
-        return padded.reshape(*leading, block_rows, self.rows, block_columns, self.columns).amax(dim=(-3, -1))
+        return padded.reshape(*leading, block_rows, rows, block_columns, columns).amax(dim=(-3, -1))
 
     def expand(self, scale: Tensor, shape: torch.Size) -> Tensor:
         """Every scale repeated over its block, cropped to ``shape``."""
-        full = scale.repeat_interleave(self.rows, dim=-2).repeat_interleave(self.columns, dim=-1)
+        rows, columns = self._within(shape)
+        full = scale.repeat_interleave(rows, dim=-2).repeat_interleave(columns, dim=-1)
         return full[..., : shape[-2], : shape[-1]]
+
+    def _within(self, shape: torch.Size) -> tuple[int, int]:
+        """Rows and columns of a block of this shape, which may be smaller than one."""
+        return min(self.rows, shape[-2]), min(self.columns, shape[-1])
 
 
 def granularity_or_default(granularity: Granularity | None) -> Granularity:

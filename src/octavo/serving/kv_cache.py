@@ -101,9 +101,10 @@ class PagedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and their scales."""
+        """Bytes of the sequence's keys, values and their scales."""
         t = self.tensors
-        return sum(x.nbytes for x in (t.keys, t.values, t.key_scale, t.value_scale) if x is not None)
+        every = sum(x.nbytes for x in (t.keys, t.values, t.key_scale, t.value_scale) if x is not None)
+        return every // t.keys.shape[1] * t.table.numel()
 
     def next_positions(self, count: int) -> Tensor:
         """The positions that the next tokens take, int64 [count].
@@ -228,6 +229,7 @@ def _empty(
     check_sizes(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_positions=max_positions, sequences=sequences)
     if fmt not in (E4M3, BF16, FP32):
         raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
+    device = torch.device("cpu") if device is None else device
     each = -(-max_positions // PAGE)
     vectors = (layers, sequences * each, kv_heads, PAGE)
     key_scale, value_scale = (

@@ -99,8 +99,9 @@ class ModelRunner:
         """The logits after the given tokens, whose keys and values are added to the cache.
 
         Args:
-            tokens: int64 [T], at least one: what follows the positions in the cache. Those on a GPU are not looked at,
-                since that would wait for it: torch ends the process's CUDA at one outside the vocabulary.
+            tokens: int64 [T], at least one: what follows the positions in the cache; on a CPU or the runner's device.
+                Those on a GPU are not looked at, since that would wait for it: torch ends the process's CUDA at one
+                outside the vocabulary.
             cache: from :meth:`new_cache`.
             every: the logits after every one of them instead of the last.
 
@@ -108,8 +109,8 @@ class ModelRunner:
             float32 [V], or [T, V].
 
         Raises:
-            TypeError: tokens that are no tensor of integers.
-            BackendError: a cache of another model.
+            TypeError: tokens that are no tensor of integers, or a cache that is none of one sequence.
+            BackendError: a cache of another model or on another device, or tokens on another one.
             ConfigError: no token, one outside the vocabulary, or more than the cache or the model has positions for.
                 The cache is as it was, whatever is raised.
         """
@@ -137,8 +138,8 @@ class ModelRunner:
             float32 [sequences, V].
 
         Raises:
-            TypeError: tokens that are no tensor of integers.
-            BackendError: a batch of another model.
+            TypeError: tokens that are no tensor of integers, or a batch that is none.
+            BackendError: a batch of another model or on another device, or tokens on another one.
             ConfigError: another number of tokens, one outside the vocabulary, or a sequence that is full.
 
         Example:
@@ -158,8 +159,13 @@ class ModelRunner:
             >>> runner.step(torch.tensor([4, 5]), batch).shape, batch.lengths
             (torch.Size([2, 64]), [4, 1])
         """
-        if getattr(tokens, "shape", None) != (len(batch.sequences),):
-            raise ConfigError(f"a step reads a token of each of {len(batch.sequences)} sequences, not {tokens}")
+        if not isinstance(batch, KVCacheBatch):
+            raise TypeError(f"a step reads into a batch, from new_batch(), not into a {type(batch).__name__}")
+        _check_integers(tokens)
+        if tokens.shape != (len(batch.sequences),):
+            raise ConfigError(
+                f"a step reads a token of each of {len(batch.sequences)} sequences, not {tuple(tokens.shape)} tokens"
+            )
         for token, cache in zip(tokens.split(1), batch.sequences, strict=True):
             self._check(token, cache)
         batch.check_room()
@@ -167,8 +173,8 @@ class ModelRunner:
         if self._cuda is not None:
             logits = self._cuda.step(tokens, batch.tensors, positions)
         elif self._native is not None:
-            sequence = torch.arange(len(tokens))
-            logits = self._native.run(self._embed(tokens), batch.tensors, sequence, torch.tensor(positions), every=True)
+            sequence, position = (torch.tensor(x, device="cpu") for x in (range(len(tokens)), positions))
+            logits = self._native.run(self._embed(tokens), batch.tensors, sequence, position, every=True)
         else:
             pairs = zip(tokens.split(1), batch.sequences, strict=True)
             logits = torch.cat([self._on_cpu(token, cache) for token, cache in pairs])
@@ -190,18 +196,29 @@ class ModelRunner:
         return QuantizedTensor(rows, head.scale[tokens], PerRow(), torch.float32).dequantize()
 
     def _check(self, tokens: Tensor, cache: PagedKVCache) -> None:
-        dtype = getattr(tokens, "dtype", type(tokens).__name__)
-        if dtype not in _INTEGERS:
-            raise TypeError(f"tokens are a tensor of integers, not {dtype}")
-        config = self.config
-        cache.tensors.check_made_for(config.num_layers, config.num_kv_heads, config.head_dim)
+        if not isinstance(cache, PagedKVCache):
+            raise TypeError(
+                f"a runner reads into a cache of one sequence, from new_cache(), not into a {type(cache).__name__}"
+            )
+        _check_integers(tokens)
+        cache.tensors.check_made_for(*self._sizes())
+        if cache.tensors.keys.device != self._device:
+            raise BackendError(
+                f"this runner is on {self._device} and the cache on {cache.tensors.keys.device}; take one from the "
+                "runner's new_cache()"
+            )
+        if tokens.device.type != "cpu" and tokens.device != self._device:
+            raise BackendError(f"this runner is on {self._device} and the tokens on {tokens.device}; move them there")
         if tokens.ndim != 1 or not len(tokens):
             raise ConfigError(
                 f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}"
             )
         looked_at = not tokens.is_cuda
         if looked_at and (int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size):
-            raise ConfigError(f"token ids must be below the vocabulary's {self.config.vocab_size}")
+            raise ConfigError(
+                f"token ids must be 0 or more and below the vocabulary's {self.config.vocab_size}, not "
+                f"{int(tokens.min())} to {int(tokens.max())}"
+            )
         if cache.length + len(tokens) > self.config.max_positions:
             raise ConfigError(
                 f"this model knows {self.config.max_positions} positions, and {cache.length + len(tokens)} are needed; "
@@ -209,10 +226,17 @@ class ModelRunner:
             )
 
 
+def _check_integers(tokens: object) -> None:
+    dtype = getattr(tokens, "dtype", type(tokens).__name__)
+    if dtype not in _INTEGERS:
+        raise TypeError(f"tokens are a tensor of integers, not {dtype}")
+
+
 def _device(model: Llama) -> torch.device:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type not in {"cpu", "cuda"}:
-        raise ConfigError("a ModelRunner runs on a CPU or one CUDA device; move the model there first")
+        found = " and ".join(sorted(map(str, devices)))
+        raise ConfigError(f"a ModelRunner runs on a CPU or one CUDA device, not on {found}; move the model there first")
     return devices.pop()
 
 

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -34,42 +34,16 @@ from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.memory import check_batch_fits, fitting_in_memory, peak_memory_bytes, reset_peak_memory
-from octavo.training.metrics import MetricsLog, read_metrics
-from octavo.training.nonfinite import first_nonfinite
+from octavo.training.metrics import MetricsLog
+from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.run_folder import claimed, resumable_state
+from octavo.training.result import TrainResult, curves_of
+from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
 from octavo.training.signals import StopRequest, stopping_on_signals
 from octavo.training.threads import using_threads
 
-__all__ = ["TrainResult", "Trainer", "build_model", "train"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """What a run came to.
-
-    Attributes:
-        run_dir: its folder.
-        step: finished updates.
-        interrupted: whether it was stopped by a signal before its last update.
-        train_curve: (step, loss in nats), from metrics.jsonl, earlier parts of a resumed run included.
-        validation_curve: (step, nats).
-        tokens_per_second: tokens of an update over the median duration of one.
-        peak_memory_bytes: of this process while it trained; see :mod:`octavo.training.memory`.
-        checkpoint: the newest one.
-        converted: how many linears the recipe took.
-    """
-
-    run_dir: Path
-    step: int
-    interrupted: bool
-    train_curve: tuple[tuple[int, float], ...]
-    validation_curve: tuple[tuple[int, float], ...]
-    tokens_per_second: float
-    peak_memory_bytes: int
-    checkpoint: Path | None
-    converted: int
+__all__ = ["Trainer", "build_model", "train"]
 
 
 def train(
@@ -160,9 +134,9 @@ class Trainer:
         self.surroundings = surroundings(self.training, self.device)
         self.optimizer = build_optimizer(self.model, self.training)
         self.scaler = _loss_scaler(self.training, self.device)
-        self.step = 0
+        self.step, self.recipe = 0, self.training.recipe_at(1)
         self.checkpoint = self._continue_from_checkpoint()
-        self.watcher = _watcher(self.training, self.model, self.optimizer)
+        self.watcher = _watcher(self.training, self.model, self.optimizer, run_dir)
         self.step_seconds: list[float] = []
 
     def run(self, stop: StopRequest) -> TrainResult:
@@ -191,11 +165,22 @@ class Trainer:
         Raises:
             NonFiniteLossError: the loss or a gradient became NaN or infinite; the weights are those of before.
         """
+        self._enter_phase(log)
         with self._looked_at(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise self._nonfinite(log, loss, grad_norm)
+
+    def _enter_phase(self, log: MetricsLog) -> None:
+        """Let the layers run the recipe of the step that comes, if another one begins with it."""
+        recipe = self.training.recipe_at(self.step + 1)
+        if recipe == self.recipe:
+            return
+        self.recipe = recipe
+        apply_recipe(self.model, self.training, step=self.step + 1)
+        log.write("precision", self.step + 1, recipe=recipe)
+        self.emit(Notice(text=f"step {self.step + 1}: the layers run {recipe} from here on"))
 
     def _looked_at(self, log: MetricsLog, *, always: bool = False) -> AbstractContextManager[StepNotes]:
         """The doctor's context of the step that comes."""
@@ -362,7 +347,9 @@ class Trainer:
         found = resumable_state(self.run_dir, self.config, self.data)
         if found is None:
             return None
-        path, _ = found
+        path, state = found
+        self.recipe = self.training.recipe_at(state.step)
+        apply_recipe(self.model, self.training, step=state.step)
         self.step = load_checkpoint(path, model=self.model, optimizer=self.optimizer, scaler=self.scaler).step
         self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
         return path
@@ -375,16 +362,10 @@ class Trainer:
                 surroundings=self.surroundings,
                 loss_scale=(self.scaler.value if self.scaler else 1) / self.training.grad_accumulation,
             )
-        log.write(
-            "failure",
-            self.step + 1,
-            loss=loss if math.isfinite(loss) else None,
-            grad_norm=grad_norm if math.isfinite(grad_norm) else None,
-            tensor=finding.tensor if finding else None,
-        )
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-        first = f"the first non-finite tensor is the {finding}" if finding else "a replay of its batches stayed finite"
-        return NonFiniteLossError(f"at step {self.step + 1} {what}; {first}; {self._last_good_checkpoint()}")
+        scale = {} if self.scaler is None else {"loss_scale": self.scaler.value}
+        log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale)
+        why = failure_sentence(loss, grad_norm, finding)
+        return NonFiniteLossError(f"at step {self.step + 1} {why}; {self._last_good_checkpoint()}")
 
     def _last_good_checkpoint(self) -> str:
         path = latest(self.run_dir)
@@ -393,14 +374,14 @@ class Trainer:
         return f"the last good checkpoint is {str(path)!r}"
 
     def _result(self) -> TrainResult:
-        lines = read_metrics(self.run_dir)
+        train_curve, validation_curve = curves_of(self.run_dir)
         typical = statistics.median(self.step_seconds) if self.step_seconds else math.nan
         return TrainResult(
             run_dir=self.run_dir,
             step=self.step,
             interrupted=self.step < self.training.steps,
-            train_curve=tuple((line["step"], line["loss"]) for line in lines if line["kind"] == "step"),
-            validation_curve=tuple((line["step"], line["nats"]) for line in lines if line["kind"] == "evaluation"),
+            train_curve=train_curve,
+            validation_curve=validation_curve,
             tokens_per_second=self.training.tokens_per_step / typical,
             peak_memory_bytes=peak_memory_bytes(self.device),
             checkpoint=self.checkpoint,
@@ -419,11 +400,13 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
 
 
-def _watcher(training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Watcher | None:
+def _watcher(
+    training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path
+) -> Watcher | None:
     """Who looks at the FP8 layers every ``statistics_interval`` updates; None where there are none or nobody asks."""
     if not training.is_fp8 or not training.statistics_interval:
         return None
-    return watch(model, optimizer, interval=training.statistics_interval)
+    return watch(model, optimizer, interval=training.statistics_interval, captures=run_dir / CAPTURES)
 
 
 def _loss_scaler(training: TrainingConfig, device: torch.device) -> LossScaler | None:

@@ -199,7 +199,7 @@ def _positive(name: str, value: object) -> float:
     limits = torch.finfo(torch.float32)
     if not _is_number(value) or not limits.tiny <= value <= limits.max:
         raise ConfigError(f"{name} must be a positive number that FP32 holds, not {value!r}")
-    return torch.tensor(value, dtype=torch.float32).item()
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

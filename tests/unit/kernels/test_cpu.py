@@ -1,7 +1,10 @@
 """What Python decides before a native kernel runs: what it takes, how it reads a layout, and what it refuses."""
 
+import ctypes
 import mmap
+import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -72,22 +75,34 @@ def test_only_an_instance_of_tensor_itself_has_an_address():
     assert not cpu.is_traced(torch.ones(1))
     assert not cpu.is_traced(torch.nn.Parameter(torch.ones(1)))
     assert cpu.is_traced(torch.ones(1).as_subclass(Watched))
+    assert not cpu.is_traced(torch.ones(1), None)
+    assert cpu.is_traced(torch.ones(1), None, torch.ones(1).as_subclass(Watched))
 
 
 @built
 def test_numbers_are_read_as_they_are():
     """A negative may be a bit that torch keeps, and zeros may have no memory."""
-    x = torch.view_as_complex(torch.randn(8, 4, 2)).conj().imag
+    plain = torch.randn(8, 4)
+    x, one = torch._neg_view(plain), torch.ones(())
     assert x.is_neg()
-    for granularity in (PerTensor(), PerRow()):
-        read, resolved = (cpu.quantize(given, E4M3, granularity, RULE) for given in (x, x.resolve_neg().clone()))
-        assert torch.equal(read.codes.float(), resolved.codes.float())
-    assert torch.equal(cpu.fake_quantize(x, E4M3, PerRow(), RULE), -cpu.fake_quantize(-x, E4M3, PerRow(), RULE))
-    scale = torch._neg_view(-torch.ones(()))
-    assert cpu.quantize(x, E4M3, PerTensor(), RULE, scale=scale).codes.float().abs().sum() > 0
+    assert x.is_contiguous()
+    known: list[dict[str, Any]] = [{"scale": one}, {"amax": one}, {}]
+    for given in known:
+        read, wanted = (cpu.quantize(values, E4M3, PerTensor(), RULE, **given) for values in (x, -1 * plain))
+        assert torch.equal(read.codes.float(), wanted.codes.float())
+    assert torch.equal(cpu.fake_quantize(x, E4M3, PerRow(), RULE), cpu.fake_quantize(-1 * plain, E4M3, PerRow(), RULE))
+    kept, codes = torch._neg_view(-one), plain.to(E4M3.torch_dtype)
+    for name in ("scale", "amax"):
+        options: list[dict[str, Any]] = [{name: kept}, {name: one}]
+        read, wanted = (cpu.quantize(plain, E4M3, PerTensor(), RULE, **given) for given in options)
+        assert torch.equal(read.codes.float(), wanted.codes.float())
+        assert torch.equal(read.scale, wanted.scale)
+    assert torch.equal(cpu.dequantize(codes, kept, PerTensor(), torch.float32), codes.float())
     assert not cpu.quantize(torch._efficientzerotensor(4), E4M3, PerTensor(), RULE).codes.float().any()
     with pytest.raises(BackendError, match=r"plain tensors on a CPU, not Tensor torch\.sparse_coo"):
         cpu.quantize(torch.eye(3).to_sparse(), E4M3, PerTensor(), RULE)
+    with pytest.raises(BackendError, match=r"not Tensor torch\.strided on cpu inside torch\.func"):
+        torch.func.vmap(cpu.in_memory)(plain)
 
 
 def _read_only(path, tensor):
@@ -110,25 +125,99 @@ def test_inputs_may_be_read_only(tmp_path):
 
 
 @built
-@pytest.mark.parametrize("call", [
-    lambda x: cpu.quantize(x.int(), E4M3, PerTensor(), RULE),
-    lambda x: cpu.quantize(x[:0], E4M3, PerTensor(), RULE),
-    lambda x: cpu.quantize(x, E4M3_FNUZ, PerTensor(), RULE),
-    lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(4, 8)),
-    lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(8, 4).to(torch.float8_e4m3fn).t()),
-    lambda x: cpu.quantize(x, E4M3, PerRow(), RULE, scale=torch.ones(3, 1)),
-    lambda x: cpu.quantize(x, E4M3, PerRow(), RULE, amax=torch.ones(())),
-    lambda x: cpu.fake_quantize(x.double(), E4M3, PerTensor(), RULE),
-    lambda x: cpu.fake_quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(2)),
-    lambda x: cpu.round_stochastic(x.half(), torch.zeros(4, 8), E4M3),
-    lambda x: cpu.round_stochastic(x, torch.zeros(2), E4M3),
-    lambda x: cpu.dequantize(x, torch.ones(()), PerTensor(), torch.float32),
-    lambda x: cpu.dequantize(x.to(torch.float8_e4m3fn), torch.ones(()), PerTensor(), torch.float64),
-    lambda x: cpu.dequantize(x.to(torch.float8_e4m3fn), torch.ones(3, 1), PerRow(), torch.float32),
-    lambda x: cpu.dequantize(x.to(torch.float8_e4m3fn), torch.ones(()), PerTensor(), torch.float32, out=torch.empty(2)),
-    lambda x: torch.ops.octavo.cast(x.int(), torch.float8_e4m3fn, [], "fp32", 0.0, 0, True, None, None, False),
-    lambda x: torch.ops.octavo.cast(x[:0], torch.float8_e4m3fn, [], "fp32", 0.0, 0, True, None, None, False),
+@pytest.mark.parametrize("side", [2**31, 2**62, 2**63 - 1])
+def test_a_block_may_be_larger_than_any_tensor(side):
+    x = torch.randn(4, 600)
+    for block, same in (
+        (PerBlock(1, side), PerRow()), (PerBlock(side, side), PerTensor()), (PerBlock(side, 7), PerBlock(4, 7)),
+    ):  # fmt: skip
+        for turned in (False, True):
+            given = x.t().contiguous().t() if turned else x
+            found, wanted = (cpu.quantize(given, E4M3, granularity, RULE) for granularity in (block, same))
+            assert torch.equal(found.codes.float(), wanted.codes.float())
+            assert torch.equal(found.scale.flatten(), wanted.scale.flatten())
+            values = cpu.dequantize(found.codes, found.scale, block, torch.float32)
+            assert torch.equal(values, cpu.dequantize(wanted.codes, wanted.scale, same, torch.float32))
+            assert torch.equal(cpu.fake_quantize(given, E4M3, block, RULE), values)
+
+
+def _at(address, count):
+    """Memory that torch does not know to be another tensor's."""
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+
+
+@built
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(2, 7)], ids=str)
+def test_values_are_written_elsewhere_where_they_would_be_read_again(granularity):
+    x = torch.randn(100, 50)
+    wanted = cpu.fake_quantize(x, E4M3, granularity, RULE)
+    for shift in (0, 1, 7, 4999, 5000):
+        memory = torch.cat([x.flatten(), torch.zeros(shift)])
+        given, out = (_at(memory.data_ptr() + 4 * places, 5000).view(100, 50) for places in (0, shift))
+        assert cpu.fake_quantize(given, E4M3, granularity, RULE, out=out) is out
+        assert torch.equal(memory[shift:], wanted.flatten())
+        assert torch.equal(memory[:shift], x.flatten()[:shift])
+
+
+@built
+def test_values_go_where_the_tensor_says():
+    x = torch.randn(8, 4)
+    wanted = cpu.fake_quantize(x, E4M3, PerRow(), RULE)
+    for out in (torch._neg_view(torch.zeros(8, 4)), torch.zeros(8, 4, 2).unbind(-1)[1], torch.zeros(4, 8).t()):
+        assert cpu.fake_quantize(x, E4M3, PerRow(), RULE, out=out) is out
+        assert torch.equal(out, wanted)
+    negative = torch._neg_view(x.clone())
+    cpu.fake_quantize(negative, E4M3, PerRow(), RULE, out=negative)
+    assert torch.equal(negative, cpu.fake_quantize(-1 * x, E4M3, PerRow(), RULE))
+    with pytest.raises(RuntimeError, match="sparse"):
+        cpu.fake_quantize(x, E4M3, PerRow(), RULE, out=x.to_sparse())
+
+
+@built
+def test_no_element_is_read_after_it_was_written():
+    """Rows that overlap: an element becomes what one of its rows makes of it, of what stood there before."""
+    memory = torch.randn(40)
+    x = memory.unfold(0, 8, 1)
+    wanted = cpu.fake_quantize(x, E4M3, PerRow(), RULE)
+    cpu.fake_quantize(x, E4M3, PerRow(), RULE, out=x)
+    for place, found in enumerate(memory):
+        assert found in [wanted[row, place - row] for row in range(33) if 0 <= place - row < 8]
+
+
+CODES, ONE = torch.zeros(4, 8).to(E4M3.torch_dtype), torch.ones(())
+CAST: tuple[Any, ...] = (E4M3.torch_dtype, [], "fp32", 0.0, 0, True, None, None, False)
+
+
+def _decoded_into(out):
+    return cpu.dequantize(CODES, ONE, PerTensor(), torch.float32, out=out)
+
+
+@built
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda x: cpu.quantize(x.int(), E4M3, PerTensor(), RULE), "not int32 (4, 8) PerTensor() to E4M3"),
+    (lambda x: cpu.quantize(x[:0], E4M3, PerTensor(), RULE), "no empty tensor, to E4M3 or E5M2, not float32 (0, 8)"),
+    (lambda x: cpu.quantize(x, E4M3_FNUZ, PerTensor(), RULE), "PerTensor() to E4M3_FNUZ"),
+    (lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(4, 8)), "not into float32 (4, 8), [8, 1]"),
+    (lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=CODES.t().contiguous().t()), "(4, 8), [1, 4] on cpu"),
+    (lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=CODES.to("meta")), "(4, 8), [8, 1] on meta"),
+    (lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=torch._neg_view(CODES)), "on cpu with a negative bit"),
+    (lambda x: cpu.quantize(x, E4M3, PerRow(), RULE, scale=torch.ones(3, 1)), "each of (4, 1) groups, not (3, 1)"),
+    (lambda x: cpu.quantize(x, E4M3, PerRow(), RULE, amax=torch.ones(())), "each of (4, 1) groups, not ()"),
+    (lambda x: cpu.fake_quantize(x.double(), E4M3, PerTensor(), RULE), "cast float32, bfloat16, float16, no empty"),
+    (lambda x: cpu.fake_quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(2)), "like it, not into float32 (2,)"),
+    (lambda x: cpu.round_stochastic(x.half(), torch.zeros(4, 8), E4M3), "the kernels cast float32, no empty tensor"),
+    (lambda x: cpu.round_stochastic(x, torch.zeros(2), E4M3), "float32 (4, 8) and random (2,) do not go together"),
+    (lambda x: cpu.dequantize(x, ONE, PerTensor(), torch.float32), "the kernels decode E4M3 and E5M2, no empty"),
+    (lambda _: cpu.dequantize(CODES, ONE, PerTensor(), torch.float64), "(4, 8) PerTensor() to torch.float64"),
+    (lambda _: cpu.dequantize(CODES, torch.ones(3, 1), PerRow(), torch.float32), "(4, 1) groups, not (3, 1)"),
+    (lambda _: _decoded_into(torch.empty(2)), "like it, not into float32 (2,), [1] on cpu"),
+    (lambda x: _decoded_into(x.t().contiguous().t()), "not into float32 (4, 8), [1, 4] on cpu"),
+    (lambda x: _decoded_into(x.to("meta")), "not into float32 (4, 8), [8, 1] on meta"),
+    (lambda x: _decoded_into(x.to_sparse()), "not into float32 (4, 8), torch.sparse_coo on cpu"),
+    (lambda x: _decoded_into(torch._neg_view(x)), "not into float32 (4, 8), [8, 1] on cpu with a negative bit"),
+    (lambda x: torch.ops.octavo.cast(x.int(), *CAST), "not int32 (4, 8) PerTensor() to E4M3"),
+    (lambda x: torch.ops.octavo.cast(x[:0], *CAST), "not float32 (0, 8) PerTensor() to E4M3"),
 ])  # fmt: skip
-def test_what_the_kernels_do_not_read_or_write_is_refused(call):
-    with pytest.raises(BackendError, match="not"):
+def test_what_the_kernels_do_not_read_or_write_is_refused(call, words):
+    with pytest.raises(BackendError, match=re.escape(words)):
         call(torch.randn(4, 8))

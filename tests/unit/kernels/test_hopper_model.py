@@ -6,11 +6,23 @@ import pytest
 import torch
 
 import octavo
+from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.hopper_model import HopperModelBackend
-from octavo.numerics import Accumulate, PerBlock, PerRow, hopper_sums
-from tests.unit.kernels.test_native_backend import PROBLEM
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, hopper_sums
 
-FAST = replace(PROBLEM, accumulate=Accumulate.HOPPER_FAST)
+FAST = MatmulProblem(
+    m=2,
+    n=3,
+    k=8,
+    device="cpu",
+    a_dtype=torch.float8_e4m3fn,
+    b_dtype=torch.float8_e5m2,
+    a_granularity=PerTensor(),
+    b_granularity=PerTensor(),
+    out_dtype=torch.float32,
+    bias=False,
+    accumulate=Accumulate.HOPPER_FAST,
+)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from octavo.numerics.granularity import granularity_or_default
 
 SHAPES = [(4, 6), (5, 7), (1, 9), (9, 1), (2, 3, 5), (2, 1, 4, 3)]
 GRANULARITIES = [PerTensor(), PerRow(), PerBlock(1, 3), PerBlock(2, 2), PerBlock(4, 16), PerBlock(3, 1)]
+GRANULARITIES += [PerBlock(2**40, 2), PerBlock(2**62, 2**63 - 1)]  # no memory is as large
 
 
 def group_of(granularity, index):

@@ -43,7 +43,10 @@ def test_a_step_is_what_every_sequence_gives_alone(model, level):
 def test_a_batch_has_the_bytes_of_its_caches():
     batch = KVCacheBatch(2, 3, 16, sequences=5, max_positions=130)
     assert sum(t.nbytes for t in (batch.tensors.keys, batch.tensors.values)) == 2 * 5 * 2 * 192 * 3 * 16
-    assert [cache.capacity for cache in batch.sequences] == [192] * 5
+    alone = PagedKVCache(2, 3, 16, max_positions=130)
+    assert [(cache.capacity, cache.nbytes) for cache in batch.sequences] == [(192, alone.nbytes)] * 5
+    t = batch.tensors
+    assert 5 * alone.nbytes == sum(x.nbytes for x in (t.keys, t.values, t.key_scale, t.value_scale) if x is not None)
     owners = [cache.tensors.keys.data_ptr() for cache in batch.sequences]
     assert set(owners) == {batch.tensors.keys.data_ptr()}
     batch.sequences[3].advance(7)
@@ -63,9 +66,12 @@ def test_what_does_not_fit_is_refused_and_the_batch_stays(model):
         runner.step(torch.tensor([1, 2]), batch)
     refused: list[tuple[Any, type[Exception], str]] = [
         (torch.tensor([1, 2, 3]), ConfigError, "each of 2 sequences"),
-        ([1, 2], ConfigError, "each of 2 sequences"),
-        (torch.tensor([1.0, 2.0]), TypeError, "integers"),
-        (torch.tensor([1, 60]), ConfigError, "vocabulary's 60"),
+        (torch.arange(5000), ConfigError, r"each of 2 sequences, not \(5000,\) tokens$"),
+        (torch.tensor([[1], [2]]), ConfigError, r"each of 2 sequences, not \(2, 1\) tokens"),
+        ([1, 2], TypeError, "a tensor of integers, not list"),
+        (torch.tensor([1.0, 2.0, 3.0]), TypeError, r"a tensor of integers, not torch\.float32"),
+        (torch.tensor([1, 60]), ConfigError, "below the vocabulary's 60, not 60 to 60"),
+        (torch.tensor([1, 2], device="meta"), BackendError, "this runner is on cpu and the tokens on meta"),
         (torch.tensor([1, 2]), ConfigError, "room for 64 positions, and 65"),
     ]
     for tokens, error, text in refused:
@@ -74,3 +80,9 @@ def test_what_does_not_fit_is_refused_and_the_batch_stays(model):
     assert batch.lengths == [55, 64]
     with pytest.raises(BackendError, match="new_cache"):
         runner.step(torch.tensor([1]), KVCacheBatch(3, 2, 12, sequences=1, max_positions=64))
+    elsewhere = KVCacheBatch(2, 2, 12, sequences=2, max_positions=64, device=torch.device("meta"))
+    with pytest.raises(BackendError, match="this runner is on cpu and the cache on meta"):
+        runner.step(torch.tensor([1, 2]), elsewhere)
+    cache: Any = batch.sequences[0]
+    with pytest.raises(TypeError, match=r"from new_batch\(\), not into a PagedKVCache"):
+        runner.step(torch.tensor([1]), cache)

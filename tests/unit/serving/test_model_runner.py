@@ -232,6 +232,12 @@ def test_a_cache_of_another_model_is_refused(level):
     for cache in (PagedKVCache(1, 2, 12, max_positions=64), PagedKVCache(3, 2, 16, max_positions=64)):
         with pytest.raises(BackendError, match="new_cache"):
             runner(torch.tensor([1]), cache)
+    cache = PagedKVCache(3, 2, 12, max_positions=64, device=torch.device("meta"))
+    with pytest.raises(BackendError, match="this runner is on cpu and the cache on meta"):
+        runner(torch.tensor([1]), cache)
+    batch: Any = runner.new_batch(1)
+    with pytest.raises(TypeError, match=r"from new_cache\(\), not into a KVCacheBatch"):
+        runner(torch.tensor([1]), batch)
 
 
 def test_rows_of_another_model_are_refused():
@@ -243,6 +249,18 @@ def test_rows_of_another_model_are_refused():
             native.run(hidden, tensors, one, one)
     with pytest.raises(BackendError, match="at least one"):
         native.run(torch.zeros(0, 72), tensors, one[:0], one[:0])
+    hidden, elsewhere = (
+        torch.zeros(1, 72),
+        PagedKVCache(3, 2, 12, max_positions=64, device=torch.device("meta")).tensors,
+    )
+    for name, given in {
+        "cache": (hidden, elsewhere, one, one),
+        "sequences": (hidden, tensors, one.to("meta"), one),
+        "positions": (hidden, tensors, one, one.to("meta")),
+        "rows": (hidden.to("meta"), tensors, one, one),
+    }.items():
+        with pytest.raises(BackendError, match=f"on a CPU, and the {name} are on meta"):
+            native.run(*given)
     far = PagedKVCache(3, 2, 12, max_positions=512).tensors
     with pytest.raises(BackendError, match="angles for 256 positions"):
         native.run(torch.zeros(1, 72), far, one, one + 256)
@@ -305,8 +323,8 @@ def test_bad_input_is_refused_and_the_cache_stays():
     for tokens, text in (
         (torch.zeros(0, dtype=torch.int64), "one sequence"),
         (torch.zeros(1, 2, dtype=torch.int64), "one sequence"),
-        (torch.tensor([300]), "below the vocabulary's 300"),
-        (torch.tensor([-1]), "below the vocabulary's 300"),
+        (torch.tensor([7, 300]), "below the vocabulary's 300, not 7 to 300"),
+        (torch.tensor([-1]), "below the vocabulary's 300, not -1 to -1"),
         (torch.arange(5), "room for 64 positions, and 65 are needed"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -315,11 +333,13 @@ def test_bad_input_is_refused_and_the_cache_stays():
     for given in wrong:
         with pytest.raises(TypeError, match="integers"):
             runner(given, cache)
+    with pytest.raises(BackendError, match="this runner is on cpu and the tokens on meta"):
+        runner(torch.arange(3, device="meta"), cache)
     assert cache.length == 60
     large = runner.new_cache(max_positions=1000)
     with pytest.raises(ConfigError, match="knows 256 positions, and 257"):
         runner(torch.zeros(257, dtype=torch.int64), large)
     with pytest.raises(BackendError, match="no level"):
         ModelRunner(model(), level="abacus")
-    with pytest.raises(ConfigError, match="on a CPU"):
+    with pytest.raises(ConfigError, match="on a CPU or one CUDA device, not on meta"):
         ModelRunner(model().to("meta"))

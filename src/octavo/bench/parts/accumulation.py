@@ -62,7 +62,7 @@ def measure(session: Session) -> Iterator[Section]:
 def sums_with_interval(a: Tensor, b: Tensor, interval: int | None) -> Tensor:
     """Tensor-core sums of codes [M, K] and [N, K], a chain every ``interval`` of K, the chains added in FP32."""
     width = a.shape[1] if interval is None else interval
-    total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for left, right in zip(a.split(width, dim=1), b.split(width, dim=1), strict=True):
         total += hopper_sums(left, right, accumulate=Accumulate.HOPPER_FAST)
     return total

@@ -3,6 +3,14 @@
 from collections.abc import Callable, Iterator
 
 from octavo.doctor.findings import Finding
+from octavo.doctor.rules.modules import batch_norm, sensitive_module, slow_layer
+from octavo.doctor.rules.nonfinite import nonfinite
+from octavo.doctor.rules.outliers import outlier_growth
+from octavo.doctor.rules.range import bulk_underflow, gradient_underflow, saturation, zero_tensor
+from octavo.doctor.rules.scales import frozen_scale, inexact_amax, rank_mismatch, scale_oscillation, stale_scale
+from octavo.doctor.rules.steps import gradient_below_noise, learning_rate, loss_scale
+from octavo.doctor.rules.sums import biased_accumulation
+from octavo.doctor.rules.weights import stale_weight
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -10,4 +18,24 @@ __all__ = ["RULES", "Rule"]
 
 Rule = Callable[[Series, Thresholds], Iterator[Finding]]
 
-RULES: tuple[Rule, ...] = ()
+RULES: tuple[Rule, ...] = (
+    loss_scale,
+    learning_rate,
+    stale_weight,
+    rank_mismatch,
+    scale_oscillation,
+    frozen_scale,
+    inexact_amax,
+    stale_scale,
+    nonfinite,
+    sensitive_module,
+    batch_norm,
+    outlier_growth,
+    zero_tensor,
+    saturation,
+    bulk_underflow,
+    gradient_underflow,
+    biased_accumulation,
+    gradient_below_noise,
+    slow_layer,
+)

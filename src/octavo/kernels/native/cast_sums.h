@@ -6,7 +6,13 @@
 namespace octavo {
 namespace {
 
+// A code is another's than x's if it is farther from x than the code of x. Which of two that are equally far is chosen hangs
+// on the last bit of the encode scale, which the decode scale does not tell.
+constexpr float TIE = 1.001f;
+
 inline f32v where(u32v mask, f32v value) { return bits_as<f32v>(bits_as<u32v>(value) & mask); }
+
+inline f32v magnitude_of(f32v value) { return where(all(MAGNITUDE), value); }
 
 inline double sum_of(f64v lanes) {
     double sum = 0;
@@ -43,10 +49,14 @@ struct Sums {
         nonfinite -= ~is_finite;  // a lane that holds is -1
         nonzeros -= is_nonzero;
         flushed -= is_flushed;
-        mismatched -= is_finite & (u32v)(encode<F, true>(x * encode_scale, x, 0) != codes);
+        const u32v again = encode<F, true>(x * encode_scale, x, 0);
+        if (any(is_finite & (u32v)(again != codes))) {
+            const f32v best = decode<F>(again) * scale;
+            mismatched -= is_finite & ~(u32v)(magnitude_of(y - x) <= all(TIE) * magnitude_of(best - x));
+        }
         const f32v y_along = where(is_nonzero, bits_as<f32v>(bits_as<u32v>(y) ^ (bits_as<u32v>(x) & ~MAGNITUDE)));
         const Doubles x2 = doubles(x), y2 = doubles(y), lost = doubles(where(is_flushed, x));
-        const Doubles size = doubles(bits_as<f32v>(bits_as<u32v>(x) & MAGNITUDE)), along2 = doubles(y_along);
+        const Doubles size = doubles(magnitude_of(x)), along2 = doubles(y_along);
         add(x2.low, y2.low, lost.low, size.low, along2.low);
         add(x2.high, y2.high, lost.high, size.high, along2.high);
     }

@@ -333,6 +333,7 @@ void few_rows_of(const GemmProblem& p) {
         }
     });
     FewRows{p, rows}.run<F>();
+    numbers.trim();
 }
 
 void few_rows(const GemmProblem& p) {

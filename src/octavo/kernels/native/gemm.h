@@ -42,8 +42,8 @@ struct Gemm {
                 const int64_t panel = left ? i : i - row_panels;
                 const int width = left ? ROWS : COLUMNS;
                 const auto packed = exact ? pack<P, true> : pack<P, false>;
-                packed(left ? p.a : p.b, panel * width, least_of<int64_t>(width, (left ? p.m : p.n) - panel * width), begin,
-                       end, width, (left ? a_panels : b_panels) + panel * panel_size(width));
+                packed(left ? p.a : p.b, panel * width, (left ? p.m : p.n) - panel * width, begin, end, width,
+                       (left ? a_panels : b_panels) + panel * panel_size(width));
             }
         });
     }

@@ -110,15 +110,16 @@ inline void transpose(const u8x16* rows, u8x16* columns) {
     columns[3] = bits_as<u8x16>(__builtin_shuffle(c, d, high32));
 }
 
-// Rows [row, row + count) and columns [begin, end) of codes; zeros for rows that are not there.
+// Rows from `row` on, of which there are `count`, and columns [begin, end) of codes; zeros for rows that are not there.
 // Every store writes eight rows; what lies beyond the width is overwritten by the next k, hence the order.
 template <class P, class F, bool EXACT>
 void pack_codes(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_t end, int width, Number<P>* panel) {
     for (int group = (width - 1) / 8 * 8; group >= 0; group -= 8) {
-        const int64_t present = largest<int64_t>(0, least_of<int64_t>(8, count - group));
+        const bool turned = from.row_stride == 1;  // eight rows are one load, wanted or not
+        const int64_t present = largest<int64_t>(0, least_of<int64_t>(8, (turned ? count : least_of<int64_t>(width, count)) - group));
         const uint8_t* codes = static_cast<const uint8_t*>(from.data) + (row + group) * from.row_stride;
         Number<P>* to = panel + P::DEPTH * group;
-        if (from.row_stride == 1) {
+        if (turned) {
             for (int64_t k = begin; k < end; k += 2, to += 2 * width) {
                 const u64x2 first = bits_as<u64x2>(load_eight(codes + k * from.column_stride, present));
                 const bool last = k + 1 == end;

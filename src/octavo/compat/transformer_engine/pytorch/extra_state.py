@@ -125,15 +125,19 @@ def _as_octavo(key: str, tensors: Mapping[str, Tensor], index: int) -> tuple[dic
         at = index * _PER_LAYER[way] + column
         history = _column(key, tensors, f"amax_history_{way}", 2, at)
         scale = _column(key, tensors, f"scale_{way}", 1, at)
-        newest_first = torch.zeros(0) if history is None else history[1:].flip(0)
+        newest_first = _floats(0) if history is None else history[1:].flip(0)
         recorded = int(newest_first.nonzero().max()) + 1 if newest_first.any() else 0
-        window = torch.full((recipe.history.length,), EMPTY) if recipe.history else torch.zeros(0)
+        window = _floats(recipe.history.length if recipe.history else 0, EMPTY)
         kept = newest_first[:recorded][: len(window)]
         window[: len(kept)] = kept
         state[f"{role}.amax_history"] = window
         state[f"{role}.amax"] = _amax(kept, scale, recipe, role)
-        state[f"{role}.steps"] = torch.tensor(max(recorded, int(state[f"{role}.amax"] > 0)))
+        state[f"{role}.steps"] = torch.tensor(max(recorded, int(state[f"{role}.amax"] > 0)), device="cpu")
     return state, recipe
+
+
+def _floats(count: int, value: float = 0.0) -> Tensor:
+    return torch.full((count,), value, dtype=torch.float32, device="cpu")
 
 
 def _column(key: str, tensors: Mapping[str, Tensor], name: str, ndim: int, at: int) -> Tensor | None:
@@ -156,7 +160,7 @@ def _amax(window: Tensor, scale: Tensor | None, recipe: Recipe, role: str) -> Te
 
     The amax may have left the window. A scale of 1 without an amax is the initial one.
     """
-    largest = window.max() if len(window) else torch.zeros(())
+    largest = window.max() if len(window) else _floats(1)[0]
     if scale is None or scale == 0 or (scale == 1 and largest == 0):
         return largest
     gemm = recipe.grad_input if role == "grad_output" else recipe.output

@@ -1,0 +1,57 @@
+"""A run's loss beside that of a reference, such as the same run in BF16."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.series import Floats, Series
+from octavo.doctor.thresholds import Thresholds
+
+__all__ = ["loss_gap"]
+
+
+def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[Finding]:
+    """A relative gap of the smoothed losses beyond what FP8 may cost, which grows.
+
+    Args:
+        series: of the run.
+        reference: of one with the same data in the same order, in high precision.
+        limits: with ``loss_gap``.
+    """
+    steps, ours, theirs = _common(series, reference)
+    warmup = _warmup(series)
+    steps, ours, theirs = (values[steps > warmup] for values in (steps, ours, theirs))
+    if len(steps) < limits.gap_steps:
+        return
+    window = max(3, len(steps) // 10)
+    gap = _smoothed(ours, window) / _smoothed(theirs, window) - 1
+    third = len(gap) // 3
+    early, late = float(np.mean(gap[:third])), float(np.mean(gap[-third:]))
+    if late > limits.loss_gap and late > early:
+        yield Finding(
+            code="loss-gap",
+            severity=Severity.FAIL if late > limits.loss_gap_fail else Severity.WARN,
+            first_step=int(steps[int(np.argmax(gap > limits.loss_gap))]),
+            last_step=int(steps[-1]),
+            evidence={"relative_gap": late, "early_gap": early, "nats": late * float(np.mean(theirs[-third:]))},
+            cause=f"the loss lies {late:.2%} above the reference's and the gap grows: it was {early:.2%} after warm-up",
+            weight=late,
+        )
+
+
+def _common(series: Series, reference: Series) -> tuple[Floats, Floats, Floats]:
+    (steps, ours), (other_steps, theirs) = series.curve("loss"), reference.curve("loss")
+    both, here, there = np.intersect1d(steps, other_steps, return_indices=True)
+    known = np.isfinite(ours[here]) & np.isfinite(theirs[there])
+    return both[known], ours[here][known], theirs[there][known]
+
+
+def _warmup(series: Series) -> float:
+    """The step at which the learning rate is first at its peak; 0 where it is not known."""
+    steps, rates = series.curve("lr")
+    return float(steps[int(np.argmax(rates))]) if steps.size else 0.0
+
+
+def _smoothed(values: Floats, window: int) -> Floats:
+    return np.convolve(values, np.ones(window) / window, mode="valid")

@@ -1,0 +1,117 @@
+"""Modules that FP8 does not suit: by what they are, by their statistics, by their shape."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from octavo.convert import HEAD_NAMES
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.rules.tracks import tracks
+from octavo.doctor.series import Series
+from octavo.doctor.thresholds import Thresholds
+
+__all__ = ["batch_norm", "sensitive_module", "slow_layer", "slow_layers"]
+
+SENSITIVE = {
+    **dict.fromkeys((*HEAD_NAMES, "head", "output_head"), "a head, whose gradient is as wide as the vocabulary"),
+    **dict.fromkeys(("router", "gate"), "a router, where a small error sends a token elsewhere"),
+    **dict.fromkeys(("embed_tokens", "embedding", "wte", "wpe"), "an embedding"),
+}
+
+
+def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Heads, embeddings and routers among the layers that cast."""
+    lost: dict[str, float] = {}
+    steps: dict[str, tuple[float, float]] = {}
+    for track in tracks(series):
+        path = track.key.path
+        first, last = steps.get(path, (math.inf, -math.inf))
+        steps[path] = min(first, track.steps[0]), max(last, track.steps[-1])
+        if track.key.role == "grad_output":
+            usual = float(np.median(np.nan_to_num(track.of("underflow_fraction"))))
+            lost[path] = max(lost.get(path, 0.0), usual)
+    typical = np.median([facts["in_features"] for facts in series.layers.values()]) if series.layers else 0.0
+    for path, (first, last) in steps.items():
+        facts = series.layers.get(path, {})
+        what = _what_it_is(path, facts, limits, typical)
+        if what is not None:
+            underflow = lost.get(path, 0.0)
+            yield Finding(
+                code="sensitive-module",
+                severity=Severity.FAIL if underflow >= limits.underflow_fraction_fail else Severity.WARN,
+                path=path,
+                first_step=int(first),
+                last_step=int(last),
+                evidence={"underflow_fraction": underflow}
+                | {name: float(facts[name]) for name in ("in_features", "out_features") if name in facts},
+                cause=f"this is {what}, and it runs {facts.get('recipe', 'FP8')}; {underflow:.1%} of its "
+                "gradient's nonzero elements become zero",
+                weight=underflow,
+            )
+
+
+def _what_it_is(path: str, facts: Mapping[str, Any], limits: Thresholds, typical: float) -> str | None:
+    """None of an ordinary layer; an adapter's second matrix widens as a head does, but from fewer features."""
+    named = SENSITIVE.get(path.rpartition(".")[2])
+    if named is not None:
+        return named
+    if facts and facts["out_features"] >= limits.head_widening * facts["in_features"] >= limits.head_widening * typical:
+        return f"as wide as a head ({facts['in_features']} to {facts['out_features']})"
+    return None
+
+
+def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Batch norms whose batches lie far from their running statistics, again and again, and do not come closer."""
+    table = series.modules.get("batch_norm")
+    if table is None:
+        return
+    for column, path in enumerate(table.keys):
+        known = ~np.isnan(table.values[:, column, 0])
+        steps, distance = table.steps[known], table.values[known, column, 0]
+        if len(distance) < limits.persistent_looks or steps[-1] - steps[0] < limits.batch_norm_steps:
+            continue
+        far = distance >= limits.batch_norm_binades
+        half = len(distance) // 2
+        settles = np.median(distance[half:]) < limits.batch_norm_settling * np.median(distance[:half])
+        if far.mean() >= limits.batch_norm_share and not settles:
+            worst = min(float(distance.max()), 1000.0)
+            yield Finding(
+                code="batch-norm",
+                severity=Severity.WARN,
+                path=path,
+                first_step=int(steps[far][0]),
+                last_step=int(steps[far][-1]),
+                evidence={"log2_variance_ratio": worst, "looks": float(far.sum())},
+                cause=f"a batch's variance lies up to {2**worst:.3g}x from the running one at {far.sum()} of "
+                f"{len(far)} looks and does not settle: FP8 layers beside it see other ranges in evaluation",
+                weight=worst,
+            )
+
+
+def slow_layer(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """What :func:`slow_layers` finds, where the run was made on a GPU."""
+    on_gpu = {path: facts for path, facts in series.layers.items() if facts.get("device") == "cuda"}
+    yield from slow_layers(on_gpu, limits)
+
+
+def slow_layers(layers: Mapping[str, Mapping[str, Any]], limits: Thresholds) -> Iterator[Finding]:
+    """One note about all layers whose weights are so small that casting costs more than the GEMMs save.
+
+    Args:
+        layers: facts by path: "in_features", "out_features", and "casts", empty where a layer does not cast.
+        limits: with ``slow_weight_elements``.
+    """
+    sizes = {path: facts["in_features"] * facts["out_features"] for path, facts in layers.items() if facts.get("casts")}
+    slow = {path: size for path, size in sizes.items() if size < limits.slow_weight_elements}
+    if slow:
+        smallest = min(slow, key=lambda path: slow[path])
+        yield Finding(
+            code="slow-layer",
+            severity=Severity.NOTE,
+            evidence={"layers": float(len(slow)), "of": float(len(sizes)), "weight_elements": float(slow[smallest])},
+            cause=f"{len(slow)} of {len(sizes)} FP8 layers have fewer than {limits.slow_weight_elements:.3g} weights, "
+            f"where casting costs more than the GEMMs save; the smallest is {smallest}",
+            weight=len(slow) / len(sizes),
+        )

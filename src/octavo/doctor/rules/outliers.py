@@ -1,0 +1,87 @@
+"""Outliers that grow while training goes on. One that is there and stays is none of FP8's business."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.rules.tracks import Track, longest, tracks
+from octavo.doctor.series import Series
+from octavo.doctor.thresholds import Thresholds
+
+__all__ = ["outlier_growth"]
+
+EDGE = 3  # looks whose median stands for the beginning or the end
+
+
+def outlier_growth(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Gate and up rows of a gated MLP that align while their product grows; inputs whose peak climbs without end."""
+    inputs = [track for track in tracks(series) if track.key.role == "input" and len(track.steps) >= EDGE]
+    aligned = list(_aligned(series, limits, inputs))
+    yield from aligned
+    for track in inputs:
+        if not any(_is_inside(track.key.path, found.path) for found in aligned):
+            yield from _climbing(track, limits)
+
+
+def _aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> Iterator[Finding]:
+    table = series.modules.get("alignment")
+    if table is None:
+        return
+    for column, path in enumerate(table.keys):
+        cosines = table.values[:, column, 0]
+        where = longest(cosines >= limits.alignment)
+        inside = [track for track in inputs if _is_inside(track.key.path, path)]
+        if where.stop - where.start < limits.persistent_looks or not inside:
+            continue
+        worst = max(inside, key=lambda track: _peaks(track)[1])
+        first, peak = _peaks(worst)
+        growth, cosine = peak / first, float(cosines[where].max())
+        if growth >= limits.outlier_growth or peak >= limits.aligned_peak or cosine >= limits.aligned_exactly:
+            yield Finding(
+                code="outlier-growth",
+                severity=Severity.WARN,
+                path=path,
+                role="input",
+                first_step=int(table.steps[where][0]),
+                last_step=int(table.steps[where][-1]),
+                evidence={"alignment": cosine, "peak_growth": growth, "peak": peak},
+                cause=f"rows of gate and up projection point the same way (cosine {cosine:.3f}), so that their product "
+                f"grows with the square: amax of the input of {worst.key.path} is {peak:.3g}x its rms, "
+                f"{growth:.2g}x the ratio at the beginning",
+                weight=peak,
+            )
+
+
+def _climbing(track: Track, limits: Thresholds) -> Iterator[Finding]:
+    first, last = _peaks(track)
+    growth = last / first
+    if last < limits.climbing_peak or growth < limits.climbing_growth:
+        return
+    kurtosis = _edges(track.of("kurtosis"))
+    yield track.finding(
+        slice(0, len(track.steps)),
+        "outlier-growth",
+        Severity.NOTE if last < limits.harmful_peak else Severity.WARN,
+        cause=f"amax over rms grew {growth:.2g}x to {last:.3g}, kurtosis from {kurtosis[0]:.3g} to {kurtosis[1]:.3g}; "
+        "where it passes 8192, small elements are lost",
+        weight=last,
+        peak=last,
+        peak_growth=growth,
+        kurtosis=kurtosis[1],
+    )
+
+
+def _peaks(track: Track) -> tuple[float, float]:
+    """Largest magnitude over rms at the beginning and at the end; 1 of a tensor of zeros."""
+    rms = track.of("rms")
+    return _edges(np.where(rms > 0, track.of("amax") / np.where(rms > 0, rms, 1), 1.0))
+
+
+def _edges(values: np.typing.NDArray[np.float64]) -> tuple[float, float]:
+    tiny = np.finfo(np.float64).tiny
+    return max(float(np.median(values[:EDGE])), tiny), float(np.median(values[-EDGE:]))
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return not module or path == module or path.startswith(f"{module}.")

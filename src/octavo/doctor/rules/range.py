@@ -1,0 +1,91 @@
+"""Values that the format does not reach: too large for the scale, too small for it, or all zero."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.rules.tracks import Track, longest, tracks
+from octavo.doctor.series import Series
+from octavo.doctor.thresholds import Thresholds
+
+__all__ = ["bulk_underflow", "gradient_underflow", "saturation", "zero_tensor"]
+
+
+def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Elements beyond what the scale provides for, look after look.
+
+    Delayed scales clip a few elements whenever their tensor grows; of them, :func:`stale_scale` judges how much.
+    """
+    for track in tracks(series):
+        fraction = track.of("saturation_fraction")
+        where = longest(fraction > limits.saturation_fraction)
+        if track.spec("scaling") == "delayed" or where.stop - where.start < limits.persistent_looks:
+            continue
+        worst, g = fraction[where].max(), track.growth[where].max()
+        yield track.finding(
+            where,
+            "saturation",
+            Severity.FAIL if g >= limits.stale_ratio_fail else Severity.WARN,
+            cause=f"{worst:.2%} of the elements lie beyond the largest value that the scale provides for, "
+            f"by up to {g:.2g}x",
+            weight=worst,
+            saturation_fraction=worst,
+            stale_ratio=g,
+        )
+
+
+def gradient_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Gradients of which many nonzero elements become zero."""
+    for track in tracks(series):
+        if track.key.role == "grad_output":
+            yield from _underflow(track, limits, "gradient-underflow", "small gradients")
+
+
+def bulk_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Inputs and weights whose largest elements set a scale under which many others become zero."""
+    for track in tracks(series):
+        if track.key.role != "grad_output":
+            yield from _underflow(track, limits, "bulk-underflow", "the bulk")
+
+
+def _underflow(track: Track, limits: Thresholds, code: str, what: str) -> Iterator[Finding]:
+    lost = track.of("underflow_fraction")
+    where = longest(lost >= limits.underflow_fraction)
+    if where.stop - where.start < limits.persistent_looks:
+        return
+    worst = lost[where].max()
+    peak = (track.of("amax") / track.of("rms"))[where].max()
+    reach = f" of {track.spec('format')}" if track.spec("format") else ""
+    yield track.finding(
+        where,
+        code,
+        Severity.FAIL if worst >= limits.underflow_fraction_fail else Severity.WARN,
+        cause=f"{worst:.0%} of the nonzero elements become zero: amax is {peak:.3g}x the rms, "
+        f"and {what} lie below the range{reach} under the scale that it sets",
+        weight=worst,
+        underflow_fraction=worst,
+        flushed_energy=track.of("flushed_energy")[where].max(),
+        peak=peak,
+    )
+
+
+def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Tensors without a nonzero element, look after look, and weights of which a good part is exactly zero."""
+    for track in tracks(series):
+        zeros = np.where(track.of("amax") == 0, 1.0, track.of("zero_fraction"))
+        most = limits.zero_weight_fraction if track.key.role == "weight" else 1.0
+        where = longest((zeros >= most) & (np.nan_to_num(track.of("nonfinite")) == 0))
+        if where.stop - where.start < limits.persistent_looks or zeros[where][-1] < most:
+            continue
+        share = float(zeros[where].min())
+        yield track.finding(
+            where,
+            "zero-tensor",
+            Severity.WARN,
+            cause=f"{'every element' if share == 1 else f'{share:.0%} of the elements'} of this {track.key.role} "
+            f"{'is' if share == 1 else 'are'} exactly zero at {where.stop - where.start} looks in a row",
+            weight=share,
+            zero_fraction=share,
+            looks=where.stop - where.start,
+        )

@@ -1,0 +1,240 @@
+"""Scales that are not those of their tensors: frozen, jumping, behind the times, inexact, or another rank's.
+
+g is the amax of a tensor now over the amax that its scale was made for. A dynamic scale has g = 1 exactly, one rounded
+to a power of two 0.5 < g <= 1; a delayed scale lives on g staying near 1, and loses what is above it to saturation.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.rules.tracks import Mask, Track, longest, tracks
+from octavo.doctor.series import Floats, Series
+from octavo.doctor.thresholds import Thresholds
+
+__all__ = ["frozen_scale", "inexact_amax", "rank_mismatch", "scale_oscillation", "stale_scale"]
+
+LAST_DIGIT = 1e-6  # of a logarithm
+SMALLEST_AMAX = 1e-11  # below it the amax floor of 1e-12 may be what the scale was made for
+
+
+def frozen_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """A scale that is the same to the last digit, look after look, while its tensor's amax moves."""
+    for track in tracks(series):
+        where = longest(np.diff(track.of("scale"), prepend=np.nan) == 0)
+        if where.stop > where.start:
+            where = slice(where.start - 1, where.stop)
+        amax = track.of("amax")[where]
+        if len(amax) < limits.persistent_looks or amax.min() <= 0:
+            continue
+        moved = amax.max() / amax.min()
+        if moved >= limits.frozen_motion and _should_have_moved(track, where, limits):
+            yield _frozen(track, where, limits, moved)
+
+
+def _should_have_moved(track: Track, where: slice, limits: Thresholds) -> bool:
+    if track.spec("scaling") == "dynamic":
+        low, high = _exact_range(track, limits)
+        g = track.growth[where]
+        return bool(((g > high) | (g < low)).any())
+    if track.spec("scaling") != "delayed":
+        return False
+    steps, g = track.steps[where], track.growth[where]
+    if track.facts.get("statistic") == "max":
+        outgrown = g > limits.frozen_excess  # a maximum would have followed by the next update
+        if (outgrown & (steps < steps[-1] - track.facts.get("update_interval", 1) + 0.5)).any():
+            return True
+    return _longest_below(steps, g, limits) > limits.frozen_memories * track.memory
+
+
+def _longest_below(steps: Floats, g: Floats, limits: Thresholds) -> float:
+    """Steps for which no amax reached what the scale was made for: one that did would keep a maximum where it is."""
+    held = np.flatnonzero(g >= 1 - limits.exact_ratio)
+    edges = np.concatenate([[steps[0]], steps[held], [steps[-1]]])
+    return float(np.diff(edges).max())
+
+
+def _frozen(track: Track, where: slice, limits: Thresholds, moved: float) -> Finding:
+    g = track.growth[where]
+    off = max(g.max(), 1 / g.min())
+    saturated = track.of("saturation_fraction")[where].max()
+    broken = g.max() >= limits.stale_ratio_fail or 1 / g.min() >= limits.loose_ratio_fail
+    return track.finding(
+        where,
+        "frozen-scale",
+        Severity.FAIL if broken else Severity.WARN,
+        cause=f"the scale stayed {track.of('scale')[where][0]:.3g} for {len(g)} looks while amax moved {moved:.2g}x; "
+        f"amax is up to {g.max():.2g}x what it provides for, {saturated:.2%} of the elements saturate",
+        weight=np.log2(off),
+        amax_motion=moved,
+        stale_ratio=g.max(),
+        least_stale_ratio=g.min(),
+        saturation_fraction=saturated,
+        looks=len(g),
+    )
+
+
+def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """A scale that goes up and down by binades, look after look, and not with its tensor."""
+    for track in tracks(series):
+        jumps = _log2_steps(track.of("scale"))
+        beside = _log2_steps(track.growth)
+        least = limits.oscillation_binades - LAST_DIGIT
+        large = (np.abs(jumps) >= least) & (np.abs(beside) >= least)
+        turns = np.concatenate([[False], np.sign(jumps[1:]) * np.sign(jumps[:-1]) < 0]) & large
+        where = longest(turns)
+        count = where.stop - where.start
+        if count >= limits.oscillation_turns:
+            swing = float(np.abs(jumps[where]).max())
+            yield track.finding(
+                slice(where.start, where.stop + 1),
+                "scale-oscillation",
+                Severity.FAIL if swing >= limits.oscillation_binades_fail - LAST_DIGIT else Severity.WARN,
+                cause=f"the scale turned {count} times in a row by up to {2**swing:.2g}x, and its tensor did not: "
+                f"amax lay between {track.growth.min():.2g}x and {track.growth.max():.2g}x what it provided for",
+                weight=swing,
+                swing_binades=swing,
+                turns=count,
+            )
+
+
+def _log2_steps(values: Floats) -> Floats:
+    """log2 of each value over the one before: [T - 1]; 0 where there is none."""
+    with np.errstate(all="ignore"):
+        return np.nan_to_num(np.diff(np.log2(values)), posinf=0.0, neginf=0.0)
+
+
+def stale_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """A delayed scale that its tensor outgrew, or one that a past outlier keeps far too large."""
+    for track in tracks(series):
+        if track.spec("scaling") != "delayed":
+            continue
+        g = track.growth
+        severe = longest(g >= limits.stale_ratio_fail)
+        behind = longest(g >= limits.stale_ratio)
+        if _length(behind) >= limits.persistent_looks or _length(severe) >= limits.persistent_looks_fail:
+            is_broken = _length(severe) >= limits.persistent_looks_fail
+            yield _outgrown(track, behind, Severity.FAIL if is_broken else Severity.WARN)
+            continue
+        loose = longest((g <= 1 / limits.loose_ratio) & _is_harmed(track, limits))
+        if _length(loose) >= limits.persistent_looks:
+            yield _too_large(track, loose, limits)
+
+
+def _is_harmed(track: Track, limits: Thresholds) -> Mask:
+    return track.of("underflow_fraction") >= limits.underflow_fraction
+
+
+def _length(where: slice) -> int:
+    return int(where.stop - where.start)
+
+
+def _outgrown(track: Track, where: slice, severity: Severity) -> Finding:
+    g = track.growth[where].max()
+    saturated = track.of("saturation_fraction")[where].max()
+    return track.finding(
+        where,
+        "stale-scale",
+        severity,
+        cause=f"{_history(track)} lags: amax grew {g:.2g}x since the scale was made, "
+        f"{saturated:.2%} of the elements saturate",
+        weight=np.log2(g),
+        stale_ratio=g,
+        saturation_fraction=saturated,
+        sqnr_db=np.nanmin(np.append(track.of("sqnr_db")[where], np.inf)),
+        looks=_length(where),
+    )
+
+
+def _too_large(track: Track, where: slice, limits: Thresholds) -> Finding:
+    g, lost = track.growth[where].min(), track.of("underflow_fraction")[where].max()
+    return track.finding(
+        where,
+        "stale-scale",
+        Severity.FAIL if lost >= limits.underflow_fraction_fail else Severity.WARN,
+        cause=f"{_history(track)} holds on to a past amax {1 / g:.2g}x the present one: "
+        f"{lost:.0%} of the nonzero elements become zero",
+        weight=-np.log2(g),
+        stale_ratio=g,
+        underflow_fraction=lost,
+        looks=_length(where),
+    )
+
+
+def _history(track: Track) -> str:
+    length = track.facts.get("history_length", 0)
+    what = {"mean": "the mean of the scales of", "latest": "the latest of"}.get(track.facts.get("statistic", ""), "")
+    return f"{what} the history of {length} steps".strip()
+
+
+def inexact_amax(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """A dynamic scale with another g than its rounding gives: made from a rounded amax, or from another tensor's."""
+    for track in tracks(series):
+        if track.spec("scaling") != "dynamic":
+            continue
+        low, high = _exact_range(track, limits)
+        g = track.growth
+        seen = (track.of("amax") > SMALLEST_AMAX) & (g > 0)
+        wrong = np.flatnonzero(seen & ((g < low) | (g > high)))
+        if wrong.size:
+            yield _inexact(track, wrong, limits)
+
+
+def _exact_range(track: Track, limits: Thresholds) -> tuple[float, float]:
+    """The g that exact amaxes give."""
+    slack = limits.exact_ratio
+    match track.spec("scale_rounding"):
+        case "fp32":
+            return 1 - slack, 1 + slack
+        case "rceil":
+            return 0.5 * (1 - slack), 1 + slack
+    return 0.5 * (1 - slack), 2 * (1 + slack)
+
+
+def _inexact(track: Track, wrong: np.typing.NDArray[np.intp], limits: Thresholds) -> Finding:
+    g = track.growth[wrong]
+    worst = float(g[np.argmax(np.abs(np.log2(g)))])
+    off = max(worst, 1 / worst)
+    rounded = off <= limits.rounded_amax
+    made = (
+        f"an amax {abs(worst - 1):.2%} from its tensor's, as one rounded to fewer bits is"
+        if rounded
+        else (f"an amax that is not its tensor's: the tensor's is {worst:.3g}x as large")
+    )
+    return track.finding(
+        slice(int(wrong[0]), int(wrong[-1]) + 1),
+        "inexact-amax",
+        Severity.FAIL if off >= limits.stale_ratio_fail else Severity.WARN,
+        cause=f"the scale was made from {made} ({wrong.size} of {len(track.steps)} looks)",
+        weight=np.log2(off),
+        stale_ratio=worst,
+        looks=wrong.size,
+        saturation_fraction=track.of("saturation_fraction")[wrong].max(),
+    )
+
+
+def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Ranks whose scales differ: of a weight, which is the same on all of them, at all; of data, by far and always."""
+    table = series.modules.get("rank_scale_ratio")
+    if table is None:
+        return
+    for column, name in enumerate(table.keys):
+        path, role, _ = name.rsplit(" ", 2)
+        ratios, steps = table.values[:, column, 0], table.steps
+        allowed = {"weight": 1 + limits.exact_ratio, "input": limits.rank_ratio_input}.get(role, limits.rank_ratio)
+        where = longest(ratios > allowed)
+        if _length(where) >= (1 if role == "weight" else limits.persistent_looks):
+            worst = float(ratios[where].max())
+            yield Finding(
+                code="rank-mismatch",
+                severity=Severity.FAIL,
+                path=path,
+                role=role,
+                first_step=int(steps[where][0]),
+                last_step=int(steps[where][-1]),
+                evidence={"rank_scale_ratio": worst, "looks": float(_length(where))},
+                cause=f"one rank casts this {role} with a scale {worst:.3g}x another's: "
+                "their amaxes were reduced over other ranks, or not at all",
+                weight=float(np.log2(worst)),
+            )

@@ -1,0 +1,162 @@
+"""Numbers of whole steps: the gradient beside its noise, the loss scale, the learning rate, the loss."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.rules.tracks import longest, tracks
+from octavo.doctor.series import Floats, Series
+from octavo.doctor.thresholds import Thresholds
+
+__all__ = ["gradient_below_noise", "learning_rate", "loss_scale"]
+
+
+def gradient_below_noise(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """The gradients' norm below that of what quantization adds to them, times sqrt(3)."""
+    steps, ratio = series.curve("gradient_to_noise")
+    where = longest(ratio < limits.gradient_to_noise)
+    if where.stop - where.start >= limits.persistent_looks:
+        worst = float(ratio[where].min())
+        yield Finding(
+            code="gradient-below-noise",
+            severity=Severity.FAIL if worst < 1 else Severity.WARN,
+            first_step=int(steps[where][0]),
+            last_step=int(steps[where][-1]),
+            evidence={"gradient_to_noise": worst},
+            cause=f"the gradient is {worst:.2g}x as large as the noise that quantization adds to it; "
+            "below 1.73x training stops improving",
+            weight=1 / max(worst, 1e-3),
+        )
+
+
+def loss_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """A loss scale under which gradients overflow again and again, or vanish."""
+    yield from _too_large(series, limits)
+    yield from _too_small(series, limits)
+
+
+def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    overflows = [event for event in series.events if event["kind"] == "overflow"]
+    broke = [event for event in series.events if event["kind"] == "failure" and _broke_in_gradients(event)]
+    steps = max([1.0, *series.curve("loss")[0]])
+    often = len(overflows) >= limits.overflows and len(overflows) / steps >= limits.overflow_rate
+    if not broke and not often:
+        return
+    events = overflows + broke
+    scale = max(event["loss_scale"] for event in events)
+    what = "a gradient is not finite and the run broke" if broke else "gradients overflowed again and again"
+    yield Finding(
+        code="loss-scale",
+        severity=Severity.FAIL if broke else Severity.WARN,
+        first_step=int(events[0]["step"]),
+        last_step=int(events[-1]["step"]),
+        evidence={"loss_scale": scale, "overflows": float(len(events)), "steps": float(steps)},
+        cause=f"the loss scale of {scale:.6g} is too large: under it {what} ({len(events)} times), "
+        "while the loss stayed finite",
+        weight=math.log2(max(scale, 1.0)),
+    )
+
+
+def _broke_in_gradients(event: dict[str, float]) -> bool:
+    scale = event.get("loss_scale") or 1.0
+    return scale > 1 and event.get("loss") is not None and str(event.get("tensor") or "gradient").startswith("gradient")
+
+
+def _too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """FP16 gradients that vanish before they are cast."""
+    steps, scales = series.curve("loss_scale")
+    if not steps.size:
+        return
+    gradients = [track for track in tracks(series) if track.key.role == "grad_output"]
+    vanishing = []
+    for track in gradients:
+        small = track.of("rms") <= limits.fp16_rms
+        where = longest(small & (track.of("zero_fraction") >= limits.vanished_fraction))
+        if where.stop - where.start >= limits.persistent_looks:
+            vanishing.append((track, where))
+    if vanishing:
+        track, where = max(vanishing, key=lambda pair: float(pair[0].of("zero_fraction")[pair[1]].max()))
+        zeros = float(track.of("zero_fraction")[where].max())
+        yield Finding(
+            code="loss-scale",
+            severity=Severity.WARN,
+            first_step=int(track.steps[where][0]),
+            last_step=int(track.steps[where][-1]),
+            evidence={"loss_scale": float(scales[-1]), "zero_fraction": zeros, "casts": float(len(vanishing))},
+            cause=f"the loss scale of {scales[-1]:.6g} is too small: up to {zeros:.0%} of a gradient is zero in FP16 "
+            f"before it is cast ({len(vanishing)} of {len(gradients)} gradients, the worst at {track.key.path})",
+            weight=zeros,
+        )
+
+
+def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Updates that jump where the precision changed, or a rate that jumps anywhere else and the loss with it."""
+    switches = [float(event["step"]) for event in series.events if event["kind"] == "precision"]
+    for switch in switches:
+        yield from _jump(series, limits, switch)
+    if not switches:
+        steps, rates = series.curve("lr")
+        with np.errstate(all="ignore"):
+            jumps = np.flatnonzero(rates[1:] / rates[:-1] >= limits.lr_jump) + 1
+        later = jumps[jumps > limits.lr_settled]
+        if later.size and _rise(series, float(steps[later[0]]), limits) is not None:
+            yield from _jump(series, limits, float(steps[later[0]]))
+
+
+def _jump(series: Series, limits: Thresholds, switch: float) -> Iterator[Finding]:
+    rate, updates = _rate_jump(series, switch), _update_jump(series, switch, limits.switch_window)
+    if max(rate, updates) < limits.lr_jump:
+        return
+    rise = _rise(series, switch, limits)
+    is_rate = rate >= limits.lr_jump
+    by = f"the learning rate is {rate:.3g}x that of before" if is_rate else f"updates are {updates:.3g}x as large"
+    then = f", and the loss rose by {rise:.2g}" if rise is not None else ""
+    yield Finding(
+        code="learning-rate",
+        severity=Severity.WARN if rise is None else Severity.FAIL,
+        first_step=int(switch),
+        last_step=int(max([switch, *series.curve("loss")[0]])),
+        evidence={"lr_ratio": rate, "update_ratio_jump": updates, "loss_rise": rise or 0.0},
+        cause=f"{by} since the switch at step {switch:.0f}{then}",
+        weight=max(rate, updates),
+    )
+
+
+def _rate_jump(series: Series, switch: float) -> float:
+    """The rate from the switch on over the last one before; 1 where one is missing."""
+    steps, rates = series.curve("lr")
+    before, after = rates[steps < switch], rates[steps >= switch]
+    return float(after[0] / before[-1]) if before.size and after.size and before[-1] > 0 else 1.0
+
+
+def _update_jump(series: Series, switch: float, window: float) -> float:
+    """Updates after the switch over those before, beyond what the rate explains; 1 where there are none to compare."""
+    table = series.parameters
+    ratios = _medians(table.of("update_ratio"))
+    known = np.isfinite(ratios)
+    steps, ratios = table.steps[known], ratios[known]
+    before, after = steps < switch, (steps >= switch) & (steps < switch + window)
+    rate_steps, rates = series.curve("lr")
+    scaled = ratios / np.interp(steps, rate_steps, rates) if rate_steps.size and rates.min() > 0 else ratios
+    if not before.any() or not after.any() or scaled[before][-1] <= 0:
+        return 1.0
+    return float(scaled[after].max() / scaled[before][-1])
+
+
+def _medians(values: Floats) -> Floats:
+    """Of every look's finite numbers; NaN where there are none."""
+    return np.array([np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in values])
+
+
+def _rise(series: Series, switch: float, limits: Thresholds) -> float | None:
+    """By how much the loss after the switch exceeds that before, in nats; None where it does not clearly."""
+    steps, losses = series.curve("loss")
+    window = limits.switch_window
+    before = losses[(steps < switch) & (steps >= switch - window)]
+    after = losses[(steps >= switch) & (steps < switch + window)]
+    if len(before) < 3 or len(after) < 3:
+        return None
+    rise = float(after[len(after) // 2 :].mean() - before.mean())
+    return rise if rise > max(2 * float(before.std()), limits.loss_rise * float(before.mean())) else None

@@ -1,0 +1,105 @@
+"""One cast over the looks at it: what the rules about casts iterate over."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.series import CastKey, Floats, Series
+from octavo.doctor.statistics import CAST_FIELDS
+
+__all__ = ["Track", "longest", "tracks"]
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """One cast, at the looks that found it, while its layer kept its recipe.
+
+    Attributes:
+        key: whose.
+        steps: [T], rising.
+        values: [T, len(CAST_FIELDS)].
+        facts: of the layer.
+    """
+
+    key: CastKey
+    steps: Floats
+    values: Floats
+    facts: Mapping[str, Any]
+
+    def of(self, name: str) -> Floats:
+        """One number: [T]."""
+        return self.values[:, CAST_FIELDS.index(name)]
+
+    def spec(self, name: str) -> Any:
+        """A fact of the cast: "format", "scaling", "scale_rounding" or "margin"; None where nothing knows it."""
+        return self.facts.get("casts", {}).get(f"{self.key.role} {self.key.gemm}", {}).get(name)
+
+    @property
+    def growth(self) -> Floats:
+        """The amax over the amax that the scale was made for, [T]: the stale ratio without the recipe's margin."""
+        return self.of("stale_ratio") * 2.0 ** (self.spec("margin") or 0)
+
+    @property
+    def memory(self) -> int:
+        """Steps for which a delayed scale may stay what it is though its tensor moves."""
+        window = self.facts.get("history_length", 1) if self.facts.get("statistic") == "max" else 1
+        return int(window + self.facts.get("update_interval", 1) - 1)
+
+    def finding(
+        self,
+        where: slice,
+        code: str,
+        severity: Severity,
+        *,
+        cause: str,
+        weight: float,
+        **evidence: float,
+    ) -> Finding:
+        """A finding about the looks ``where``; evidence that is not finite is left out."""
+        steps = self.steps[where]
+        return Finding(
+            code=code,
+            severity=severity,
+            path=self.key.path,
+            role=self.key.role,
+            first_step=int(steps[0]),
+            last_step=int(steps[-1]),
+            evidence={name: float(value) for name, value in evidence.items() if np.isfinite(value)},
+            cause=cause,
+            weight=float(weight),
+        )
+
+
+def tracks(series: Series) -> Iterator[Track]:
+    """Every cast, in the order in which they ran; a layer whose recipe changed has several of each."""
+    table = series.casts
+    for column, key in enumerate(table.keys):
+        rows = table.values[:, column]
+        known = ~np.isnan(rows[:, CAST_FIELDS.index("amax")])
+        periods = series.periods.get(key.path) or [(-np.inf, {})]
+        ends = [since for since, _ in periods[1:]] + [np.inf]
+        for (since, facts), end in zip(periods, ends, strict=True):
+            chosen = known & (table.steps >= since) & (table.steps < end)
+            if chosen.any():
+                yield Track(key=key, steps=table.steps[chosen], values=rows[chosen], facts=facts)
+
+
+def longest(mask: Mask) -> slice:
+    """The longest run of True, the first of equal ones.
+
+    Example:
+        >>> longest(np.array([True, False, True, True]))
+        slice(2, 4, None)
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    starts, ends = edges[::2], edges[1::2]
+    if not starts.size:
+        return slice(0, 0)
+    best = int(np.argmax(ends - starts))
+    return slice(int(starts[best]), int(ends[best]))

@@ -1,0 +1,33 @@
+"""Codes that belong to another tensor, such as a weight's from before the last update."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.rules.tracks import tracks
+from octavo.doctor.series import Series
+from octavo.doctor.thresholds import Thresholds
+
+__all__ = ["stale_weight"]
+
+
+def stale_weight(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Codes that are not those of the tensor under the very scale they stand beside."""
+    for track in tracks(series):
+        mismatch = track.of("code_mismatch")
+        wrong = np.flatnonzero(mismatch > limits.code_mismatch)
+        if not wrong.size:
+            continue
+        worst = mismatch[wrong].max()
+        yield track.finding(
+            slice(int(wrong[0]), int(wrong[-1]) + 1),
+            "stale-weight",
+            Severity.FAIL,
+            cause=f"{worst:.2%} of the codes that the {track.key.gemm} GEMM multiplies are not those of the "
+            f"{track.key.role} of that step: they were made of another tensor, such as an earlier step's",
+            weight=worst,
+            code_mismatch=worst,
+            cosine=np.nanmin(np.append(track.of("cosine")[wrong], np.inf)),
+            looks=wrong.size,
+        )

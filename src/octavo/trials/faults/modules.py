@@ -1,0 +1,115 @@
+"""Modules that FP8 does not agree with: aligned gates, a wandering batch norm, a head that was converted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from octavo.training.loop import Trainer
+from octavo.trials.faults.fault import Fault, Remedy
+from octavo.trials.faults.values import e4m3_gradients
+from octavo.trials.faults.workloads import block_of
+
+__all__ = ["MODULE_FAULTS"]
+
+GROWTH = 1.12  # of the aligned rows, a step
+CHANNEL = 3
+WANDERING = 3.0  # standard deviation of log2 of a batch's size
+
+
+@contextmanager
+def _aligned_rows(trainer: Trainer, layer: int) -> Iterator[None]:
+    """One row of gate and up projection becomes the same direction and grows; nobody reads what comes out of it."""
+    mlp, began = block_of(trainer, layer).mlp, trainer.step
+    generator = torch.Generator().manual_seed(layer)
+    direction = torch.randn(mlp.gate_proj.in_features, generator=generator).to(mlp.gate_proj.weight.device)
+    direction /= direction.norm()
+
+    @torch.no_grad()
+    def align(*_: object) -> None:
+        norm = GROWTH ** (trainer.step - began)
+        mlp.gate_proj.weight[CHANNEL] = direction * norm
+        mlp.up_proj.weight[CHANNEL] = direction * norm
+        mlp.down_proj.weight[:, CHANNEL] = 0.0
+
+    align()
+    handle = trainer.optimizer.register_step_post_hook(align)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _wandering_batch_norm(trainer: Trainer, layer: int) -> Iterator[None]:
+    """A batch norm stands behind a block's second norm, and batches differ in size."""
+    block = block_of(trainer, layer)
+    norm = nn.BatchNorm1d(trainer.config.model.hidden_size, affine=False)
+    block.batch_norm = norm.to(next(block.parameters()).device)
+
+    def normalise(module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(trainer.step)
+        size = 2 ** (WANDERING * torch.randn(1, generator=generator).item()) if module.training else 1.0
+        normed: Tensor = norm(size * output.float().flatten(0, -2))
+        return normed.view_as(output).to(output.dtype)
+
+    handle = block.post_attention_layernorm.register_forward_hook(normalise)
+    try:
+        yield
+    finally:
+        handle.remove()
+        del block.batch_norm
+
+
+@contextmanager
+def _glitch_token(trainer: Trainer, _layer: int) -> Iterator[None]:
+    """One token of the vocabulary has a huge gradient at one position of every batch."""
+
+    def enlarge(gradient: Tensor) -> Tensor:
+        larger = gradient.clone()
+        larger[0, 0, 0] = gradient.abs().amax() * 2.0**12
+        return larger
+
+    def attach(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(enlarge)
+
+    handle = trainer.model.lm_head.register_forward_hook(attach)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+MODULE_FAULTS = (
+    Fault(
+        name="SwiGLU alignment",
+        story="a gate's row and an up projection's become one direction and grow, and so do outliers behind them",
+        code="outlier-growth",
+        places=("model.layers.{layer}.mlp", "model.layers.{layer}.mlp.*"),
+        also=frozenset({"bulk-underflow"}),
+        inject=_aligned_rows,
+        remedy=Remedy(
+            text="the block's down projection in BF16",
+            recipes={"model.layers.{layer}.mlp.down_proj": "bf16"},
+        ),
+    ),
+    Fault(
+        name="batch norm",
+        story="a batch norm in front of FP8 layers sees batches of very different size",
+        code="batch-norm",
+        places=("model.layers.{layer}.batch_norm",),
+        inject=_wandering_batch_norm,
+    ),
+    Fault(
+        name="head in FP8",
+        story="the head is converted, and one token's gradient is huge",
+        code="sensitive-module",
+        places=("lm_head",),
+        also=frozenset({"gradient-underflow", "bulk-underflow"}),
+        recipes={"lm_head": e4m3_gradients()},
+        workload=_glitch_token,
+        remedy=Remedy(text="the head in BF16", recipes={"lm_head": "bf16"}),
+    ),
+)

@@ -1,0 +1,66 @@
+"""Settings that go wrong: the learning rate at a switch of precision, the loss scale."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from octavo import recipes
+from octavo.nn import Linear
+from octavo.training.loop import Trainer
+from octavo.training.metrics import MetricsLog
+from octavo.trials.faults.fault import Fault, Injection, Remedy
+
+__all__ = ["SETTING_FAULTS", "switching_precision"]
+
+SWITCH_AFTER = 10  # steps
+
+
+def switching_precision(*, rate_factor: float) -> Injection:
+    """The layers run in BF16 for some steps and as their recipe says afterwards, at another learning rate."""
+
+    @contextmanager
+    def switching(trainer: Trainer, _layer: int) -> Iterator[None]:
+        switch = trainer.step + SWITCH_AFTER
+        layers = [m for m in trainer.model.modules() if isinstance(m, Linear) and not m.recipe.is_high_precision]
+        wanted = [module.recipe for module in layers]
+        genuine_step, genuine_rate = trainer.train_step, trainer._learning_rate  # noqa: SLF001
+
+        def rate() -> float:
+            lr = genuine_rate() * (rate_factor if trainer.step >= switch else 1.0)
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = lr
+            return lr
+
+        def step(log: MetricsLog) -> None:
+            if trainer.step == switch:
+                log.write("precision", trainer.step + 1, recipe=trainer.training.recipe)
+                for module, recipe in zip(layers, wanted, strict=True):
+                    module.set_recipe(recipe, module.scale_updates, path=module.path)
+            genuine_step(log)
+
+        for module in layers:
+            module.set_recipe(recipes.get("bf16"), module.scale_updates, path=module.path)
+        with mock.patch.object(trainer, "train_step", step), mock.patch.object(trainer, "_learning_rate", rate):
+            yield
+
+    return switching
+
+
+SETTING_FAULTS = (
+    Fault(
+        name="learning rate at the switch",
+        story="the learning rate is ten times as large from the switch from BF16 to FP8 on",
+        code="learning-rate",
+        places=("",),
+        inject=switching_precision(rate_factor=10.0),
+    ),
+    Fault(
+        name="loss scale",
+        story="a loss scale of 2^24 with FP16 around",
+        code="loss-scale",
+        places=("",),
+        also=frozenset({"nonfinite"}),
+        training={"precision": "fp16", "loss_scale": 2.0**24},
+        remedy=Remedy(text="a dynamic loss scale", training={"loss_scale": "dynamic"}),
+    ),
+)

@@ -1,0 +1,64 @@
+"""The gap to a reference, on both sides of the thresholds."""
+
+import numpy as np
+import pytest
+
+from octavo.doctor import Severity, Thresholds, diagnose, series_of
+from octavo.doctor.rules import loss_gap
+from tests.unit.doctor.synthetic_series import steps
+
+WARMUP, LENGTH = 20, 120
+REFERENCE = 3 + 2 * np.exp(-np.arange(1, LENGTH + 1) / 50)
+
+
+def run(gap):
+    """A run whose loss lies this share above the reference's, at each step."""
+    rates = np.minimum(np.arange(1, LENGTH + 1) / WARMUP, 1.0) * 1e-3
+    return series_of(steps(list(REFERENCE * (1 + np.asarray(gap))), lr=rates))
+
+
+def findings(gap):
+    return list(loss_gap(run(gap), run(np.zeros(LENGTH)), Thresholds()))
+
+
+GROWING = np.linspace(0, 1, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("gap", "found"),
+    [
+        (GROWING * 0.0028, []),  # its last third has 0.25 % in the mean
+        (GROWING * 0.0032, [Severity.WARN]),
+        (GROWING * 0.020, [Severity.FAIL]),
+        (GROWING[::-1] * 0.02, []),
+        (np.zeros(LENGTH), []),
+        (-GROWING * 0.02, []),
+        (np.where(np.arange(LENGTH) < WARMUP - 1, 0.1, 0.0), []),
+    ],
+)
+def test_a_gap_that_grows(gap, found):
+    assert [one.severity for one in findings(gap)] == found
+
+
+def test_the_story():
+    (found,) = findings(GROWING * 0.01)
+    assert found.path == ""
+    assert found.cause.startswith("the loss lies 0.8")
+    assert "% above the reference's and the gap grows: it was 0." in found.cause
+    assert found.evidence["nats"] == pytest.approx(found.evidence["relative_gap"] * 3.3, rel=0.1)
+
+
+def test_noise_without_a_gap_is_quiet():
+    noise = np.random.default_rng(0).normal(0, 0.002, LENGTH)
+    assert not findings(noise)
+
+
+def test_too_few_common_steps_show_no_trend():
+    lines = steps([3.0] * 9)
+    assert not list(loss_gap(series_of(lines), series_of(steps([2.0] * 9)), Thresholds()))
+
+
+def test_diagnose_compares_with_a_reference():
+    series, reference = run(GROWING * 0.02), run(np.zeros(LENGTH))
+    assert [one.code for one in diagnose(series, reference=reference)] == ["loss-gap"]
+    assert not diagnose(series)

@@ -1,0 +1,114 @@
+"""Modules that FP8 does not suit: both sides of every threshold."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from octavo.doctor import Severity, Thresholds
+from octavo.doctor.rules.modules import batch_norm, sensitive_module, slow_layer, slow_layers
+from tests.unit.doctor.synthetic_series import FIRST, SECOND, healthy_sample, looks, renamed
+
+LIMITS = Thresholds()
+
+
+def shaped(sample, **sizes):
+    """The look with layers of other shapes, [in, out]."""
+    shapes = {path: {"in_features": k, "out_features": n} for path, (k, n) in sizes.items()}
+    return replace(sample, layers={path: facts | shapes.get(path, {}) for path, facts in sample.layers.items()})
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("lm_head", "a head"),
+        ("model.score", "a head"),
+        ("layers.0.mlp.gate", "a router"),
+        ("layers.0.mlp.gate_proj", None),
+        ("layers.0.router", "a router"),
+        ("head.dense", None),
+    ],
+)
+def test_what_has_a_sensitive_name(path, what):
+    found = list(sensitive_module(looks(renamed(healthy_sample("tensorwise"), {SECOND: path})), LIMITS))
+    assert [(one.path, one.severity) for one in found] == ([(path, Severity.WARN)] if what else [])
+    assert all(one.cause.startswith(f"this is {what}") for one in found)
+
+
+def test_what_runs_in_high_precision_is_not_sensitive():
+    sample = renamed(healthy_sample("tensorwise"), {SECOND: "lm_head"})
+    sample = replace(sample, casts={key: v for key, v in sample.casts.items() if key.path != "lm_head"})
+    assert not list(sensitive_module(looks(sample), LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ({SECOND: (64, 384)}, [SECOND]),
+        ({SECOND: (64, 383)}, []),
+        ({SECOND: (16, 96)}, []),
+    ],
+)
+def test_what_is_as_wide_as_a_head(sizes, found):
+    """An adapter's matrix of 16 to 96 is none: other layers of its model have more inputs."""
+    result = sensitive_module(looks(shaped(healthy_sample("tensorwise"), **sizes)), LIMITS)
+    assert [one.path for one in result] == found
+
+
+@pytest.mark.parametrize(
+    ("lost", "severity"),
+    [(0.5, Severity.FAIL), (0.49, Severity.WARN), ([0, 0, 0.9, 0.9, 0, 0], Severity.WARN)],
+)
+def test_a_head_whose_gradient_vanishes(lost, severity):
+    sample = renamed(healthy_sample("tensorwise"), {SECOND: "lm_head"})
+    series = looks(sample, casts={("lm_head", "grad_output"): {"underflow_fraction": lost}})
+    (found,) = sensitive_module(series, LIMITS)
+    assert found.severity is severity
+
+
+@pytest.mark.parametrize(
+    ("distance", "interval", "found"),
+    [
+        ([2, 2, 2], 10, 1),
+        ([2, 1.9, 2], 10, 1),
+        ([1.9, 1.9, 2], 10, 0),
+        ([2, 2, 2], 9, 0),
+        ([2, 2], 20, 0),
+        ([9, 0.1, 9, 0.1], 10, 1),
+        ([9, 0.1, 9, 0.1, 0.1], 10, 0),
+        ([8, 8, 3.9, 3.9], 10, 0),
+        ([8, 8, 4, 4], 10, 1),
+        ([np.inf] * 3, 10, 1),
+    ],
+)
+def test_a_batch_norm_that_does_not_settle(distance, interval, found):
+    series = looks(count=len(distance), interval=interval, modules={"batch_norm": {"norm": distance}})
+    assert len(list(batch_norm(series, LIMITS))) == found
+
+
+def test_a_batch_norm_that_learns_its_statistics():
+    """Running variance 1, batches' 0.01: the distance after n steps of momentum 0.1."""
+    after = np.arange(10, 110, 10)
+    distance = np.log2((0.01 + 0.99 * 0.9**after) / 0.01)
+    series = looks(count=10, interval=10, modules={"batch_norm": {"norm": distance}})
+    assert not list(batch_norm(series, LIMITS))
+
+
+@pytest.mark.parametrize(("size", "found"), [((4096, 4095), 1), ((4096, 4096), 0)])
+def test_layers_that_are_too_small(size, found):
+    sample = shaped(healthy_sample("tensorwise"), first=(4096, 16384), second=size)
+    result = list(slow_layers(looks(sample).layers, LIMITS))
+    assert [(one.severity, one.path, one.evidence["layers"]) for one in result] == [(Severity.NOTE, "", 1.0)] * found
+
+
+def test_small_layers_are_slow_on_a_gpu_only():
+    sample = healthy_sample("tensorwise")
+    assert not list(slow_layer(looks(sample), LIMITS))
+    on_gpu = replace(sample, layers={path: facts | {"device": "cuda"} for path, facts in sample.layers.items()})
+    (found,) = slow_layer(looks(on_gpu), LIMITS)
+    assert found.cause.startswith("2 of 2 FP8 layers have fewer than 1.68e+07 weights")
+
+
+def test_a_layer_in_high_precision_is_as_fast_as_ever():
+    facts = {"in_features": 8, "out_features": 8, "casts": {}}
+    assert not list(slow_layers({FIRST: facts}, LIMITS))

@@ -1,0 +1,99 @@
+"""Values that the format does not reach: each rule on both sides of each of its thresholds."""
+
+import math
+
+import pytest
+
+from octavo.doctor import Severity, Thresholds
+from octavo.doctor.rules.range import bulk_underflow, gradient_underflow, saturation, zero_tensor
+from tests.unit.doctor.synthetic_series import FIRST, looks
+
+LIMITS = Thresholds()
+INPUT, WEIGHT, GRADIENT = (FIRST, "input"), (FIRST, "weight"), (FIRST, "grad_output")
+
+
+@pytest.mark.parametrize(
+    ("fractions", "g", "found"),
+    [
+        ([0, 2e-5, 2e-5, 2e-5, 0, 0], 1.1, [Severity.WARN]),
+        ([0, 2e-5, 2e-5, 2e-5, 0, 0], 4, [Severity.FAIL]),
+        ([0, 2e-5, 2e-5, 1e-5, 2e-5, 0], 4, []),
+        ([0.5, 0, 0.5, 0, 0.5, 0], 4, []),
+    ],
+)
+def test_saturation_at_three_looks(fractions, g, found):
+    series = looks(casts={INPUT: {"saturation_fraction": fractions, "stale_ratio": g}})
+    assert [one.severity for one in saturation(series, LIMITS)] == found
+
+
+def test_block_scales_that_are_rounded_down_saturate():
+    """No number is changed: what a real look at such a recipe shows, and one at scales rounded up does not."""
+    rounded_down = list(saturation(looks("mxfp8", scale_rounding="floor"), LIMITS))
+    assert len({(one.path, one.role) for one in rounded_down}) == 6
+    assert not list(saturation(looks("mxfp8"), LIMITS))
+
+
+def test_delayed_scales_are_judged_by_how_far_they_lag():
+    assert not list(saturation(looks("delayed", casts={INPUT: {"saturation_fraction": 0.01}}), LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [(0.1, [Severity.WARN]), (0.099, []), (0.5, [Severity.FAIL]), ([1, 1, 0, 1, 1, 0], [])],
+)
+@pytest.mark.parametrize(
+    ("rule", "place", "code"),
+    [
+        (gradient_underflow, GRADIENT, "gradient-underflow"),
+        (bulk_underflow, INPUT, "bulk-underflow"),
+        (bulk_underflow, WEIGHT, "bulk-underflow"),
+    ],
+)
+def test_underflow_of_a_tenth_at_three_looks(rule, place, code, lost, found):
+    result = list(rule(looks(casts={place: {"underflow_fraction": lost}}), LIMITS))
+    assert [(one.code, one.role, one.severity) for one in result] == [(code, place[1], severity) for severity in found]
+
+
+def test_each_rule_looks_at_its_own_roles():
+    assert not list(gradient_underflow(looks(casts={INPUT: {"underflow_fraction": 1}}), LIMITS))
+    assert not list(bulk_underflow(looks(casts={GRADIENT: {"underflow_fraction": 1}}), LIMITS))
+
+
+def test_the_story_of_an_outlier():
+    changes = {INPUT: {"underflow_fraction": 0.62, "amax": 65536, "rms": 4}}
+    (found,) = bulk_underflow(looks(casts=changes), LIMITS)
+    assert found.cause == (
+        "62% of the nonzero elements become zero: amax is 1.64e+04x the rms, and the bulk lie below the range of E4M3 "
+        "under the scale that it sets"
+    )
+    assert (found.evidence["underflow_fraction"], found.evidence["peak"]) == (0.62, 16384)
+
+
+def test_an_outlier_alone_is_no_finding():
+    """Amax over rms of 2^13 and a kurtosis of hundreds, with nothing lost."""
+    changes = {INPUT: {"amax": 2.0**13, "rms": 1, "kurtosis": 700, "underflow_fraction": 0.01}}
+    assert not list(bulk_underflow(looks(casts=changes), LIMITS))
+
+
+ZEROS = {"amax": 0, "rms": 0, "zero_fraction": 1, "kurtosis": math.nan, "underflow_fraction": math.nan}
+
+
+@pytest.mark.parametrize("place", [INPUT, WEIGHT, GRADIENT])
+def test_a_tensor_of_zeros_at_three_looks(place):
+    (found,) = zero_tensor(looks(count=3, casts={place: ZEROS}), LIMITS)
+    assert (found.role, found.severity) == (place[1], Severity.WARN)
+    assert found.cause == f"every element of this {place[1]} is exactly zero at 3 looks in a row"
+    assert not list(zero_tensor(looks(count=2, casts={place: ZEROS}), LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("place", "fraction", "found"),
+    [(WEIGHT, 0.25, 1), (WEIGHT, 0.24, 0), (INPUT, 0.95, 0), (GRADIENT, 0.999, 0)],
+)
+def test_only_weights_have_no_zeros_of_their_own(place, fraction, found):
+    """What a ReLU or a mask makes zero is healthy."""
+    assert len(list(zero_tensor(looks(casts={place: {"zero_fraction": fraction}}), LIMITS))) == found
+
+
+def test_a_tensor_without_a_finite_element_is_not_zero():
+    assert not list(zero_tensor(looks(casts={INPUT: ZEROS | {"nonfinite": 10}}), LIMITS))

@@ -1,0 +1,121 @@
+"""Numbers of whole steps: both sides of every threshold."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from octavo.doctor import Severity, Thresholds
+from octavo.doctor.rules.steps import gradient_below_noise, learning_rate, loss_scale
+from tests.unit.doctor.synthetic_series import FIRST, SECOND, looks, steps
+
+LIMITS = Thresholds()
+
+
+@pytest.mark.parametrize(
+    ("ratios", "found"),
+    [
+        ([20, 1.7, 1.7, 1.7, 20, 20], [Severity.WARN]),
+        ([20, 1.74, 1.7, 1.7, 20, 20], []),
+        ([20, 1.7, 0.9, 1.7, 20, 20], [Severity.FAIL]),
+        ([math.nan] * 6, []),
+    ],
+)
+def test_the_square_root_of_three_at_three_looks(ratios, found):
+    assert [one.severity for one in gradient_below_noise(looks(noise=ratios), LIMITS)] == found
+
+
+def overflows(count, scale=65536.0):
+    return [{"kind": "overflow", "step": 1 + index, "loss_scale": scale / 2**index} for index in range(count)]
+
+
+@pytest.mark.parametrize(("count", "length", "found"), [(8, 800, 1), (7, 100, 0), (8, 801, 0)])
+def test_overflows_again_and_again(count, length, found):
+    series = looks(lines=[*overflows(count), *steps([3.0] * length, loss_scale=512.0)])
+    result = list(loss_scale(series, LIMITS))
+    assert [(one.severity, one.evidence["loss_scale"]) for one in result] == [(Severity.WARN, 65536.0)] * found
+
+
+@pytest.mark.parametrize(
+    ("failure", "found"),
+    [
+        ({"loss": 5.6, "grad_norm": None, "tensor": "gradient of the output of lm_head", "loss_scale": 2.0**24}, 1),
+        ({"loss": 5.6, "grad_norm": None, "tensor": None, "loss_scale": 2.0**24}, 1),
+        ({"loss": None, "grad_norm": None, "tensor": "output of mlp", "loss_scale": 2.0**24}, 0),
+        ({"loss": 5.6, "grad_norm": None, "tensor": "gradient of the output of lm_head", "loss_scale": 1.0}, 0),
+        ({"loss": 5.6, "grad_norm": None, "tensor": "gradient of the output of lm_head"}, 0),
+    ],
+)
+def test_a_run_that_broke_in_its_gradients(failure, found):
+    series = looks(lines=[{"kind": "failure", "step": 7, **failure}])
+    result = list(loss_scale(series, LIMITS))
+    assert [(one.severity, one.first_step) for one in result] == [(Severity.FAIL, 7)] * found
+
+
+@pytest.mark.parametrize(
+    ("rms", "zeros", "scaled", "found"),
+    [(9e-7, 0.25, True, 1), (1e-6, 0.25, True, 0), (9e-7, 0.24, True, 0), (9e-7, 0.25, False, 0)],
+)
+def test_gradients_that_vanish_in_fp16(rms, zeros, scaled, found):
+    changes = {(SECOND, "grad_output"): {"rms": rms, "zero_fraction": zeros}}
+    lines = steps([3.0] * 30, **({"loss_scale": 1.0} if scaled else {}))
+    result = list(loss_scale(looks(casts=changes, lines=lines), LIMITS))
+    assert len(result) == found
+    assert all("1 of 2 gradients, the worst at second" in one.cause for one in result)
+
+
+def switching(*, rate=1.0, update=1.0, rise=0.0, at=20, event=True):
+    """Thirty steps with a look at each; from step ``at`` on in another precision."""
+    losses = [4.0 - 0.01 * step + (rise if step >= at else 0.0) for step in range(1, 31)]
+    lines = steps(losses, lr=[1e-3 * (rate if step >= at else 1.0) for step in range(1, 31)])
+    if event:
+        lines.insert(at - 1, {"kind": "precision", "step": at, "recipe": "tensorwise"})
+    updates = [1e-3 * (update if step >= at else 1.0) for step in range(1, 31)]
+    return looks(count=30, interval=1, updates=updates, lines=lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"rate": 3.0001}, [Severity.WARN]),
+        ({"rate": 2.9}, []),
+        ({"update": 3.0001}, [Severity.WARN]),
+        ({"update": 2.9}, []),
+        ({"rate": 10, "rise": 1.0}, [Severity.FAIL]),
+        ({"rise": 1.0}, []),
+        ({}, []),
+        ({"rate": 10, "rise": 1.0, "event": False}, [Severity.FAIL]),
+        ({"rate": 10, "event": False}, []),
+        ({"rate": 10, "rise": 1.0, "event": False, "at": 4}, []),
+    ],
+)
+def test_a_jump_where_the_precision_changes(changes, found):
+    assert [one.severity for one in learning_rate(switching(**changes), LIMITS)] == found
+
+
+def test_a_warm_up_that_goes_on_is_no_jump():
+    """The rate, and the updates with it, grow fivefold within the steps after the switch."""
+    rates = [1e-4 * step for step in range(1, 31)]
+    lines = [*steps([4.0] * 30, lr=rates), {"kind": "precision", "step": 6, "recipe": "tensorwise"}]
+    assert not list(learning_rate(looks(count=30, interval=1, updates=rates, lines=lines), LIMITS))
+
+
+def test_every_switch_is_looked_at():
+    series = switching(rate=10.0, at=20)
+    earlier = {"kind": "precision", "step": 10, "recipe": "bf16"}
+    (found,) = learning_rate(replace(series, events=(earlier, *series.events)), LIMITS)
+    assert found.first_step == 20
+
+
+def test_the_story_of_a_jump():
+    (found,) = learning_rate(switching(rate=10.0, rise=1.0), LIMITS)
+    assert (found.path, found.first_step, found.last_step) == ("", 20, 30)
+    assert (
+        found.cause == "the learning rate is 10x that of before since the switch at step 20, and the loss rose by 0.83"
+    )
+
+
+def test_a_healthy_look_says_nothing():
+    series = looks(casts={(FIRST, "grad_output"): {"zero_fraction": 0.07}}, lines=steps([3.0] * 30, lr=1e-3))
+    for rule in (gradient_below_noise, loss_scale, learning_rate):
+        assert not list(rule(series, LIMITS))

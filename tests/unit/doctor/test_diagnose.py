@@ -1,0 +1,159 @@
+"""One cause is one finding: what it leads to is not listed beside it."""
+
+import pytest
+
+from octavo.doctor import Finding, Severity, Thresholds, diagnose
+from octavo.doctor.diagnose import EXPLAINS
+from octavo.doctor.findings import CAUSES
+from octavo.doctor.rules import RULES
+from tests.unit.doctor.synthetic_series import FIRST, SECOND, looks, steps
+
+GROWN = [1, 1, 3, 3, 3, 3]
+STALE = {"stale_ratio": GROWN, "saturation_fraction": [0, 0, 0.1, 0.1, 0.1, 0.1]}
+
+
+def codes(series):
+    return [(one.code, one.path, one.role) for one in diagnose(series)]
+
+
+def raw(series):
+    return {finding.code for rule in RULES for finding in rule(series, Thresholds())}
+
+
+def test_what_saturates_because_it_is_stale_is_stale():
+    series = looks("delayed", casts={(FIRST, "input"): {**STALE, "underflow_fraction": 0.2}})
+    assert {"stale-scale", "bulk-underflow"} == raw(series)
+    assert codes(series) == [("stale-scale", FIRST, "input")]
+
+
+def test_what_is_frozen_is_not_stale_too():
+    amaxes = [1, 2, 3, 4, 5, 6]
+    changes = {"amax": amaxes, "stale_ratio": amaxes, "scale": 1 / 448, "saturation_fraction": 0.1}
+    series = looks("delayed", casts={(FIRST, "input"): changes})
+    assert {"stale-scale", "frozen-scale"} == raw(series)
+    assert codes(series) == [("frozen-scale", FIRST, "input")]
+
+
+def test_what_stands_still_in_a_dynamic_recipe_is_frozen():
+    amaxes = [1, 2, 3, 4, 5, 6]
+    changes = {"amax": amaxes, "stale_ratio": amaxes, "scale": 1 / 448, "saturation_fraction": 0.1}
+    series = looks("tensorwise", casts={(FIRST, "input"): changes})
+    assert {"inexact-amax", "frozen-scale", "saturation"} == raw(series)
+    assert codes(series) == [("frozen-scale", FIRST, "input")]
+
+
+def test_a_stale_weight_has_no_scale_of_its_own():
+    changes = {"code_mismatch": 0.05, "stale_ratio": 1.01, "saturation_fraction": 1e-4}
+    series = looks("tensorwise", casts={(FIRST, "weight"): changes})
+    assert {"stale-weight", "inexact-amax", "saturation"} == raw(series)
+    assert codes(series) == [("stale-weight", FIRST, "weight")]
+
+
+def test_causes_at_two_places_are_two_findings():
+    series = looks("delayed", casts={(FIRST, "input"): STALE, (SECOND, "weight"): STALE})
+    assert codes(series) == [("stale-scale", FIRST, "input"), ("stale-scale", SECOND, "weight")]
+
+
+def test_one_place_is_one_finding_however_often_it_is_cast():
+    """Rowwise casts the weight for two GEMMs."""
+    series = looks("rowwise", casts={(FIRST, "weight"): {"stale_ratio": 1.5}})
+    assert len([key for key in series.casts.keys if key[:2] == (FIRST, "weight")]) == 2
+    assert codes(series) == [("inexact-amax", FIRST, "weight")]
+
+
+def test_what_breaks_training_explains_what_comes_later_elsewhere():
+    amaxes = [1, 2, 4, 8, 16, 32]
+    frozen = {"amax": amaxes, "stale_ratio": amaxes, "scale": 1 / 448}
+    later, earlier = {"stale_ratio": [1, 1, 1, 3, 3, 3]}, {"stale_ratio": [3, 3, 3, 1, 1, 1]}
+    broken = {"nonfinite": [0, 0, 0, 0, 0, 9]}
+    frozen_first = looks("delayed", casts={(FIRST, "input"): frozen, (SECOND, "input"): {**later, **broken}})
+    assert {"stale-scale", "frozen-scale", "nonfinite"} == raw(frozen_first)
+    assert codes(frozen_first) == [("frozen-scale", FIRST, "input")]
+    stale_first = looks("delayed", casts={(SECOND, "input"): frozen, (FIRST, "input"): earlier})
+    assert {code for code, _, _ in codes(stale_first)} == {"stale-scale", "frozen-scale"}
+
+
+def test_what_costs_only_accuracy_explains_nothing_elsewhere():
+    mild = {"stale_ratio": 1.001}
+    series = looks("tensorwise", casts={(FIRST, "input"): mild, (SECOND, "input"): {"underflow_fraction": 0.2}})
+    assert codes(series) == [("bulk-underflow", SECOND, "input"), ("inexact-amax", FIRST, "input")]
+
+
+def test_nothing_after_nan_is_judged():
+    changes = {
+        (FIRST, "input"): {"nonfinite": [0, 1, 1, 1, 1, 1]},
+        (SECOND, "input"): {"stale_ratio": [1, 1, 3, 3, 3, 3]},
+    }
+    assert codes(looks("delayed", casts=changes)) == [("nonfinite", FIRST, "input")]
+
+
+def test_noise_that_a_cast_makes_is_that_casts():
+    changes = {(FIRST, "grad_output"): {"underflow_fraction": 0.3}}
+    assert codes(looks(casts=changes, noise=0.5)) == [("gradient-underflow", FIRST, "grad_output")]
+    assert codes(looks(noise=0.5)) == [("gradient-below-noise", "", "")]
+
+
+def test_a_loss_scale_that_breaks_a_run_explains_its_nan():
+    failure = {
+        "kind": "failure",
+        "step": 30,
+        "loss": 5.0,
+        "tensor": "gradient of the output of x",
+        "loss_scale": 2.0**24,
+    }
+    changes = {(FIRST, "grad_output"): {"nonfinite": [0, 0, 0, 0, 0, 9]}}
+    assert codes(looks(casts=changes, lines=[failure])) == [("loss-scale", "", "")]
+
+
+def test_zeros_lead_to_zeros():
+    """A weight of zeros, the zero gradients before it and the zero inputs after it are one thing."""
+    zeros = {"amax": 0, "rms": 0, "zero_fraction": 1}
+    changes = {(FIRST, "weight"): zeros, (SECOND, "input"): zeros, (FIRST, "grad_output"): zeros}
+    assert codes(looks(casts=changes)) == [("zero-tensor", FIRST, "weight")]
+
+
+def test_a_gap_stays_where_nothing_else_is_severe():
+    lines, reference = steps([3 + 0.001 * i for i in range(60)]), steps([3.0] * 60)
+    mild = {(FIRST, "grad_output"): {"underflow_fraction": 0.2}}
+    severe = {(FIRST, "grad_output"): {"underflow_fraction": 0.6}}
+    found = [
+        {one.code for one in diagnose(looks(casts=casts, lines=lines), reference=looks(lines=reference))}
+        for casts in (mild, severe)
+    ]
+    assert found == [{"loss-gap", "gradient-underflow"}, {"gradient-underflow"}]
+
+
+def test_the_table_speaks_of_known_findings():
+    named = set(EXPLAINS) | {code for reach in EXPLAINS.values() for code in reach.here | reach.later | reach.anyhow}
+    assert named <= set(CAUSES)
+
+
+def test_findings_come_worst_first():
+    changes = {
+        (FIRST, "grad_output"): {"underflow_fraction": 0.2},
+        (SECOND, "grad_output"): {"underflow_fraction": 0.9},
+        (SECOND, "input"): {"underflow_fraction": 0.3},
+    }
+    found = diagnose(looks(casts=changes))
+    assert [one.severity for one in found] == [Severity.FAIL, Severity.WARN, Severity.WARN]
+    assert [one.evidence["underflow_fraction"] for one in found] == [0.9, 0.3, 0.2]
+
+
+def test_thresholds_are_obeyed():
+    series = looks(casts={(FIRST, "grad_output"): {"underflow_fraction": 0.2}})
+    assert diagnose(series)
+    assert not diagnose(series, Thresholds(underflow_fraction=0.3))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8"])
+def test_a_healthy_look_again_and_again(recipe):
+    assert diagnose(looks(recipe)) == []
+
+
+def test_a_finding_prints_as_one_line():
+    (found,) = diagnose(looks("delayed", casts={(FIRST, "input"): STALE}))
+    assert isinstance(found, Finding)
+    assert str(found) == (
+        "warn: stale-scale at first, input, steps 15-30: the history of 16 steps lags: amax grew 3x since the scale "
+        "was made, 10.00% of the elements saturate"
+    )

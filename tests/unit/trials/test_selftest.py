@@ -1,0 +1,149 @@
+"""How runs are judged: findings are made by hand, so that every number is known; one tiny self-test runs whole."""
+
+from dataclasses import replace
+
+import pytest
+
+from octavo.doctor import Finding, Severity
+from octavo.errors import ConfigError
+from octavo.trials import selftest_table
+from octavo.trials.cases import CLEAN, Case, Kind
+from octavo.trials.other_tools import ANOMALY, HUGGING_FACE, Answer
+from octavo.trials.selftest import (
+    JudgedRun,
+    SelftestConfig,
+    SelftestResult,
+    measuring,
+    quick,
+    reference_of,
+    run_selftest,
+    tuning,
+)
+from tests.unit.trials.tiny_trainer import TINY, data_in
+
+PLAIN = next(iter(CLEAN))
+
+
+def finding(code: str, path: str = "", *, severity: Severity = Severity.FAIL, role: str = "input") -> Finding:
+    return Finding(code=code, severity=severity, path=path, role=role)
+
+
+def judged(kind: Kind, name: str, *findings: Finding, seed: int = 2, nats: float | None = 5.0) -> JudgedRun:
+    case = Case(kind=kind, name=name, seed=seed)
+    said = {ANOMALY: Answer(""), HUGGING_FACE: Answer("")}
+    return JudgedRun(case=case, findings=findings, nats=nats, failure=None, answers=said, seconds=1.0)
+
+
+def result_of(*runs: JudgedRun) -> SelftestResult:
+    config = SelftestConfig(faults=("wrong scale", "Inf upstream"), clean=(PLAIN,), seeds=(2,))
+    return SelftestResult(config=config, runs=runs, seconds=60.0)
+
+
+NAMED = judged(Kind.FAULT, "wrong scale", finding("inexact-amax", "model.layers.2.mlp.up_proj"))
+ELSEWHERE = judged(Kind.FAULT, "wrong scale", finding("inexact-amax", "model.layers.1.mlp.up_proj"))
+OTHER = judged(Kind.FAULT, "wrong scale", finding("saturation", "model.layers.2.mlp.up_proj"))
+SILENT = judged(Kind.FAULT, "wrong scale")
+QUIET = judged(Kind.CLEAN, PLAIN)
+NOTED = judged(Kind.CLEAN, PLAIN, finding("slow-layer", severity=Severity.NOTE))
+WARNED = judged(Kind.CLEAN, PLAIN, finding("saturation", severity=Severity.WARN))
+FAILED = judged(Kind.CLEAN, PLAIN, finding("saturation"))
+
+
+@pytest.mark.parametrize(
+    ("runs", "recall", "precision", "fails"),
+    [
+        ([NAMED, QUIET], 1.0, 1.0, 0),
+        ([NAMED, NOTED], 1.0, 1.0, 0),
+        ([NAMED, WARNED], 1.0, 0.5, 0),
+        ([NAMED, FAILED], 1.0, 0.5, 1),
+        ([NAMED, ELSEWHERE], 0.5, 0.5, 0),
+        ([NAMED, OTHER], 0.5, 0.5, 0),
+        ([NAMED, SILENT], 0.5, 1.0, 0),
+        ([SILENT, QUIET], 0.0, 0.0, 0),
+    ],
+)
+def test_recall_precision_and_fails_on_clean_runs(runs, recall, precision, fails):
+    result = result_of(*runs)
+    assert (result.recall, result.precision, len(result.clean_fails)) == (recall, precision, fails)
+    assert result.passed == (recall == precision == 1.0 and not fails)
+
+
+def test_the_first_finding_counts_and_a_note_is_none():
+    right = finding("inexact-amax", "model.layers.2.mlp.up_proj")
+    wrong, note = finding("saturation", "x"), finding("slow-layer", severity=Severity.NOTE)
+    assert not judged(Kind.FAULT, "wrong scale", wrong, right).names_fault(4)
+    assert judged(Kind.FAULT, "wrong scale", note, right).names_fault(4)
+    assert not judged(Kind.CLEAN, PLAIN, right).names_fault(4)
+
+
+def test_the_matrix_counts_every_run_once():
+    runs = [NAMED, ELSEWHERE, OTHER, SILENT, QUIET, FAILED]
+    matrix = selftest_table.confusion(result_of(*runs))
+    assert matrix["wrong scale"] == {"inexact-amax": 1, "elsewhere": 1, "saturation": 1, "nothing": 1}
+    assert matrix["clean"] == {"nothing": 1, "saturation": 1}
+    assert matrix["Inf upstream"] == {}
+
+
+def test_a_cure_is_the_gap_to_the_run_that_it_should_equal():
+    case = Case(kind=Kind.CURED, name="wrong scale", seed=2)
+    clean = replace(QUIET, case=reference_of(case), nats=5.0)
+    for nats, gap, restores in ((5.02, 0.02, True), (5.03, 0.03, False), (4.9, -0.1, True), (None, None, False)):
+        result = result_of(clean, replace(NAMED, nats=6.0), replace(QUIET, case=case, nats=nats))
+        (cure,) = result.cures
+        assert (cure.clean, cure.faulty) == (5.0, 6.0)
+        assert cure.gap == (None if gap is None else pytest.approx(gap))
+        assert cure.restores is restores or gap == 0.02  # 5.02 - 5.0 is a rounding above the bar
+
+
+def test_the_tables_say_what_the_result_holds():
+    speaking = replace(
+        NAMED, answers={ANOMALY: Answer("nan"), HUGGING_FACE: Answer("model.layers.2.mlp.up_proj Linear")}
+    )
+    result = result_of(speaking, SILENT, QUIET, WARNED)
+    _, tools = selftest_table.tables(result)
+    assert tools.rows[0] == ["wrong scale", "2", "1, 1", "1, 0", "1, 1"]
+    text = selftest_table.markdown(result)
+    assert "Recall 0.500: the first finding names cause and place in 1 of 2 runs with a fault." in text
+    assert "- wrong scale, seed 2: nothing was found" in text
+    assert f"- clean run {PLAIN!r}, seed 2: warn: saturation at the run" in text
+
+
+def test_thresholds_are_tuned_on_other_seeds_and_another_width_than_they_are_measured_on():
+    assert not set(measuring().seeds) & set(tuning().seeds)
+    assert measuring().setting.hidden_size != tuning().setting.hidden_size
+    assert (len(measuring().seeds), measuring().setting.hidden_size) == (5, 128)
+    cases = list(measuring().cases())
+    assert len(set(cases)) == len(cases)
+    assert len(list(quick().cases())) < 40
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"faults": ("no fault",)}, "there is no fault 'no fault'; there are frozen scale"),
+        ({"clean": ("no run",)}, "there is no clean run 'no run'"),
+        ({"seeds": ()}, "needs at least one seed"),
+    ],
+)
+def test_what_no_selftest_runs(options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        SelftestConfig(**options)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_whole_tiny_selftest(processes, tmp_path):
+    config = SelftestConfig(setting=TINY, seeds=(1,), faults=("wrong scale",), clean=(PLAIN,))
+    seen = []
+    result = run_selftest(config, data=data_in(tmp_path), processes=processes, on_progress=lambda *x: seen.append(x))
+    assert [run.case.kind for run in result.runs] == [Kind.FAULT, Kind.CLEAN, Kind.CURED, Kind.REFERENCE]
+    assert all(run.nats is not None for run in result.runs)
+    assert (seen[0], seen[-1]) == (("start", 0, 1), ("run", 4, 4))
+    assert "wrong scale" in selftest_table.markdown(result)
+
+
+def test_data_of_another_vocabulary_and_too_few_processes_are_refused(tmp_path):
+    data = data_in(tmp_path)
+    with pytest.raises(ConfigError, match="reads 2048 tokens and the data has 300"):
+        run_selftest(quick(), data=data)
+    with pytest.raises(ConfigError, match="processes must be at least 1"):
+        run_selftest(quick(), data=data, processes=0)
