@@ -28,7 +28,7 @@ from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
 from octavo.doctor.ranks import scale_ratios
 from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
-from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
@@ -189,9 +189,11 @@ class Watcher:
         parameters: dict[str, Tensor],
         batch_norms: dict[str, Tensor],
     ) -> Sample:
-        of_casts, of_products, of_parameters, of_norms, of_pairs = _fetched(
+        sums, results, of_parameters, of_norms, of_pairs = _fetched(
             casts, products, parameters, batch_norms, alignments(self.model)
         )
+        of_casts = dict(zip(sums, cast_numbers(np.stack(list(sums.values()))), strict=True)) if sums else {}
+        of_products = {key: product_numbers(three) for key, three in results.items()}
         self._count_nonfinite(of_casts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
@@ -229,13 +231,14 @@ class Watcher:
 
 
 def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
-    """The tables' vectors as arrays, in one copy from their device."""
+    """The tables' tensors as float64 arrays, in one copy from their device."""
     tensors = [tensor for table in tables for tensor in table.values()]
     if not tensors:
         return [{} for _ in tables]
-    values = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu().numpy()
-    parts = iter(np.split(values, np.cumsum([tensor.numel() for tensor in tensors])[:-1]))
-    return [{key: next(parts).copy() for key in table} for table in tables]
+    values = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
+    parts = np.split(values, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    arrays = iter([part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+    return [{key: next(arrays).copy() for key in table} for table in tables]
 
 
 def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, Any]) -> float:
