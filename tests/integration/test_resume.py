@@ -85,6 +85,13 @@ CASES: dict[str, dict[str, Any]] = {
         "recipe": "delayed", "grad_accumulation": 2,
         "recipe_options": {"history_length": 3, "update_interval": 2},
     },
+    "bf16 in the middle": {
+        "recipe": "delayed", "precision_schedule": [["fp8", 0.0], ["bf16", 0.3], ["fp8", 0.8]],
+    },
+    "overrides": {
+        "recipe": "tensorwise", "overrides": {"*.down_proj": "bf16", "*.q_proj": "delayed"}, "convert_head": True,
+        "cache_weights": True, "grad_accumulation": 2,
+    },
 }  # fmt: skip
 
 
@@ -100,6 +107,22 @@ def test_sigterm_and_resume_in_new_processes(tmp_path, data, case):
     assert 5 <= int(last[1]) < STEPS
     finish(data, tmp_path / "cut", options)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_stopped_in_every_phase(tmp_path, data):
+    """Pieces that end before, at and after the steps where a phase begins: 4 and 8."""
+    phases = (("fp8", 0.0), ("bf16", 0.3), ("fp8", 0.7))
+    config = tiny_config(recipe="delayed", precision_schedule=phases, steps=STEPS, lr=1e-2, statistics_interval=2)
+    train(config, tmp_path / "whole", data=data)
+    for stop in (2, 3, 4, 7, STEPS):
+
+        def stop_at(event, stop=stop):
+            if type(event).__name__ == "StepDone" and event.step == stop < STEPS:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        assert train(config, tmp_path / "cut", data=data, resume=stop > 2, on_event=stop_at).step == stop
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert [line["step"] for line in read_metrics(tmp_path / "cut") if line["kind"] == "precision"] == [4, 8]
 
 
 def test_killed_between_checkpoints(tmp_path, data):

@@ -61,6 +61,21 @@ def test_delayed_takes_its_options():
     assert get("delayed").history == History(length=16, statistic=Statistic.MAX, update_interval=1)
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "delayed_te", "rowwise", "blockwise", "mxfp8"])
+def test_the_gradient_takes_either_format_and_nothing_else_changes(name):
+    plain = get(name)
+    assert plain.grad_input.a is not None
+    own, other = (E5M2, E4M3) if plain.grad_input.a.format is E5M2 else (E4M3, E5M2)
+    assert get(name, gradient_format=own.name) == plain
+    changed = get(name, gradient_format=other.name)
+    assert changed.name == f"{name}, {other} gradients"
+    assert [cast.format for cast in changed.casts] == [E4M3, E4M3, other, E4M3, other, E4M3]
+    assert changed.with_gradients_in(own) == replace(plain, name=f"{name}, {own} gradients")
+    assert get("bf16").with_gradients_in(other) == get("bf16")
+    with pytest.raises(ConfigError, match="gradient_format must be one of E4M3, E5M2, not 'FP8'"):
+        get(name, gradient_format="FP8")
+
+
 def test_a_finished_recipe_passes_through():
     recipe = get("rowwise")
     assert get(recipe) is recipe
@@ -163,6 +178,7 @@ VARIANTS = [
     get("blockwise", power_of_two=False),
     get("delayed", history_length=3, statistic="mean", margin=2, update_interval=4, backoff=0.99),
     get("tensorwise", emulate_tensor_cores=True),
+    get("rowwise", gradient_format="E5M2"),
 ]
 
 

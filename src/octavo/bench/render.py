@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
 
 from octavo.bench.results import Chart, PartRecord, Report, Section
-from octavo.errors import ConfigError
+from octavo.pages import plotly_script
 
 __all__ = ["markdown", "page"]
 
@@ -82,7 +81,9 @@ def page(report: Report) -> str:
     Raises:
         ConfigError: plotly is not installed.
     """
-    script = _plotly_script()
+    script = plotly_script(
+        "the page with pictures", after=", then octavo bench hopper --from RESULT.json draws it from the numbers"
+    )
     warning = f"<p><strong>{escape(REHEARSED.replace('*', ''))}</strong></p>" if report.is_rehearsal else ""
     facts = "".join(f"<li>{escape(name)}: {escape(fact)}</li>" for name, fact in report.facts.items())
     bars = "".join(
@@ -136,14 +137,3 @@ def _figure(chart: Chart) -> str:
     figure.update_xaxes(automargin=True)
     html: str = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, default_height="100%")
     return html
-
-
-def _plotly_script() -> Any:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ConfigError(
-            "the page with pictures needs plotly, which is not installed; pip install 'octavo[report]', then "
-            "octavo bench hopper --from RESULT.json draws it from the numbers"
-        ) from error
-    return get_plotlyjs()

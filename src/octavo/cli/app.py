@@ -123,7 +123,12 @@ add_command(
     short="Continue a prompt with a trained model.",
     example="runs/demo/tensorwise --prompt 'def main('",
 )
-add_command(doctor, "doctor", short="Show versions, devices, kernels and who multiplies what.", example="--env")
+app.add_typer(
+    doctor,
+    name="doctor",
+    short_help="Find what goes wrong in FP8 training, and why.",
+    epilog="Example: octavo doctor runs/mine",
+)
 add_command(data, "data", short="Show a source's documents and bytes, by split and kind.", example="--data my-texts/")
 add_command(
     bench, "bench", short="Measure a Hopper GPU: casts, GEMMs, layers, training.", example="hopper --out results/"

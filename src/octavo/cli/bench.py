@@ -19,7 +19,7 @@ from octavo.bench.session import share_out
 from octavo.cli.console import stderr, stdout
 from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
-from octavo.training.files import write_atomically
+from octavo.files import write_atomically
 
 __all__ = ["bench"]
 

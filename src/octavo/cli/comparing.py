@@ -8,11 +8,11 @@ from typing import Any
 from octavo.cli.console import print_json, print_table, stderr, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
+from octavo.files import write_atomically
 from octavo.training import report, study_table
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
 from octavo.training.data import open_data, preparing
-from octavo.training.files import write_atomically
 from octavo.training.loop import build_model
 from octavo.training.memory import check_batch_fits
 from octavo.training.precision import resolve_device

@@ -11,9 +11,11 @@ from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
 from octavo.training.data import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
-from octavo.training.loop import TrainResult, check_data
+from octavo.training.loop import check_data
 from octavo.training.loop import train as run_training
 from octavo.training.memory import check_batch_fits
+from octavo.training.precision_schedule import parse_schedule
+from octavo.training.result import TrainResult
 from octavo.training.run_folder import CONFIG, check_start, resumable_state
 from octavo.training.tokenizer import SMALLEST_VOCABULARY
 
@@ -29,6 +31,13 @@ def train(
     out: Annotated[Path, typer.Option("--out", help="The run's folder.")],
     recipe: Annotated[
         str | None, typer.Option(help="fp32, bf16, or a preset of octavo.recipes.names(). [default: tensorwise]")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Recipes and the fractions of the run at which they begin: bf16:0.0,fp8:0.8.")
+    ] = None,
+    autopilot: Annotated[
+        bool | None,
+        typer.Option("--autopilot/--no-autopilot", help="Mend what the doctor finds, while it trains. [default: no]"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, bit-exactly.")] = False,
     config: options.ConfigFile = None,
@@ -52,6 +61,8 @@ def train(
         source=source,
         vocab_size=vocab_size,
         recipe=recipe,
+        precision_schedule=None if schedule is None else parse_schedule(schedule),
+        autopilot=autopilot,
         steps=steps,
         lr=lr,
         warmup=warmup,

@@ -1,20 +1,30 @@
 """The doctor: find what goes wrong in FP8 training, prove why, and say what mends it."""
 
+from octavo.doctor.candidates import Candidate
+from octavo.doctor.capture import Capture, Captures, load_capture
 from octavo.doctor.diagnose import diagnose
-from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.findings import Finding, Remedy, Severity
+from octavo.doctor.replay import Trial, replay
 from octavo.doctor.series import Sample, Series, series_of
 from octavo.doctor.thresholds import Thresholds
 from octavo.doctor.watch import StepNotes, Watcher, watch
 
 __all__ = [
+    "Candidate",
+    "Capture",
+    "Captures",
     "Finding",
+    "Remedy",
     "Sample",
     "Series",
     "Severity",
     "StepNotes",
     "Thresholds",
+    "Trial",
     "Watcher",
     "diagnose",
+    "load_capture",
+    "replay",
     "series_of",
     "watch",
 ]

@@ -5,9 +5,10 @@ leaves gradients that are not finite, is said here, once: EXPLAINS lists what ea
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.doctor.findings import Finding, Severity, worst_first
+from octavo.doctor.remedies import remedies_for
 from octavo.doctor.rules import RULES, loss_gap
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
@@ -56,7 +57,7 @@ EXPLAINS = {
 
 
 def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference: Series | None = None) -> list[Finding]:
-    """Findings, worst first; none for a healthy run.
+    """Findings, worst first, with the remedies that are known by rule; none for a healthy run.
 
     Args:
         series: of a run, or of a watcher's samples.
@@ -72,7 +73,8 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
     found = [finding for rule in RULES for finding in rule(series, limits)]
     if reference is not None:
         found += loss_gap(series, reference, limits)
-    return worst_first(_causes(_one_a_place(found), series))
+    causes = worst_first(_causes(_one_a_place(found), series))
+    return [replace(finding, remedies=remedies_for(finding, series)) for finding in causes]
 
 
 def _one_a_place(findings: Iterable[Finding]) -> list[Finding]:

@@ -1,11 +1,11 @@
-"""What the doctor says: findings."""
+"""What the doctor says: findings, and what would mend them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["CAUSES", "Finding", "Severity", "worst_first"]
+__all__ = ["CAUSES", "Finding", "Remedy", "Severity", "worst_first"]
 
 
 class Severity(StrEnum):
@@ -38,7 +38,33 @@ CAUSES = {
     "loss-gap": "the loss leaves that of the reference",
     "nondeterministic": "the same micro-batch gives other numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",
+    "checkpoint": "the newest checkpoint cannot be continued from",
+    "memory": "a step needs more memory than the device has",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What would mend a finding; :mod:`octavo.doctor.remedies` knows which, ranks, applies and takes them back.
+
+    Attributes:
+        text: what to do, in one sentence.
+        changes: values of a configuration's [training] section by key, such as ``{"overrides": {"layers.0.q_proj":
+            "rowwise"}}``; empty where no configuration mends it.
+        error_removed: share of the layer's error that a replay lost by it, 1 for all; None before a replay.
+        seconds_ratio: the layer's time with it over that without; None before a replay.
+        bytes_ratio: the same of the bytes of codes and scales.
+
+    Example:
+        >>> Remedy(text="run the head in BF16", changes={"skip": ["lm_head"]}).error_removed is None
+        True
+    """
+
+    text: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    error_removed: float | None = None
+    seconds_ratio: float | None = None
+    bytes_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +80,7 @@ class Finding:
         last_step: the last one.
         evidence: numbers by name, those that the rule compared among them.
         cause: one sentence.
-        remedies: changes of configuration, best first; see :mod:`octavo.doctor.remedies`.
+        remedies: what would mend it, best first.
         weight: orders findings of one severity: larger is worse.
 
     Example:
@@ -80,7 +106,7 @@ class Finding:
     last_step: int = 0
     evidence: Mapping[str, float] = field(default_factory=dict)
     cause: str = ""
-    remedies: tuple[Any, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     weight: float = 0.0
 
     def __post_init__(self) -> None:

@@ -12,12 +12,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from octavo.doctor.captor import Captor
+from octavo.doctor.capture import Captures
 from octavo.doctor.diagnose import diagnose
 from octavo.doctor.findings import Finding
 from octavo.doctor.layer_recorder import LayerRecorder
@@ -25,14 +28,14 @@ from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
 from octavo.doctor.ranks import scale_ratios
 from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
-from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.observers import ROLES
 from octavo.recipes import GemmSpec, Recipe
 
-__all__ = ["StepNotes", "Watcher", "watch"]
+__all__ = ["StepNotes", "Watcher", "layer_facts", "watch"]
 
 STEPS_KEPT = 1000
 _OPERANDS = {
@@ -62,6 +65,7 @@ def watch(
     interval: int = 10,
     keep: int = 64,
     on_sample: Callable[[Sample], None] | None = None,
+    captures: str | Path | Captures | None = None,
 ) -> "Watcher":
     """Look at ``model`` while it trains.
 
@@ -71,6 +75,8 @@ def watch(
         interval: steps from one look to the next, 1 or more. The first step is looked at too.
         keep: samples that are held, 2 or more.
         on_sample: called with each sample when its step ends.
+        captures: a folder. The rules judge the looks so far then, and a layer in which they find something is captured
+            there at the next look, for :func:`octavo.doctor.replay`; None captures nothing.
 
     Raises:
         ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
@@ -93,7 +99,7 @@ def watch(
         >>> watcher.findings()
         []
     """
-    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample)
+    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample, captures=captures)
 
 
 class Watcher:
@@ -111,6 +117,7 @@ class Watcher:
         interval: int,
         keep: int,
         on_sample: Callable[[Sample], None] | None,
+        captures: str | Path | Captures | None = None,
     ) -> None:
         for name, value, least in (("interval", interval, 1), ("keep", keep, 2)):
             if value < least:
@@ -120,6 +127,8 @@ class Watcher:
         if not self.layers:
             raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
+        store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
+        self.captor = None if store is None else Captor(store, self.layers)
         self.samples: deque[Sample] = deque(maxlen=keep)
         self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS_KEPT)
         self.number = 0
@@ -146,6 +155,8 @@ class Watcher:
                 yield notes
             self._keep(finish())
         self._note(notes)
+        if self.captor is not None and self.samples and self.samples[-1].step == self.number:
+            self.captor.look(self.findings)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
@@ -158,7 +169,8 @@ class Watcher:
         batch_norms: dict[str, Tensor] = {}
         parameters: dict[str, Tensor] = {}
         for path, layer in self.layers.items():
-            layer.watch = LayerRecorder(path, casts, products)
+            recorder = LayerRecorder(path, casts, products)
+            layer.watch = recorder if self.captor is None else self.captor.around(recorder, path, self.number)
         try:
             with (
                 torch.compiler.set_stance("force_eager"),
@@ -177,9 +189,11 @@ class Watcher:
         parameters: dict[str, Tensor],
         batch_norms: dict[str, Tensor],
     ) -> Sample:
-        of_casts, of_products, of_parameters, of_norms, of_pairs = _fetched(
+        sums, results, of_parameters, of_norms, of_pairs = _fetched(
             casts, products, parameters, batch_norms, alignments(self.model)
         )
+        of_casts = dict(zip(sums, cast_numbers(np.stack(list(sums.values()))), strict=True)) if sums else {}
+        of_products = {key: product_numbers(three) for key, three in results.items()}
         self._count_nonfinite(of_casts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
@@ -190,7 +204,7 @@ class Watcher:
             parameters=of_parameters,
             modules=numbers | scale_ratios(of_casts, next(iter(self.layers.values())).weight.device),
             scalars={"gradient_to_noise": _gradient_to_noise(of_parameters, of_products)},
-            layers={path: _facts(layer) for path, layer in self.layers.items()},
+            layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )
 
     def _count_nonfinite(self, casts: dict[CastKey, Any]) -> None:
@@ -217,13 +231,14 @@ class Watcher:
 
 
 def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
-    """The tables' vectors as arrays, in one copy from their device."""
+    """The tables' tensors as float64 arrays, in one copy from their device."""
     tensors = [tensor for table in tables for tensor in table.values()]
     if not tensors:
         return [{} for _ in tables]
-    values = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu().numpy()
-    parts = iter(np.split(values, np.cumsum([tensor.numel() for tensor in tensors])[:-1]))
-    return [{key: next(parts).copy() for key in table} for table in tables]
+    values = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
+    parts = np.split(values, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    arrays = iter([part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+    return [{key: next(arrays).copy() for key in table} for table in tables]
 
 
 def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, Any]) -> float:
@@ -237,13 +252,14 @@ def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, An
     return math.sqrt(signal / noise) if noise > 0 else math.nan
 
 
-def _facts(layer: Linear) -> dict[str, Any]:
-    recipe = layer.last_recipe or layer.recipe
+def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
+    """What a rule must know of a layer that runs ``recipe``."""
     history = recipe.history
     kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
     often = {} if history is None else {"update_interval": history.update_interval}
     shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
-    return {"recipe": recipe.name, **kept, **often, **shape, "casts": _casts(recipe)}
+    cached = {} if layer.weight_cache is None else {"caches_weight": True}
+    return {"recipe": recipe.name, **kept, **often, **shape, **cached, "casts": _casts(recipe)}
 
 
 def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:

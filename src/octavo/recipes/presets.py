@@ -10,6 +10,8 @@ from octavo.recipes.specs import CastSpec, Close, GemmSpec, History, Recipe, Sca
 
 __all__ = ["get", "names"]
 
+GRADIENT_FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
+
 
 def get(name: str | Recipe, **options: Any) -> Recipe:
     """A preset by name; a :class:`Recipe` passes through.
@@ -52,10 +54,11 @@ def _bf16() -> Recipe:
     return Recipe(name="bf16", output=_PLAIN, grad_input=_PLAIN, grad_weight=_PLAIN)
 
 
-def _tensorwise(*, emulate_tensor_cores: bool = False) -> Recipe:
+def _tensorwise(*, emulate_tensor_cores: bool = False, gradient_format: str = "E5M2") -> Recipe:
     """One dynamic scale a tensor; fast accumulation for the output only (torchao's tensorwise recipe)."""
     forward, backward = CastSpec(format=E4M3), CastSpec(format=E5M2)
-    return _one_cast_per_tensor("tensorwise", forward, backward, emulate_tensor_cores=emulate_tensor_cores)
+    recipe = _one_cast_per_tensor("tensorwise", forward, backward, emulate_tensor_cores=emulate_tensor_cores)
+    return _with_gradients_in(recipe, gradient_format)
 
 
 def _delayed(
@@ -66,34 +69,41 @@ def _delayed(
     update_interval: int = 1,
     backoff: float = 1.0,
     emulate_tensor_cores: bool = False,
+    gradient_format: str = "E5M2",
 ) -> Recipe:
     """One scale a tensor from finished steps (arXiv 2209.05433 §3)."""
     check_member("statistic", statistic, tuple(Statistic))
     history = History(
         length=history_length, statistic=Statistic(statistic), update_interval=update_interval, backoff=backoff
     )
-    return _from_history("delayed", history, margin, emulate_tensor_cores)
+    return _with_gradients_in(_from_history("delayed", history, margin, emulate_tensor_cores), gradient_format)
 
 
 def _delayed_te(
-    *, history_length: int = 1024, statistic: str = "max", margin: int = 0, emulate_tensor_cores: bool = False
+    *,
+    history_length: int = 1024,
+    statistic: str = "max",
+    margin: int = 0,
+    emulate_tensor_cores: bool = False,
+    gradient_format: str = "E5M2",
 ) -> Recipe:
     """Transformer Engine's DelayedScaling: a window of 1024 steps, each ended by leaving the outermost autocast."""
     check_member("statistic", statistic, (Statistic.MAX, Statistic.LATEST))
     history = History(length=history_length, statistic=Statistic(statistic), close=Close.AUTOCAST)
-    return _from_history("delayed_te", history, margin, emulate_tensor_cores)
+    return _with_gradients_in(_from_history("delayed_te", history, margin, emulate_tensor_cores), gradient_format)
 
 
-def _rowwise(*, emulate_tensor_cores: bool = False) -> Recipe:
+def _rowwise(*, emulate_tensor_cores: bool = False, gradient_format: str = "E4M3") -> Recipe:
     """A power-of-two scale for each row of each GEMM's operand, E4M3 throughout (torchao's rowwise recipe)."""
     row = CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL)
-    return Recipe(
+    recipe = Recipe(
         name="rowwise",
         output=GemmSpec(a=row, b=row, accumulate=Accumulate.HOPPER_FAST),
         grad_input=GemmSpec(a=row, b=row),
         grad_weight=GemmSpec(a=row, b=row),
         emulate_tensor_cores=emulate_tensor_cores,
     )
+    return _with_gradients_in(recipe, gradient_format)
 
 
 def _rowwise_hp_grad_weight(*, emulate_tensor_cores: bool = False) -> Recipe:
@@ -109,22 +119,25 @@ def _rowwise_hp_grad_weight(*, emulate_tensor_cores: bool = False) -> Recipe:
     )
 
 
-def _blockwise(*, power_of_two: bool = True, emulate_tensor_cores: bool = False) -> Recipe:
+def _blockwise(
+    *, power_of_two: bool = True, emulate_tensor_cores: bool = False, gradient_format: str = "E4M3"
+) -> Recipe:
     """1x128 tiles of input and gradient, 128x128 blocks of the weight (DeepSeek-V3, arXiv 2412.19437 §3.3.2)."""
     check_member("power_of_two", power_of_two, (False, True))
     rounding = ScaleRounding.RCEIL if power_of_two else ScaleRounding.FP32
     tile = CastSpec(format=E4M3, granularity=PerBlock(1, 128), scale_rounding=rounding)
     block = CastSpec(format=E4M3, granularity=PerBlock(128, 128), scale_rounding=rounding)
-    return Recipe(
+    recipe = Recipe(
         name="blockwise",
         output=GemmSpec(a=tile, b=block),
         grad_input=GemmSpec(a=tile, b=block),
         grad_weight=GemmSpec(a=tile, b=tile),
         emulate_tensor_cores=emulate_tensor_cores,
     )
+    return _with_gradients_in(recipe, gradient_format)
 
 
-def _mxfp8(*, scale_rounding: str = "rceil") -> Recipe:
+def _mxfp8(*, scale_rounding: str = "rceil", gradient_format: str = "E4M3") -> Recipe:
     """A power-of-two byte for every 32 along K (OCP Microscaling Formats 1.0; rounded up as in arXiv 2506.08027)."""
     check_member("scale_rounding", scale_rounding, tuple(ScaleRounding)[1:])
     group = CastSpec(
@@ -135,7 +148,7 @@ def _mxfp8(*, scale_rounding: str = "rceil") -> Recipe:
         amax_floor=0.0,
     )
     gemm = GemmSpec(a=group, b=group)
-    return Recipe(name="mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm)
+    return _with_gradients_in(Recipe(name="mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm), gradient_format)
 
 
 def _static(*, emulate_tensor_cores: bool = False) -> Recipe:
@@ -173,6 +186,11 @@ def _one_cast_per_tensor(
         history=history,
         emulate_tensor_cores=emulate_tensor_cores,
     )
+
+
+def _with_gradients_in(recipe: Recipe, gradient_format: str) -> Recipe:
+    check_member("gradient_format", gradient_format, tuple(GRADIENT_FORMATS))
+    return recipe.with_gradients_in(GRADIENT_FORMATS[gradient_format])
 
 
 _PLAIN = GemmSpec(a=None, b=None)

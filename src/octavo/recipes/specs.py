@@ -4,7 +4,7 @@ Specifications are values: frozen, compared by what they say, checked when they 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from octavo.errors import ConfigError
@@ -172,6 +172,21 @@ class Recipe:
             raise ConfigError(f"recipe {self.name!r} must have a history if, and only if, one of its casts is delayed")
         if self.emulate_tensor_cores:
             self._check_tensor_cores_take_it()
+
+    def with_gradients_in(self, fmt: Format) -> "Recipe":
+        """This recipe with the casts of grad_output in another format; under another name if that changes it.
+
+        Example:
+            >>> from octavo import formats, recipes
+            >>> recipes.get("rowwise").with_gradients_in(formats.E5M2).name
+            'rowwise, E5M2 gradients'
+        """
+
+        def changed(gemm: GemmSpec) -> GemmSpec:
+            return gemm if gemm.a is None else replace(gemm, a=replace(gemm.a, format=fmt))
+
+        found = replace(self, grad_input=changed(self.grad_input), grad_weight=changed(self.grad_weight))
+        return self if found == self else replace(found, name=f"{self.name.partition(', ')[0]}, {fmt} gradients")
 
     def _check_tensor_cores_take_it(self) -> None:
         for cast in self.casts:

@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from octavo.errors import CheckpointError
+from octavo.files import remove_if_empty, sync_file, sync_folder
 from octavo.state import load_scaling_state, scaling_state
-from octavo.training.files import remove_if_empty, sync_file, sync_folder
 from octavo.training.loss_scaling import LossScaler
 
 __all__ = [

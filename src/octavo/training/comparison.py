@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from octavo.curves import Curve
 from octavo.errors import DataError
 
 __all__ = [
     "GAP_BAR_NATS",
     "TARGET_FRACTION",
-    "Curve",
     "Gap",
     "RunMeasures",
     "Study",
@@ -38,8 +38,6 @@ GAP_BAR_NATS = 0.0050  # FP8 training at 126M to 175B parameters cost 0.0038 to 
 
 HIGH_PRECISION = ("fp32", "bf16")
 STUDY_FORMAT = 1
-
-Curve = tuple[tuple[int, float], ...]  # (step, nats), ascending in step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

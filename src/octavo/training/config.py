@@ -15,22 +15,21 @@ and what is allowed; nothing is filled in or corrected silently. The folder ``ru
 was started with, and resuming compares hashes.
 """
 
-import difflib
 import hashlib
 import json
 import math
 import tomllib
-import typing
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from types import UnionType
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
-from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.files import write_atomically
 from octavo.models import LlamaConfig
-from octavo.training.files import write_atomically
+from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
+from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
+from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
 from octavo.training.schedules import adjust_for_fp8
 from octavo.training.text import BUILTIN
 
@@ -47,11 +46,9 @@ __all__ = [
     "save_config",
 ]
 
-PLAIN_RECIPES = ("fp32", "bf16")
 AUTO, DYNAMIC = "auto", "dynamic"
 MOST_THREADS = 1024  # thousands more end the process inside OpenMP
 MOST_SEED = 2**63 - 1  # the largest integer of TOML and of torch's generators alike
-Section = TypeVar("Section")
 
 
 class Precision(StrEnum):
@@ -106,7 +103,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.source:
             raise ConfigError("data.source is empty; name a file, a folder or a data set, or say 'builtin'")
-        _at_least("data.vocab_size", self.vocab_size, 257)
+        check_at_least("data.vocab_size", self.vocab_size, 257)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +117,12 @@ class TrainingConfig:
         loss_scale: what the loss is multiplied with before backward, and the gradients divided by: "dynamic", a number,
             or "auto", which is dynamic with FP16 around and nothing elsewhere. A dynamic scale starts at 2^16, halves
             and repeats the step when a gradient overflows, and doubles after 2000 steps without.
+        overrides: recipes of some layers of an FP8 run, by patterns of module paths; the first that matches counts.
+            The run's own recipe has its options there too; any other is the preset as it is.
+        precision_schedule: phases of an FP8 run; see :mod:`octavo.training.precision_schedule`. Empty for one.
         skip: patterns of module paths an FP8 recipe leaves in high precision; the head stays there anyway.
+        convert_head: the head runs the FP8 recipe too.
+        cache_weights: FP8 layers cast a weight once an update, not once a micro-batch.
         device: "auto", "cpu" or "cuda".
         threads: CPU threads; 0 leaves torch's choice.
         steps: optimizer updates.
@@ -139,6 +141,9 @@ class TrainingConfig:
         eval_interval: updates between evaluations; 0 evaluates at the end only.
         eval_tokens: tokens of an evaluation during training; 0 takes the whole split.
         statistics_interval: updates between two looks at the FP8 layers' tensors (``octavo.doctor``); 0 never looks.
+        autopilot: act on what the looks find; see :mod:`octavo.training.autopilot`.
+        autopilot_patience: looks after which an act is judged.
+        autopilot_flips: changes, and changes back, of one layer at most.
         checkpoint_interval: updates between checkpoints; 0 saves at the end only.
         keep_checkpoints: newest checkpoints kept; 0 keeps all.
     """
@@ -147,7 +152,11 @@ class TrainingConfig:
     recipe_options: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.BF16
     loss_scale: str | float = AUTO
+    overrides: dict[str, str] = field(default_factory=dict)
+    precision_schedule: tuple[Phase, ...] = ()
     skip: tuple[str, ...] = ()
+    convert_head: bool = False
+    cache_weights: bool = False
     device: Device = Device.AUTO
     threads: int = 0
     steps: int = 400
@@ -166,20 +175,26 @@ class TrainingConfig:
     eval_interval: int = 50
     eval_tokens: int = 16384
     statistics_interval: int = 10
+    autopilot: bool = False
+    autopilot_patience: int = 3
+    autopilot_flips: int = 6
     checkpoint_interval: int = 0
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe, self.recipe_options)
-        _member("training.precision", self.precision, Precision)
-        _member("training.device", self.device, Device)
+        check_overrides(self.overrides)
+        check_schedule(self.precision_schedule, self.recipe)
+        check_member("training.precision", self.precision, Precision)
+        check_member("training.device", self.device, Device)
         _check_loss_scale(self.loss_scale)
-        for name in ("steps", "batch_size", "context", "grad_accumulation"):
-            _at_least(f"training.{name}", getattr(self, name), 1)
+        _check_autopilot(self)
+        for name in ("steps", "batch_size", "context", "grad_accumulation", "autopilot_patience", "autopilot_flips"):
+            check_at_least(f"training.{name}", getattr(self, name), 1)
         for name in ("threads", "warmup", "seed", "eval_interval", "eval_tokens", "statistics_interval"):
-            _at_least(f"training.{name}", getattr(self, name), 0)
+            check_at_least(f"training.{name}", getattr(self, name), 0)
         for name in ("checkpoint_interval", "keep_checkpoints", "weight_decay", "clip_norm", "min_lr"):
-            _at_least(f"training.{name}", getattr(self, name), 0)
+            check_at_least(f"training.{name}", getattr(self, name), 0)
         for name, most in (("threads", MOST_THREADS), ("seed", MOST_SEED)):
             if getattr(self, name) > most:
                 raise ConfigError(f"training.{name} must be at most {most}, not {getattr(self, name)}")
@@ -195,6 +210,10 @@ class TrainingConfig:
     def is_fp8(self) -> bool:
         """Whether linears are converted."""
         return self.recipe not in PLAIN_RECIPES
+
+    def recipe_at(self, step: int) -> str:
+        """The name of the recipe that a step runs, 1 for the first."""
+        return recipe_name_at(self.precision_schedule, step, steps=self.steps, own=self.recipe)
 
     @property
     def surrounding(self) -> Precision:
@@ -236,15 +255,15 @@ class RunConfig:
         True
     """
 
-    FREE_TO_CHANGE: ClassVar = (
-        "training.checkpoint_interval",
-        "training.keep_checkpoints",
-        "training.statistics_interval",
-    )
-
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    @property
+    def free_to_change(self) -> tuple[str, ...]:
+        """Keys that no digit depends on: how often a run is saved, and looked at if nobody acts on it."""
+        saving = ("training.checkpoint_interval", "training.keep_checkpoints")
+        return saving if self.training.autopilot else (*saving, "training.statistics_interval")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, as TOML and JSON have them."""
@@ -255,10 +274,16 @@ class RunConfig:
         """A copy with other training values."""
         return replace(self, training=replace(self.training, **changes))
 
+    def with_recipe(self, recipe: str, **options: Any) -> "RunConfig":
+        """The same run with another recipe; one in high precision has neither phases nor an autopilot."""
+        only_fp8 = {"precision_schedule": (), "autopilot": False} if recipe in PLAIN_RECIPES else {}
+        return self.with_training(recipe=recipe, recipe_options=options, **only_fp8)
+
     def config_hash(self) -> str:
         """Hash of every key that can change a digit of what is computed; how often it is saved or looked at cannot."""
         plain = self.to_dict()
-        for name in self.FREE_TO_CHANGE:
+        plain["training"]["overrides"] = list(self.training.overrides.items())  # their order decides
+        for name in self.free_to_change:
             section, _, key = name.partition(".")
             del plain[section][key]
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -277,29 +302,6 @@ def demo_config(*, quick: bool = False) -> RunConfig:
     if quick:
         training = replace(training, steps=60, batch_size=4, lr=1e-3, warmup=10, eval_interval=10, eval_tokens=8192)
     return RunConfig(training=training)
-
-
-def trainable_recipes() -> tuple[str, ...]:
-    """What a run may be trained with: high precision, and every preset that needs no calibration."""
-    presets = (name for name in recipes.names() if not recipes.get(name).has_static_input)
-    return (*PLAIN_RECIPES, *(name for name in presets if name not in PLAIN_RECIPES))
-
-
-def check_recipe(name: str, options: dict[str, Any]) -> None:
-    """Refuse a recipe that neither the loop nor octavo knows.
-
-    Raises:
-        ConfigError: an unknown name or option.
-    """
-    allowed = list(trainable_recipes())
-    if name not in allowed:
-        raise ConfigError(
-            f"training.recipe must be one of {', '.join(allowed)}, not {name!r}{_did_you_mean(name, allowed)}"
-        )
-    if name not in PLAIN_RECIPES:
-        recipes.get(name, **options)
-    elif options:
-        raise ConfigError(f"recipe {name!r} has no option {next(iter(options))!r}; it takes no options")
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -332,74 +334,25 @@ def config_from_dict(raw: dict[str, Any]) -> RunConfig:
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range, by name.
     """
-    return _section(RunConfig, raw, "")
+    return section(RunConfig, raw, "")
 
 
-def _section(kind: type[Section], raw: Any, prefix: str) -> Section:
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{prefix.rstrip('.')} must be a section of keys, not {raw!r}")
-    hints = typing.get_type_hints(kind)
-    allowed = [f.name for f in fields(kind)]  # type: ignore[arg-type] # kind is one of the dataclasses above
-    for key in raw:
-        if key not in allowed:
-            where = f"section [{prefix.rstrip('.')}]" if prefix else "configuration"
-            raise ConfigError(
-                f"the {where} has no key {key!r}{_did_you_mean(key, allowed)}; it takes {', '.join(allowed)}"
-            )
-    return kind(**{key: _value(hints[key], value, f"{prefix}{key}") for key, value in raw.items()})
-
-
-def _value(hint: Any, value: Any, name: str) -> Any:
-    """``value`` as ``hint`` wants it: enums from their strings, tuples from lists, floats from whole numbers."""
-    if is_dataclass(hint):
-        return _section(typing.cast("type[Any]", hint), value, f"{name}.")
-    origin = typing.get_origin(hint)
-    if origin is UnionType:  # a word or a number
-        return value if isinstance(value, str) else _value(float, value, name)
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_value(typing.get_args(hint)[0], item, name) for item in value)
-    if origin is None and issubclass(hint, StrEnum):
-        _member(name, value, hint)
-        return hint(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
-        return value
-    raise ConfigError(f"{name} must be {_TYPE_WORDS.get(origin or hint, hint)}, not {value!r}")
-
-
-_TYPE_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    tuple: "a list",
-    dict: "a table",
-}
+def _check_autopilot(training: TrainingConfig) -> None:
+    if training.autopilot and not training.is_fp8:
+        raise ConfigError(
+            f"training.autopilot mends FP8 layers, and a run of {training.recipe!r} has none; turn it off"
+        )
+    if training.autopilot and not training.statistics_interval:
+        raise ConfigError(
+            "training.autopilot acts on what is seen; give training.statistics_interval at least 1, not 0"
+        )
 
 
 def _check_loss_scale(value: str | float) -> None:
     words = (AUTO, DYNAMIC)
     if isinstance(value, str) and value not in words:
         raise ConfigError(
-            f"training.loss_scale must be {AUTO}, {DYNAMIC} or a number, not {value!r}{_did_you_mean(value, [*words])}"
+            f"training.loss_scale must be {AUTO}, {DYNAMIC} or a number, not {value!r}{did_you_mean(value, [*words])}"
         )
     if not isinstance(value, str) and not 0 < value < math.inf:
         raise ConfigError(f"training.loss_scale must be a positive number, not {value}")
-
-
-def _did_you_mean(given: str, allowed: list[str]) -> str:
-    close = difflib.get_close_matches(given, allowed, n=1)
-    return f" (did you mean {str(close[0])!r}?)" if close else ""
-
-
-def _member(name: str, value: object, kind: type[StrEnum]) -> None:
-    if value not in list(kind):
-        raise ConfigError(
-            f"{name} must be one of {', '.join(kind)}, not {value!r}{_did_you_mean(str(value), list(kind))}"
-        )
-
-
-def _at_least(name: str, value: float, least: int) -> None:
-    if not least <= value < math.inf:
-        raise ConfigError(f"{name} must be at least {least}, not {value}")

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
+from octavo.files import remove_if_empty, replacing, sync_folder, write_atomically
 from octavo.training.corpus import Document, Split, content_hash
-from octavo.training.files import remove_if_empty, replacing, sync_folder, write_atomically
 from octavo.training.text import BUILTIN, divide, load_documents
 from octavo.training.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
 

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from octavo.doctor import StepNotes, Watcher, watch
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
 from octavo.state import discard_step, rescale_gradient_history, update_scales
+from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
 from octavo.training.config import AUTO, DYNAMIC, RunConfig, TrainingConfig
 from octavo.training.data import TokenData
@@ -34,42 +35,16 @@ from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.memory import check_batch_fits, fitting_in_memory, peak_memory_bytes, reset_peak_memory
-from octavo.training.metrics import MetricsLog, read_metrics
-from octavo.training.nonfinite import first_nonfinite
+from octavo.training.metrics import MetricsLog, lines_up_to
+from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.run_folder import claimed, resumable_state
+from octavo.training.result import TrainResult, curves_of
+from octavo.training.run_folder import CAPTURES, claimed, resumable_state
 from octavo.training.schedules import learning_rate
 from octavo.training.signals import StopRequest, stopping_on_signals
 from octavo.training.threads import using_threads
 
-__all__ = ["TrainResult", "Trainer", "build_model", "train"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """What a run came to.
-
-    Attributes:
-        run_dir: its folder.
-        step: finished updates.
-        interrupted: whether it was stopped by a signal before its last update.
-        train_curve: (step, loss in nats), from metrics.jsonl, earlier parts of a resumed run included.
-        validation_curve: (step, nats).
-        tokens_per_second: tokens of an update over the median duration of one.
-        peak_memory_bytes: of this process while it trained; see :mod:`octavo.training.memory`.
-        checkpoint: the newest one.
-        converted: how many linears the recipe took.
-    """
-
-    run_dir: Path
-    step: int
-    interrupted: bool
-    train_curve: tuple[tuple[int, float], ...]
-    validation_curve: tuple[tuple[int, float], ...]
-    tokens_per_second: float
-    peak_memory_bytes: int
-    checkpoint: Path | None
-    converted: int
+__all__ = ["Trainer", "build_model", "train"]
 
 
 def train(
@@ -154,21 +129,33 @@ class Trainer:
     def __init__(
         self, config: RunConfig, run_dir: Path, model: Llama, *, data: TokenData, on_event: OnEvent, converted: int
     ) -> None:
-        self.config, self.training, self.run_dir, self.data = config, config.training, run_dir, data
+        self.config, self.run_dir, self.data = config, run_dir, data
         self.model, self.emit, self.converted = model, on_event, converted
+        found = resumable_state(run_dir, config, data)
+        self.step = 0 if found is None else found[1].step
+        self.autopilot = Autopilot(config, lines_up_to(run_dir, self.step)) if config.training.autopilot else None
+        self.training = config.training if self.autopilot is None else self.autopilot.training
+        self.recipe = self.training.recipe_at(self.step)
         self.device = resolve_device(self.training.device)
         self.surroundings = surroundings(self.training, self.device)
         self.optimizer = build_optimizer(self.model, self.training)
         self.scaler = _loss_scaler(self.training, self.device)
-        self.step = 0
-        self.checkpoint = self._continue_from_checkpoint()
-        self.watcher = _watcher(self.training, self.model, self.optimizer)
+        self.checkpoint = None if found is None else self._continue_from(found[0])
+        self.watcher = _watcher(self.training, self.model, self.optimizer, run_dir)
         self.step_seconds: list[float] = []
+
+    def open_log(self) -> MetricsLog:
+        """Where the run's numbers go, from this step on."""
+        return MetricsLog(
+            self.run_dir,
+            after_step=self.step if self.checkpoint else None,
+            on_line=self.autopilot.see if self.autopilot else None,
+        )
 
     def run(self, stop: StopRequest) -> TrainResult:
         """Train to the last step, or to the end of the step in which ``stop`` is asked for."""
         reset_peak_memory(self.device)
-        log = MetricsLog(self.run_dir, after_step=self.step if self.checkpoint else None)
+        log = self.open_log()
         if not log.has_tensorboard:
             self.emit(Notice(text="TensorBoard events are not written; install octavo[report] for them"))
         try:
@@ -191,18 +178,62 @@ class Trainer:
         Raises:
             NonFiniteLossError: the loss or a gradient became NaN or infinite; the weights are those of before.
         """
+        self._enter_phase(log)
+        loss, grad_norm = self._step_looked_at(log)
+        while not math.isfinite(loss) or not math.isfinite(grad_norm):
+            error = self._nonfinite(log, loss, grad_norm)
+            if not self._let_autopilot_act(log, self.step + 1):
+                raise error
+            discard_step(self.model)
+            loss, grad_norm = self._step_looked_at(log)
+        if self.watcher is not None and self.watcher.is_due(self.step):
+            self._let_autopilot_act(log, self.step)
+
+    def _step_looked_at(self, log: MetricsLog) -> tuple[float, float]:
         with self._looked_at(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            raise self._nonfinite(log, loss, grad_norm)
+        return loss, grad_norm
+
+    def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
+        """After a look: whether the settings of the run have changed; then they hold at once."""
+        if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
+            return False
+        before, self.training = self.training, self.autopilot.training
+        self.recipe = self.training.recipe_at(self.step)
+        apply_recipe(self.model, self.training, step=self.step)
+        self.surroundings = surroundings(self.training, self.device)
+        self._renew_loss_scaler(keep=before.loss_scale == self.training.loss_scale)
+        return True
+
+    def _renew_loss_scaler(self, *, keep: bool) -> None:
+        """Another scaler for other settings; ``keep`` the scale where they are not about it."""
+        before, self.scaler = self.scaler, _loss_scaler(self.training, self.device)
+        if before is not None and self.scaler is not None and keep:
+            self.scaler.load_state_dict(before.state_dict())
+        scales = [1.0 if one is None else one.value for one in (before, self.scaler)]
+        if scales[0] != scales[1]:
+            rescale_gradient_history(self.model, scales[1] / scales[0])
+
+    def _enter_phase(self, log: MetricsLog) -> None:
+        """Let the layers run the recipe of the step that comes, if another one begins with it."""
+        recipe = self.training.recipe_at(self.step + 1)
+        if recipe == self.recipe:
+            return
+        self.recipe = recipe
+        apply_recipe(self.model, self.training, step=self.step + 1)
+        log.write("precision", self.step + 1, recipe=recipe)
+        self.emit(Notice(text=f"step {self.step + 1}: the layers run {recipe} from here on"))
 
     def _looked_at(self, log: MetricsLog, *, always: bool = False) -> AbstractContextManager[StepNotes]:
         """The doctor's context of the step that comes."""
         if self.watcher is None:
             return nullcontext(StepNotes())
         self.watcher.on_sample = log.write_sample
-        return self.watcher.step(self.step + 1, always=always)
+        step = self.watcher.step(self.step + 1, always=always)
+        if self.autopilot is None or not self.watcher.is_due(self.step + 1):
+            return step
+        return self.autopilot.looking(self.model, self.step + 1, step)
 
     def _update_once(self, log: MetricsLog) -> tuple[float, float]:
         """Take a step, unless the loss or the gradients' norm is not finite; returns both."""
@@ -358,14 +389,11 @@ class Trainer:
         )
         self.emit(Saved(step=self.step, path=self.checkpoint))
 
-    def _continue_from_checkpoint(self) -> Path | None:
-        found = resumable_state(self.run_dir, self.config, self.data)
-        if found is None:
-            return None
-        path, _ = found
-        self.step = load_checkpoint(path, model=self.model, optimizer=self.optimizer, scaler=self.scaler).step
+    def _continue_from(self, checkpoint: Path) -> Path:
+        apply_recipe(self.model, self.training, step=self.step)
+        load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
         self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
-        return path
+        return checkpoint
 
     def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:
         with self._looked_at(log, always=True):
@@ -375,17 +403,10 @@ class Trainer:
                 surroundings=self.surroundings,
                 loss_scale=(self.scaler.value if self.scaler else 1) / self.training.grad_accumulation,
             )
-        log.write(
-            "failure",
-            self.step + 1,
-            loss=loss if math.isfinite(loss) else None,
-            grad_norm=grad_norm if math.isfinite(grad_norm) else None,
-            tensor=finding.tensor if finding else None,
-            **({} if self.scaler is None else {"loss_scale": self.scaler.value}),
-        )
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-        first = f"the first non-finite tensor is the {finding}" if finding else "a replay of its batches stayed finite"
-        return NonFiniteLossError(f"at step {self.step + 1} {what}; {first}; {self._last_good_checkpoint()}")
+        scale = {} if self.scaler is None else {"loss_scale": self.scaler.value}
+        log.write("failure", self.step + 1, **failure_values(loss, grad_norm, finding), **scale)
+        why = failure_sentence(loss, grad_norm, finding)
+        return NonFiniteLossError(f"at step {self.step + 1} {why}; {self._last_good_checkpoint()}")
 
     def _last_good_checkpoint(self) -> str:
         path = latest(self.run_dir)
@@ -394,14 +415,14 @@ class Trainer:
         return f"the last good checkpoint is {str(path)!r}"
 
     def _result(self) -> TrainResult:
-        lines = read_metrics(self.run_dir)
+        train_curve, validation_curve = curves_of(self.run_dir)
         typical = statistics.median(self.step_seconds) if self.step_seconds else math.nan
         return TrainResult(
             run_dir=self.run_dir,
             step=self.step,
             interrupted=self.step < self.training.steps,
-            train_curve=tuple((line["step"], line["loss"]) for line in lines if line["kind"] == "step"),
-            validation_curve=tuple((line["step"], line["nats"]) for line in lines if line["kind"] == "evaluation"),
+            train_curve=train_curve,
+            validation_curve=validation_curve,
             tokens_per_second=self.training.tokens_per_step / typical,
             peak_memory_bytes=peak_memory_bytes(self.device),
             checkpoint=self.checkpoint,
@@ -420,11 +441,13 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=training.lr, betas=(beta1, beta2), eps=training.eps, fused=True)
 
 
-def _watcher(training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Watcher | None:
+def _watcher(
+    training: TrainingConfig, model: nn.Module, optimizer: torch.optim.Optimizer, run_dir: Path
+) -> Watcher | None:
     """Who looks at the FP8 layers every ``statistics_interval`` updates; None where there are none or nobody asks."""
     if not training.is_fp8 or not training.statistics_interval:
         return None
-    return watch(model, optimizer, interval=training.statistics_interval)
+    return watch(model, optimizer, interval=training.statistics_interval, captures=run_dir / CAPTURES)
 
 
 def _loss_scaler(training: TrainingConfig, device: torch.device) -> LossScaler | None:

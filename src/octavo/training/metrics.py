@@ -8,9 +8,16 @@ metrics.jsonl has one JSON object a line, written and flushed as it happens:
 With a loss scale, a "step" also has ``loss_scale``, and one that had to be made again with a smaller scale leaves a
 line of its own, {"kind": "overflow", "step": 7, "loss_scale": 65536.0}, with the scale that was too large.
 
+Where a phase of another recipe begins (octavo/training/precision_schedule.py), its first step has a line before its
+own, {"kind": "precision", "step": 321, "recipe": "tensorwise"}.
+
 A run of an FP8 recipe is looked at every ``statistics_interval`` steps: the lines "watched" and "statistics" are
 described in octavo/doctor/series.py. A run that broke ends with {"kind": "failure", "step": 8, "loss": null,
 "grad_norm": null, "tensor": "output of …"}: the first non-finite tensor, where a replay of the step found one.
+
+With the autopilot there are "autopilot" lines, described in octavo/training/autopilot_journal.py, and lines {"kind":
+"probation", "step": 90, "path": …, "names": …, "values": …} that have what "watched" and "statistics" have, of one
+layer under the recipe that it does not run.
 
 ``seconds`` is the one field that depends on the machine's mood; all others of a run that was interrupted and resumed
 with the same number of CPU ``threads`` equal those of an uninterrupted one. Lines after the checkpoint that a run
@@ -18,16 +25,16 @@ resumes from are cut off first.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from octavo.doctor import Sample
-from octavo.errors import TrainingError
-from octavo.training.files import write_atomically
+from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
+from octavo.files import write_atomically
 
-__all__ = ["METRICS", "MetricsLog", "read_metrics"]
+__all__ = ["METRICS", "MetricsLog", "lines_up_to", "read_metrics"]
 
-METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity"), "overflow": ("loss_scale",)}
 
@@ -39,16 +46,17 @@ class MetricsLog:
         run_dir: the run's folder.
         after_step: the step of the checkpoint that the run continues from, 0 for a new one; later lines are cut off,
             and without a checkpoint (None) all.
+        on_line: called with each line as it will be read back.
     """
 
-    def __init__(self, run_dir: Path, *, after_step: int | None) -> None:
+    def __init__(
+        self, run_dir: Path, *, after_step: int | None, on_line: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
         path = run_dir / METRICS
-        kept = [] if after_step is None else [line for line in read_metrics(run_dir) if line["step"] <= after_step]
+        kept = [] if after_step is None else lines_up_to(run_dir, after_step)
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-        watched = [line for line in kept if line["kind"] == "watched"]
-        self._names = (
-            {key: value for key, value in watched[-1].items() if key not in ("kind", "step")} if watched else {}
-        )
+        self._samples = SampleLines(kept)
+        self._on_line = on_line
         self._file = path.open("a", encoding="utf-8")
         self._board = _tensorboard(run_dir / TENSORBOARD, purge_step=(after_step or 0) + 1)
 
@@ -59,19 +67,19 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n")
+        line = line_of(kind, step, values)
+        self._file.write(line)
         self._file.flush()
+        if self._on_line is not None:
+            self._on_line(json.loads(line))
         if self._board is not None:
             for name in CURVES.get(kind, ()):
                 self._board.add_scalar(f"{kind}/{name}", values[name], step)
 
     def write_sample(self, sample: Sample) -> None:
         """Append what a look at the model found: names where they are new, then numbers."""
-        names = sample.names()
-        if names != self._names:
-            self._names = names
-            self.write("watched", sample.step, **names)
-        self.write("statistics", sample.step, **sample.values())
+        for kind, values in self._samples.of(sample):
+            self.write(kind, sample.step, **values)
         if self._board is not None:
             writer = self._board._get_file_writer()  # noqa: SLF001 (one event for all numbers)
             writer.add_summary(_summary(dict(sample.scalars_by_name())), sample.step)
@@ -89,18 +97,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     Raises:
         TrainingError: another line is not what a run writes.
     """
-    path = run_dir / METRICS
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    found = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            value = json.loads(line)
-            found.append({**value, "step": int(value["step"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
-    return found
+    return read_lines(run_dir / METRICS)
+
+
+def lines_up_to(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """What a run had written when it saved the checkpoint of a step.
+
+    Raises:
+        TrainingError: a line is not what a run writes.
+    """
+    return [line for line in read_metrics(run_dir) if line["step"] <= step]
 
 
 def _summary(scalars: dict[str, float]) -> Any:

@@ -6,6 +6,7 @@ every module's output in the order of execution, then the loss, then the gradien
 The first tensor with a NaN or an infinity is the finding; everything after it is consequence.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.training.evaluate import token_loss
 
-__all__ = ["Finding", "first_nonfinite"]
+__all__ = ["Finding", "failure_sentence", "failure_values", "first_nonfinite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,25 @@ def first_nonfinite(
             handle.remove()
         model.zero_grad(set_to_none=True)
     return record.finding
+
+
+def failure_values(loss: float, grad_norm: float, finding: Finding | None) -> dict[str, float | str | None]:
+    """What the "failure" line of metrics.jsonl says of a step; a number that is not finite is None."""
+    numbers = {"loss": loss, "grad_norm": grad_norm}
+    plain = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    return {**plain, "tensor": finding.tensor if finding else None}
+
+
+def failure_sentence(loss: float, grad_norm: float, finding: Finding | None) -> str:
+    """What broke, and where it began.
+
+    Example:
+        >>> failure_sentence(3.1, float("inf"), None)
+        'the gradient norm is inf; a replay of its batches stayed finite'
+    """
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+    first = f"the first non-finite tensor is the {finding}" if finding else "a replay of its batches stayed finite"
+    return f"{what}; {first}"
 
 
 class _Record:

@@ -1,26 +1,22 @@
 """``report.html``: a study as one page that opens anywhere, offline.
 
-Everything is in the file: the text, the style and plotly's script (about 5 MB of it), so the page can be mailed,
-archived or opened from a disk without network. plotly is the ``report`` extra and imported here only, when a page is
-asked for.
-
 The page answers in this order: what FP8 cost (headline), how the runs went (loss), where they parted (gap), the table,
 what the figures hang on (facts), and what the models write.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from string import Template
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.curves import difference, smoothed
+from octavo.pages import MUTED, STYLE, legend, level, line, plotly_script, points, step_figure
 from octavo.training import study_table
-from octavo.training.comparison import GAP_BAR_NATS, Curve, RunMeasures, Study
+from octavo.training.comparison import GAP_BAR_NATS, RunMeasures, Study
 from octavo.training.report_style import PAGE
 
-__all__ = ["difference", "render", "smoothed"]
+__all__ = ["render"]
 
-INK, MUTED, GRID = "#1f2328", "#6b7280", "#e7e5e0"
 COLOURS = {"fp32": "#64748b", "bf16": "#2563eb"}
 FP8_COLOURS = ("#d9480f", "#7c3aed", "#0f766e", "#be185d")
 SMOOTHING_SHARE = 25  # the smoothing's span is this part of the run
@@ -37,13 +33,14 @@ def render(study: Study, *, device: str = "cpu") -> str:
         ConfigError: plotly is not installed.
     """
     return Template(PAGE).substitute(
-        script=_plotly_script(),
+        style=STYLE,
+        script=plotly_script("report.html"),
         headline=escape(study_table.verdict(study)),
         standfirst=escape(_standfirst(study)),
         cards=_cards(study),
-        loss_legend=_legend((study_table.title_of(run.recipe), _colours(study)[run.recipe]) for run in study.runs),
+        loss_legend=legend((study_table.title_of(run.recipe), _colours(study)[run.recipe]) for run in study.runs),
         loss_figure=_html(_loss_figure(study)),
-        gap_legend=_legend((_gap_name(run, base), colour) for run, base, colour in _pairs(study)),
+        gap_legend=legend((_gap_name(run, base), colour) for run, base, colour in _pairs(study)),
         gap_figure=_html(_gap_figure(study)) if len(study.runs) > 1 else "<p>One run has no gap.</p>",
         gap_bar=f"{GAP_BAR_NATS:.4f}",
         table=_table(study, device),
@@ -55,45 +52,9 @@ def render(study: Study, *, device: str = "cpu") -> str:
     )
 
 
-def smoothed(curve: Curve, span: float) -> Curve:
-    """Exponential moving average with the mean's weights corrected at the start.
-
-    Example:
-        >>> smoothed(((0, 4.0), (1, 2.0)), span=1.0)
-        ((0, 4.0), (1, 2.0))
-    """
-    keep = 1.0 - 2.0 / (span + 1.0)
-    total = weight = 0.0
-    points = []
-    for step, value in curve:
-        total, weight = keep * total + value, keep * weight + 1.0
-        points.append((step, total / weight))
-    return tuple(points)
-
-
-def difference(curve: Curve, base: Curve) -> Curve:
-    """Curve minus base where both have a point.
-
-    Example:
-        >>> difference(((1, 3.0), (2, 2.5)), ((2, 2.0), (3, 1.0)))
-        ((2, 0.5),)
-    """
-    at = dict(base)
-    return tuple((step, value - at[step]) for step, value in curve if step in at)
-
-
 def _speed_note(study: Study, device: str) -> str:
     notes = (study_table.threads_note(study, device), study_table.emulation_note(device))
     return " ".join(filter(None, notes))
-
-
-def _plotly_script() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ConfigError("report.html needs plotly, which is not installed; pip install 'octavo[report]'") from error
-    script: str = get_plotlyjs()
-    return script
 
 
 def _colours(study: Study) -> dict[str, str]:
@@ -106,28 +67,28 @@ def _span(study: Study) -> float:
 
 
 def _loss_figure(study: Study) -> Any:
-    figure = _figure("nats a token")
+    figure = step_figure("nats a token")
     for above, run in zip(reversed(range(len(study.runs))), study.runs, strict=True):
         name, colour = study_table.title_of(run.recipe), _colours(study)[run.recipe]
         # The curves nearly coincide: what lies below is drawn wider, so that every colour shows.
-        _line(figure, smoothed(run.train_curve, _span(study)), f"{name} training", colour, width=1.5 + 1.5 * above)
-        _points(figure, run.validation_curve, f"{name} validation", colour, width=2 + 2 * above)
-    _level(figure, study.unigram_nats, "unigram entropy: what token counts alone reach")
-    _level(figure, study.target_nats, "target", position="bottom left")  # the curves come down from above to the right
+        line(figure, smoothed(run.train_curve, _span(study)), f"{name} training", colour, width=1.5 + 1.5 * above)
+        points(figure, run.validation_curve, f"{name} validation", colour, width=2 + 2 * above)
+    level(figure, study.unigram_nats, "unigram entropy: what token counts alone reach")
+    level(figure, study.target_nats, "target", position="bottom left")  # the curves come down from above to the right
     return figure
 
 
 def _gap_figure(study: Study) -> Any:
-    figure = _figure("difference, nats a token")
+    figure = step_figure("difference, nats a token")
     figure.add_hrect(y0=-GAP_BAR_NATS, y1=GAP_BAR_NATS, fillcolor="#16a34a", opacity=0.08, line_width=0)
-    _level(figure, GAP_BAR_NATS, f"bar: +{GAP_BAR_NATS:.4f}")
+    level(figure, GAP_BAR_NATS, f"bar: +{GAP_BAR_NATS:.4f}")
     extent = 2.0 * GAP_BAR_NATS
     for run, base, colour in _pairs(study):
         name = _gap_name(run, base)
         training = smoothed(difference(run.train_curve, base.train_curve), _span(study))
         validation = difference(run.validation_curve, base.validation_curve)
-        _line(figure, training, f"{name}, training", colour, width=1.5)
-        _points(figure, validation, name, colour)
+        line(figure, training, f"{name}, training", colour, width=1.5)
+        points(figure, validation, name, colour)
         settled = (gap for step, gap in validation if step >= study.baseline.steps / 5)
         extent = max([extent, *(1.3 * abs(gap) for gap in settled)])
     figure.update_yaxes(range=[-extent, extent], zeroline=True, zerolinecolor=MUTED, zerolinewidth=1)
@@ -150,56 +111,8 @@ def _gap_name(run: RunMeasures, base: RunMeasures) -> str:
     return f"{study_table.title_of(run.recipe)} − {study_table.title_of(base.recipe)}"
 
 
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    return "".join(f'<span style="--accent:{colour}">{escape(name)}</span>' for name, colour in entries)
-
-
 def _bases(run: RunMeasures, colours: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return (("bf16", colours[run.recipe]), ("fp32", colours["fp32"]))
-
-
-def _figure(unit: str) -> Any:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    figure.update_layout(
-        template="none",
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
-        margin={"l": 58, "r": 12, "t": 8, "b": 44},
-        hovermode="x unified",
-        showlegend=False,
-        autosize=True,
-    )
-    figure.update_xaxes(title="step", gridcolor=GRID, zeroline=False, ticks="", linecolor=MUTED, rangemode="tozero")
-    figure.update_yaxes(title=unit, gridcolor=GRID, zeroline=False, ticks="", automargin=True)
-    return figure
-
-
-def _line(figure: Any, curve: Curve, name: str, colour: str, *, width: float) -> None:
-    steps, values = _columns(curve)
-    line = {"color": colour, "width": width}
-    figure.add_scatter(x=steps, y=values, name=name, mode="lines", opacity=0.5, line=line)
-
-
-def _points(figure: Any, curve: Curve, name: str, colour: str, *, width: float = 2.0) -> None:
-    steps, values = _columns(curve)
-    style = {"line": {"color": colour, "width": width}, "marker": {"color": colour, "size": 5 + width}}
-    figure.add_scatter(x=steps, y=values, name=name, mode="lines+markers", **style)
-
-
-def _level(figure: Any, value: float, label: str, *, position: str = "top right") -> None:
-    figure.add_hline(
-        y=value,
-        line={"color": MUTED, "dash": "dot", "width": 1.2},
-        annotation={"text": label, "font": {"size": 11.5, "color": MUTED}},
-        annotation_position=position,
-    )
-
-
-def _columns(curve: Curve) -> tuple[list[int], list[float]]:
-    return [step for step, _ in curve], [value for _, value in curve]
 
 
 def _html(figure: Any) -> str:

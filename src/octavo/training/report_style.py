@@ -10,29 +10,13 @@ PAGE = """<!doctype html>
 <title>octavo study</title>
 <link rel="icon" href="data:,">
 <style>
-:root { --ink: #1f2328; --muted: #6b7280; --rule: #e2dfd8; --paper: #fbfaf7; --sheet: #ffffff; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 44px 28px 72px; }
-.eyebrow { font-size: 12.5px; letter-spacing: .14em; text-transform: uppercase; color: var(--muted); margin: 0 0 10px; }
-h1, h2 { font-family: "Iowan Old Style", "Palatino Linotype", Palatino, "URW Palladio L", Georgia, serif;
-  font-weight: 600; text-wrap: balance; }
-h1 { font-size: clamp(25px, 3.5vw, 38px); line-height: 1.22; margin: 0 0 14px; max-width: 27em; }
-h2 { font-size: 22px; margin: 46px 0 4px; }
-.standfirst { font-size: 18px; color: #454b54; margin: 0 0 28px; max-width: 46em; }
-.caption { color: var(--muted); font-size: 14.5px; margin: 0 0 12px; max-width: 56em; }
+$style
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; }
 .card { background: var(--sheet); border: 1px solid var(--rule); border-top: 4px solid var(--accent);
   border-radius: 6px; padding: 14px 18px 12px; }
 .card .name { font-weight: 600; color: var(--accent); }
 .card .figure { font-size: 32px; line-height: 1.25; font-variant-numeric: tabular-nums; letter-spacing: -.01em; }
 .card .unit { color: var(--muted); font-size: 13.5px; }
-.legend { margin: 0 0 8px; font-size: 14px; display: flex; flex-wrap: wrap; gap: 2px 20px; }
-.legend span::before { content: ""; display: inline-block; width: 18px; height: 3px; border-radius: 2px;
-  background: var(--accent); margin-right: 7px; vertical-align: middle; }
-.plot { background: var(--sheet); border: 1px solid var(--rule); border-radius: 6px; padding: 12px 8px 4px;
-  height: 430px; }
 table { width: 100%; border-collapse: collapse; background: var(--sheet); border: 1px solid var(--rule);
   border-radius: 6px; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 9px 11px; text-align: right; border-bottom: 1px solid var(--rule); vertical-align: baseline; }
@@ -51,12 +35,6 @@ pre { margin: 0; background: #24272e; color: #e6e4df; border-radius: 6px; paddin
   overflow-wrap: anywhere; font: 13.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 pre b { color: #ffb38a; font-weight: 600; }
 @media (max-width: 700px) {
-  main { padding: 26px 14px 48px; }
-  .standfirst { font-size: 16.5px; }
-  .legend { margin: 0 0 8px; font-size: 14px; display: flex; flex-wrap: wrap; gap: 2px 20px; }
-.legend span::before { content: ""; display: inline-block; width: 18px; height: 3px; border-radius: 2px;
-  background: var(--accent); margin-right: 7px; vertical-align: middle; }
-.plot { height: 340px; padding: 8px 0 0; }
   thead { display: none; }
   table, tbody, tr, tbody th, td { display: block; border: 0; }
   table { border: 1px solid var(--rule); }

@@ -7,6 +7,7 @@
 | metrics.jsonl    | every step and evaluation                                      |
 | tensorboard/     | the same for TensorBoard                                       |
 | checkpoints/     | see :mod:`octavo.training.checkpoint`                          |
+| doctor/captures/ | see :mod:`octavo.doctor.capture`                               |
 | .lock            | held by the process that trains; released when it ends, however |
 """
 
@@ -18,8 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, TrainingError
+from octavo.files import remove_if_empty, write_atomically
 from octavo.models import Llama, LlamaConfig
+from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import (
     CheckpointState,
     foreign_file,
@@ -30,8 +34,7 @@ from octavo.training.checkpoint import (
 )
 from octavo.training.config import Device, RunConfig, load_config, save_config
 from octavo.training.data import TokenData
-from octavo.training.files import remove_if_empty, write_atomically
-from octavo.training.metrics import METRICS, read_metrics
+from octavo.training.metrics import METRICS, lines_up_to, read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.tokenizer import load_tokenizer
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = [
+    "CAPTURES",
     "TrainedRun",
     "check_start",
     "claimed",
@@ -50,6 +54,7 @@ __all__ = [
 ]
 
 CONFIG, TOKENIZER, LOCK = "config.toml", "tokenizer.json", ".lock"
+CAPTURES = Path("doctor") / "captures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,8 @@ def _remove_run(run_dir: Path, also: tuple[str, ...]) -> None:
     for name in (METRICS, TOKENIZER, *also, CONFIG, LOCK):
         (run_dir / name).unlink(missing_ok=True)
     remove_if_empty(run_dir / "tensorboard")
+    remove_captures(run_dir / CAPTURES)
+    remove_if_empty(run_dir / "doctor")
     remove_if_empty(run_dir)
 
 
@@ -134,7 +141,10 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
     state = read_state(path)
     target = resolve_device(device or config.training.device)
     model = Llama(_llama_config(path, state)).to(target)
-    apply_recipe(model, config.training)
+    training = config.training
+    if training.autopilot:
+        training = Autopilot(config, lines_up_to(folder, state.step)).training
+    apply_recipe(model, training, step=state.step)
     load_model(path, model)
     model.eval()
     return TrainedRun(
@@ -142,7 +152,7 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
         model=model,
         tokenizer=load_tokenizer(folder / TOKENIZER),
         step=state.step,
-        surroundings=surroundings(config.training, target),
+        surroundings=surroundings(training, target),
     )
 
 
@@ -235,7 +245,8 @@ def _locked(run_dir: Path) -> Iterator[None]:
 def _difference(before: RunConfig, now: RunConfig) -> str:
     """The first key that differs, with both values."""
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
-    key = next(key for key in old if old[key] != new.get(key) and key not in RunConfig.FREE_TO_CHANGE)
+    differing = (key for key in old if old[key] != new.get(key) and key not in before.free_to_change)
+    key = next(differing, "training.overrides")  # which may differ in their order alone
     return f"{key} = {old[key]!r}, not {new.get(key)!r}"
 
 

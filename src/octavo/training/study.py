@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
+from octavo.files import write_atomically
 from octavo.models import Llama, generate
 from octavo.state import update_scales
 from octavo.training.comparison import RunMeasures, Study, run_from_json
@@ -31,7 +32,6 @@ from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
 from octavo.training.events import Event, StepDone
 from octavo.training.facts import facts_of
-from octavo.training.files import write_atomically
 from octavo.training.gradient_noise import GradientNoise, Probe, gradient_noise
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, watching_forwards
 from octavo.training.loop import check_data, train
@@ -151,7 +151,7 @@ def configs_of(config: RunConfig, recipes: Sequence[str]) -> dict[str, RunConfig
         raise ConfigError(f"a study needs recipes, each once; got {', '.join(recipes) or 'none'}")
     training = config.training
     options = {training.recipe: training.recipe_options}
-    return {recipe: config.with_training(recipe=recipe, recipe_options=options.get(recipe, {})) for recipe in recipes}
+    return {recipe: config.with_recipe(recipe, **options.get(recipe, {})) for recipe in recipes}
 
 
 def check_study_data(data: TokenData, config: RunConfig) -> None:
@@ -285,7 +285,7 @@ def _probe(weights: Llama, config: RunConfig) -> Probe:
     device = resolve_device(config.training.device)
     model = Llama(weights.config).to(device)
     model.load_state_dict(weights.state_dict())
-    apply_recipe(model, config.training)
+    apply_recipe(model, config.training, step=config.training.steps)
     context = surroundings(config.training, device)
 
     def loss(batch: Tensor) -> Tensor:

@@ -63,6 +63,9 @@ def test_an_interrupted_run_resumes_to_the_same_digits(octavo, setting, tmp_path
         (["--recipe", "fp9"], "not 'fp9'"),
         (["--steps", "0"], "training.steps must be at least 1"),
         (["--lr", "-1"], "training.lr"),
+        (["--schedule", "bf16"], "such as 'bf16:0.0,fp8:0.8'"),
+        (["--schedule", "bf16:0.5"], "must begin with 0.0"),
+        (["--recipe", "bf16", "--schedule", "fp8:0.0"], "needs an FP8 recipe"),
         (["--device", "tpu"], "auto, cpu, cuda"),
         (["--vocab-size", "10"], "257"),
         (["--steps", "many"], "--steps"),
@@ -74,6 +77,16 @@ def test_a_bad_value_is_named_and_nothing_is_written(octavo, setting, tmp_path, 
     assert words in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "new").exists()
+
+
+def test_a_schedule_changes_the_recipe_on_the_way(octavo, setting, tmp_path):
+    result = octavo("train", *setting, "--out", tmp_path / "run", "--schedule", "bf16:0.0, fp8:0.5")
+    assert result.exit_code == 0, result.output
+    assert [line for line in losses(tmp_path / "run") if line["kind"] == "precision"] == [
+        {"kind": "precision", "step": 3, "recipe": "tensorwise"}
+    ]
+    assert "step 3: the layers run tensorwise from here on" in result.stderr
+    assert octavo("eval", tmp_path / "run").exit_code == 0
 
 
 def test_a_second_run_in_the_same_folder_is_refused(octavo, setting, finished_run):

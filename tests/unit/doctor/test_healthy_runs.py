@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from octavo.doctor import Severity, diagnose
-from octavo.training.config import PLAIN_RECIPES, Precision, trainable_recipes
+from octavo.training.config import Precision
+from octavo.training.recipe_choice import PLAIN_RECIPES, trainable_recipes
 from octavo.trials import short_run
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 

@@ -26,6 +26,8 @@ UNUSUAL = RunConfig(
     training=TrainingConfig(
         recipe="delayed", recipe_options={"history_length": 4, "statistic": "mean"}, precision=Precision.FP32,
         skip=("*.q_proj", "*.k_proj"), betas=(0.8, 0.99), lr=1e-4, min_lr=0.0, eval_interval=0,
+        overrides={"model.layers.3.mlp.down_proj": "bf16", "*.up_proj": "rowwise"}, cache_weights=True,
+        convert_head=True, precision_schedule=(("bf16", 0.0), ("rowwise", 0.25)), autopilot=True,
     ),
 )  # fmt: skip
 
@@ -65,6 +67,13 @@ MISTAKES = {
     "[training]\nbetas = 0.9": "training.betas must be a list, not 0.9",
     "[training]\nskip = 'lm_head'": "training.skip must be a list, not 'lm_head'",
     "[training]\nskip = [1]": "training.skip must be a string, not 1",
+    "[training]\noverrides = ['*']": r"training.overrides must be a table, not \['\*'\]",
+    "[training.overrides]\n'*.q_proj' = 3": r"training.overrides.\*.q_proj must be a string, not 3",
+    "[training.overrides]\n'*' = 'rowwize'": r"training.overrides\['\*'\] must be one of bf16, .*'rowwise'\?\)",
+    "[training.overrides]\n'*' = 'fp32'": r"training.overrides\['\*'\] must be one of bf16, tensorwise, .*not 'fp32'",
+    "[training.overrides]\n'*' = 'static'": r"training.overrides\['\*'\] must be one of .*not 'static'",
+    "[training.overrides]\n'' = 'bf16'": "training.overrides has the pattern ''; name layers",
+    "[training]\nconvert_head = 'yes'": "training.convert_head must be true or false, not 'yes'",
     "[training]\nsteps = 0": "training.steps must be at least 1, not 0",
     "[training]\nwarmup = -1": "training.warmup must be at least 0, not -1",
     "[training]\nrecipe = 'delayed'\n[training.recipe_options]\nmargin = -1": "margin must be .* at least 0, not -1",
@@ -106,7 +115,8 @@ def test_hash_changes_with_every_key_that_matters():
     free = {"checkpoint_interval", "keep_checkpoints", "statistics_interval"}
     special = {
         "recipe": "bf16", "skip": ("x",), "device": "cpu", "precision": "fp32", "loss_scale": "dynamic",
-        "adjust_for_fp8": True, "betas": (0.5, 0.6), "min_lr": 1e-5,
+        "adjust_for_fp8": True, "betas": (0.5, 0.6), "min_lr": 1e-5, "overrides": {"*.q_proj": "bf16"},
+        "convert_head": True, "cache_weights": True, "precision_schedule": (("fp8", 0.0),), "autopilot": True,
     }  # fmt: skip
     for field in fields(TrainingConfig):
         if field.name == "recipe_options":
@@ -115,6 +125,8 @@ def test_hash_changes_with_every_key_that_matters():
             value: typing.Any = special.get(field.name, (getattr(RunConfig().training, field.name) or 3) * 2)
             changed = RunConfig().with_training(**{field.name: value})
         assert (changed.config_hash() == one) == (field.name in free), field.name
+    orders = [{"*.q_proj": "bf16", "*": "rowwise"}, {"*": "rowwise", "*.q_proj": "bf16"}]
+    assert len({RunConfig().with_training(overrides=order).config_hash() for order in orders}) == 2, "the first counts"
     assert replace(RunConfig(), data=DataConfig(source="x")).config_hash() != one
     assert replace(RunConfig(), model=ModelConfig(num_layers=5)).config_hash() != one
 

@@ -82,6 +82,55 @@ def test_options_patterns_and_manual_updates():
     assert "skip pattern" in report.skipped["model.layers.0.self_attn.q_proj"]
 
 
+def test_overrides_head_and_cached_weights():
+    down, q = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
+    model, report = converted(
+        recipe="delayed", recipe_options={"history_length": 3}, overrides={down: "bf16", "*.self_attn.*": "rowwise"},
+        convert_head=True, cache_weights=True,
+    )  # fmt: skip
+    recipes = recipes_of(model)
+    assert (recipes[down], recipes[q], recipes["lm_head"]) == ("bf16", "rowwise", "delayed")
+    assert report is not None
+    assert set(report.overridden.values()) == {"bf16", "rowwise"}
+    assert all(m.weight_cache is not None for m in model.modules() if isinstance(m, octavo.nn.Linear))
+
+
+def test_an_override_by_the_runs_own_recipe_keeps_its_options():
+    overrides = {"*.q_proj": "delayed", "*": "rowwise"}
+    model, _ = converted(recipe="delayed", recipe_options={"history_length": 3}, overrides=overrides)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.recipe.history.length == 3
+    assert attention.k_proj.recipe.name == "rowwise"
+
+
+def test_an_override_that_matches_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"pattern 'layers.7.\*' matches no layer"):
+        converted(recipe="tensorwise", overrides={"layers.7.*": "bf16"})
+    with pytest.raises(ConfigError, match="override 'lm_head' has no effect"):
+        converted(recipe="tensorwise", overrides={"lm_head": "rowwise"})
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_other_settings_leave_nothing_of_the_ones_before(precision):
+    """Head and overrides on and off again; the delayed layers that stay keep what they have seen."""
+    model = Llama(MODEL.llama(vocab_size=50, max_positions=8))
+    first = TrainingConfig(recipe="delayed", precision=precision)
+    apply_recipe(model, first)
+    before = recipes_of(model)
+    with surroundings(first, CPU):
+        model(torch.randint(0, 50, (2, 8))).float().square().mean().backward()
+    octavo.update_scales(model)
+    state = octavo.scaling_state(model)
+    apply_recipe(model, TrainingConfig(recipe="delayed", precision=precision, convert_head=True))
+    apply_recipe(model, TrainingConfig(recipe="delayed", precision=precision, overrides={"*.q_proj": "bf16"}))
+    after = octavo.scaling_state(model)
+    assert recipes_of(model)["lm_head"] == "bf16"
+    assert {key for key in state if key not in after} == {key for key in state if ".q_proj." in key}
+    assert all(torch.equal(state[key], tensor) for key, tensor in after.items())
+    apply_recipe(model, first)
+    assert recipes_of(model) | {"lm_head": "bf16"} == before | {"lm_head": "bf16"}
+
+
 def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [resolve_device(d).type for d in (Device.AUTO, Device.CPU, Device.CUDA)] == ["cuda", "cpu", "cuda"]

@@ -72,15 +72,6 @@ def test_one_run_makes_a_page_too():
     assert "One run has no gap" in report.render(study(run("fp32", 0.0)))
 
 
-def test_smoothing_is_the_weighted_mean_of_what_came_before():
-    curve = tuple((step, float(step**2)) for step in range(6))
-    keep = 1 - 2 / (3 + 1)
-    for index, (_, value) in enumerate(report.smoothed(curve, 3)):
-        weights = [keep ** (index - i) for i in range(index + 1)]
-        mean = sum(w * curve[i][1] for i, w in enumerate(weights)) / sum(weights)
-        assert value == pytest.approx(mean)
-
-
 def test_missing_plotly_is_named_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(ConfigError, match=r"octavo\[report\]"):

@@ -248,15 +248,4 @@ def _each_cast(recipe: recipes.Recipe, change: Callable[[CastSpec], CastSpec]) -
 
 def _with_gradients_in(recipe: recipes.Recipe, fp8_format: Format) -> recipes.Recipe:
     """``recipe`` with both casts of the gradient to the backward format; under another name if that changes it."""
-    backward = formats.E5M2 if fp8_format is Format.HYBRID else formats.E4M3
-    grad_input, grad_weight = recipe.grad_input, recipe.grad_weight
-    assert grad_input.a is not None
-    assert grad_weight.a is not None
-    if grad_input.a.format == backward:
-        return recipe
-    return replace(
-        recipe,
-        name=f"{recipe.name}, {backward} gradients",
-        grad_input=replace(grad_input, a=replace(grad_input.a, format=backward)),
-        grad_weight=replace(grad_weight, a=replace(grad_weight.a, format=backward)),
-    )
+    return recipe.with_gradients_in(formats.E5M2 if fp8_format is Format.HYBRID else formats.E4M3)

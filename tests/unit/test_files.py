@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.training.files import replacing, write_atomically
+from octavo.files import replacing, write_atomically
 
 
 def test_writes_and_replaces(tmp_path):

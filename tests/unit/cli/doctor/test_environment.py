@@ -1,11 +1,11 @@
-"""What ``octavo doctor`` says of a machine: this one, one without native kernels, one with a GPU."""
+"""What ``octavo doctor --env`` says of a machine: this one, one without native kernels, one with a GPU."""
 
 import json
 
 import pytest
 import torch
 
-from octavo.cli import doctor
+from octavo.cli.doctor import environment as machine
 from octavo.errors import BackendError
 from octavo.formats import E4M3
 from octavo.kernels import cpu, scaled_mm
@@ -29,14 +29,6 @@ def unbuilt(monkeypatch):
 
 def environment(octavo):
     return json.loads(octavo("doctor", "--env", "--json").stdout)
-
-
-def test_without_an_option_it_says_in_one_sentence_what_it_offers(octavo):
-    result = octavo("doctor")
-    assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) == 1
-    assert "octavo doctor --env" in result.stdout
-    assert json.loads(octavo("doctor", "--json").stdout) == {"offers": result.stdout.strip()}
 
 
 def test_facts_are_those_of_this_process(octavo):
@@ -118,5 +110,5 @@ def test_a_gpu_is_named_and_has_its_own_rows(octavo, monkeypatch):
 
 def test_the_table_names_every_problem_and_its_reasons(octavo):
     printed = " ".join(octavo("doctor", "--env").stdout.split())
-    assert all(f"{name} cpu" in printed for name in doctor.PROBLEMS)
+    assert all(f"{name} cpu" in printed for name in machine.PROBLEMS)
     assert "torch_cuda: it runs on CUDA, and the operands are on cpu" in printed

@@ -1,14 +1,13 @@
-"""``octavo doctor``: what octavo found on this machine, who multiplies here, and why not somebody faster."""
+"""``octavo doctor --env``: what octavo found on this machine, who multiplies here, and why not somebody faster."""
 
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
-from octavo.cli.console import print_json, print_table, stdout
+from octavo.cli.console import print_json, print_table
 from octavo.formats import E4M3
 from octavo.kernels import cpu, explain, gpu
 from octavo.kernels.backend import MatmulProblem
@@ -16,9 +15,8 @@ from octavo.kernels.dispatch import BACKENDS
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor
 from octavo.training.facts import own_version, processor_name
 
-__all__ = ["doctor"]
+__all__ = ["PROBLEMS", "show_environment"]
 
-OFFER = "octavo doctor --env shows versions, devices, native kernels and who multiplies; it does not diagnose runs yet."
 ABSENT = "none, {}; torch's operations give the same numbers, with several passes over memory where a kernel makes one"
 
 _TENSORWISE = MatmulProblem(
@@ -54,21 +52,8 @@ class Choice:
     passed_over: dict[str, str]
 
 
-def doctor(
-    *,
-    env: Annotated[bool, typer.Option("--env", help="Show versions, devices, native kernels, who multiplies.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show what octavo found on this machine: versions, devices, native kernels, and who multiplies what."""
-    if env:
-        _show_environment(as_json=as_json)
-    elif as_json:
-        print_json({"offers": OFFER})
-    else:
-        stdout().print(OFFER, markup=False, soft_wrap=True)
-
-
-def _show_environment(*, as_json: bool) -> None:
+def show_environment(*, as_json: bool) -> None:
+    """Print versions, devices, native kernels, and who multiplies what."""
     facts, chosen = environment(), list(choices(_device_types()))
     if as_json:
         print_json({"environment": facts, "products": [asdict(choice) for choice in chosen]})

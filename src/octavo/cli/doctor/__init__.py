@@ -1,0 +1,5 @@
+"""``octavo doctor``: one file a subcommand."""
+
+from octavo.cli.doctor.group import doctor
+
+__all__ = ["doctor"]

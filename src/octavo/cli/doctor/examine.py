@@ -1,0 +1,148 @@
+"""``octavo doctor RUN``: what a run's statistics show, worst first; ``octavo doctor --env``: what this machine has."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli import options
+from octavo.cli.console import print_json, stderr, stdout
+from octavo.cli.doctor.environment import show_environment
+from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
+from octavo.cli.progress import open_display
+from octavo.cli.runs import check_is_run
+from octavo.doctor import Captures, Finding, Severity, diagnose
+from octavo.doctor.remedies import applied, ranked
+from octavo.doctor.report import histograms_of, render
+from octavo.errors import ConfigError
+from octavo.files import write_atomically
+from octavo.training.config import RunConfig, config_from_dict, save_config
+from octavo.training.run_folder import CAPTURES, CONFIG
+from octavo.training.watched_run import WatchedRun, check_comparable, read_run, watched_run
+
+__all__ = ["examine"]
+
+
+def examine(
+    *,
+    run_dir: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run's folder; it may still be training.")
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", metavar="RUN", help="The same run in BF16, to compare the loss with.")
+    ] = None,
+    fixed: Annotated[
+        Path | None,
+        typer.Option("--apply", metavar="FILE", help="Write the configuration with every finding's first remedy."),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page to look at: loss, heat map, findings.")
+    ] = None,
+    env: Annotated[bool, typer.Option("--env", help="Show versions, devices, native kernels, who multiplies.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Read a run's statistics and print what is wrong, worst first, and what mends it."""
+    if env:
+        _refuse_run(run_dir)
+        show_environment(as_json=as_json)
+        return
+    if run_dir is None:
+        raise ConfigError("name a run's folder, or ask for --env: what octavo found on this machine")
+    run, reference = _runs(run_dir, against)
+    config = None if fixed is None else _config_to_mend(run, fixed)
+    found = diagnose(run.series, reference=None if reference is None else reference.series)
+    findings = _with_proof(found, run_dir)
+    if as_json:
+        print_json({**_facts(run, reference), "findings": [asdict(finding) for finding in findings]})
+    else:
+        print_findings(findings)
+        print_remedies(findings)
+        stdout().print(_summary(run, findings), markup=False, soft_wrap=True)
+    if page is not None:
+        _write_page(run, reference, findings, page)
+    if fixed is not None and config is not None:
+        _write_mended(config, findings, fixed)
+    raise typer.Exit(exit_code_of(findings))
+
+
+def _refuse_run(run_dir: Path | None) -> None:
+    if run_dir is not None:
+        raise ConfigError("--env is about this machine and takes no run; leave one of them out")
+
+
+def _runs(run_dir: Path, against: Path | None) -> tuple[WatchedRun, WatchedRun | None]:
+    check_is_run(run_dir)
+    run = watched_run(run_dir)
+    if against is None:
+        return run, None
+    check_is_run(against)
+    reference = read_run(against)
+    check_comparable(run, reference)
+    return run, reference
+
+
+def _with_proof(findings: list[Finding], run_dir: Path) -> list[Finding]:
+    """The findings, their remedies ranked by a replay where a layer was captured."""
+    captures = Captures(run_dir / CAPTURES)
+    if not findings or not captures.files():
+        return findings
+    proven = []
+    with open_display() as display:
+        advance = display.phase("replay remedies", len(findings))
+        for done, finding in enumerate(findings, 1):
+            proven.append(replace(finding, remedies=ranked(finding, captures)))
+            advance(done)
+    return proven
+
+
+def _config_to_mend(run: WatchedRun, fixed: Path) -> RunConfig:
+    own = run.run_dir / CONFIG
+    if run.config is None:
+        raise ConfigError(f"--apply changes a run's {CONFIG}, and {str(run.run_dir)!r} has none; leave it out")
+    if fixed.resolve() == own.resolve():
+        raise ConfigError(f"--apply would change {str(own)!r}, which says what the run is; name another file")
+    return run.config
+
+
+def _write_mended(config: RunConfig, findings: list[Finding], fixed: Path) -> None:
+    """Write what the first remedies of whatever is more than a note make of a configuration."""
+    serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
+    remedies = [finding.remedies[0] for finding in serious if finding.remedies]
+    mended = config_from_dict(applied(config.to_dict(), remedies))
+    if mended == config:
+        line = f"{fixed} is not written: nothing was found that a configuration mends"
+    else:
+        save_config(mended, fixed)
+        line = f"{fixed} holds the remedies; train with octavo train --config {fixed}"
+    stderr().print(line, markup=False, soft_wrap=True)
+
+
+def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Finding], page: Path) -> None:
+    content = render(
+        run.series,
+        findings,
+        title=run.run_dir.resolve().name,
+        reference=None if reference is None else reference.series,
+        histograms=histograms_of(findings, Captures(run.run_dir / CAPTURES)),
+    )
+    write_atomically(page, content)
+    stderr().print(f"{page} holds the page", markup=False, soft_wrap=True)
+
+
+def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
+    return {
+        "run": str(run.run_dir),
+        "against": None if reference is None else str(reference.run_dir),
+        "step": run.step,
+        "steps": run.steps,
+        "looks": run.looks,
+        "layers": run.layers,
+    }
+
+
+def _summary(run: WatchedRun, findings: list[Finding]) -> str:
+    so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
+    times = "once" if run.looks == 1 else f"{run.looks} times"
+    looked = f"{run.layers} layers, looked at {times} up to step {run.step}{so_far}"
+    return f"{counts(findings)}, in {looked}" if findings else f"healthy: nothing found in {looked}"

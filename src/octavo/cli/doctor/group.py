@@ -1,0 +1,63 @@
+"""``octavo doctor``: a group of commands whose first word may also be a run's folder.
+
+``octavo doctor RUN`` and ``octavo doctor --env`` are a command of their own, hidden under the name EXAMINE: whatever
+does not begin with a subcommand's name goes there. A folder that is called like a subcommand is written ``./bisect``.
+"""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from octavo.cli.doctor.bisect import bisect
+from octavo.cli.doctor.examine import examine
+from octavo.cli.doctor.preflight import preflight
+from octavo.cli.doctor.selftest import selftest
+
+__all__ = ["doctor"]
+
+EXAMINE = "examine"
+
+
+class DoctorGroup(TyperGroup):
+    """Hands a line without a subcommand to EXAMINE, and shows its options as the group's own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the hidden command's name before a line that names none."""
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = [EXAMINE, *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        """Both forms."""
+        formatter.write_usage(ctx.command_path, "[RUN] [OPTIONS]")
+        formatter.write_usage(ctx.command_path, self.subcommand_metavar)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The hidden command's arguments and options, then the subcommands."""
+        self.commands[EXAMINE].format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+doctor = typer.Typer(cls=DoctorGroup, no_args_is_help=True, rich_markup_mode=None)
+doctor.command(name=EXAMINE, hidden=True, epilog="Example: octavo doctor runs/mine")(examine)
+doctor.command(
+    name="bisect",
+    short_help="Find the layers that account for the gap to BF16.",
+    epilog="Example: octavo doctor bisect runs/mine --steps 40",
+)(bisect)
+doctor.command(
+    name="preflight",
+    short_help="Try a configuration before a long run.",
+    epilog="Example: octavo doctor preflight long.toml",
+)(preflight)
+doctor.command(
+    name="selftest",
+    short_help="Inject known faults, and see whether the doctor names them.",
+    epilog="Example: octavo doctor selftest --quick",
+)(selftest)
+
+
+@doctor.callback()
+def describe() -> None:
+    """Find what goes wrong in a run's FP8 training, and why; exit code 1 if something fails."""

@@ -1,0 +1,64 @@
+"""Findings and their remedies for a reader, and the exit code they end a command with."""
+
+from collections.abc import Iterator, Sequence
+
+from octavo.cli.console import number, print_table
+from octavo.doctor import Finding, Remedy, Severity
+
+__all__ = ["counts", "exit_code_of", "print_findings", "print_remedies"]
+
+FAILED = 1
+
+
+def exit_code_of(findings: Sequence[Finding]) -> int:
+    """1 if a finding fails, 0 otherwise."""
+    return FAILED if any(finding.severity is Severity.FAIL for finding in findings) else 0
+
+
+def counts(findings: Sequence[Finding]) -> str:
+    """How many of each severity: "1 fail, 2 note"."""
+    numbers = {severity: sum(finding.severity is severity for finding in findings) for severity in Severity}
+    return ", ".join(f"{count} {severity}" for severity, count in numbers.items() if count)
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """A table, worst first; nothing where there is none."""
+    if findings:
+        columns = ["severity", "finding", "where", "steps", "what, by which numbers"]
+        print_table("Findings", columns, map(_cells, findings), left=len(columns))
+
+
+def print_remedies(findings: Sequence[Finding]) -> None:
+    """Each finding's first remedy, with what a replay of the captured layer says of it."""
+    rows = [
+        [finding.code, _place(finding), finding.remedies[0].text, *_proof(finding.remedies[0])]
+        for finding in findings
+        if finding.remedies
+    ]
+    if rows:
+        columns = ["against", "where", "do", "error removed", "time", "bytes"]
+        print_table("First remedies", columns, rows, left=3)
+
+
+def _cells(finding: Finding) -> list[str]:
+    steps = str(finding.first_step)
+    if finding.last_step != finding.first_step:
+        steps = f"{steps}-{finding.last_step}"
+    evidence = ", ".join(_evidence(finding))
+    what = f"{finding.cause} ({evidence})" if evidence else finding.cause
+    return [finding.severity, finding.code, _place(finding), steps, what]
+
+
+def _place(finding: Finding) -> str:
+    return " ".join(filter(None, (finding.path, finding.role))) or "the run"
+
+
+def _evidence(finding: Finding) -> Iterator[str]:
+    for name, value in finding.evidence.items():
+        yield f"{name.replace('_', ' ')} {number(value, 3)}"
+
+
+def _proof(remedy: Remedy) -> list[str]:
+    removed = number(None) if remedy.error_removed is None else f"{remedy.error_removed:.0%}"
+    ratios = (remedy.seconds_ratio, remedy.bytes_ratio)
+    return [removed, *(number(None) if ratio is None else f"{ratio:.2f}×" for ratio in ratios)]

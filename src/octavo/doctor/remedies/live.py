@@ -1,0 +1,106 @@
+"""A remedy for a model that trains, and the way back."""
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from octavo.doctor.findings import Remedy
+from octavo.doctor.recipe_changes import changed_recipe
+from octavo.doctor.remedies.case import fineness
+from octavo.errors import ConfigError
+from octavo.functional import WeightCache
+from octavo.nn import Linear
+from octavo.recipes import Recipe
+
+__all__ = ["Undo", "apply_to_model", "take_back"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undo:
+    """What a remedy changed in a model, as it was before.
+
+    Attributes:
+        recipes: of layers, by path.
+        cached: paths of layers that kept their weight's codes.
+    """
+
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    cached: tuple[str, ...] = ()
+
+
+def apply_to_model(model: nn.Module, remedy: Remedy) -> Undo:
+    """Let a converted model's layers run as a remedy says; :func:`take_back` undoes it.
+
+    Changes of recipes, their options, ``overrides``, ``skip`` and ``cache_weights`` are applied; what is about the
+    loop, such as the learning rate, is left to it. No layer's recipe becomes coarser, and a delayed layer whose history
+    is another starts with an empty one. Parameters and the optimizer's state stay as they are. Call it between two
+    steps.
+
+    Args:
+        model: whose layers are octavo's.
+        remedy: what to change.
+
+    Raises:
+        ConfigError: an override or a pattern to skip matches no layer, or a value is not allowed; nothing has changed.
+
+    Example:
+        >>> import octavo
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        >>> _ = octavo.convert(model, "tensorwise")
+        >>> undo = apply_to_model(model, Remedy(text="", changes={"overrides": {"1": "rowwise"}}))
+        >>> model[1].recipe.name, model[0].recipe.name
+        ('rowwise', 'tensorwise')
+        >>> take_back(model, undo)
+        >>> model[1].recipe.name
+        'tensorwise'
+    """
+    layers = _layers(model)
+    _check_patterns(remedy, layers)
+    wanted = {path: changed_recipe(layer.recipe, path, remedy.changes) for path, layer in layers.items()}
+    changed = {path: one for path, one in wanted.items() if _is_change(layers[path].recipe, one)}
+    uncached = [path for path, layer in layers.items() if layer.weight_cache is not None]
+    if remedy.changes.get("cache_weights", True):
+        uncached = []
+    undo = Undo(recipes={path: layers[path].recipe for path in changed}, cached=tuple(uncached))
+    _set(layers, changed)
+    for path in uncached:
+        layers[path].weight_cache = None
+    return undo
+
+
+def take_back(model: nn.Module, undo: Undo) -> None:
+    """Let the layers run as before :func:`apply_to_model`; a history that was given up starts empty.
+
+    Raises:
+        ConfigError: a layer is not there.
+    """
+    layers = _layers(model)
+    missing = sorted({*undo.recipes, *undo.cached} - layers.keys())
+    if missing:
+        raise ConfigError(f"this model has no layer {missing[0]!r}; take a remedy back where it was applied")
+    _set(layers, undo.recipes)
+    for path in undo.cached:
+        layers[path].weight_cache = WeightCache()
+
+
+def _layers(model: nn.Module) -> dict[str, Linear]:
+    return {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
+
+
+def _set(layers: dict[str, Linear], wanted: dict[str, Recipe]) -> None:
+    for path, recipe in wanted.items():
+        layer = layers[path]
+        layer.set_recipe(recipe, layer.scale_updates, path=layer.path)
+
+
+def _is_change(own: Recipe, wanted: Recipe) -> bool:
+    return wanted != own and fineness(wanted.name) >= fineness(own.name)
+
+
+def _check_patterns(remedy: Remedy, layers: dict[str, Linear]) -> None:
+    patterns = [*remedy.changes.get("overrides", {}), *remedy.changes.get("skip", ())]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in layers):
+            some = ", ".join(list(layers)[:3])
+            raise ConfigError(f"no layer of this model is named {pattern!r}; some are {some}")

@@ -1,0 +1,191 @@
+"""Numbers of every layer at every step, as small as a page can carry them.
+
+The step axis is cut into at most 400 columns of consecutive looks, and a cell keeps the worst of its looks, so that one
+bad step in a million is still there to be seen. A cell is 16 bits:
+
+    code     linear numbers                      logarithmic numbers (positive over many binades)
+    65535    missing                             missing
+    65534    +Inf                                +Inf
+    65533    -Inf                                never
+    others   low + code/65532 · (high - low)     0: zero; else exp(low + (code - 1)/65531 · (high - low))
+
+with low and high from the matrix itself: an error of at most 1e-5 of a linear number's range, 0.2 % of a logarithmic
+number over 100 decades.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.doctor.report.shown import Kind, Statistic, Worst
+from octavo.doctor.series import CastKey, ProductKey, Series
+
+__all__ = ["MOST_COLUMNS", "Columns", "columns_of", "decode", "encode", "layers_of", "sheets"]
+
+MOST_COLUMNS = 400
+BY_CAST = "rank_scale_ratio"  # of Series.modules, the one whose keys are casts: "path role gemm"
+MISSING, INFINITE, NEGATIVE_INFINITE = 65535, 65534, 65533
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How looks are gathered.
+
+    Attributes:
+        starts: [B] index of each column's first look.
+        first: [B] its first step.
+        last: [B] its last step.
+    """
+
+    starts: NDArray[np.int64]
+    first: Floats
+    last: Floats
+
+    @property
+    def edges(self) -> Floats:
+        """[B + 1] where columns meet on the step axis: half-way between looks."""
+        between = (self.last[:-1] + self.first[1:]) / 2
+        left = between[0] - self.first[0] if len(between) else 0.5
+        right = self.last[-1] - between[-1] if len(between) else 0.5
+        return np.array([self.first[0] - max(left, 0.5), *between, self.last[-1] + max(right, 0.5)])
+
+    def worst(self, values: Floats, statistic: Statistic) -> Floats:
+        """[T, C] looks to [B, C] cells; NaN only where a column has nothing else."""
+        largest, smallest = np.fmax.reduceat(values, self.starts), np.fmin.reduceat(values, self.starts)
+        match statistic.worst:
+            case Worst.LARGEST:
+                return largest
+            case Worst.SMALLEST:
+                return smallest
+            case Worst.FARTHEST:
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    high, low = (np.log(x) if statistic.kind is Kind.RATIO else x for x in (largest, smallest))
+                return np.where(np.abs(low) > np.abs(high), smallest, largest)
+
+
+def columns_of(steps: Floats, *, most: int = MOST_COLUMNS) -> Columns:
+    """Gather looks at ``steps`` [T], T >= 1, into at most ``most`` columns of equally many.
+
+    Example:
+        >>> columns = columns_of(np.arange(10.0), most=4)
+        >>> columns.first.tolist(), columns.last.tolist(), columns.edges.tolist()
+        ([0.0, 3.0, 6.0, 9.0], [2.0, 5.0, 8.0, 9.0], [-2.5, 2.5, 5.5, 8.5, 9.5])
+    """
+    starts = np.arange(0, len(steps), -(-len(steps) // most))
+    ends = np.append(starts[1:], len(steps)) - 1
+    return Columns(starts, steps[starts], steps[ends])
+
+
+def layers_of(series: Series) -> list[str]:
+    """Every row that a map can have: layers in the order in which they ran, then what is no layer."""
+    ran = _that_ran(series)
+    known = set(ran)
+    others = [_place(name, known) for name in series.parameters.keys]
+    modules = [key for name, table in series.modules.items() if name != BY_CAST for key in table.keys]
+    return list(dict.fromkeys([*ran, *others, *modules]))
+
+
+def sheets(series: Series, statistic: Statistic, columns: Columns) -> list[dict[str, Any]]:
+    """A statistic's maps, one a role or GEMM: {"name", "role", "rows", "span", "data"}, rows indexing ``layers_of``."""
+    position = {path: index for index, path in enumerate(layers_of(series))}
+    found = []
+    for name, role, places in _groups(series, statistic):
+        table = series.modules[statistic.field] if statistic.table == "modules" else getattr(series, statistic.table)
+        cells = columns.worst(table.of(statistic.field)[:, list(places.values())], statistic).T
+        if np.isnan(cells).all():
+            continue
+        rows = [position[path] for path in places]
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        packed = encode(cells[order], is_logarithmic(statistic.kind))
+        found.append({"name": name, "role": role, "rows": [rows[index] for index in order], **packed})
+    return found
+
+
+def is_logarithmic(kind: Kind) -> bool:
+    """Whether numbers of a kind keep their relative precision, rather than their absolute one."""
+    return kind not in (Kind.SIGNED, Kind.DECIBEL, Kind.NUMBER)
+
+
+def encode(cells: Floats, logarithmic: bool) -> dict[str, Any]:
+    """Cells [R, B] as {"log", "span": [low, high], "data": base64 of little-endian 16-bit codes, row by row}.
+
+    Example:
+        >>> packed = encode(np.array([[1.0, 2.0, np.nan]]), False)
+        >>> packed["span"], decode(packed, 1).tolist()
+        ([1.0, 2.0], [[1.0, 2.0, nan]])
+    """
+    numbers = np.where(cells > 0, np.log(np.where(cells > 0, cells, 1.0)), np.nan) if logarithmic else cells
+    finite = numbers[np.isfinite(numbers)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    first, steps = (1, 65531) if logarithmic else (0, 65532)
+    codes = np.full(cells.shape, MISSING, dtype=np.uint16)
+    is_number = np.isfinite(numbers)
+    codes[is_number] = first + np.rint((numbers[is_number] - low) / ((high - low) or 1.0) * steps).astype(np.uint16)
+    if logarithmic:
+        codes[cells == 0] = 0
+    codes[np.isposinf(cells)] = INFINITE
+    codes[np.isneginf(cells)] = NEGATIVE_INFINITE
+    data = base64.b64encode(codes.astype("<u2").tobytes()).decode()
+    return {"log": logarithmic, "span": [low, high], "data": data}
+
+
+def decode(packed: dict[str, Any], rows: int) -> Floats:
+    """What the page's script makes of ``encode``'s result: [R, B]."""
+    codes = np.frombuffer(base64.b64decode(packed["data"]), dtype="<u2").astype(np.int64).reshape(rows, -1)
+    low, high = packed["span"]
+    numbers = low + codes / 65532 * (high - low)
+    if packed["log"]:
+        numbers = np.where(codes == 0, 0.0, np.exp(low + (codes - 1) / 65531 * (high - low)))
+    special = ((MISSING, np.nan), (INFINITE, np.inf), (NEGATIVE_INFINITE, -np.inf))
+    for code, value in special if not packed["log"] else special[:2]:
+        numbers[codes == code] = value
+    return np.asarray(numbers, dtype=np.float64)
+
+
+def _groups(series: Series, statistic: Statistic) -> list[tuple[str, str, dict[str, int]]]:
+    """(name, role, column of each path): what one map shows of a statistic."""
+    match statistic.table:
+        case "casts":
+            return _cast_groups(series.casts.keys)
+        case "products":
+            return _product_groups(series.products.keys)
+        case "parameters":
+            known = set(_that_ran(series))
+            return [("", "", {_place(name, known): index for index, name in enumerate(series.parameters.keys)})]
+        case _ if statistic.field == BY_CAST:
+            return _cast_groups([CastKey(*key.rsplit(" ", 2)) for key in series.modules[BY_CAST].keys])
+        case _:
+            return [("", "", {path: index for index, path in enumerate(series.modules[statistic.field].keys)})]
+
+
+def _that_ran(series: Series) -> list[str]:
+    return [key.path for key in series.casts.keys] + [key.path for key in series.products.keys]
+
+
+def _cast_groups(keys: Sequence[CastKey]) -> list[tuple[str, str, dict[str, int]]]:
+    """By role; what a layer casts a second time stands apart, since most layers do not."""
+    groups: dict[tuple[str, str], dict[str, int]] = {}
+    for index, key in enumerate(keys):
+        name = key.role
+        if key.path in groups.get((name, key.role), {}):
+            name = f"{key.role}, again for {key.gemm}"
+        groups.setdefault((name, key.role), {})[key.path] = index
+    return [(name, role, places) for (name, role), places in groups.items()]
+
+
+def _product_groups(keys: Sequence[ProductKey]) -> list[tuple[str, str, dict[str, int]]]:
+    groups: dict[str, dict[str, int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key.gemm, {})[key.path] = index
+    return [(gemm, gemm, places) for gemm, places in groups.items()]
+
+
+def _place(name: str, layers: set[str]) -> str:
+    """A parameter's row: its layer's where it has one."""
+    path = name.removesuffix(".weight") if name != "weight" else ""
+    return path if path in layers else name

@@ -1,0 +1,102 @@
+"""How a tensor's magnitudes lie on its format's grid: what is flushed, what is rounded, what saturates."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.formats import Format
+
+__all__ = ["Histogram"]
+
+BARS_A_BINADE = 4
+MOST_BINADES = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """One tensor to draw against the values that its codes can have.
+
+    Attributes:
+        path: the layer's.
+        role: the tensor's, such as "grad_output".
+        values: any shape; in high precision, before the cast.
+        format: of the codes, one with subnormals.
+        scale: decode scale, of the whole tensor.
+        step: when it was captured; None where that is not known.
+
+    Raises:
+        ConfigError: ``scale`` is not positive and finite, or the format has no zero.
+
+    Example:
+        >>> import torch
+        >>> from octavo.formats import E4M3
+        >>> x = torch.tensor([0.0, 1e-4, 1.0, 448.0, 1000.0])
+        >>> facts = Histogram(path="proj", role="input", values=x, format=E4M3, scale=1.0).facts()
+        >>> facts["zeros"], facts["flushed"], facts["saturated"]
+        (0.2, 0.25, 0.25)
+    """
+
+    path: str
+    role: str
+    values: Tensor
+    format: Format
+    scale: float
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < float("inf"):
+            raise ConfigError(f"a histogram's scale must be positive and finite, not {self.scale!r}")
+        if self.format.min_subnormal is None:
+            raise ConfigError(f"{self.format} has no zero, so nothing can be drawn against its grid; use E4M3 or E5M2")
+
+    def facts(self) -> dict[str, Any]:
+        """What the page draws: shares of the nonzeros in bars of a quarter binade, and where the format's ranges end.
+
+        Magnitudes are log2. A value is flushed at half the smallest subnormal or below, which ties to the even code 0,
+        and saturated beyond the largest value.
+        """
+        magnitudes = np.abs(self.values.detach().float().cpu().numpy().ravel())
+        magnitudes = magnitudes[np.isfinite(magnitudes)]
+        nonzero = magnitudes[magnitudes > 0].astype(np.float64)
+        low, high = np.log2(self.scale * np.array([self._smallest / 2, self.format.max]))
+        exponents = np.log2(nonzero)
+        first, counts = _bars(exponents)
+        count = max(1, nonzero.size)
+        return {
+            "title": self._title,
+            "path": self.path,
+            "first": first,
+            "width": 1 / BARS_A_BINADE,
+            "shares": [float(f"{share:.4g}") for share in counts / count],
+            "ends": [float(low), float(np.log2(self.scale * self.format.min_normal)), float(high)],
+            "grid": [round(float(x), 4) for x in np.log2(self.scale * self._grid())],
+            "format": str(self.format),
+            "zeros": (magnitudes.size - nonzero.size) / max(1, magnitudes.size),
+            "flushed": float((exponents <= low).sum() / count),
+            "saturated": float((exponents > high).sum() / count),
+        }
+
+    @property
+    def _smallest(self) -> float:
+        assert self.format.min_subnormal is not None
+        return self.format.min_subnormal
+
+    @property
+    def _title(self) -> str:
+        when = "" if self.step is None else f", step {self.step:,}"
+        return f"{self.path or 'the model'} · {self.role}{when}"
+
+    def _grid(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array([self.format.magnitude(code) for code in range(1, self.format.max_code + 1)])
+
+
+def _bars(exponents: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, np.ndarray[Any, np.dtype[np.int64]]]:
+    """Left end of the first bar, and how many lie in each; what is too small for any is counted in the first."""
+    if not exponents.size:
+        return 0.0, np.zeros(0, dtype=np.int64)
+    places = np.floor(exponents * BARS_A_BINADE).astype(np.int64)
+    first = max(int(places.min()), int(places.max()) - MOST_BINADES * BARS_A_BINADE)
+    return first / BARS_A_BINADE, np.bincount(np.maximum(places, first) - first)

@@ -1,0 +1,64 @@
+"""The run's loss, and how far it is from that of a reference run."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from octavo.curves import Curve, difference, smoothed, thinned
+from octavo.doctor.series import Series
+from octavo.pages import INK, MUTED, line, points, step_figure
+
+__all__ = ["COLOURS", "gap_figure", "loss_figure"]
+
+COLOURS = {"run": "#0072b2", "reference": "#6b7280"}
+MOST_POINTS = 2000
+SMOOTHING_SHARE = 100  # the smoothing's span is this part of the run
+MARKED = {"failure": "broke", "precision": "precision", "autopilot": "autopilot"}  # events, and what stands beside them
+MOST_MARKS = 12
+
+
+def loss_figure(series: Series, reference: Series | None) -> Any:
+    """Training and validation loss over steps, the reference's below the run's."""
+    drawn = step_figure("nats a token")
+    for name, one in (("reference", reference), ("run", series)):
+        if one is not None:
+            _draw(drawn, name, one)
+    for event in [one for one in series.events if one["kind"] in MARKED][:MOST_MARKS]:
+        drawn.add_vline(
+            x=event["step"],
+            line={"color": MUTED, "dash": "dot", "width": 1.2},
+            annotation={"text": MARKED[event["kind"]], "font": {"size": 11.5, "color": INK}},
+            annotation_position="top left",
+        )
+    return drawn
+
+
+def gap_figure(series: Series, reference: Series) -> Any:
+    """The run's loss minus the reference's at the same steps; above zero the run is worse."""
+    drawn = step_figure("gap, nats")
+    raw = difference(_curve(series, "loss"), _curve(reference, "loss"))
+    gap = smoothed(raw, _span(raw))
+    line(drawn, thinned(raw, MOST_POINTS), "gap", COLOURS["run"], width=1, opacity=0.25)
+    line(drawn, thinned(gap, MOST_POINTS), "gap, smoothed", COLOURS["run"], width=2.2, opacity=1)
+    held_out = difference(_curve(series, "nats"), _curve(reference, "nats"))
+    points(drawn, held_out, "gap on validation text", COLOURS["run"])
+    drawn.update_yaxes(zeroline=True, zerolinecolor=MUTED, zerolinewidth=1)
+    return drawn
+
+
+def _draw(drawn: Any, name: str, series: Series) -> None:
+    colour, raw = COLOURS[name], _curve(series, "loss")
+    line(drawn, thinned(raw, MOST_POINTS), name, colour, width=1, opacity=0.25)
+    line(drawn, thinned(smoothed(raw, _span(raw)), MOST_POINTS), f"{name}, smoothed", colour, width=2.2, opacity=1)
+    points(drawn, _curve(series, "nats"), f"{name}, validation", colour)
+
+
+def _span(curve: Curve) -> float:
+    return max(1.0, len(curve) / SMOOTHING_SHARE)
+
+
+def _curve(series: Series, name: str) -> Curve:
+    steps, values = series.curve(name)
+    whole = zip(steps.astype(np.int64).tolist(), values.tolist(), strict=True)
+    return tuple((step, value) for step, value in whole if math.isfinite(value))

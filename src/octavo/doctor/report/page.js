@@ -1,0 +1,516 @@
+// The doctor's page: decodes what cells.py packed and keeps figures, menus and links on one selection.
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const config = { displayModeBar: false, responsive: true };
+const by = (id) => document.getElementById(id);
+const COLOURS = ["#0072b2", "#009e73", "#d55e00", "#cc79a7", "#8a6d00", "#56b4e9"];
+const PANELS = ["casts.amax", "casts.scale", "casts.stale_ratio", "casts.sqnr_db", "casts.underflow_fraction",
+  "casts.saturation_fraction"];
+const DOUBLINGS = [-12, -9, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 9, 12].map((power) => 2 ** power);
+const PALE = "#fefdf9", TINTED = "#f8ecd0", MISSING = "#dedbd4";
+const WARM = ["#fbd07c", "#f08a24", "#c2410c", "#701a07"];
+const COOL = ["#eef3f8", "#a9cce6", "#4a92c6", "#1b5a96", "#0a2a52"];
+const COLD = ["#10305e", "#2f6fb5", "#9cc3e6"];
+const MONOSPACE = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
+const selected = { statistic: 0, sheet: 0, layer: 0, column: 0, finding: null };
+const columns = data.first ? data.first.length : 0;
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+
+function decode(sheet) {
+  if (sheet.cells) return sheet.cells;
+  const bytes = Uint8Array.from(atob(sheet.data), (letter) => letter.charCodeAt(0));
+  const view = new DataView(bytes.buffer), [low, high] = sheet.span;
+  const cells = new Float64Array(bytes.length / 2);
+  for (let i = 0; i < cells.length; i++) cells[i] = number(view.getUint16(2 * i, true), low, high - low, sheet.log);
+  sheet.cells = cells;
+  return cells;
+}
+
+function number(code, low, width, log) {
+  if (code === 65535) return NaN;
+  if (code === 65534) return Infinity;
+  if (!log) return code === 65533 ? -Infinity : low + (code / 65532) * width;
+  return code === 0 ? 0 : Math.exp(low + ((code - 1) / 65531) * width);
+}
+
+function curve(sheet, layer) {
+  const row = sheet.rows.indexOf(layer);
+  return row < 0 ? null : decode(sheet).subarray(row * columns, (row + 1) * columns);
+}
+
+function digits(value, count = 3) {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(count - 1).replace("e+", "e");
+  return Number(value.toPrecision(count)).toLocaleString("en", { maximumFractionDigits: 8 });
+}
+
+function written(value, kind) {
+  if (Number.isNaN(value)) return "not measured";
+  if (!Number.isFinite(value)) return value > 0 ? "+Inf" : "−Inf";
+  if (kind === "fraction") return `${digits(100 * value)} %`;
+  if (kind === "decibel") return `${value.toFixed(1)} dB`;
+  if (kind === "count") return Math.round(value).toLocaleString("en");
+  if (kind === "ratio") return `${digits(value)}×`;
+  return digits(value);
+}
+
+function healthy(statistic) {
+  const { low, high, kind } = statistic;
+  if (low === null && high === null) return "no healthy range of its own";
+  if (low === null) return high === 0 ? "healthy: 0" : `healthy: up to ${written(high, kind)}`;
+  if (high === null) return `healthy: from ${written(low, kind)}`;
+  return `healthy: ${written(low, kind)} to ${written(high, kind)}`;
+}
+
+const steps = (column) => {
+  const first = data.first[column], last = data.last[column];
+  return first === last ? `step ${first.toLocaleString("en")}`
+    : `steps ${first.toLocaleString("en")} to ${last.toLocaleString("en")}`;
+};
+const layerName = (index) => data.layers[index] || "(the model itself)";
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+// ---- colours: pale is healthy, warm is worse, blue is a number without a verdict --------------------------------------
+
+function spread(statistic, cells) {
+  const limit = statistic.high || statistic.low;
+  let tiny = Infinity;
+  for (const value of cells) if (value > 0 && value < tiny) tiny = value;
+  const floor = statistic.kind === "fraction" ? limit / 100 : Math.min(tiny, statistic.low || tiny);
+  const isLog = ["magnitude", "ratio"].includes(statistic.kind) || (statistic.kind === "fraction" && limit);
+  if (isLog) return { to: (value) => Math.log10(Math.max(value, floor)), from: (z) => 10 ** z, isLog };
+  if (statistic.kind === "count") return { to: (value) => Math.log10(1 + value), from: (z) => 10 ** z - 1, isLog };
+  return { to: (value) => value, from: (z) => z, isLog };
+}
+
+function limits(statistic, heights, to) {
+  let low = Infinity, high = -Infinity;
+  for (const z of heights) {
+    if (z < low) low = z;
+    if (z > high && z < Infinity) high = z;
+  }
+  if (low > high) [low, high] = [0, 1];
+  const ends = [statistic.low, statistic.high].filter((end) => end !== null).map(to);
+  low = Math.max(Math.min(low, ...ends), -1e9);
+  high = Math.max(high, ...ends);
+  if (statistic.kind === "signed" && !ends.length) [low, high] = [-Math.max(-low, high), Math.max(-low, high)];
+  if (statistic.kind === "decibel" && statistic.low !== null) low = Math.min(low, 0);
+  if (statistic.kind === "fraction" && statistic.high !== null) high = Math.max(high, 0);
+  if (statistic.kind === "ratio") [low, high] = [Math.min(low, ...ends, -1), Math.max(high, ...ends, 1)];
+  if (high - low < 1e-9) high = low + 1;
+  return [low, high];
+}
+
+const ramp = (colours, from, to) => colours.map((colour, i) => [from + ((to - from) * i) / (colours.length - 1), colour]);
+
+function colours(statistic, [low, high], to) {
+  const at = (value) => (to(value) - low) / (high - low);
+  const hasLow = statistic.low !== null, hasHigh = statistic.high !== null;
+  if (!hasLow && !hasHigh) {
+    if (statistic.kind !== "signed") return ramp(COOL, 0, 1);
+    return [...ramp(COLD, 0, 0.42), [0.5, PALE], ...ramp(WARM, 0.58, 1)];
+  }
+  const [a, b] = [hasLow ? Math.max(0, at(statistic.low)) : 0, hasHigh ? Math.min(1, at(statistic.high)) : 1];
+  const isTwoSided = hasLow && hasHigh;
+  const under = a <= 0 ? [] : isTwoSided ? ramp(COLD, 0, a) : ramp([...WARM].reverse(), 0, a);
+  const over = b >= 1 ? [] : ramp(WARM, b, 1);
+  const inside = isTwoSided ? [[a, COOL[0]], [(a + b) / 2, PALE], [b, TINTED]]
+    : hasHigh ? [[0, PALE], [b, TINTED]] : [[a, TINTED], [1, PALE]];
+  return [...under, ...inside, ...over];
+}
+
+function ticks(statistic, [low, high], shade) {
+  const values = [];
+  if (shade.isLog || statistic.kind === "count") {
+    const every = Math.max(1, Math.ceil((high - low) / 6));
+    for (let z = Math.ceil(low); z <= high; z += every) values.push(z);
+  }
+  if (values.length < 2) {
+    values.length = 0;
+    for (let i = 0; i <= 4; i++) values.push(low + ((high - low) * i) / 4);
+  }
+  const isHealthLimit = [statistic.low, statistic.high].filter((end) => end !== null).map(shade.to);
+  const near = (z) => isHealthLimit.some((end) => Math.abs(end - z) < (high - low) / 14);
+  const kept = [...values.filter((z) => !near(z)), ...isHealthLimit];
+  const text = (z) => written(shade.from(z), statistic.kind === "ratio" ? "ratio" : statistic.kind);
+  return { tickvals: kept, ticktext: kept.map((z) => (isHealthLimit.includes(z) ? `<b>${text(z)}</b>` : text(z))) };
+}
+
+// ---- the heat map ------------------------------------------------------------------------------------------------------
+
+const statistic = () => data.statistics[selected.statistic];
+const sheet = () => statistic().sheets[selected.sheet];
+
+function layout(extra) {
+  const base = structuredClone(data.layout);
+  return { ...base, ...extra, xaxis: { ...base.xaxis, ...extra.xaxis }, yaxis: { ...base.yaxis, ...extra.yaxis } };
+}
+
+function rowLabels(rows, pixels) {
+  const most = by("heat").clientWidth < 640 ? 18 : 32;
+  const size = Math.min(12, Math.max(10, pixels));
+  const every = Math.max(1, Math.ceil(15 / pixels));
+  const shown = rows.map((_, row) => row).filter((row) => row % every === 0);
+  const text = shown.map((row) => {
+    const name = layerName(rows[row]);
+    return escaped(name.length > most ? `…${name.slice(1 - most)}` : name);
+  });
+  const longest = Math.max(...shown.map((row) => Math.min(most, layerName(rows[row]).length)));
+  return { axis: { tickvals: shown, ticktext: text, tickfont: { size, family: MONOSPACE } }, width: 10 + 0.62 * size * longest };
+}
+
+// Columns are equally wide, whatever the steps between looks, which plotly draws many times faster than uneven ones.
+function stepTicks() {
+  const every = Math.max(1, Math.ceil(columns / Math.max(3, by("heat").clientWidth / 110)));
+  const tickvals = [];
+  for (let column = 0; column < columns; column += every) tickvals.push(column);
+  return { tickvals, ticktext: tickvals.map((column) => data.first[column].toLocaleString("en")) };
+}
+
+function drawMap() {
+  const what = statistic(), { rows } = sheet(), cells = decode(sheet()), shade = spread(what, cells);
+  const heights = Float64Array.from(cells, shade.to), range = limits(what, heights, shade.to);
+  const z = rows.map((_, row) => Float64Array.from(heights.subarray(row * columns, (row + 1) * columns),
+    (height) => Math.min(height, range[1])));
+  const pixels = Math.min(22, Math.max(4, 640 / rows.length)), labels = rowLabels(rows, pixels);
+  const trace = { type: "heatmap", x0: 0, dx: 1, y0: 0, dy: 1, z, zmin: range[0], zmax: range[1],
+    colorscale: colours(what, range, shade.to), hoverinfo: "none", hoverongaps: true,
+    colorbar: { thickness: 11, outlinewidth: 0, ypad: 4, xpad: 8, tickfont: { size: 11.5 }, ...ticks(what, range, shade) } };
+  by("heat").style.height = `${Math.round(pixels * rows.length + 64)}px`;
+  const shape = layout({ plot_bgcolor: MISSING, hovermode: "closest", margin: { l: labels.width, r: 10, t: 6, b: 44 },
+    xaxis: { range: [-0.5, columns - 0.5], showgrid: false, rangemode: "normal", ...stepTicks() },
+    yaxis: { title: { text: "" }, range: [rows.length - 0.5, -0.5], showgrid: false, automargin: false, ...labels.axis },
+    shapes: marks(), dragmode: false });
+  Plotly.react("heat", [trace], shape, config);
+  about(what);
+}
+
+function about(what) {
+  by("about").innerHTML = `<span><b>${escaped(what.title)}</b>: ${escaped(what.meaning)}</span>` +
+    `<span>${escaped(healthy(what))}</span>`;
+}
+
+const box = ([first, last], row, width, colour) => ({ type: "rect", x0: first - 0.5, x1: last + 0.5, y0: row - 0.5, y1: row + 0.5,
+  line: { color: colour, width }, fillcolor: "rgba(0,0,0,0)" });
+
+function reach(target) {
+  const found = data.last.findIndex((last) => last >= target.first), first = found < 0 ? columns - 1 : found;
+  let last = columns - 1;
+  while (last > first && data.first[last] > target.last) last--;
+  return [first, last];
+}
+
+function marks() {
+  const { rows } = sheet();
+  const shapes = data.findings.flatMap((target, index) => {
+    const isHere = target && target.statistic === statistic().name && target.sheet === selected.sheet;
+    if (!isHere || index >= 60) return [];
+    const isChosen = index === selected.finding;
+    return [box(reach(target), rows.indexOf(target.layer), isChosen ? 3 : 1, isChosen ? "#0072b2" : "#1f2328")];
+  });
+  const row = rows.indexOf(selected.layer);
+  if (row < 0) return shapes;
+  return [...shapes, box([0, columns - 1], row, 1, "rgba(31,35,40,.55)"),
+    box([selected.column, selected.column], row, 2, "#1f2328")];
+}
+
+function cellText(row, column) {
+  const value = decode(sheet())[row * columns + column];
+  return { layer: layerName(sheet().rows[row]), when: steps(column), value: written(value, statistic().kind) };
+}
+
+function showTip(event) {
+  const [row, column] = event.points[0].pointNumber, cell = cellText(row, column), tip = by("tip");
+  const tensor = sheet().name ? ` · ${sheet().name}` : "";
+  tip.innerHTML = `<b>${cell.value}</b>${escaped(statistic().title + tensor)}<br>${escaped(cell.layer)}<br>` +
+    `${cell.when}<br><span>${escaped(healthy(statistic()))}</span>`;
+  tip.hidden = false;
+  const frame = by("map-frame").getBoundingClientRect(), mouse = event.event;
+  const left = mouse.clientX - frame.left, isRight = left > frame.width / 2;
+  tip.style.left = isRight ? "auto" : `${left + 16}px`;
+  tip.style.right = isRight ? `${frame.width - left + 16}px` : "auto";
+  const top = mouse.clientY - frame.top;
+  tip.style.top = `${top > frame.height / 2 ? top - tip.offsetHeight - 12 : top + 14}px`;
+}
+
+function readOut() {
+  const row = sheet().rows.indexOf(selected.layer);
+  if (row < 0) return void (by("readout").textContent = `${layerName(selected.layer)} has no such tensor.`);
+  const cell = cellText(row, selected.column);
+  by("readout").textContent = `Chosen: ${cell.layer}, ${cell.when}: ${cell.value}.`;
+}
+
+// ---- one layer's curves ------------------------------------------------------------------------------------------------
+
+function drawCurves() {
+  const names = PANELS.includes(statistic().name) ? PANELS : [statistic().name, ...PANELS.slice(0, 5)];
+  const shown = names.map((name) => data.statistics.find((one) => one.name === name))
+    .filter((one) => one && one.sheets.some((page) => page.rows.includes(selected.layer)));
+  by("curves").hidden = false;
+  by("layer-name").textContent = layerName(selected.layer);
+  by("layer-facts").textContent = data.facts[data.layers[selected.layer]];
+  const panels = by("panels");
+  while (panels.children.length > shown.length) {
+    Plotly.purge(panels.lastChild.lastChild);
+    panels.lastChild.remove();
+  }
+  while (panels.children.length < shown.length) panels.append(newPanel());
+  shown.forEach((one, index) => drawPanel(panels.children[index], one));
+  drawLegend(shown);
+}
+
+function newPanel() {
+  const panel = document.createElement("section");
+  panel.className = "panel";
+  panel.append(document.createElement("h3"), document.createElement("p"), document.createElement("div"));
+  return panel;
+}
+
+const roles = () => [...new Set(data.statistics.flatMap((one) => one.sheets.map((page) => page.name)))];
+const shownName = (name) => name || "the layer";
+const colourOf = (name) => {
+  const known = { input: 0, weight: 1, grad_output: 2, output: 0, grad_weight: 1, grad_input: 2, "": 0 };
+  return COLOURS[name in known ? known[name] : 3 + (roles().indexOf(name) % 3)];
+};
+
+function drawLegend(shown) {
+  const cast = shown.filter((one) => one.table === "casts");
+  const found = (cast.length ? cast : shown).flatMap((one) => one.sheets.filter((page) => page.rows.includes(selected.layer)));
+  const names = [...new Set(found.map((page) => page.name))];
+  by("roles").innerHTML = names.map((name) =>
+    `<span style="--accent:${colourOf(name)}">${escaped(shownName(name))}</span>`).join("");
+}
+
+function drawPanel(panel, what) {
+  const [title, note, figure] = panel.children;
+  title.textContent = what.title;
+  const isAmax = what.name === "casts.amax";
+  const hasRange = what.low !== null || what.high !== null;
+  note.textContent = isAmax ? "dotted: what the scale was made for" : hasRange ? healthy(what) : what.meaning;
+  const traces = what.sheets.flatMap((page) => tracesOf(what, page, isAmax));
+  const isLog = ["magnitude", "ratio"].includes(what.kind);
+  Plotly.react(figure, traces, layout({ margin: { l: 56, r: 8, t: 6, b: 26 }, hovermode: "x",
+    font: { ...data.layout.font, size: 11.5 },
+    xaxis: { title: { text: "" }, range: [data.edges[0], data.edges[columns]], nticks: 6, rangemode: "normal" },
+    yaxis: { title: { text: "" }, type: isLog ? "log" : "linear", nticks: 5, rangemode: isLog ? "normal" : "tozero",
+      exponentformat: "power", ...heightOf(what, traces), tickformat: what.kind === "fraction" ? "~%" : "", automargin: false },
+    shapes: panelShapes(what, traces) }), config);
+}
+
+// A curve that is zero throughout lies at the bottom, not in the middle of nowhere.
+function heightOf(what, traces) {
+  const isFlat = what.kind !== "signed" && traces.every((trace) => trace.y.every((value) => !value));
+  if (what.kind === "ratio") return { tickvals: DOUBLINGS, ticktext: DOUBLINGS.map((value) => written(value, "ratio")) };
+  return isFlat && ["fraction", "count"].includes(what.kind) ? { range: [0, 2 * (what.high || 0.5)] } : {};
+}
+
+function tracesOf(what, page, isAmax) {
+  const values = curve(page, selected.layer);
+  if (!values) return [];
+  const x = data.first.map((first, i) => (first + data.last[i]) / 2);
+  const isLog = ["magnitude", "ratio"].includes(what.kind);
+  const plain = (value) => (Number.isFinite(value) && (value > 0 || !isLog) ? value : null);
+  const name = shownName(page.name), line = { color: colourOf(page.name), width: 1.6 };
+  const text = Array.from(values, (value) => written(value, what.kind));
+  const style = { x, mode: columns < 3 ? "markers" : "lines", line, name, connectgaps: false };
+  const whole = { ...style, y: Array.from(values, plain), text, hovertemplate: "%{text}" };
+  const ratio = isAmax && partner("casts.stale_ratio", page.name);
+  if (!ratio) return [whole];
+  const made = Array.from(values, (value, i) => plain(value / ratio[i]));
+  return [whole, { ...style, y: made, line: { ...line, width: 1.1, dash: "dot" }, hoverinfo: "skip" }];
+}
+
+function partner(name, sheetName) {
+  const other = data.statistics.find((one) => one.name === name);
+  const page = other && other.sheets.find((one) => one.name === sheetName);
+  return page ? curve(page, selected.layer) : null;
+}
+
+function panelShapes(what, traces) {
+  const sizes = traces.flatMap((trace) => trace.y.filter((value) => value !== null).map(Math.abs));
+  const highest = Math.max(...sizes), lowest = what.kind === "ratio" ? Math.min(...sizes) : 0;
+  const level = (value) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: value, y1: value,
+    line: { color: "#6b7280", width: 1, dash: "dash" } });
+  const isNear = (value) => value !== null && value !== 0 && Math.abs(value) < 4 * highest && Math.abs(value) > lowest / 4;
+  return [...[what.low, what.high].filter(isNear).map(level), ...stepShapes()];
+}
+
+function stepShapes() {
+  const target = selected.finding === null ? null : data.findings[selected.finding];
+  if (!target || !columns) return [];
+  const [first, last] = reach(target), [x0, x1] = [data.edges[first], data.edges[last + 1]];
+  return [{ type: "rect", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, line: { width: 0 },
+    fillcolor: "#0072b2", opacity: 0.1, layer: "below" }];
+}
+
+// ---- the selection -----------------------------------------------------------------------------------------------------
+
+function choose(changes) {
+  const before = { ...selected };
+  Object.assign(selected, changes);
+  selected.sheet = Math.min(selected.sheet, statistic().sheets.length - 1);
+  const isOtherMap = before.statistic !== selected.statistic || before.sheet !== selected.sheet;
+  if (isOtherMap) drawMap();
+  else Plotly.relayout("heat", { shapes: marks() });
+  fillMenus();
+  drawCurves();
+  readOut();
+  shadeLoss();
+}
+
+function shadeLoss() {
+  for (const id of ["loss", "gap"]) {
+    if (data[id]) Plotly.relayout(id, { shapes: [...(data[id].layout.shapes || []), ...stepShapes()] });
+  }
+  document.querySelectorAll(".finding").forEach((card) =>
+    card.classList.toggle("chosen", card.id === `finding-${selected.finding}`));
+}
+
+function options(select, names, chosen, groups) {
+  if (select.dataset.names !== names.join("\n")) {
+    select.dataset.names = names.join("\n");
+    select.replaceChildren();
+    let group = select, label = null;
+    names.forEach((name, index) => {
+      if (groups && groups[index] !== label) {
+        label = groups[index];
+        group = document.createElement("optgroup");
+        group.label = label;
+        select.append(group);
+      }
+      group.append(new Option(name, index));
+    });
+  }
+  select.value = chosen;
+}
+
+function fillMenus() {
+  const groups = { casts: "Casts", products: "GEMMs", parameters: "Parameters", modules: "Modules" };
+  options(by("statistic"), data.statistics.map((one) => one.title), selected.statistic,
+    data.statistics.map((one) => groups[one.table]));
+  options(by("sheet"), statistic().sheets.map((page) => page.name || "all"), selected.sheet);
+  by("sheet").disabled = statistic().sheets.length < 2;
+  const rows = sheet().rows;
+  options(by("layer"), rows.map(layerName), rows.indexOf(selected.layer));
+}
+
+function chooseFinding(index) {
+  const target = data.findings[index];
+  selected.finding = index;
+  if (target.statistic === null) {
+    if (data.statistics.length) choose({});
+    else shadeLoss();
+    return by("loss").scrollIntoView({ block: "center" });
+  }
+  const column = Math.max(0, data.last.findIndex((last) => last >= target.first));
+  choose({ statistic: data.statistics.findIndex((one) => one.name === target.statistic), sheet: target.sheet,
+    layer: target.layer, column });
+  by("map").scrollIntoView({ block: "start" });
+}
+
+const KEYS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+
+function moveBy(event) {
+  const move = KEYS[event.key], { rows } = sheet();
+  if (!move) return;
+  event.preventDefault();
+  const row = Math.min(rows.length - 1, Math.max(0, rows.indexOf(selected.layer) + move[0]));
+  choose({ layer: rows[row], column: Math.min(columns - 1, Math.max(0, selected.column + move[1])) });
+}
+
+function listen() {
+  by("statistic").addEventListener("change", (event) => {
+    const next = data.statistics[Number(event.target.value)];
+    const same = next.sheets.findIndex((page) => page.name === sheet().name);
+    const rows = next.sheets[Math.max(0, same)].rows;
+    const layer = rows.includes(selected.layer) ? selected.layer : rows[0];
+    choose({ statistic: Number(event.target.value), sheet: Math.max(0, same), layer });
+  });
+  by("sheet").addEventListener("change", (event) => choose({ sheet: Number(event.target.value) }));
+  by("layer").addEventListener("change", (event) => choose({ layer: sheet().rows[Number(event.target.value)] }));
+  by("heat").addEventListener("keydown", moveBy);
+  by("heat").on("plotly_hover", showTip);
+  by("heat").on("plotly_unhover", () => (by("tip").hidden = true));
+  by("heat").on("plotly_click", (event) => {
+    const [row, column] = event.points[0].pointNumber;
+    choose({ layer: sheet().rows[row], column });
+  });
+}
+
+// ---- values on the format's grid -----------------------------------------------------------------------------------------
+
+const ZONES = [["flushed to zero", "#a8a39a"], ["subnormal", "#8fc1e3"], ["normal", "#0072b2"], ["saturated", "#c2410c"]];
+
+function drawHistogram(one) {
+  const centres = one.shares.map((_, i) => one.first + (i + 0.5) * one.width);
+  const zone = (x) => one.ends.filter((end) => x > end).length;
+  const bars = { type: "bar", x: centres, y: one.shares, width: one.width * 0.92,
+    marker: { color: centres.map((x) => ZONES[zone(x)][1]) },
+    text: centres.map((x) => ZONES[zone(x)][0]), textposition: "none",
+    hovertemplate: "|x| ≈ 2<sup>%{x:.1f}</sup>: %{y:.2%}<br>%{text}<extra></extra>" };
+  const highest = Math.max(...one.shares, 0.01);
+  const rug = { type: "scatter", mode: "markers", x: one.grid, y: one.grid.map(() => -0.035 * highest), hoverinfo: "skip",
+    marker: { symbol: "line-ns-open", size: 8, color: "#1f2328", line: { width: 1 } } };
+  const left = Math.min(one.first, one.ends[0] - 7), last = one.first + one.shares.length * one.width;
+  const right = Math.max(last + 1, one.ends[2] + 5);
+  const edges = [left, ...one.ends, right];
+  const names = ZONES.map(([name], i) => ({ x: i === 0 ? edges[1] : i === 2 ? (edges[2] + edges[3]) / 2 : edges[i],
+    xanchor: ["right", "left", "center", "left"][i], y: 1.02, yref: "paper", yanchor: "bottom", text: name, showarrow: false,
+    font: { size: 12, color: "#4b5563" } }));
+  const walls = one.ends.map((x) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
+    line: { color: "#6b7280", width: 1, dash: "dot" } }));
+  Plotly.react("grid", [bars, rug], layout({ hovermode: "closest", bargap: 0, margin: { l: 58, r: 12, t: 30, b: 44 },
+    annotations: names, shapes: walls,
+    xaxis: { title: { text: "magnitude" }, range: [left, right], tickprefix: "2<sup>", ticksuffix: "</sup>", nticks: 12,
+      rangemode: "normal" },
+    yaxis: { title: { text: "share of nonzeros" }, tickformat: "~%", range: [-0.075 * highest, 1.06 * highest],
+      zeroline: true, zerolinecolor: "#6b7280" } }), config);
+  by("histogram-about").innerHTML = `<span><b>${escaped(one.format)}</b></span>` +
+    [["zero before the cast", one.zeros], ["flushed to zero", one.flushed], ["saturated", one.saturated]]
+      .map(([name, share]) => `<span>${name}: ${written(share, "fraction")}</span>`).join("");
+}
+
+// ---- begin -----------------------------------------------------------------------------------------------------------------
+
+// What stands below the map is drawn when the rest is on the screen.
+const waiting = [];
+
+function drawWaiting() {
+  if (waiting.length) waiting.shift()();
+  if (waiting.length) setTimeout(drawWaiting);
+  else document.documentElement.dataset.complete = Math.round(performance.now());
+}
+
+function begin() {
+  for (const id of ["loss", "gap"]) if (data[id]) Plotly.newPlot(id, data[id].data, structuredClone(data[id].layout), config);
+  if (data.statistics.length) {
+    const target = data.findings.find((one) => one && one.statistic);
+    if (target) {
+      selected.statistic = data.statistics.findIndex((one) => one.name === target.statistic);
+      Object.assign(selected, { sheet: target.sheet, layer: target.layer,
+        column: Math.max(0, data.last.findIndex((last) => last >= target.first)) });
+    } else selected.layer = sheet().rows[0];
+    drawMap();
+    fillMenus();
+    readOut();
+    listen();
+    waiting.push(drawCurves);
+  } else for (const id of ["statistic", "sheet", "layer"]) by(id).closest("label").hidden = true;
+  document.querySelectorAll("[data-finding]").forEach((link) => link.addEventListener("click", (event) => {
+    event.preventDefault();
+    chooseFinding(Number(link.dataset.finding));
+  }));
+  by("histogram-label").hidden = !data.histograms.length;
+  if (data.histograms.length) {
+    options(by("histogram"), data.histograms.map((one) => one.title), 0);
+    by("histogram").addEventListener("change", (event) => drawHistogram(data.histograms[Number(event.target.value)]));
+    waiting.push(() => drawHistogram(data.histograms[0]));
+  }
+  document.documentElement.dataset.ready = Math.round(performance.now());
+  requestAnimationFrame(() => setTimeout(drawWaiting));
+}
+
+begin();

@@ -1,0 +1,110 @@
+"""Values of a configuration: plain dicts, as TOML has them, to frozen dataclasses, and every mistake by its name."""
+
+import difflib
+import math
+import typing
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from types import UnionType
+from typing import Any, TypeVar
+
+from octavo.errors import ConfigError
+
+__all__ = ["check_at_least", "check_member", "did_you_mean", "section"]
+
+Section = TypeVar("Section")
+
+
+def section(kind: type[Section], raw: Any, prefix: str) -> Section:
+    """The dataclass ``kind`` from a dict; ``prefix`` is what its keys are called by, such as "training.".
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong type, by name.
+    """
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{prefix.rstrip('.')} must be a section of keys, not {raw!r}")
+    hints = typing.get_type_hints(kind)
+    allowed = [f.name for f in fields(kind)]  # type: ignore[arg-type] # kind is a dataclass
+    for key in raw:
+        if key not in allowed:
+            where = f"section [{prefix.rstrip('.')}]" if prefix else "configuration"
+            raise ConfigError(
+                f"the {where} has no key {key!r}{did_you_mean(key, allowed)}; it takes {', '.join(allowed)}"
+            )
+    return kind(**{key: _value(hints[key], value, f"{prefix}{key}") for key, value in raw.items()})
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    """``value`` as ``hint`` wants it: enums from their strings, tuples from lists, floats from whole numbers."""
+    if is_dataclass(hint):
+        return section(typing.cast("type[Any]", hint), value, f"{name}.")
+    origin = typing.get_origin(hint)
+    if origin is UnionType:  # a word or a number
+        return value if isinstance(value, str) else _value(float, value, name)
+    if origin in (tuple, dict) and isinstance(value, list | tuple if origin is tuple else dict):
+        return _several(typing.get_args(hint), value, name)
+    if origin is None and issubclass(hint, StrEnum):
+        check_member(name, value, hint)
+        return hint(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{name} must be {_TYPE_WORDS.get(origin or hint, hint)}, not {value!r}")
+
+
+def _several(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
+    """A table, a list of one kind, or a list of as many items as there are kinds."""
+    if isinstance(value, dict):
+        _, kind = kinds
+        return value if kind is Any else {key: _value(kind, item, f"{name}.{key}") for key, item in value.items()}
+    if kinds[-1] is Ellipsis:
+        return tuple(_value(kinds[0], item, name) for item in value)
+    if len(value) != len(kinds):
+        raise ConfigError(
+            f"{name} must hold lists of {' and '.join(_TYPE_WORDS[kind] for kind in kinds)}, not {list(value)!r}"
+        )
+    return tuple(_value(kind, item, name) for kind, item in zip(kinds, value, strict=True))
+
+
+_TYPE_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    tuple: "a list",
+    dict: "a table",
+}
+
+
+def did_you_mean(given: str, allowed: list[str]) -> str:
+    """The allowed word that the given one resembles, as the end of a sentence; "" where none does.
+
+    Example:
+        >>> did_you_mean("rowwize", ["rowwise", "delayed"])
+        " (did you mean 'rowwise'?)"
+    """
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f" (did you mean {str(close[0])!r}?)" if close else ""
+
+
+def check_member(name: str, value: object, kind: type[StrEnum]) -> None:
+    """Refuse a word that is none of the enum's.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value not in list(kind):
+        raise ConfigError(
+            f"{name} must be one of {', '.join(kind)}, not {value!r}{did_you_mean(str(value), list(kind))}"
+        )
+
+
+def check_at_least(name: str, value: float, least: int) -> None:
+    """Refuse a number that is smaller, infinite or NaN.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if not least <= value < math.inf:
+        raise ConfigError(f"{name} must be at least {least}, not {value}")

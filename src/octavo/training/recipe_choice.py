@@ -1,0 +1,55 @@
+"""What a run may be trained with, by name: its recipe, that of some layers, and that of a phase of its steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo import recipes
+from octavo.errors import ConfigError
+from octavo.training.config_values import did_you_mean
+
+__all__ = ["BF16", "PLAIN_RECIPES", "check_overrides", "check_recipe", "trainable_recipes"]
+
+BF16 = "bf16"
+PLAIN_RECIPES = ("fp32", BF16)
+
+
+def trainable_recipes() -> tuple[str, ...]:
+    """What a run may be trained with: high precision, and every preset that needs no calibration."""
+    presets = (name for name in recipes.names() if not recipes.get(name).has_static_input)
+    return (*PLAIN_RECIPES, *(name for name in presets if name not in PLAIN_RECIPES))
+
+
+def check_recipe(name: str, options: dict[str, Any]) -> None:
+    """Refuse a recipe that neither the loop nor octavo knows.
+
+    Raises:
+        ConfigError: an unknown name or option.
+    """
+    allowed = list(trainable_recipes())
+    if name not in allowed:
+        raise ConfigError(
+            f"training.recipe must be one of {', '.join(allowed)}, not {name!r}{did_you_mean(name, allowed)}"
+        )
+    if name not in PLAIN_RECIPES:
+        recipes.get(name, **options)
+    elif options:
+        raise ConfigError(f"recipe {name!r} has no option {next(iter(options))!r}; it takes no options")
+
+
+def check_overrides(overrides: Mapping[str, str]) -> None:
+    """Refuse recipes of layers that nothing is trained with; whether a pattern matches is seen with the model.
+
+    Raises:
+        ConfigError: an empty pattern or an unknown recipe.
+    """
+    allowed = [name for name in trainable_recipes() if name != "fp32"]
+    for pattern, name in overrides.items():
+        if not pattern or not isinstance(pattern, str):
+            raise ConfigError(
+                f"training.overrides has the pattern {pattern!r}; name layers, such as 'model.layers.0.*'"
+            )
+        if name not in allowed:
+            raise ConfigError(
+                f"training.overrides[{pattern!r}] must be one of {', '.join(allowed)}, not {name!r}"
+                f"{did_you_mean(str(name), allowed)}"
+            )

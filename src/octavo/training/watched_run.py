@@ -1,0 +1,166 @@
+"""A run as the doctor reads it: its lines, and what they lack where there is nothing to diagnose."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.doctor import Series, series_of
+from octavo.errors import ConfigError, TrainingError
+from octavo.models import Llama
+from octavo.training.config import RunConfig, load_config
+from octavo.training.metrics import METRICS, read_metrics
+from octavo.training.run_folder import CONFIG
+
+__all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
+
+HEAD = "lm_head"
+# What may differ between a run and the reference whose loss it is compared with: how it computes, and who looks.
+OF_PRECISION = {
+    "recipe",
+    "recipe_options",
+    "precision",
+    "loss_scale",
+    "skip",
+    "overrides",
+    "convert_head",
+    "precision_schedule",
+}
+OF_THE_MACHINE = {
+    "device",
+    "threads",
+    "checkpoint_interval",
+    "keep_checkpoints",
+    "statistics_interval",
+    "cache_weights",
+    "autopilot",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedRun:
+    """What a folder says of a training, finished or running.
+
+    Attributes:
+        run_dir: the folder.
+        config: what octavo started it with; None where another loop trained.
+        series: its numbers.
+        step: the newest step that is written.
+        looks: steps that were looked at.
+    """
+
+    run_dir: Path
+    config: RunConfig | None
+    series: Series
+    step: int
+    looks: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers cast to FP8."""
+        return len({key.path for key in self.series.casts.keys})
+
+    @property
+    def steps(self) -> int | None:
+        """Updates it was asked for, where that is known."""
+        return None if self.config is None else self.config.training.steps
+
+
+def watched_run(run_dir: Path) -> WatchedRun:
+    """A run with statistics.
+
+    Raises:
+        ConfigError: there is no run; it has no step yet; or it was not looked at: the sentence says how to get that.
+        TrainingError: a line is not a run's, or the statistics are those of another model.
+    """
+    run = read_run(run_dir)
+    if not run.looks:
+        raise ConfigError(f"the run in {str(run_dir)!r} has no statistics: {_why_unwatched(run.config)}")
+    if run.config is not None:
+        _check_model(run, run.config)
+    return run
+
+
+def read_run(run_dir: Path) -> WatchedRun:
+    """A run that may lack statistics, such as a reference in BF16.
+
+    Raises:
+        ConfigError: there is no run, or it has no step yet.
+        TrainingError: a line is not a run's.
+    """
+    if not (run_dir / METRICS).is_file():
+        raise ConfigError(
+            f"{str(run_dir)!r} holds no run (no {METRICS}); name the folder that octavo train, or the Hugging Face "
+            "callback, wrote"
+        )
+    lines = read_metrics(run_dir)
+    config = load_config(run_dir / CONFIG) if (run_dir / CONFIG).is_file() else None
+    series = series_of(lines)
+    if not any(line["kind"] in ("step", "statistics", "failure") for line in lines):
+        raise ConfigError(f"the run in {str(run_dir)!r} has finished no step yet; ask again when it has")
+    return WatchedRun(
+        run_dir=run_dir,
+        config=config,
+        series=series,
+        step=max(line["step"] for line in lines if line["kind"] != "failure"),
+        looks=len(series.casts.steps),
+    )
+
+
+def check_comparable(run: WatchedRun, reference: WatchedRun) -> None:
+    """Refuse a reference whose loss differs for other reasons than the precision.
+
+    Raises:
+        ConfigError: another model, text, batches or schedule; names the first key.
+    """
+    if run.config is None or reference.config is None:
+        return
+    own, other = _decisive(run.config), _decisive(reference.config)
+    for key, value in own.items():
+        if other.get(key) != value:
+            raise ConfigError(
+                f"{str(reference.run_dir)!r} is no reference: it has {key} = {other.get(key)!r}, not {value!r}; "
+                f"train one with octavo train --config {str(run.run_dir / CONFIG)!r} --recipe bf16"
+            )
+
+
+def _decisive(config: RunConfig) -> dict[str, Any]:
+    sections: dict[str, dict[str, Any]] = config.to_dict()
+    return {
+        f"{section}.{key}": value
+        for section, keys in sections.items()
+        for key, value in keys.items()
+        if key not in OF_PRECISION | OF_THE_MACHINE
+    }
+
+
+def _why_unwatched(config: RunConfig | None) -> str:
+    if config is None:
+        return "let octavo.doctor.watch, or its Hugging Face callback, look at the training"
+    training = config.training
+    if not training.is_fp8:
+        return (
+            f"its recipe {training.recipe!r} casts nothing to FP8; name a run of an FP8 recipe, and this one --against"
+        )
+    if not training.statistics_interval:
+        return (
+            "its statistics_interval is 0; set it to 10 in a copy of its config.toml and continue with "
+            "octavo train --resume --config, or train again"
+        )
+    return "it was not looked at; train again, or continue it with octavo train --resume"
+
+
+def _check_model(run: WatchedRun, config: RunConfig) -> None:
+    """Refuse statistics of layers that the configuration's model has not; the head's size depends on the text."""
+    with torch.device("meta"):
+        model = Llama(config.model.llama(vocab_size=1, max_positions=1))
+    shapes = {path: (m.in_features, m.out_features) for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for path, facts in run.series.layers.items():
+        shape = (facts.get("in_features"), facts.get("out_features"))
+        if path != HEAD and shapes.get(path) != shape:
+            raise TrainingError(
+                f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
+                f"{path!r} from {shape[0]} to {shape[1]} features; put both files of one run together"
+            )

@@ -1,0 +1,152 @@
+import numpy as np
+import pytest
+
+from octavo import recipes
+from octavo.doctor import Remedy, Sample, Severity, diagnose, series_of
+from octavo.doctor.findings import CAUSES
+from octavo.doctor.remedies import remedies_for
+from octavo.doctor.series import ProductKey
+from tests.unit.doctor.one_layer import finding, found
+
+LAYER = {"in_features": 8, "out_features": 24}
+KEYS = {
+    "recipe", "recipe_options", "overrides", "skip", "precision", "loss_scale", "lr", "warmup", "precision_schedule",
+    "cache_weights",
+}  # fmt: skip
+
+
+def run_of(*, recipe="tensorwise", lines=(), products=None, parameters=None, layers=("mlp.0", "mlp.1"), **facts):
+    sample = Sample(
+        step=1,
+        casts={},
+        products=products or {},
+        parameters=parameters or {},
+        layers={path: LAYER | {"recipe": recipe} | facts for path in layers},
+    )
+    return series_of(lines, [sample])
+
+
+def changes_of(code, series, **fields):
+    return [dict(remedy.changes) for remedy in remedies_for(found(code, **({"path": "mlp.0"} | fields)), series)]
+
+
+@pytest.mark.parametrize("code", CAUSES)
+@pytest.mark.parametrize("path", ["mlp.0", "mlp", "", "elsewhere"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "own"])
+def test_every_finding_has_a_remedy_in_one_sentence(code, path, recipe):
+    series = run_of(recipe=recipe)
+    remedies = remedies_for(found(code, path=path, evidence={"layers": 1.0}), series)
+    assert remedies or (code == "slow-layer")
+    for remedy in remedies:
+        assert remedy.text.endswith(".")
+        assert "\n" not in remedy.text
+        assert remedy.changes.keys() <= KEYS
+        assert remedy.error_removed is remedy.seconds_ratio is remedy.bytes_ratio is None
+        for name in remedy.changes.get("overrides", {}).values():
+            assert name in recipes.names()
+    assert len(set(map(str, remedies))) == len(remedies)
+
+
+@pytest.mark.parametrize("code", ["rank-mismatch", "nonfinite", "stale-weight", "zero-tensor", "nondeterministic"])
+def test_what_no_configuration_mends_is_said_in_words(code):
+    first = remedies_for(found(code, path="mlp.0", role="weight"), run_of())[0]
+    assert not first.changes
+
+
+def test_an_override_is_finer_than_what_the_layer_runs():
+    assert changes_of("saturation", run_of(recipe="delayed"))[0] == {"overrides": {"mlp.0": "tensorwise"}}
+    assert changes_of("saturation", run_of(recipe="tensorwise"))[0] == {"overrides": {"mlp.0": "blockwise"}}
+    assert changes_of("saturation", run_of(recipe="mxfp8")) == [{"overrides": {"mlp.0": "bf16"}}]
+    assert changes_of("saturation", run_of(recipe="bf16")) == []
+
+
+def test_a_module_stands_for_its_layers_and_the_run_for_all():
+    assert changes_of("saturation", run_of(), path="mlp")[-1] == {"overrides": {"mlp.*": "bf16"}}
+    assert changes_of("saturation", run_of(), path="")[-1] == {"overrides": {"*": "bf16"}}
+
+
+def test_gradients_get_range_before_they_get_precision():
+    e4m3 = {"casts": {"grad_output grad_input": {"format": "E4M3"}}}
+    wider = {"recipe_options": {"gradient_format": "E5M2"}}
+    assert changes_of("gradient-underflow", run_of(recipe="rowwise"))[0] == wider
+    assert changes_of("gradient-underflow", run_of(recipe="tensorwise, E4M3 gradients", **e4m3))[0] == wider
+    own = run_of(recipe="narrow gradients", **e4m3)
+    assert changes_of("gradient-underflow", own)[0] == {"overrides": {"mlp.0": "tensorwise"}}
+    assert changes_of("gradient-underflow", run_of())[0] == {"overrides": {"mlp.0": "mxfp8"}}
+
+
+def test_a_history_is_shortened_or_given_room():
+    series = run_of(recipe="delayed", history_length=1024, statistic="max")
+    loose = changes_of("stale-scale", series, evidence={"stale_ratio": 0.01})
+    assert loose[:2] == [{"overrides": {"mlp.0": "tensorwise"}}, {"recipe_options": {"history_length": 4}}]
+    outgrown = changes_of("stale-scale", series, evidence={"stale_ratio": 5.0})
+    assert {"recipe_options": {"margin": 1}} in outgrown
+    assert not any("history_length" in change.get("recipe_options", {}) for change in outgrown)
+    mean = run_of(recipe="delayed", history_length=32, statistic="mean")
+    assert {"recipe_options": {"statistic": "max"}} in changes_of("stale-scale", mean)
+    one = run_of(recipe="delayed", history_length=1, statistic="latest")
+    assert {"recipe_options": {"statistic": "max", "history_length": 16}} in changes_of("scale-oscillation", one)
+
+
+def test_weights_are_cached_no_more_only_where_they_were():
+    assert changes_of("stale-weight", run_of(caches_weight=True))[0] == {"cache_weights": False}
+    assert not any("cache_weights" in change for change in changes_of("stale-weight", run_of()))
+
+
+def test_the_down_projection_of_a_gated_mlp_is_meant():
+    sample = Sample(
+        step=1,
+        casts={},
+        products={},
+        parameters={},
+        layers={
+            "mlp.gate": {"recipe": "tensorwise", "in_features": 8, "out_features": 24},
+            "mlp.up": {"recipe": "tensorwise", "in_features": 8, "out_features": 24},
+            "mlp.down": {"recipe": "tensorwise", "in_features": 24, "out_features": 8},
+        },
+    )
+    assert changes_of("outlier-growth", series_of([], [sample]), path="mlp")[0] == {"overrides": {"mlp.down": "bf16"}}
+
+
+def test_the_noisiest_layer_leaves_fp8():
+    products = {
+        ProductKey("mlp.0", "grad_weight"): np.array([20.0, np.nan]),
+        ProductKey("mlp.1", "grad_weight"): np.array([10.0, np.nan]),
+        ProductKey("mlp.1", "output"): np.array([-50.0, np.nan]),
+    }
+    parameters = {"mlp.0.weight": np.array([1.0, 0, 0]), "mlp.1.weight": np.array([2.0, 0, 0])}
+    series = run_of(products=products, parameters=parameters)
+    assert changes_of("gradient-below-noise", series, path="")[0] == {"overrides": {"mlp.1": "bf16"}}
+    products[ProductKey("mlp.0", "grad_weight")] = np.array([10.0, np.nan])
+    parameters["mlp.0.weight"] = np.array([2.0, 0, 0])
+    alike = run_of(products=products, parameters=parameters)
+    assert "precision_schedule" in changes_of("gradient-below-noise", alike, path="")[0]
+
+
+def test_the_learning_rate_goes_back_to_what_it_was():
+    rates = [0.001, 0.002, 0.003, 0.003, 0.03, 0.03]
+    lines = [{"kind": "step", "step": step, "lr": lr} for step, lr in enumerate(rates, start=1)]
+    changes = changes_of("learning-rate", run_of(lines=lines), path="", first_step=5)
+    assert changes == [{"lr": 0.003}, {"warmup": 10}]
+    updates = changes_of("learning-rate", run_of(lines=lines[:4]), path="", first_step=4)
+    assert updates == [{"lr": 0.0015}, {"warmup": 6}]
+    assert changes_of("learning-rate", run_of(), path="", first_step=5) == [{}]
+
+
+def test_an_fp16_gradient_that_is_not_finite_follows_the_loss_scale():
+    lines = [{"kind": "step", "step": 1, "loss_scale": 2.0**24}]
+    assert changes_of("nonfinite", run_of(lines=lines), role="grad_output")[0] == {"loss_scale": "dynamic"}
+    assert changes_of("nonfinite", run_of(lines=lines), role="input")[0] == {}
+
+
+def test_slow_layers_leave_fp8_smallest_first():
+    sizes = {"a": 100, "b": 1, "c": 10}
+    layers = {path: {"recipe": "rowwise", "in_features": 1, "out_features": size} for path, size in sizes.items()}
+    series = series_of([], [Sample(step=1, casts={}, products={}, parameters={}, layers=layers)])
+    assert changes_of("slow-layer", series, path="", evidence={"layers": 2.0}) == [{"skip": ["b", "c"]}]
+
+
+def test_diagnosis_brings_its_remedies():
+    with finding(found("sensitive-module", path="lm_head", severity=Severity.FAIL)):
+        (one,) = diagnose(run_of())
+    assert one.remedies == (Remedy(text="Keep lm_head out of FP8.", changes={"skip": ["lm_head"]}),)

@@ -1,0 +1,128 @@
+import itertools
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+
+import octavo
+from octavo.doctor.findings import CAUSES, Remedy
+from octavo.doctor.remedies import applied, remedies_for
+from octavo.doctor.remedies.case import FINENESS
+from octavo.training.config import TrainingConfig, config_from_dict
+from tests.unit.doctor.one_layer import found
+from tests.unit.doctor.remedies.test_knowledge import run_of
+
+
+def merged(training, *changes):
+    config = {"model": {"hidden_size": 64}, "training": training}
+    return applied(config, [Remedy(text="", changes=one) for one in changes])["training"]
+
+
+def recipe_of(training, path):
+    """What a layer runs, by the rules of ``octavo.convert``."""
+    if any(fnmatchcase(path, pattern) for pattern in training.get("skip", ())):
+        return "bf16"
+    for pattern, name in training.get("overrides", {}).items():
+        if fnmatchcase(path, pattern):
+            return name
+    return training["recipe"]
+
+
+def test_the_given_configuration_is_not_changed():
+    config = {"training": {"overrides": {"a": "rowwise"}, "skip": ["b"], "recipe_options": {}}}
+    before = repr(config)
+    remedy = Remedy(text="", changes={"overrides": {"a": "bf16"}, "skip": ["c"]})
+    assert applied(config, [remedy]) == {
+        "training": {"overrides": {"a": "bf16"}, "skip": ["b", "c"], "recipe_options": {}}
+    }
+    assert repr(config) == before
+    assert remedy.changes == {"overrides": {"a": "bf16"}, "skip": ["c"]}
+
+
+def test_nothing_to_apply_changes_nothing():
+    assert merged({"lr": 1.0}) == {"lr": 1.0}
+    assert merged({"lr": 1.0}, {}) == {"lr": 1.0}
+
+
+PATTERNS = ("a.0", "a.*", "*")
+
+
+@pytest.mark.parametrize("patterns", [*itertools.product(PATTERNS, repeat=2)], ids="+".join)
+def test_whatever_the_order_no_remedy_makes_coarser_what_another_made_fine(patterns):
+    """Against the layer's recipe under each remedy alone."""
+    for names in itertools.product(("tensorwise", "rowwise", "bf16"), repeat=2):
+        changes = [{"overrides": {pattern: name}} for pattern, name in zip(patterns, names, strict=True)]
+        together = merged({"recipe": "delayed"}, *changes)
+        for path in ("a.0", "a.1", "b"):
+            alone = [recipe_of(merged({"recipe": "delayed"}, change), path) for change in changes]
+            assert recipe_of(together, path) == max(alone, key=FINENESS.index), (names, path)
+
+
+def test_overrides_of_the_user_keep_their_order_and_are_not_undone():
+    before = {"recipe": "delayed", "overrides": {"a.0": "tensorwise", "a.*": "rowwise", "b": "bf16"}}
+    after = merged(before, {"overrides": {"a.0": "blockwise"}}, {"overrides": {"b": "rowwise"}})
+    assert [recipe_of(after, path) for path in ("a.0", "a.1", "b", "c")] == ["blockwise", "rowwise", "bf16", "delayed"]
+    shadowed = {"recipe": "delayed", "overrides": {"*": "tensorwise", "a.0": "rowwise"}}
+    assert recipe_of(merged(shadowed, {"overrides": {"a.0": "blockwise"}}), "a.0") == "blockwise"
+
+
+def test_a_layer_that_is_kept_out_needs_no_recipe():
+    after = merged({"recipe": "delayed"}, {"overrides": {"a": "rowwise", "b": "rowwise"}}, {"skip": ["a"]})
+    assert after == {"recipe": "delayed", "skip": ["a"], "overrides": {"b": "rowwise"}}
+    after = merged({"recipe": "delayed", "overrides": {"a.0": "rowwise"}}, {"skip": ["a.*"]})
+    assert after["overrides"] == {}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    octavo.convert(
+        model,
+        "delayed",
+        skip=["0"],
+        overrides=merged({}, {"overrides": {"0": "bf16"}}, {"skip": ["0"]}).get("overrides"),
+    )
+
+
+def test_another_recipe_leaves_options_it_does_not_take():
+    before = {"recipe": "delayed", "recipe_options": {"history_length": 4, "gradient_format": "E4M3"}}
+    assert merged(before, {"recipe": "rowwise", "recipe_options": {}}) == {"recipe": "rowwise", "recipe_options": {}}
+    assert merged(before, {"recipe_options": {"margin": 1}})["recipe_options"] == {
+        "history_length": 4,
+        "gradient_format": "E4M3",
+        "margin": 1,
+    }
+    both = merged(before, {"recipe_options": {"margin": 1, "gradient_format": "E5M2"}}, {"recipe": "rowwise"})
+    assert both == {"recipe": "rowwise", "recipe_options": {"gradient_format": "E5M2"}}
+
+
+def test_no_recipe_becomes_coarser():
+    assert merged({"recipe": "blockwise"}, {"recipe": "rowwise", "recipe_options": {}})["recipe"] == "blockwise"
+    both = merged({"recipe": "delayed"}, {"recipe": "rowwise"}, {"overrides": {"a": "tensorwise", "b": "bf16"}})
+    assert both["overrides"] == {"b": "bf16"}, "tensorwise is coarser than what all layers run now"
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "wanted"),
+    [
+        ("lr", (0.1, 0.01), 0.01),
+        ("warmup", (10, 200), 200),
+        ("loss_scale", (2.0**10, 2.0**4), 2.0**4),
+        ("loss_scale", (2.0**10, "dynamic"), "dynamic"),
+        ("precision_schedule", ([["fp8", 0.0], ["bf16", 0.8]], [["bf16", 0.0]]), [["fp8", 0.0], ["bf16", 0.8]]),
+        ("recipe_options", ({"margin": 1}, {"margin": 2}), {"margin": 1}),
+    ],
+)
+def test_of_two_values_the_gentler_or_the_first_wins(key, given, wanted):
+    assert merged({"recipe": "delayed"}, *({key: value} for value in given))[key] == wanted
+
+
+def test_what_is_gentle_already_stays():
+    assert merged({"lr": 0.001, "warmup": 500}, {"lr": 0.1, "warmup": 10}) == {"lr": 0.001, "warmup": 500}
+    assert merged({"lr": 0.1, "min_lr": 0.01}, {"lr": 0.001}) == {"lr": 0.001, "min_lr": 0.001}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "mxfp8"])
+def test_all_remedies_of_all_findings_together_are_a_configuration(recipe):
+    series = run_of(recipe=recipe, layers=("mlp.0", "mlp.1"), history_length=16, statistic="mean")
+    findings = [found(code, path=path, evidence={"layers": 1.0}) for code in CAUSES for path in ("mlp.0", "mlp.1")]
+    remedies = [remedy for one in findings for remedy in remedies_for(one, series)]
+    after = applied({"training": {"recipe": recipe}}, remedies)
+    known = TrainingConfig.__dataclass_fields__.keys()
+    config_from_dict({"training": {key: value for key, value in after["training"].items() if key in known}})

@@ -1,0 +1,110 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo import recipes
+from octavo.doctor import Captures, Finding, Sample, series_of
+from octavo.doctor.findings import Remedy
+from octavo.doctor.remedies import ranked, remedies_for
+from tests.unit.doctor.one_layer import captured, found
+from tests.unit.doctor.test_replay import gaussian, log_normal, outlier_row
+
+
+def diagnosed(code, recipe="tensorwise", **fields) -> Finding:
+    facts = {"recipe": recipe, "history_length": 16, "statistic": "max"}
+    series = series_of([], [Sample(step=1, casts={}, products={}, parameters={}, layers={"0": facts})])
+    one = found(code, **fields)
+    return replace(one, remedies=remedies_for(one, series))
+
+
+def names(remedies):
+    return [next(iter(remedy.changes.get("overrides", {"": remedy.text}).values())) for remedy in remedies]
+
+
+def test_an_outlier_row_is_best_served_by_a_scale_a_row(tmp_path):
+    captured(tmp_path, "tensorwise", **outlier_row())
+    remedies = ranked(diagnosed("saturation"), Captures(tmp_path), rounds=1)
+    order = names(remedies)
+    assert order.index("rowwise") < order.index("bf16"), "it costs more and removes no more harm"
+    best = remedies[order.index("rowwise")]
+    assert best.error_removed is not None
+    assert best.error_removed > 0.9
+    assert best.bytes_ratio is not None
+    assert best.seconds_ratio is not None
+    assert best.bytes_ratio == pytest.approx(2, rel=0.1)
+
+
+def test_a_log_normal_gradient_is_best_served_by_range(tmp_path):
+    recipe = recipes.get("tensorwise", gradient_format="E4M3")
+    captured(tmp_path, recipe, **log_normal())
+    one = diagnosed("gradient-underflow", role="grad_output")
+    override = Remedy(text="E5M2", changes={"overrides": {"0": "tensorwise"}})
+    remedies = ranked(replace(one, remedies=(*one.remedies, override)), Captures(tmp_path), rounds=1)
+    assert names(remedies)[0] == "tensorwise"
+    assert names(remedies).index("blockwise") < names(remedies).index("rowwise")
+    assert all(remedy.error_removed is not None for remedy in remedies)
+
+
+def test_a_history_with_a_past_outlier_is_cut_or_given_up(tmp_path):
+    captured(tmp_path, "delayed", **gaussian(), before=lambda step: 1e6 if step == 2 else 1.0, steps=9)
+    one = diagnosed("stale-scale", "delayed", evidence={"stale_ratio": 1e-6})
+    remedies = ranked(one, Captures(tmp_path), rounds=1)
+    assert [dict(remedy.changes) for remedy in remedies[:2]] == [
+        {"overrides": {"0": "tensorwise"}},
+        {"recipe_options": {"history_length": 4}},
+    ]
+    assert all(remedy.error_removed is not None and remedy.error_removed > 0.9 for remedy in remedies[:2])
+
+
+def test_what_removes_nothing_comes_last_and_what_is_not_replayed_before_it(tmp_path):
+    captured(tmp_path, "delayed", **gaussian(), before=lambda _: 1 / 8)
+    window = Remedy(text="window", changes={"recipe_options": {"history_length": 1}})
+    rate = Remedy(text="rate", changes={"lr": 1e-3})
+    dynamic = Remedy(text="dynamic", changes={"overrides": {"0": "tensorwise"}})
+    one = found("stale-scale", remedies=(window, rate, dynamic))
+    texts = [remedy.text for remedy in ranked(one, Captures(tmp_path), rounds=1)]
+    assert texts[0] == "dynamic"
+    assert texts[-2:] == ["rate", "window"]
+
+
+def test_a_healthy_capture_leaves_the_order_and_brings_the_numbers(tmp_path):
+    captured(tmp_path, "tensorwise", **gaussian())
+    one = diagnosed("inexact-amax")
+    remedies = ranked(one, Captures(tmp_path), rounds=1)
+    assert [remedy.text for remedy in remedies] == [remedy.text for remedy in one.remedies]
+    assert [remedy.error_removed is None for remedy in remedies] == [False, False, True]
+
+
+def test_the_newest_capture_counts(tmp_path):
+    old = captured(tmp_path / "old", "tensorwise", **outlier_row())
+    new = replace(old, step=9, input=torch.randn_like(old.input))
+    one = diagnosed("saturation")
+    both, newest = ranked(one, [new, old], rounds=1), ranked(one, [new], rounds=1)
+    assert [remedy.error_removed for remedy in both] == [remedy.error_removed for remedy in newest]
+
+
+def test_a_finding_of_a_module_is_replayed_on_the_layer_that_is_meant(tmp_path):
+    capture = replace(captured(tmp_path, "tensorwise", **outlier_row()), path="mlp.down")
+    remedy = Remedy(text="", changes={"overrides": {"mlp.down": "bf16"}})
+    one = found("outlier-growth", path="mlp", remedies=(remedy,))
+    assert ranked(one, [capture], rounds=1)[0].error_removed is not None
+
+
+def test_words_and_what_no_capture_shows_stay_as_they_are(tmp_path):
+    words = diagnosed("rank-mismatch")
+    capture = captured(tmp_path, "tensorwise", **outlier_row())
+    assert ranked(words, [capture]) == words.remedies
+    rate = found("learning-rate", remedies=(Remedy(text="", changes={"lr": 1e-3}),))
+    assert ranked(rate, [capture]) == rate.remedies
+    elsewhere = diagnosed("saturation")
+    assert ranked(elsewhere, []) == elsewhere.remedies
+    assert ranked(elsewhere, Captures(tmp_path / "nothing")) == elsewhere.remedies
+
+
+def test_a_head_leaves_fp8_whatever_a_replay_shows(tmp_path):
+    captured(tmp_path, "tensorwise", **outlier_row())
+    one = diagnosed("sensitive-module")
+    (remedy,) = ranked(one, Captures(tmp_path), rounds=1)
+    assert remedy.changes == {"skip": ["0"]}
+    assert remedy.error_removed is not None

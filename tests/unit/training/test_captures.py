@@ -1,0 +1,42 @@
+"""What a run in which the doctor finds something leaves in its folder."""
+
+import pytest
+
+from octavo.doctor import Captures
+from octavo.training.loop import train
+from octavo.training.metrics import read_metrics
+from octavo.training.run_folder import CAPTURES, remove_runs
+from tests.unit.doctor.one_layer import finding, found
+from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+
+PATH = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_run_keeps_the_layers_in_which_something_is_found_and_computes_the_same(tmp_path, data, recipe):
+    config = tiny_config(recipe=recipe, statistics_interval=2, grad_accumulation=2)
+    with finding(found(path=PATH)):
+        train(config, tmp_path / "found", data=data)
+    train(config, tmp_path / "not", data=data)
+    captures = Captures(tmp_path / "found" / CAPTURES)
+    capture = captures.of(PATH)
+    assert capture is not None
+    assert (capture.step, capture.recipe.name, capture.weight.shape) == (2, recipe, (16, 32))
+    assert len(captures.files()) == 1
+    assert not (tmp_path / "not" / "doctor").exists()
+    lines, others = (comparable(read_metrics(tmp_path / name)) for name in ("found", "not"))
+    assert lines == others
+
+
+def test_a_run_that_is_removed_takes_its_captures_along(tmp_path, data):
+    with finding(found(path=PATH)):
+        train(tiny_config(recipe="tensorwise", statistics_interval=1), tmp_path / "run", data=data)
+    assert (tmp_path / "run" / CAPTURES).is_dir()
+    (tmp_path / "run" / "doctor" / "notes.txt").write_text("somebody's")
+    remove_runs([tmp_path / "run"])
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == ["doctor", "notes.txt"]
