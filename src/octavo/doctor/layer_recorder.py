@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from octavo.doctor.series import CastKey, ProductKey
-from octavo.doctor.statistics import CAST_FIELDS, cast_statistics, evenly, product_statistics, take_rows
+from octavo.doctor.statistics import CAST_SUMS, cast_sums, product_results, spread, take_rows
 from octavo.numerics import QuantizedTensor
 from octavo.observers import Operand, Operands
 from octavo.recipes import CastSpec, GemmSpec, Recipe
 
 __all__ = ["LayerRecorder"]
 
-ROWS, COLUMNS = 16, 64  # of a GEMM's result, what is compared
+ROWS, COLUMNS = 16, 32  # of a GEMM's result, what is compared
 
 
 class LayerRecorder:
@@ -22,8 +22,8 @@ class LayerRecorder:
 
     Args:
         path: the layer's.
-        casts: where numbers go, as float64 vectors of CAST_FIELDS.
-        products: the same of PRODUCT_FIELDS.
+        casts: where sums go, as float64 vectors of CAST_SUMS.
+        products: where ``product_results`` go.
     """
 
     def __init__(self, path: str, casts: dict[CastKey, Tensor], products: dict[ProductKey, Tensor]) -> None:
@@ -39,17 +39,17 @@ class LayerRecorder:
         kept: tuple[Operand | None, Operand | None],
     ) -> None:
         """Measure the input's and the weight's casts, those for backward too, and the output GEMM."""
-        is_held = weight.dtype.itemsize == 1
         self.weight = weight.detach()
         self._cast("input", "output", x, operands[0])
         if not _same_cast(recipe.output.a, recipe.grad_weight.b):
             self._cast("input", "grad_weight", x.t(), kept[1])
-        if not is_held:
+        if not _is_held(weight):
             self._cast("weight", "output", weight, operands[1])
             if not _same_cast(recipe.output.b, recipe.grad_input.b):
                 self._cast("weight", "grad_input", weight.t(), kept[0])
             self._product("output", recipe.output, operands, x, weight)
-        self.input_columns = x[:, evenly(x.shape[1], COLUMNS, x.device)]
+        if kept[1] is not None:
+            self.input_columns = x[:, spread(x.shape[1], COLUMNS)].clone(memory_format=torch.contiguous_format)
 
     def backward(
         self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
@@ -57,7 +57,7 @@ class LayerRecorder:
         """Measure the gradient's casts and both of its GEMMs."""
         if grad_input is not None:
             self._cast("grad_output", "grad_input", grad_output, grad_input[0])
-            if self.weight.dtype.itemsize > 1:
+            if not _is_held(self.weight):
                 self._product("grad_input", recipe.grad_input, grad_input, grad_output, self.weight.t())
         if grad_weight is not None:
             if grad_input is None or not _same_cast(recipe.grad_input.a, recipe.grad_weight.a):
@@ -68,34 +68,42 @@ class LayerRecorder:
     def _cast(self, role: str, gemm: str, x: Tensor, made: Operand | None) -> None:
         if not isinstance(made, QuantizedTensor) or not x.numel():
             return
-        key, found = CastKey(self.path, role, gemm), cast_statistics(x, made)
+        key, found = CastKey(self.path, role, gemm), cast_sums(x, made)
         self.casts[key] = found if key not in self.casts else _first_broken(self.casts[key], found)
 
     def _product(self, gemm: str, spec: GemmSpec, operands: Operands, left: Tensor, right: Tensor) -> None:
-        rows, columns = evenly(left.shape[0], ROWS, left.device), evenly(right.shape[0], COLUMNS, left.device)
-        self._compare(gemm, spec, operands, (rows, columns), left[rows].float() @ right[columns].float().t())
+        rows, columns = spread(left.shape[0], ROWS), spread(right.shape[0], COLUMNS)
+        self._compare(gemm, spec, operands, (rows, columns), (left[rows], right[columns]))
 
     def _product_of_columns(self, spec: GemmSpec, operands: Operands, grad_output: Tensor) -> None:
         """grad_weight's, whose right operand is known for some columns of the input only."""
-        size = operands[1].shape[0]
-        rows = evenly(grad_output.shape[1], ROWS, grad_output.device)
-        columns = evenly(size, COLUMNS, grad_output.device)
         if self.input_columns.shape[0] == grad_output.shape[0]:
-            wanted = grad_output[:, rows].float().t() @ self.input_columns.float()
-            self._compare("grad_weight", spec, operands, (rows, columns), wanted)
+            rows, columns = spread(grad_output.shape[1], ROWS), spread(operands[1].shape[0], COLUMNS)
+            originals = grad_output.t()[rows], self.input_columns.t()
+            self._compare("grad_weight", spec, operands, (rows, columns), originals)
 
     def _compare(
-        self, gemm: str, spec: GemmSpec, operands: Operands, sampled: tuple[Tensor, Tensor], wanted: Tensor
+        self,
+        gemm: str,
+        spec: GemmSpec,
+        operands: Operands,
+        sampled: tuple[slice, slice],
+        originals: tuple[Tensor, Tensor],
     ) -> None:
         left, right = operands
-        if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor) or not wanted.numel():
+        if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor) or not left.data.numel():
             return
         left, right = take_rows(left, sampled[0]), take_rows(right, sampled[1])
-        self.products[ProductKey(self.path, gemm)] = product_statistics(left, right, wanted, spec.accumulate)
+        self.products[ProductKey(self.path, gemm)] = product_results(left, right, originals, spec.accumulate)
+
+
+def _is_held(weight: Tensor) -> bool:
+    """Whether it is codes, of which nobody knows what they were made of."""
+    return weight.dtype.itemsize == 1
 
 
 def _first_broken(known: Tensor, found: Tensor) -> Tensor:
-    return torch.where(known[CAST_FIELDS.index("nonfinite")] > 0, known, found)
+    return torch.where(known[CAST_SUMS.index("nonfinite")] > 0, known, found)
 
 
 def _same_cast(one: CastSpec | None, other: CastSpec | None) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.doctor.statistics import evenly
+from octavo.doctor.statistics import spread
 
 __all__ = ["OptimizerRecorder"]
 
-SAMPLED_ELEMENTS = 1 << 15
+SAMPLED_ELEMENTS = 1 << 14
 
 
 class OptimizerRecorder:
@@ -26,12 +26,12 @@ class OptimizerRecorder:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.optimizer = optimizer
+        self.groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         self.matrices = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if parameter.ndim >= 2 and parameter.requires_grad and id(parameter) in trained
+            if parameter.ndim >= 2 and parameter.requires_grad and id(parameter) in self.groups
         }
 
     @staticmethod
@@ -41,18 +41,15 @@ class OptimizerRecorder:
         if recorder is None:
             yield
             return
-        before: dict[str, Tensor] = {}
-        norms: dict[str, Tensor] = {}
+        before: list[Tensor] = []
+        norms: list[Tensor] = []
 
         def remember(*_: Any) -> None:
-            before.update({name: _sample(parameter).clone() for name, parameter in recorder.matrices.items()})
-            norms.update(recorder.norms())
+            before[:], norms[:] = recorder.samples(copies=True), recorder.norms()
 
         def compare(*_: Any) -> None:
-            for name, parameter in recorder.matrices.items():
-                if name in before:
-                    ratio = (_sample(parameter) - before[name]).norm() / before[name].norm()
-                    found[name] = torch.stack([norms[name], recorder.variance(parameter), ratio.double()])
+            if before:
+                found.update(zip(recorder.matrices, recorder.numbers(before, norms), strict=True))
 
         handles = [
             recorder.optimizer.register_step_pre_hook(remember),
@@ -65,33 +62,53 @@ class OptimizerRecorder:
                 handle.remove()
 
     @torch.no_grad()
-    def norms(self) -> dict[str, Tensor]:
-        """Of every gradient: float64 []; NaN where there is none."""
-        given = {name: parameter.grad for name, parameter in self.matrices.items() if parameter.grad is not None}
-        norms = dict(zip(given, torch._foreach_norm(list(given.values())), strict=True)) if given else {}  # noqa: SLF001
-        return {name: norms[name].double() if name in norms else _nan(p) for name, p in self.matrices.items()}
+    def samples(self, *, copies: bool = False) -> list[Tensor]:
+        """Some rows of every matrix in FP32, or copies of them."""
+        return [_sample(parameter).to(torch.float32, copy=copies) for parameter in self.matrices.values()]
 
     @torch.no_grad()
-    def variance(self, parameter: Tensor) -> Tensor:
+    def norms(self) -> list[Tensor]:
+        """Of every gradient: float64 []; NaN where there is none."""
+        given = [parameter.grad for parameter in self.matrices.values() if parameter.grad is not None]
+        norms = iter(_norms(given))
+        return [_nan(p) if p.grad is None else next(norms).double() for p in self.matrices.values()]
+
+    @torch.no_grad()
+    def numbers(self, before: list[Tensor], norms: list[Tensor]) -> list[Tensor]:
+        """Of every matrix PARAMETER_FIELDS: float64 [3].
+
+        Args:
+            before: its samples before the step.
+            norms: of its gradient.
+        """
+        updates = _norms([after - old for after, old in zip(self.samples(), before, strict=True)])
+        variances = [self._variance(parameter) for parameter in self.matrices.values()]
+        ratios = [(update / size).double() for update, size in zip(updates, _norms(before), strict=True)]
+        return [torch.stack(three) for three in zip(norms, variances, ratios, strict=True)]
+
+    def _variance(self, parameter: Tensor) -> Tensor:
         """Sum over the elements of v̂ - m̂², Adam's estimate of the gradient's variance: float64 []."""
-        state = self.optimizer.state.get(parameter, {})
-        group = next(g for g in self.optimizer.param_groups if any(parameter is p for p in g["params"]))
+        state, group = self.optimizer.state.get(parameter, {}), self.groups[id(parameter)]
         if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys() or "betas" not in group:
             return _nan(parameter)
         beta1, beta2 = group["betas"]
         step = torch.as_tensor(state["step"], device=parameter.device).double()
-        mean = _sample(state["exp_avg"]).double() / (1 - beta1**step)
-        square = _sample(state["exp_avg_sq"]).double() / (1 - beta2**step)
+        mean = _sample(state["exp_avg"]).float() / (1 - beta1**step)
+        square = _sample(state["exp_avg_sq"]).float() / (1 - beta2**step)
         spread: Tensor = (square - mean.square()).clamp(min=0)
-        return spread.mean() * parameter.numel()
+        return spread.mean(dtype=torch.float64) * parameter.numel()
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    norms: list[Tensor] = list(torch._foreach_norm(tensors)) if tensors else []  # noqa: SLF001
+    return norms
 
 
 @torch.no_grad()
 def _sample(parameter: Tensor) -> Tensor:
-    """Some rows of a matrix, evenly spread: a view of all where it is small."""
+    """Some rows of a matrix."""
     matrix = parameter.detach().flatten(1)
-    most = max(1, SAMPLED_ELEMENTS // max(1, matrix.shape[1]))
-    return matrix if matrix.shape[0] <= most else matrix[evenly(matrix.shape[0], most, matrix.device)]
+    return matrix[spread(matrix.shape[0], SAMPLED_ELEMENTS // max(1, matrix.shape[1]))]
 
 
 def _nan(parameter: Tensor) -> Tensor:

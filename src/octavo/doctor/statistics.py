@@ -20,23 +20,49 @@ not see saturation, and neither sees codes that belong to another tensor.
 | signed_error        | Σ sign(x)·(y - x) / Σ |x|                                                     | sampled rows  |
 | code_mismatch       | codes that are farther from x than those of x under this scale                | sampled rows  |
 
-x is the tensor in high precision and y what its codes decode to. Sums run over finite elements. A number that does not
-exist (the SQNR of an exact cast, the kurtosis of zeros) is NaN.
+x is the tensor in high precision and y what its codes decode to. Sums run over finite elements, in FP64. A number that
+does not exist (the SQNR of an exact cast, the kurtosis of zeros) is NaN.
+
+While a step runs only sums are made, on the tensors' device and without waiting for it: a cast's CAST_SUMS, which on a
+CPU are a native kernel's, and a GEMM's few results. Numbers come from them once the step is over.
+
+Sampled rows are an odd number of rows apart: tokens lie sequence after sequence, and an even step would often meet all
+of them at the same position, the first ones and their outliers for instance. Of a transposed view, whose columns lie
+side by side, columns are sampled.
 
 A GEMM is judged on sampled rows of both operands, in two numbers: the SQNR of its result against high precision, and
 the bias of its sums on a Hopper tensor core, Σ sign(f)·(h - f) / Σ |f| with f summed in FP32 and h as the recipe's
 ``accumulate`` says; NaN where scales change along K.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels import quantize, scaled_mm
-from octavo.numerics import Accumulate, PerBlock, PerTensor, QuantizedTensor, measure
-from octavo.numerics.cast import can_be_asked
-from octavo.numerics.metrics import saturation_amax, saturation_limit
+from octavo.kernels import products, quantize, scaled_mm, summing
+from octavo.kernels.backend import rows_of_scales
+from octavo.kernels.cpu import is_transposed
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, measure
+from octavo.numerics.cast import can_be_asked, narrowed
+from octavo.numerics.metrics import saturation_amax
 
-__all__ = ["CAST_FIELDS", "PRODUCT_FIELDS", "cast_statistics", "evenly", "product_statistics", "take_rows"]
+__all__ = [
+    "CAST_FIELDS",
+    "CAST_SUMS",
+    "PRODUCT_FIELDS",
+    "cast_numbers",
+    "cast_statistics",
+    "cast_sums",
+    "evenly",
+    "product_numbers",
+    "product_results",
+    "spread",
+    "take_rows",
+]
 
 CAST_FIELDS = (
     "amax",
@@ -54,17 +80,24 @@ CAST_FIELDS = (
     "stale_ratio",
     "code_mismatch",
 )
+CAST_SUMS = (  # in the order of kernels/native/kernels.h
+    *("elements", "nonfinite", "saturated", "amax", "scale", "stale_ratio"),  # of all elements
+    *("finite", "nonzeros", "flushed", "mismatched"),  # of sampled rows, as all that follow
+    *("energy", "fourth_powers", "flushed_energy", "noise", "product", "decoded_energy", "magnitude", "signed_error"),
+)
 PRODUCT_FIELDS = ("sqnr_db", "accumulation_bias")
-SAMPLED_ELEMENTS = 1 << 15
-TIE = 1.001  # x · encode_scale and x / scale may differ in the last bit, which decides where x lies halfway
+SAMPLED_ELEMENTS = 1 << 14
+TIE = (
+    1.001  # x · encode_scale and x / scale may differ in the last bit, which decides where x lies halfway (cast_sums.h)
+)
+Floats = NDArray[np.float64]
 
 
-@torch.no_grad()
 def cast_statistics(x: Tensor, made: QuantizedTensor) -> Tensor:
-    """The numbers of one cast: float64 [len(CAST_FIELDS)] on ``x``'s device, without waiting for it.
+    """The numbers of one cast: float64 [len(CAST_FIELDS)] on the CPU.
 
     Args:
-        x: [M, K] as it was before the cast.
+        x: [M, K] as it was before the cast, not empty.
         made: its codes and scales.
 
     Example:
@@ -74,99 +107,183 @@ def cast_statistics(x: Tensor, made: QuantizedTensor) -> Tensor:
         >>> numbers["amax"], numbers["stale_ratio"], numbers["zero_fraction"], round(numbers["underflow_fraction"], 2)
         (4.0, 1.0, 0.25, 0.33)
     """
+    return torch.from_numpy(cast_numbers(cast_sums(x, made).cpu().numpy()))
+
+
+@torch.no_grad()
+def cast_sums(x: Tensor, made: QuantizedTensor) -> Tensor:
+    """What :func:`cast_numbers` needs of one cast: float64 [len(CAST_SUMS)] on ``x``'s device.
+
+    Args:
+        x: [M, K] as it was before the cast, not empty.
+        made: its codes and scales.
+    """
+    if is_transposed(x):
+        x, made = x.t(), _transposed(made)
+    rows = spread(x.shape[0], SAMPLED_ELEMENTS // x.shape[1])
+    return summing.cast_sums(x, made, rows) if summing.sums(x, made) else _sums_by_torch(x, made, rows)
+
+
+def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice) -> Tensor:
+    """The definition, for every device and format."""
+    x, scale = narrowed(x.detach()), made.fp32_scale
     found = measure(x, made.granularity)
-    provided, amax = made.fp32_scale * made.format.max, found.amax.amax()
-    rows = evenly(x.shape[0], max(1, SAMPLED_ELEMENTS // max(1, x.shape[1])), x.device)
     whole = {
-        "amax": amax,
+        "elements": torch.full((), x.numel(), device=x.device),
         "nonfinite": torch.zeros((), device=x.device) if found.nonfinite is None else found.nonfinite,
-        "saturation_fraction": _saturated(x, made, found.amax) / max(1, x.numel()),
-        "scale": made.fp32_scale.amax(),
-        "stale_ratio": (found.amax / provided).amax(),
+        "saturated": _saturated(x, made, found.amax),
+        "amax": found.amax.amax(),
+        "scale": scale.amax(),
+        "stale_ratio": (found.amax / (scale * made.format.max)).amax(),
     }
-    sampled = _of_sample(x[rows].float(), take_rows(made, rows), amax, may_be_broken=found.nonfinite is not None)
-    return torch.stack([(whole | sampled)[name].float() for name in CAST_FIELDS]).double()
+    sums = whole | _sampled_sums(x[rows], take_rows(made, rows))
+    return torch.stack([sums[name].double() for name in CAST_SUMS])
 
 
 def _saturated(x: Tensor, made: QuantizedTensor, amaxes: Tensor) -> Tensor:
     """How many finite elements lie beyond what their scale provides for."""
-    if can_be_asked(x) and not (amaxes > saturation_amax(made)).any():
+    limit = saturation_amax(made)
+    if can_be_asked(x) and not (amaxes > limit).any():
         return torch.zeros((), device=x.device)
-    magnitudes = x.abs()
-    return ((magnitudes > saturation_limit(made)) & (magnitudes < torch.inf)).sum()
+    highest = limit.float()  # rounded down: a 16-bit element would be compared in 16 bits with a float64 scalar
+    highest = torch.where(highest > limit, highest.nextafter(torch.zeros_like(highest)), highest)
+    magnitudes = x.float().abs()
+    return ((magnitudes > made.granularity.expand(highest, x.shape)) & (magnitudes < torch.inf)).sum()
 
 
-def _of_sample(x: Tensor, made: QuantizedTensor, amax: Tensor, *, may_be_broken: bool) -> dict[str, Tensor]:
+def _sampled_sums(x: Tensor, made: QuantizedTensor) -> dict[str, Tensor]:
     again = quantize(x, made.format, granularity=made.granularity, scale=made.fp32_scale)
-    x, y, wanted = x.flatten(), _decoded(made), _decoded(again)
-    mismatches = ~((y - x).abs() <= TIE * (wanted - x).abs())  # a NaN code of a number is one too
-    count = torch.full((), x.numel(), device=x.device)
-    if may_be_broken:
-        finite = x.isfinite()
-        x, y, count = x.where(finite, 0.0), y.where(finite, 0.0), finite.sum()
-        mismatches &= finite
-    unit = torch.where(amax > 0, amax, 1.0)  # so that no fourth power leaves FP32's range
-    x, y = x / unit, y / unit
-    squares, error, flushed_or_zero = x * x, y - x, (y == 0).float()
-    nonzero, energy = torch.count_nonzero(x), squares.sum()
-    flushed = flushed_or_zero.sum() - (x.numel() - nonzero)
+    codes = made.data.view(torch.uint8)
+    y = dequantize(QuantizedTensor(made.data, made.scale, made.granularity, torch.float32))
+    finite = x.isfinite()
+    nonzero = finite & (x != 0)
+    flushed = nonzero & (codes & 0x7F == 0)
+    wanted = dequantize(QuantizedTensor(again.data, made.scale, made.granularity, torch.float32))
+    agrees = (y - x.float()).abs() <= TIE * (wanted - x.float()).abs()  # a NaN code of a number does not
+    wide, y = (tensor.double().where(finite, 0.0) for tensor in (x, y))
+    squares, magnitudes = wide.square(), wide.abs()
     return {
-        "rms": (energy / count).sqrt() * unit,
-        "kurtosis": torch.dot(squares, squares) * count / energy.square(),
-        "zero_fraction": (count - nonzero) / count,
-        "underflow_fraction": flushed / nonzero,
-        "flushed_energy": torch.dot(squares, flushed_or_zero) / energy,
-        "sqnr_db": _decibels(energy, torch.dot(error, error)),
-        "cosine": torch.dot(x, y) / (energy * torch.dot(y, y)).sqrt(),
-        "signed_error": torch.dot(x.sign(), error) / x.abs().sum(),
-        "code_mismatch": torch.count_nonzero(mismatches) / count,
+        "finite": finite.sum(),
+        "nonzeros": nonzero.sum(),
+        "flushed": flushed.sum(),
+        "mismatched": (finite & ~agrees).sum(),
+        "energy": squares.sum(),
+        "fourth_powers": squares.square().sum(),
+        "flushed_energy": squares.where(flushed, 0.0).sum(),
+        "noise": (y - wide).square().sum(),
+        "product": (wide * y).sum(),
+        "decoded_energy": y.square().sum(),
+        "magnitude": magnitudes.sum(),
+        "signed_error": (wide.sign() * y - magnitudes).where(nonzero, 0.0).sum(),
     }
 
 
-def _decoded(made: QuantizedTensor) -> Tensor:
-    return QuantizedTensor(made.data, made.scale, made.granularity, torch.float32).dequantize().flatten()
+def cast_numbers(sums: Floats) -> Floats:
+    """[..., len(CAST_SUMS)] to [..., len(CAST_FIELDS)]."""
+    of: Mapping[str, Any] = dict(zip(CAST_SUMS, np.moveaxis(sums, -1, 0), strict=True))
+    energy, finite = of["energy"], of["finite"]
+    with np.errstate(all="ignore"):
+        numbers = {
+            "rms": np.sqrt(energy / finite),
+            "kurtosis": of["fourth_powers"] * finite / energy**2,
+            "zero_fraction": 1 - of["nonzeros"] / finite,
+            "saturation_fraction": of["saturated"] / of["elements"],
+            "underflow_fraction": of["flushed"] / of["nonzeros"],
+            "flushed_energy": of["flushed_energy"] / energy,
+            "sqnr_db": _decibels(energy, of["noise"]),
+            "cosine": of["product"] / np.sqrt(energy * of["decoded_energy"]),
+            "signed_error": of["signed_error"] / of["magnitude"],
+            "code_mismatch": of["mismatched"] / finite,
+        }
+    return np.stack([numbers[name] if name in numbers else of[name] for name in CAST_FIELDS], axis=-1)
 
 
-def take_rows(made: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
+def take_rows(made: QuantizedTensor, rows: slice) -> QuantizedTensor:
     """Some rows of a matrix's codes with the scales that decode them.
 
     Example:
         >>> import octavo
         >>> q = octavo.quantize(torch.eye(4), octavo.E4M3, granularity=octavo.PerBlock(2, 2))
-        >>> take_rows(q, torch.tensor([3])).dequantize()
+        >>> take_rows(q, slice(3, None, 2)).dequantize()
         tensor([[0., 0., 0., 1.]])
     """
-    data, granularity, scale = made.data[rows], made.granularity, made.scale
+    granularity, scale = made.granularity, made.scale
     if isinstance(granularity, PerBlock):
-        scale, granularity = scale[rows // granularity.rows], PerBlock(1, granularity.columns)
+        groups = torch.arange(*rows.indices(made.shape[0]), device=scale.device) // granularity.rows
+        scale, granularity = scale[groups], PerBlock(1, granularity.columns)
     elif not isinstance(granularity, PerTensor):
         scale = scale[rows]
+    return QuantizedTensor(made.data[rows], scale, granularity, made.hp_dtype)
+
+
+def _transposed(made: QuantizedTensor) -> QuantizedTensor:
+    """The transpose with the scales it has: those of a row are then those of a column."""
+    granularity, data = made.granularity, made.data.t()
+    if isinstance(granularity, PerBlock):
+        granularity = PerBlock(granularity.columns, granularity.rows)
+    elif isinstance(granularity, PerRow):
+        granularity = PerBlock(data.shape[0], 1)
+    scale = made.scale.t() if made.scale.ndim == 2 else made.scale
     return QuantizedTensor(data, scale, granularity, made.hp_dtype)
 
 
 @torch.no_grad()
-def product_statistics(left: QuantizedTensor, right: QuantizedTensor, wanted: Tensor, accumulate: Accumulate) -> Tensor:
-    """The numbers of ``left @ right.T``: float64 [len(PRODUCT_FIELDS)].
+def product_results(
+    left: QuantizedTensor, right: QuantizedTensor, originals: tuple[Tensor, Tensor], accumulate: Accumulate
+) -> Tensor:
+    """``left @ right.T`` as :func:`product_numbers` needs it: float32 [3, M, N], of the originals, summed in FP32, cut.
 
     Args:
         left: [M, K].
         right: [N, K].
-        wanted: [M, N], the product of what they were made of.
+        originals: what they were made of.
         accumulate: how a Hopper GPU would sum it.
     """
+    originals, made = (narrowed(originals[0]), narrowed(originals[1])), (left, right)
+    widths = {side.granularity.columns for side in made if isinstance(side.granularity, PerBlock)}
+    if all(summing.sums(*pair) for pair in zip(originals, made, strict=True)) and len(widths) < 2:
+        codes, scales = (left.data, right.data), (rows_of_scales(left), rows_of_scales(right))
+        return products.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)
+    with torch.autocast(left.data.device.type, enabled=False):  # which would multiply in its own dtype
+        wanted = originals[0].float() @ originals[1].float().t()
     exact = scaled_mm(left, right, out_dtype=torch.float32)
-    sqnr_db = _decibels(wanted.square().sum(), (exact - wanted).square().sum())
-    if accumulate is Accumulate.FP32 or any(isinstance(side.granularity, PerBlock) for side in (left, right)):
-        return torch.stack([sqnr_db, torch.full_like(sqnr_db, torch.nan)]).double()
-    cut = scaled_mm(left, right, out_dtype=torch.float32, accumulate=accumulate)
-    return torch.stack([sqnr_db, (exact.sign() * (cut - exact)).sum() / exact.abs().sum()]).double()
+    if accumulate is Accumulate.FP32 or widths:
+        cut = torch.full_like(exact, torch.nan)
+    else:
+        cut = scaled_mm(left, right, out_dtype=torch.float32, accumulate=accumulate)
+    return torch.stack([wanted, exact, cut])
 
 
-def _decibels(signal: Tensor, noise: Tensor) -> Tensor:
-    """NaN where there is no noise: an exact cast has no ratio."""
-    return torch.where(noise > 0, 10 * torch.log10(signal / noise), torch.nan)
+def product_numbers(results: Floats) -> Floats:
+    """[3, M, N] of :func:`product_results` to [len(PRODUCT_FIELDS)].
+
+    Example:
+        >>> product_numbers(np.array([[[10.0, -10.0]], [[11.0, -11.0]], [[10.0, -10.0]]])).round(3)
+        array([20.   , -0.091])
+    """
+    wanted, exact, cut = results.astype(np.float64, copy=False).reshape(3, -1)
+    noise, sums = exact - wanted, np.abs(exact).sum()
+    with np.errstate(all="ignore"):
+        return np.array([_decibels(wanted @ wanted, noise @ noise), np.sign(exact) @ (cut - exact) / sums])
+
+
+def _decibels(signal: Floats, noise: Floats) -> Floats:
+    """NaN where there is no noise or no signal: an exact cast has no ratio."""
+    ratio = signal / noise
+    return 10 * np.log10(np.where((ratio > 0) & (ratio < np.inf), ratio, np.nan))
+
+
+def spread(size: int, most: int) -> slice:
+    """At most ``most`` of ``size`` rows, and one at least, an odd number of rows apart.
+
+    Example:
+        >>> spread(8, 8), spread(1024, 8)
+        (slice(0, None, 1), slice(64, None, 129))
+    """
+    step = max(1, -(-size // max(1, most))) | 1
+    return slice(step // 2, None, step)
 
 
 def evenly(size: int, most: int, device: torch.device) -> Tensor:
-    """At most ``most`` indices below ``size``, evenly spread."""
-    return torch.arange(min(size, most), device=device) * size // max(1, min(size, most))
+    """The indices of :func:`spread`."""
+    return torch.arange(*spread(size, most).indices(size), device=device)

@@ -28,7 +28,7 @@ from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
 from octavo.doctor.ranks import scale_ratios
 from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
-from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
@@ -75,8 +75,8 @@ def watch(
         interval: steps from one look to the next, 1 or more. The first step is looked at too.
         keep: samples that are held, 2 or more.
         on_sample: called with each sample when its step ends.
-        captures: a folder. Each look is judged by the rules then, and a layer in which they find something is captured
-            there at the next one, for :func:`octavo.doctor.replay`; None captures nothing.
+        captures: a folder. The rules judge the looks so far then, and a layer in which they find something is captured
+            there at the next look, for :func:`octavo.doctor.replay`; None captures nothing.
 
     Raises:
         ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
@@ -156,7 +156,7 @@ class Watcher:
             self._keep(finish())
         self._note(notes)
         if self.captor is not None and self.samples and self.samples[-1].step == self.number:
-            self.captor.see(self.findings())
+            self.captor.look(self.findings)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
@@ -189,9 +189,11 @@ class Watcher:
         parameters: dict[str, Tensor],
         batch_norms: dict[str, Tensor],
     ) -> Sample:
-        of_casts, of_products, of_parameters, of_norms, of_pairs = _fetched(
+        sums, results, of_parameters, of_norms, of_pairs = _fetched(
             casts, products, parameters, batch_norms, alignments(self.model)
         )
+        of_casts = dict(zip(sums, cast_numbers(np.stack(list(sums.values()))), strict=True)) if sums else {}
+        of_products = {key: product_numbers(three) for key, three in results.items()}
         self._count_nonfinite(of_casts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
@@ -229,13 +231,14 @@ class Watcher:
 
 
 def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
-    """The tables' vectors as arrays, in one copy from their device."""
+    """The tables' tensors as float64 arrays, in one copy from their device."""
     tensors = [tensor for table in tables for tensor in table.values()]
     if not tensors:
         return [{} for _ in tables]
-    values = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu().numpy()
-    parts = iter(np.split(values, np.cumsum([tensor.numel() for tensor in tensors])[:-1]))
-    return [{key: next(parts).copy() for key in table} for table in tables]
+    values = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
+    parts = np.split(values, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    arrays = iter([part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+    return [{key: next(arrays).copy() for key in table} for table in tables]
 
 
 def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, Any]) -> float:
@@ -255,7 +258,8 @@ def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
     kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
     often = {} if history is None else {"update_interval": history.update_interval}
     shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
-    return {"recipe": recipe.name, **kept, **often, **shape, "casts": _casts(recipe)}
+    cached = {} if layer.weight_cache is None else {"caches_weight": True}
+    return {"recipe": recipe.name, **kept, **often, **shape, **cached, "casts": _casts(recipe)}
 
 
 def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:

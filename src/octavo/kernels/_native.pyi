@@ -28,6 +28,28 @@ def quantize(
     counting: bool,
     /,
 ) -> tuple[int, int, int]: ...
+
+CAST_SUMS: int
+
+def cast_sums(
+    level: int,
+    x: int,
+    dtype: int,
+    rows: int,
+    columns: int,
+    stride: int,
+    fmt: int,
+    block_rows: int,
+    block_columns: int,
+    scale: int,
+    codes: int,
+    codes_stride: int,
+    first_row: int,
+    row_step: int,
+    measured: int,
+    sums: int,
+    /,
+) -> None: ...
 def dequantize(
     level: int,
     codes: int,
@@ -85,6 +107,20 @@ def hopper(
     columns: int,
     depth: int,
     one_chain: bool,
+    out: int,
+    /,
+) -> None: ...
+def compare_products(
+    level: int,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    left_codes: tuple[int, ...],
+    right_codes: tuple[int, ...],
+    rows: int,
+    columns: int,
+    depth: int,
+    block: int,
+    sums: int,
     out: int,
     /,
 ) -> None: ...

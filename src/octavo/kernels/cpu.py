@@ -33,6 +33,10 @@ __all__ = [
     "Cast",
     "ScaleRule",
     "address",
+    "as_groups",
+    "as_matrix",
+    "block_of",
+    "check_input",
     "codes_strides",
     "decodes",
     "dequantize",
@@ -42,6 +46,7 @@ __all__ = [
     "fresh",
     "in_memory",
     "is_traced",
+    "is_transposed",
     "knows",
     "level_number",
     "levels",
@@ -160,14 +165,14 @@ def quantize(
             :func:`codes_strides`; None makes a new tensor.
         level: an instruction-set level; None is the best.
     """
-    _check_input(x, fmt, granularity, (*DTYPES, torch.float64))
+    check_input(x, fmt, granularity, (*DTYPES, torch.float64))
     _check_groups(amax, x, granularity)
     _check_groups(scale, x, granularity)
     if out is not None and not (_holds(out, fmt.torch_dtype, x.shape) and list(out.stride()) == codes_strides(x)):
         raise BackendError(
             f"codes of {_seen(x)} go into {fmt.name} with strides {codes_strides(x)} on a CPU, not into {_placed(out)}"
         )
-    matrix, transposed = _as_matrix(x, granularity)
+    matrix, transposed = as_matrix(x, granularity)
     codes = fresh(matrix.shape, fmt.torch_dtype) if out is None else out
     given = _Given(nonfinite == Nonfinite.PROPAGATE, amax, scale, zero_is_unknown, counting)
     made, measured, counts = _quantize(
@@ -199,10 +204,10 @@ def fake_quantize(
         out: where to write: shaped like ``x``, in its dtype, or ``x`` itself; None makes a new tensor.
         level: an instruction-set level; None is the best.
     """
-    _check_input(x, fmt, granularity, DTYPES)
+    check_input(x, fmt, granularity, DTYPES)
     if out is not None and (out.dtype, out.shape) != (x.dtype, x.shape):
         raise BackendError(f"the values of {_seen(x)} go into a tensor like it, not into {_seen(out)}")
-    matrix, transposed = _as_matrix(x, granularity)
+    matrix, transposed = as_matrix(x, granularity)
     in_place = out is not None and matrix.data_ptr() == x.data_ptr() and _lies_as(x, out)
     matrix = matrix if in_place else matrix.contiguous()  # the kernel writes values as it reads elements
     values = fresh(matrix.shape, x.dtype) if out is None or not in_place else out
@@ -234,7 +239,7 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format, *, level: str 
         fmt: E4M3 or E5M2.
         level: an instruction-set level; None is the best.
     """
-    _check_input(scaled, fmt, PerTensor(), (torch.float32,))
+    check_input(scaled, fmt, PerTensor(), (torch.float32,))
     x, drawn = in_memory(scaled).contiguous(), in_memory(random.to(torch.int32)).contiguous()
     if drawn.shape != x.shape:
         raise BackendError(f"{_seen(x)} and random {tuple(drawn.shape)} do not go together; give one for each")
@@ -278,12 +283,12 @@ def dequantize(
         )
     if out is not None and not (_holds(out, out_dtype, codes.shape) and out.is_contiguous()):
         raise BackendError(f"{_seen(codes)} is decoded into a contiguous {out_dtype} like it, not into {_placed(out)}")
-    matrix, transposed = _as_matrix(codes, granularity, may_transpose=out is None)
+    matrix, transposed = as_matrix(codes, granularity, may_transpose=out is None)
     _check_groups(scale, codes, granularity)
     rows, columns = matrix.shape
-    block_rows, block_columns = _block(granularity, rows, columns, transposed=transposed)
+    block_rows, block_columns = block_of(granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
-    scales = _as_groups(scale, groups, transposed=transposed)
+    scales = as_groups(scale, groups, transposed=transposed)
     result = fresh((rows, columns), out_dtype) if out is None else out
     _native.dequantize(
         level_number(level),
@@ -342,10 +347,10 @@ def _quantize(
     """Scales, amaxes and counts; codes, or the values of codes, are written where they are wanted."""
     given = given or _Given()
     rows, columns = matrix.shape
-    block_rows, block_columns = _block(granularity, rows, columns, transposed=transposed)
+    block_rows, block_columns = block_of(granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
     measured = fresh(groups, torch.float32)
-    amax, scale = (t if t is None else _as_groups(t, groups, transposed=transposed) for t in (given.amax, given.scale))
+    amax, scale = (t if t is None else as_groups(t, groups, transposed=transposed) for t in (given.amax, given.scale))
     made = fresh(groups, torch.float32) if scale is None else scale
     counts = _native.quantize(
         level_number(level),
@@ -375,7 +380,7 @@ def _is_itself(x: Tensor) -> bool:
 
 def codes_strides(x: Tensor) -> list[int]:
     """Strides of the codes of ``x``: a matrix whose rows lie side by side keeps its order, the rest is contiguous."""
-    if _is_transposed(x):
+    if is_transposed(x):
         return [1, x.shape[0]]
     strides = [1]
     for size in reversed(x.shape[1:]):
@@ -383,21 +388,22 @@ def codes_strides(x: Tensor) -> list[int]:
     return strides[: x.ndim]
 
 
-def _as_matrix(x: Tensor, granularity: Granularity, *, may_transpose: bool = True) -> tuple[Tensor, bool]:
+def as_matrix(x: Tensor, granularity: Granularity, *, may_transpose: bool = True) -> tuple[Tensor, bool]:
     """``x`` as a matrix whose columns lie side by side, and whether it is the transpose of ``x``."""
     x = in_memory(x.float() if x.dtype is torch.float64 else x)
-    if may_transpose and _is_transposed(x):
+    if may_transpose and is_transposed(x):
         return x.t(), True
     if x.ndim != 2:
         x = x.reshape(1, -1) if isinstance(granularity, PerTensor) else x.reshape(-1, x.shape[-1])
     return (x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()), False
 
 
-def _is_transposed(x: Tensor) -> bool:
+def is_transposed(x: Tensor) -> bool:
+    """Whether columns lie side by side instead of rows: a transposed view."""
     return x.ndim == 2 and x.stride(0) == 1 and x.shape[1] > 1 and x.stride(1) > 1
 
 
-def _block(granularity: Granularity, rows: int, columns: int, *, transposed: bool) -> tuple[int, int]:
+def block_of(granularity: Granularity, rows: int, columns: int, *, transposed: bool) -> tuple[int, int]:
     """Rows and columns of a group of the matrix that is worked on."""
     if isinstance(granularity, PerRow):
         return (rows, 1) if transposed else (1, columns)
@@ -408,13 +414,13 @@ def _block(granularity: Granularity, rows: int, columns: int, *, transposed: boo
     return rows, columns
 
 
-def _as_groups(values: Tensor, groups: Sequence[int], *, transposed: bool) -> Tensor:
+def as_groups(values: Tensor, groups: Sequence[int], *, transposed: bool) -> Tensor:
     """Scales or amaxes in the order the kernels read them."""
     values = values.t() if transposed and values.ndim == 2 else values
     return in_memory(values.float()).reshape(tuple(groups)).contiguous()
 
 
-def _check_input(x: Tensor, fmt: Format, granularity: Granularity, dtypes: Sequence[torch.dtype]) -> None:
+def check_input(x: Tensor, fmt: Format, granularity: Granularity, dtypes: Sequence[torch.dtype]) -> None:
     """Operators can be called by name, past every other check, and a kernel believes what it is told."""
     if x.dtype not in dtypes or fmt not in _FORMATS or not x.numel() or not stacks(granularity, x.shape):
         given = f"{_seen(x)} {granularity} to {fmt.name}"

@@ -12,7 +12,7 @@ from octavo.kernels import cpu
 from octavo.numerics import Accumulate
 from octavo.numerics.accumulate import CHAIN
 
-__all__ = ["gemm", "hopper_sums"]
+__all__ = ["compare", "gemm", "hopper_sums"]
 
 _TENSOR_CORE = (Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW)
 
@@ -118,6 +118,52 @@ def hopper_sums(
         *_operand(right, b_scales),
         *(m, n, k),
         accumulate == Accumulate.HOPPER_FAST,
+        out.data_ptr(),
+    )
+    return out
+
+
+def compare(
+    originals: tuple[Tensor, Tensor],
+    codes: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    *,
+    block: int,
+    accumulate: Accumulate,
+    level: str | None = None,
+) -> Tensor:
+    """One product ``left @ right.T`` three ways: float32 [3, M, N], all sums of originals in FP32.
+
+    The product of the originals, that of their codes with FP32 sums, and that with the sums of Hopper's tensor cores;
+    NaN where ``accumulate`` is FP32 or scales change along K.
+
+    Args:
+        originals: [M, K] and [N, K], float32, bfloat16 or float16; nothing is empty.
+        codes: [M, K] and [N, K], E4M3 or E5M2.
+        scales: float32 of the codes, as in :func:`gemm`.
+        block: as in :func:`gemm`.
+        accumulate: how a Hopper GPU would sum.
+        level: an instruction-set level; None is the best.
+
+    Raises:
+        BackendError: operands or scales of other dtypes or shapes.
+    """
+    _check(*originals, cpu.DTYPES)
+    _check(*codes, cpu.CODES)
+    (m, k), n = codes[0].shape, codes[1].shape[0]
+    if [x.shape for x in originals] != [x.shape for x in codes] or 0 in (m, k, n):
+        raise BackendError(f"originals and codes have one shape, not {originals[0].shape} and {codes[0].shape}")
+    sums = 0 if block or accumulate is Accumulate.FP32 else 1 + _TENSOR_CORE.index(accumulate)
+    block = 0 if block >= k else block
+    blocks = -(-k // block) if block else 1
+    left, right, *made = (_dense_one_way(matrix) for matrix in (*originals, *codes))
+    made_scales = [_scales(scale, rows, blocks) for scale, rows in zip(scales, (m, n), strict=True)]
+    out = cpu.fresh((3, m, n), torch.float32)
+    cpu.extension().compare_products(
+        cpu.level_number(level),
+        *(_operand(left, None), _operand(right, None)),
+        *(_operand(matrix, scale) for matrix, scale in zip(made, made_scales, strict=True)),
+        *(m, n, k, block, sums),
         out.data_ptr(),
     )
     return out

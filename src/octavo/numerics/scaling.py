@@ -238,7 +238,9 @@ def scale_from_e8m0(codes: Tensor) -> Tensor:
         >>> scale_from_e8m0(torch.tensor([0, 127, 255], dtype=torch.uint8))
         tensor([5.8775e-39, 1.0000e+00,        nan])
     """
-    powers = (codes.int() << 23).view(torch.float32)
+    if not torch.compiler.is_compiling():
+        return codes.view(E8M0.torch_dtype).float()
+    powers = (codes.int() << 23).view(torch.float32)  # by operations that every compiler knows
     smallest, nan_code = E8M0.min_normal, E8M0.nan_codes[0]
     return torch.where(codes == 0, smallest, torch.where(codes == nan_code, math.nan, powers))
 

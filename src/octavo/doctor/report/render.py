@@ -137,15 +137,13 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _scope(series: Series) -> str:
-    steps = series.casts.steps
-    recipes = sorted({str(facts["recipe"]) for facts in series.layers.values()})
+    steps, layers = series.casts.steps, dict.fromkeys(key.path for key in series.casts.keys)
     if not len(steps):
         return "No layer was looked at."
-    layers = len({key.path for key in series.casts.keys})
-    return (
-        f"{layers:,} layers in {', '.join(recipes) or 'FP8'}, looked at {len(steps):,} times "
-        f"from step {int(steps[0]):,} to {int(steps[-1]):,}."
-    )
+    recipes = sorted({str(series.layers[path]["recipe"]) for path in layers if path in series.layers})
+    named = f" ({', '.join(recipes)})" if recipes else ""
+    when = f"from step {int(steps[0]):,} to {int(steps[-1]):,}"
+    return f"FP8 layers{named}: {len(layers):,}, looked at {len(steps):,} times {when}."
 
 
 def _has_loss(series: Series) -> bool:

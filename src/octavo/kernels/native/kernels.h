@@ -45,11 +45,34 @@ struct QuantizeProblem {
     bool zero_is_unknown;       // a given amax of 0 leaves its group to what is measured
     const float* given_scale;   // null, or fixed decode scales; amaxes and the rule play no part then
     uint8_t* codes;             // [rows, columns], dense; null where values are written
-    void* values;               // null, or where the codes' values go instead: laid out as x is, of its dtype, or x itself
+    void* values;               // null, or where the codes' values go instead: laid out as x is, of its dtype, or x itself;
+                                // null both: x is only measured
     float* scale;               // written unless scales are given
     float* measured;            // amax of every group's finite elements
     bool counting;              // saturated and underflowed elements too
     Counts* counts;
+};
+
+// What became of a tensor's elements, in FP64: doctor/statistics.py says what each is.
+struct CastSums {
+    // Of all elements.
+    double elements, nonfinite, saturated, amax, scale, stale_ratio;
+    // Of the finite elements x of some rows, y what their codes decode to.
+    double finite, nonzeros, flushed, mismatched;
+    double energy, fourth_powers, flushed_energy, noise, product, decoded_energy, magnitude, signed_error;
+};
+
+// Groups as in QuantizeProblem.
+struct CastSumsProblem {
+    Matrix x;
+    Format format;
+    int64_t block_rows, block_columns;
+    const float* scale;         // decode scales
+    const uint8_t* codes;       // columns side by side, rows `codes_stride` apart
+    int64_t codes_stride;
+    int64_t first_row, row_step;  // the rows that are summed
+    float* measured;            // amax of every group's finite elements
+    CastSums* sums;
 };
 
 struct DequantizeProblem {
@@ -179,6 +202,7 @@ struct DecoderProblem {
 struct Kernels {
     const char* name;
     void (*quantize)(const QuantizeProblem&);
+    void (*cast_sums)(const CastSumsProblem&);
     void (*dequantize)(const DequantizeProblem&);
     void (*round_stochastic)(const StochasticProblem&);
     void (*random_bits)(const RandomBitsProblem&);

@@ -1,5 +1,6 @@
 // Every kernel at one instruction-set level. The build compiles this file once a level, with that level's flags and its
 // name as OCTAVO_LEVEL.
+#include "cast_sums.h"
 #include "decoder.h"
 #include "dequantize.h"
 #include "gemm.h"
@@ -18,7 +19,7 @@
 
 namespace octavo {
 
-const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, dequantize, round_stochastic,
-                                             random_bits, gemm, hopper, attend, decode};
+const Kernels OCTAVO_TABLE(OCTAVO_LEVEL) = {OCTAVO_NAME(OCTAVO_LEVEL), quantize, cast_sums, dequantize,
+                                             round_stochastic, random_bits, gemm, hopper, attend, decode};
 
 }  // namespace octavo

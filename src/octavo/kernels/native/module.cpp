@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "comparison.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -26,6 +27,14 @@ const Kernels& kernels(int level) {
 template <class T>
 T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
+}
+
+// Address, element, strides, scale, scale per row: what nanobind makes of a Python tuple.
+using BoundOperand = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool>;
+
+Operand operand(const BoundOperand& o) {
+    return {at<const void>(std::get<0>(o)), Element(std::get<1>(o)), std::get<2>(o), std::get<3>(o),
+            at<const float>(std::get<4>(o)), std::get<5>(o)};
 }
 
 // A decoder, with what it needs at every call.
@@ -123,6 +132,18 @@ NB_MODULE(_native, m) {
             }
             return std::make_tuple(counts.nonfinite, counts.saturated, counts.underflowed);
         });
+    m.attr("CAST_SUMS") = sizeof(CastSums) / sizeof(double);
+    m.def("cast_sums",
+          [](int level, uintptr_t x, int dtype, int64_t rows, int64_t columns, int64_t stride, int format,
+             int64_t block_rows, int64_t block_columns, uintptr_t scale, uintptr_t codes, int64_t codes_stride,
+             int64_t first_row, int64_t row_step, uintptr_t measured, uintptr_t sums) {
+              const CastSumsProblem problem{
+                  {at<const void>(x), Dtype(dtype), rows, columns, stride}, Format(format), block_rows, block_columns,
+                  at<const float>(scale), at<const uint8_t>(codes), codes_stride, first_row, row_step,
+                  at<float>(measured), at<CastSums>(sums)};
+              nb::gil_scoped_release released;
+              kernels(level).cast_sums(problem);
+          });
     m.def("round_stochastic",
           [](int level, uintptr_t x, uintptr_t random, int64_t count, int format, uintptr_t codes) {
               const StochasticProblem problem{at<const float>(x), at<const int32_t>(random), count, Format(format),
@@ -159,6 +180,14 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release released;
             kernels(level).hopper(problem);
         });
+    m.def("compare_products",
+          [](int level, BoundOperand left, BoundOperand right, BoundOperand left_codes, BoundOperand right_codes,
+             int64_t rows, int64_t columns, int64_t depth, int64_t block, int sums, uintptr_t out) {
+              const ComparisonProblem problem{operand(left), operand(right), operand(left_codes), operand(right_codes),
+                                              rows, columns, depth, block, TensorCore(sums), at<float>(out)};
+              nb::gil_scoped_release released;
+              compare(kernels(level), problem);
+          });
     m.attr("PAGE") = PAGE;
     m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
     m.def("attend", [](int level, uintptr_t queries, int64_t heads, int64_t kv_heads, int64_t head_dim, int element,

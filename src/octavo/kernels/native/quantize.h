@@ -201,7 +201,10 @@ struct Quantizer {
     // to their values, by way of codes that stay in the first-level cache.
     template <bool SCALE_PER_COLUMN>
     void cast(const T* from, int64_t at, int64_t n, const float* scales, int64_t g, bool finite) const {
-        if (!p.values) return cast_codes<SCALE_PER_COLUMN>(from, p.codes + at, n, scales, finite);
+        if (!p.values) {
+            if (p.codes) cast_codes<SCALE_PER_COLUMN>(from, p.codes + at, n, scales, finite);
+            return;
+        }
         const float* decode_scales = (p.given_scale ? p.given_scale : p.scale) + g;
         T* values = static_cast<T*>(p.values) + (from - x);
         uint8_t codes[SPAN];

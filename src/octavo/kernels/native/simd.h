@@ -26,6 +26,7 @@ namespace {
 constexpr int LANES = OCTAVO_WIDTH / 4;  // of 32 bits
 
 typedef float f32v __attribute__((vector_size(OCTAVO_WIDTH)));
+typedef double f64v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef uint32_t u32v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef int32_t i32v __attribute__((vector_size(OCTAVO_WIDTH)));
 typedef uint16_t u16v __attribute__((vector_size(OCTAVO_WIDTH)));
@@ -76,6 +77,23 @@ inline f32v fused(f32v a, f32v b, f32v c) {
     return (f32v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
+#endif
+}
+
+// The lower and the upper half of the lanes in FP64.
+struct Doubles {
+    f64v low, high;
+};
+
+inline Doubles doubles(f32v value) {
+#if defined(__AVX512F__)
+    const __m512 all = (__m512)value;
+    return {(f64v)_mm512_cvtps_pd(_mm512_castps512_ps256(all)), (f64v)_mm512_cvtps_pd(_mm512_extractf32x8_ps(all, 1))};
+#elif defined(__AVX2__)
+    const __m256 all = (__m256)value;
+    return {(f64v)_mm256_cvtps_pd(_mm256_castps256_ps128(all)), (f64v)_mm256_cvtps_pd(_mm256_extractf128_ps(all, 1))};
+#else
+    return {f64v{value[0], value[1]}, f64v{value[2], value[3]}};
 #endif
 }
 

@@ -5,7 +5,7 @@ import octavo
 from octavo import functional
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.series import CastKey
-from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.statistics import CAST_FIELDS, cast_numbers
 from octavo.observers import GRAD_OUTPUT, INPUT, ROLES, WEIGHT
 from octavo.trials.faults.wrong_casts import requantizing, scaling_by
 
@@ -18,7 +18,8 @@ def looked_at(layer: octavo.nn.Linear, name: str) -> dict[tuple[str, str], float
     y = layer(x)
     y.backward(torch.randn(y.shape, generator=generator))
     layer.watch = None
-    return {(key.role, key.gemm): numbers[CAST_FIELDS.index(name)].item() for key, numbers in casts.items()}
+    of = CAST_FIELDS.index(name)
+    return {(key.role, key.gemm): float(cast_numbers(sums.numpy())[of]) for key, sums in casts.items()}
 
 
 @pytest.fixture

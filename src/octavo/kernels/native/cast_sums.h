@@ -1,0 +1,189 @@
+// What a cast did to a tensor: maxima and counts over all of it, sums over some of its rows.
+#pragma once
+
+#include "quantize.h"
+
+namespace octavo {
+namespace {
+
+// A code is another's than x's if it is farther from x than the code of x. Which of two that are equally far is chosen hangs
+// on the last bit of the encode scale, which the decode scale does not tell.
+constexpr float TIE = 1.001f;
+
+inline f32v where(u32v mask, f32v value) { return bits_as<f32v>(bits_as<u32v>(value) & mask); }
+
+inline f32v magnitude_of(f32v value) { return where(all(MAGNITUDE), value); }
+
+inline double sum_of(f64v lanes) {
+    double sum = 0;
+    for (int i = 0; i < LANES / 2; ++i) sum += lanes[i];
+    return sum;
+}
+
+inline double sum_of(u32v lanes) {
+    double sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += lanes[i];
+    return sum;
+}
+
+// LANES codes or fewer; what lies beyond is 0.
+inline u32v load_codes(const uint8_t* from, int64_t count) {
+    if (count == LANES) return widen(from);
+    uint8_t buffer[LANES] = {};
+    std::memcpy(buffer, from, count);
+    return widen(buffer);
+}
+
+template <class F>
+struct Sums {
+    u32v nonfinite{}, nonzeros{}, flushed{}, mismatched{};
+    f64v energy{}, fourth_powers{}, flushed_energy{}, noise{}, product{}, decoded_energy{}, magnitude{}, along{};
+
+    // Elements, their codes, and both scales. Where x is 0 and its code too, as beyond a row's end, nothing
+    // moves.
+    void add(f32v given, u32v codes, f32v scale, f32v encode_scale) {
+        const u32v bits = bits_as<u32v>(given) & MAGNITUDE, is_finite = (u32v)(bits < all(EXPONENT));
+        const u32v is_nonzero = is_finite & (u32v)(bits != all(0u));
+        const u32v is_flushed = is_nonzero & (u32v)((codes & 0x7f) == all(0u));
+        const f32v x = where(is_finite, given), y = where(is_finite, decode<F>(codes) * scale);
+        nonfinite -= ~is_finite;  // a lane that holds is -1
+        nonzeros -= is_nonzero;
+        flushed -= is_flushed;
+        const u32v again = encode<F, true>(x * encode_scale, x, 0);
+        if (any(is_finite & (u32v)(again != codes))) {
+            const f32v best = decode<F>(again) * scale;
+            mismatched -= is_finite & ~(u32v)(magnitude_of(y - x) <= all(TIE) * magnitude_of(best - x));
+        }
+        const f32v y_along = where(is_nonzero, bits_as<f32v>(bits_as<u32v>(y) ^ (bits_as<u32v>(x) & ~MAGNITUDE)));
+        const Doubles x2 = doubles(x), y2 = doubles(y), lost = doubles(where(is_flushed, x));
+        const Doubles size = doubles(magnitude_of(x)), along2 = doubles(y_along);
+        add(x2.low, y2.low, lost.low, size.low, along2.low);
+        add(x2.high, y2.high, lost.high, size.high, along2.high);
+    }
+
+    void add(f64v x, f64v y, f64v lost, f64v size, f64v y_along) {
+        const f64v square = x * x, error = y - x;
+        energy += square;
+        fourth_powers += square * square;
+        flushed_energy += lost * lost;
+        noise += error * error;
+        product += x * y;
+        decoded_energy += y * y;
+        magnitude += size;
+        along += y_along;
+    }
+};
+
+template <class T, class F>
+struct CastSummer {
+    const CastSumsProblem& p;
+    const T* const x = static_cast<const T*>(p.x.data);
+    const int64_t across = (p.x.columns + p.block_columns - 1) / p.block_columns;
+    const int64_t bands = (p.x.rows + p.block_rows - 1) / p.block_rows;
+
+    // Magnitudes beyond it round to more than the maximum; as FP32, so that an element beyond it is beyond that too.
+    static uint32_t limit_bits(float scale) {
+        constexpr int exponent = F::max_exponent - F::mantissa_bits - 1;  // of half a step below the maximum
+        constexpr double limit = F::max + (exponent < 0 ? 1.0 / (1 << -exponent) : double(1 << exponent));
+        const double exact = scale * limit;
+        const float nearest = static_cast<float>(exact);
+        return f32_bits(nearest) - (nearest > exact);
+    }
+
+    int64_t count_beyond(int64_t g, uint32_t limit) const {
+        const int64_t row = g / across * p.block_rows, column = g % across * p.block_columns;
+        const int64_t last_row = least_of(row + p.block_rows, p.x.rows);
+        const int64_t last_column = least_of(column + p.block_columns, p.x.columns);
+        int64_t found = 0;
+        for (int64_t r = row; r < last_row; ++r) {
+            u32v beyond{};
+            for (int64_t c = column; c < last_column; c += LANES) {
+                const int64_t n = least_of<int64_t>(LANES, last_column - c);
+                const u32v bits = bits_as<u32v>(load_f32(x + r * p.x.stride + c, n)) & MAGNITUDE;
+                beyond -= (u32v)(bits > all(limit)) & (u32v)(bits < all(EXPONENT));
+            }
+            found += int64_t(sum_of(beyond));
+        }
+        return found;
+    }
+
+    void whole() const {
+        Counts counts{};
+        QuantizeProblem measuring{};
+        measuring.x = p.x, measuring.format = p.format;
+        measuring.block_rows = p.block_rows, measuring.block_columns = p.block_columns;
+        measuring.given_scale = p.scale, measuring.measured = p.measured, measuring.counts = &counts;
+        Quantizer<T, F>{measuring}.run();
+        float amax = 0, scale = 0, stale_ratio = 0;
+        int64_t saturated = 0;
+        for (int64_t g = 0; g < bands * across; ++g) {
+            const uint32_t limit = limit_bits(p.scale[g]);
+            if (f32_bits(p.measured[g]) > limit) saturated += count_beyond(g, limit);
+            amax = largest(amax, p.measured[g]);
+            scale = largest(scale, p.scale[g]);
+            stale_ratio = largest(stale_ratio, p.measured[g] / (p.scale[g] * F::max));
+        }
+        CastSums& sums = *p.sums;
+        sums.elements = double(p.x.rows * p.x.columns);
+        sums.nonfinite = double(counts.nonfinite);
+        sums.saturated = double(saturated);
+        sums.amax = amax, sums.scale = scale, sums.stale_ratio = stale_ratio;
+    }
+
+    // Elements of a row from `first` on, of one group or of a group each.
+    template <bool SCALE_PER_COLUMN>
+    void add(Sums<F>& sums, int64_t row, int64_t first, int64_t last, const float* scales) const {
+        const T* from = x + row * p.x.stride;
+        const uint8_t* codes = p.codes + row * p.codes_stride;
+        f32v scale = all(scales[0]), encode_scale = all(least_of(1.0f / scales[0], __FLT_MAX__));
+        for (int64_t i = first; i < last; i += LANES) {
+            const int64_t n = least_of<int64_t>(LANES, last - i);
+            if (SCALE_PER_COLUMN) {
+                scale = load_f32(scales + i, n);
+                encode_scale = least(all(1.0f) / scale, all(__FLT_MAX__));
+            }
+            sums.add(load_f32(from + i, n), load_codes(codes + i, n), scale, encode_scale);
+        }
+    }
+
+    void sampled() const {
+        Sums<F> sums;
+        for (int64_t row = p.first_row; row < p.x.rows; row += p.row_step) {
+            const float* scales = p.scale + row / p.block_rows * across;
+            if (p.block_columns == 1) {
+                add<true>(sums, row, 0, p.x.columns, scales);
+                continue;
+            }
+            for (int64_t g = 0; g < across; ++g)
+                add<false>(sums, row, g * p.block_columns, least_of((g + 1) * p.block_columns, p.x.columns), scales + g);
+        }
+        CastSums& out = *p.sums;
+        const int64_t rows = (p.x.rows - p.first_row + p.row_step - 1) / p.row_step;
+        out.finite = double(rows * p.x.columns) - sum_of(sums.nonfinite), out.nonzeros = sum_of(sums.nonzeros);
+        out.flushed = sum_of(sums.flushed), out.mismatched = sum_of(sums.mismatched);
+        out.energy = sum_of(sums.energy), out.fourth_powers = sum_of(sums.fourth_powers);
+        out.flushed_energy = sum_of(sums.flushed_energy), out.noise = sum_of(sums.noise);
+        out.product = sum_of(sums.product), out.decoded_energy = sum_of(sums.decoded_energy);
+        out.magnitude = sum_of(sums.magnitude), out.signed_error = sum_of(sums.along) - out.magnitude;
+    }
+
+    void run() const {
+        whole();
+        sampled();
+    }
+};
+
+template <class T>
+void cast_sums_of(const CastSumsProblem& p) {
+    if (p.format == Format::e4m3) CastSummer<T, E4M3>{p}.run();
+    else CastSummer<T, E5M2>{p}.run();
+}
+
+void cast_sums(const CastSumsProblem& p) {
+    if (p.x.dtype == Dtype::f32) cast_sums_of<float>(p);
+    else if (p.x.dtype == Dtype::bf16) cast_sums_of<Bf16>(p);
+    else cast_sums_of<F16>(p);
+}
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,20 @@
+// One product three ways: of what was cast, of its codes in FP32 sums, and of its codes as Hopper's tensor cores sum.
+#pragma once
+
+#include "kernels.h"
+
+namespace octavo {
+
+enum class TensorCore : int { none = 0, one_chain = 1, chains = 2 };
+
+struct ComparisonProblem {
+    Operand left, right;              // in high precision, without scales
+    Operand left_codes, right_codes;  // with scales
+    int64_t m, n, k, block;           // as in GemmProblem
+    TensorCore sums;                  // none where scales change along K, or where nobody asks
+    float* out;                       // [3, m, n]; NaN for sums that are not made
+};
+
+void compare(const Kernels& kernels, const ComparisonProblem& problem);
+
+}  // namespace octavo

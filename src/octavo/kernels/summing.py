@@ -1,0 +1,54 @@
+"""What a cast did to a tensor, summed by the native kernel: one pass over the tensor, and one over some of its rows.
+
+The sums are those of :mod:`octavo.doctor.statistics`, which defines them by torch's operations.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.errors import BackendError
+from octavo.kernels import cpu
+from octavo.numerics import QuantizedTensor
+
+__all__ = ["cast_sums", "sums"]
+
+
+def sums(x: Tensor, made: QuantizedTensor) -> bool:
+    """Whether :func:`cast_sums` can look at this cast."""
+    return cpu.supports(x, made.format, made.granularity) and not cpu.is_traced(x)
+
+
+def cast_sums(x: Tensor, made: QuantizedTensor, rows: slice, *, level: str | None = None) -> Tensor:
+    """``octavo.doctor.statistics.CAST_SUMS`` as float64, in FP64 sums.
+
+    Args:
+        x: [M, K], as :func:`sums` allows; fastest where its rows lie side by side.
+        made: its codes and scales.
+        rows: the rows that are summed: where they start and how far apart they are.
+        level: an instruction-set level; None is the best.
+
+    Raises:
+        BackendError: tensors that do not go together.
+    """
+    cpu.check_input(x, made.format, made.granularity, (*cpu.DTYPES, torch.float64))
+    if x.ndim != 2 or x.shape != made.shape:
+        raise BackendError(f"a matrix and its codes have one shape, not {tuple(x.shape)} and {tuple(made.shape)}")
+    first, _, step = rows.indices(x.shape[0])
+    if first >= x.shape[0] or step < 1:
+        raise BackendError(f"there are no rows {rows} among {x.shape[0]}")
+    matrix, _ = cpu.as_matrix(x, made.granularity, may_transpose=False)
+    codes, _ = cpu.as_matrix(made.data, made.granularity, may_transpose=False)
+    height, width = cpu.block_of(made.granularity, *matrix.shape, transposed=False)
+    groups = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
+    scale = cpu.as_groups(made.fp32_scale, groups, transposed=False)
+    measured = cpu.fresh(groups, torch.float32)
+    out = cpu.fresh((cpu.extension().CAST_SUMS,), torch.float64)
+    cpu.extension().cast_sums(
+        cpu.level_number(level),
+        *(matrix.data_ptr(), cpu.DTYPES.index(matrix.dtype), *matrix.shape, matrix.stride(0)),
+        *(cpu.CODES.index(codes.dtype), height, width, scale.data_ptr()),
+        *(codes.data_ptr(), codes.stride(0), first, step),
+        measured.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
