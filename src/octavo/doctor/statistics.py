@@ -278,10 +278,10 @@ def spread(size: int, most: int) -> slice:
 
     Example:
         >>> spread(8, 8), spread(1024, 8)
-        (slice(0, None, 1), slice(64, None, 129))
+        (slice(0, None, 1), slice(43, None, 129))
     """
     step = max(1, -(-size // max(1, most))) | 1
-    return slice(step // 2, None, step)
+    return slice(step // 3, None, step)
 
 
 def evenly(size: int, most: int, device: torch.device) -> Tensor:

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
-from octavo.doctor.findings import CAUSES, Finding, Severity
+from octavo.doctor.findings import CAUSES, Finding, Remedy, Severity
 
 __all__ = ["cards", "counts", "headline", "number"]
 
@@ -98,7 +97,7 @@ def _evidence(evidence: Mapping[str, float]) -> str:
     return f'<dl class="evidence">{"".join(rows)}</dl>'
 
 
-def _remedies(remedies: Sequence[Any]) -> str:
+def _remedies(remedies: Sequence[Remedy]) -> str:
     if not remedies:
         return ""
     is_replayed = any(one.error_removed is not None for one in remedies)
@@ -109,7 +108,7 @@ def _remedies(remedies: Sequence[Any]) -> str:
     return f'<table class="remedies">{head}<tbody>{rows}</tbody></table>'
 
 
-def _remedy(one: Any, is_replayed: bool) -> str:
+def _remedy(one: Remedy, is_replayed: bool) -> str:
     bars = (
         _share(one.error_removed),
         _ratio("time", one.seconds_ratio),

@@ -40,8 +40,7 @@ def render(
 
     Args:
         series: what was measured.
-        findings: what ``diagnose`` says of it; their remedies, where they have some, are
-            :class:`octavo.doctor.remedies.Remedy`.
+        findings: what ``diagnose`` says of it; remedies that were replayed show what they removed and cost.
         title: the run's name.
         reference: a run to compare the loss with, in BF16 as a rule.
         histograms: captured tensors to draw against their format's grid.

@@ -1,11 +1,11 @@
 """A run that never was: numbers as a training leaves them, with faults at known places."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 
 from octavo.doctor import Finding, Sample, Series, Severity, series_of
+from octavo.doctor.findings import Remedy
 from octavo.doctor.series import PARAMETER_FIELDS, CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 
@@ -120,7 +120,7 @@ def long_run(*, layers, looks) -> Series:
 
 
 def remedy(text, error_removed, seconds_ratio, bytes_ratio):
-    return SimpleNamespace(
+    return Remedy(
         text=text, changes={}, error_removed=error_removed, seconds_ratio=seconds_ratio, bytes_ratio=bytes_ratio
     )
 
