@@ -11,7 +11,7 @@ from octavo.doctor.rules import RULES
 from tests.unit.doctor.synthetic_series import looks, steps
 
 ELSEWHERE = {"loss_gap", "slow_layers"}  # one needs a second series, one is a rule without a run
-OF_PREFLIGHT = {"nondeterministic"}
+OF_PREFLIGHT = {"nondeterministic", "checkpoint", "memory"}
 
 
 def public_rules():
