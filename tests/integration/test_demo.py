@@ -72,7 +72,10 @@ def test_the_folder_holds_what_the_last_lines_say(demo, first):
     assert config.training.threads >= 1
     assert "octavo study" in (folder / "report.html").read_text()
     for recipe in ("fp32", "bf16", "tensorwise"):
-        assert len((folder / recipe / "metrics.jsonl").read_text().splitlines()) == 8 + 5
+        lines = [json.loads(line) for line in (folder / recipe / "metrics.jsonl").read_text().splitlines()]
+        assert [line["kind"] for line in lines].count("step") == 8
+        assert [line["kind"] for line in lines].count("evaluation") == 5
+        assert any(line["kind"] == "statistics" for line in lines) == (recipe == "tensorwise")
         assert list((folder / recipe).glob("checkpoints/*/model.safetensors"))
         assert list((folder / recipe).glob("tensorboard/events*"))
 
