@@ -44,7 +44,7 @@ def thinned(curve: Curve, most: int) -> Curve:
 
     Example:
         >>> thinned(((0, 1.0), (1, 9.0), (2, 2.0), (3, 1.5), (4, 0.5), (5, 1.0)), most=4)
-        ((0, 1.0), (1, 9.0), (4, 0.5), (5, 1.0))
+        ((0, 1.0), (1, 9.0), (3, 1.5), (4, 0.5))
     """
     if len(curve) <= most:
         return curve

@@ -35,6 +35,10 @@ def train(
     schedule: Annotated[
         str | None, typer.Option(help="Recipes and the fractions of the run at which they begin: bf16:0.0,fp8:0.8.")
     ] = None,
+    autopilot: Annotated[
+        bool | None,
+        typer.Option("--autopilot/--no-autopilot", help="Mend what the doctor finds, while it trains. [default: no]"),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, bit-exactly.")] = False,
     config: options.ConfigFile = None,
     source: options.Source = None,
@@ -58,6 +62,7 @@ def train(
         vocab_size=vocab_size,
         recipe=recipe,
         precision_schedule=None if schedule is None else parse_schedule(schedule),
+        autopilot=autopilot,
         steps=steps,
         lr=lr,
         warmup=warmup,

@@ -1,6 +1,6 @@
 """Which layers are captured while a model trains, and when."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ __all__ = ["Captor", "captured"]
 TOKENS, OUTPUTS = 512, 2048  # of M and of N
 LAYERS_PER_LOOK = 4  # captured in one step
 LOOKS_BEFORE_ANOTHER = 20  # until a layer with the same findings is captured again
+ASK_ALWAYS, ASK_EVERY = 8, 4  # looks
 
 
 class Captor:
@@ -36,9 +37,15 @@ class Captor:
         self._looks = 0
         self._last: dict[tuple[str, str], int] = {}
 
-    def see(self, findings: Iterable[Finding]) -> None:
-        """Choose by what was found, worst first, in the samples so far."""
+    def look(self, findings: Callable[[], Iterable[Finding]]) -> None:
+        """After each look: choose for the next one by what is found, worst first, in the samples so far.
+
+        Asking costs a hundredth of a step or more: the first eight looks ask, then every fourth.
+        """
         self._looks += 1
+        self.wanted = self._chosen(findings()) if self._looks <= ASK_ALWAYS or self._looks % ASK_EVERY == 0 else ()
+
+    def _chosen(self, findings: Iterable[Finding]) -> tuple[str, ...]:
         wanted: dict[str, None] = {}
         for finding in findings:
             for path in self._meant(finding):
@@ -47,7 +54,7 @@ class Captor:
                 if due and (path in wanted or len(wanted) < LAYERS_PER_LOOK):
                     wanted[path] = None
                     self._last[path, finding.code] = self._looks
-        self.wanted = tuple(wanted)
+        return tuple(wanted)
 
     def around(self, watch: LayerWatch, path: str, step: int) -> LayerWatch:
         """``watch``, and where the layer is wanted somebody who captures it too."""

@@ -236,8 +236,9 @@ def _table(samples: Sequence[Sample], of: Callable[[Sample], dict[Key, Floats]],
     values = np.full((len(samples), len(keys), len(names)), np.nan)
     position = {key: index for index, key in enumerate(keys)}
     for row, one in enumerate(samples):
-        for key, numbers in of(one).items():
-            values[row, position[key]] = numbers
+        found = of(one)
+        if found:
+            values[row, [position[key] for key in found]] = np.stack(list(found.values()))
     return Table(np.array([one.step for one in samples], dtype=np.float64), keys, names, values)
 
 

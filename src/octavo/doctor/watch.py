@@ -35,7 +35,7 @@ from octavo.nn import Linear
 from octavo.observers import ROLES
 from octavo.recipes import GemmSpec, Recipe
 
-__all__ = ["StepNotes", "Watcher", "watch"]
+__all__ = ["StepNotes", "Watcher", "layer_facts", "watch"]
 
 STEPS_KEPT = 1000
 _OPERANDS = {
@@ -75,8 +75,8 @@ def watch(
         interval: steps from one look to the next, 1 or more. The first step is looked at too.
         keep: samples that are held, 2 or more.
         on_sample: called with each sample when its step ends.
-        captures: a folder. Each look is judged by the rules then, and a layer in which they find something is captured
-            there at the next one, for :func:`octavo.doctor.replay`; None captures nothing.
+        captures: a folder. The rules judge the looks so far then, and a layer in which they find something is captured
+            there at the next look, for :func:`octavo.doctor.replay`; None captures nothing.
 
     Raises:
         ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
@@ -157,7 +157,7 @@ class Watcher:
             self._keep(finish())
         self._note(notes)
         if self.captor is not None and self.samples and self.samples[-1].step == self.number:
-            self.captor.see(self.findings())
+            self.captor.look(self.findings)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
@@ -206,7 +206,7 @@ class Watcher:
             parameters=of_parameters,
             modules=numbers | scale_ratios(of_casts, next(iter(self.layers.values())).weight.device),
             scalars={"gradient_to_noise": _gradient_to_noise(of_parameters, of_products)},
-            layers={path: _facts(layer) for path, layer in self.layers.items()},
+            layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )
 
     def _count_nonfinite(self, casts: dict[CastKey, Any], counts: dict[str, Any]) -> None:
@@ -263,13 +263,14 @@ def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, An
     return math.sqrt(signal / noise) if noise > 0 else math.nan
 
 
-def _facts(layer: Linear) -> dict[str, Any]:
-    recipe = layer.last_recipe or layer.recipe
+def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
+    """What a rule must know of a layer that runs ``recipe``."""
     history = recipe.history
     kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
     often = {} if history is None else {"update_interval": history.update_interval}
     shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
-    return {"recipe": recipe.name, **kept, **often, **shape, "casts": _casts(recipe)}
+    cached = {} if layer.weight_cache is None else {"caches_weight": True}
+    return {"recipe": recipe.name, **kept, **often, **shape, **cached, "casts": _casts(recipe)}
 
 
 def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:

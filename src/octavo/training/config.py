@@ -22,7 +22,7 @@ import tomllib
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
@@ -141,6 +141,9 @@ class TrainingConfig:
         eval_interval: updates between evaluations; 0 evaluates at the end only.
         eval_tokens: tokens of an evaluation during training; 0 takes the whole split.
         statistics_interval: updates between two looks at the FP8 layers' tensors (``octavo.doctor``); 0 never looks.
+        autopilot: act on what the looks find; see :mod:`octavo.training.autopilot`.
+        autopilot_patience: looks after which an act is judged.
+        autopilot_flips: changes, and changes back, of one layer at most.
         checkpoint_interval: updates between checkpoints; 0 saves at the end only.
         keep_checkpoints: newest checkpoints kept; 0 keeps all.
     """
@@ -172,6 +175,9 @@ class TrainingConfig:
     eval_interval: int = 50
     eval_tokens: int = 16384
     statistics_interval: int = 10
+    autopilot: bool = False
+    autopilot_patience: int = 3
+    autopilot_flips: int = 6
     checkpoint_interval: int = 0
     keep_checkpoints: int = 2
 
@@ -182,7 +188,8 @@ class TrainingConfig:
         check_member("training.precision", self.precision, Precision)
         check_member("training.device", self.device, Device)
         _check_loss_scale(self.loss_scale)
-        for name in ("steps", "batch_size", "context", "grad_accumulation"):
+        _check_autopilot(self)
+        for name in ("steps", "batch_size", "context", "grad_accumulation", "autopilot_patience", "autopilot_flips"):
             check_at_least(f"training.{name}", getattr(self, name), 1)
         for name in ("threads", "warmup", "seed", "eval_interval", "eval_tokens", "statistics_interval"):
             check_at_least(f"training.{name}", getattr(self, name), 0)
@@ -248,15 +255,15 @@ class RunConfig:
         True
     """
 
-    FREE_TO_CHANGE: ClassVar = (
-        "training.checkpoint_interval",
-        "training.keep_checkpoints",
-        "training.statistics_interval",
-    )
-
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    @property
+    def free_to_change(self) -> tuple[str, ...]:
+        """Keys that no digit depends on: how often a run is saved, and looked at if nobody acts on it."""
+        saving = ("training.checkpoint_interval", "training.keep_checkpoints")
+        return saving if self.training.autopilot else (*saving, "training.statistics_interval")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, as TOML and JSON have them."""
@@ -268,15 +275,15 @@ class RunConfig:
         return replace(self, training=replace(self.training, **changes))
 
     def with_recipe(self, recipe: str, **options: Any) -> "RunConfig":
-        """The same run with another recipe; one in high precision has no phases."""
-        phases = () if recipe in PLAIN_RECIPES else self.training.precision_schedule
-        return self.with_training(recipe=recipe, recipe_options=options, precision_schedule=phases)
+        """The same run with another recipe; one in high precision has neither phases nor an autopilot."""
+        only_fp8 = {"precision_schedule": (), "autopilot": False} if recipe in PLAIN_RECIPES else {}
+        return self.with_training(recipe=recipe, recipe_options=options, **only_fp8)
 
     def config_hash(self) -> str:
         """Hash of every key that can change a digit of what is computed; how often it is saved or looked at cannot."""
         plain = self.to_dict()
         plain["training"]["overrides"] = list(self.training.overrides.items())  # their order decides
-        for name in self.FREE_TO_CHANGE:
+        for name in self.free_to_change:
             section, _, key = name.partition(".")
             del plain[section][key]
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -328,6 +335,17 @@ def config_from_dict(raw: dict[str, Any]) -> RunConfig:
         ConfigError: an unknown key, a wrong type or a value out of range, by name.
     """
     return section(RunConfig, raw, "")
+
+
+def _check_autopilot(training: TrainingConfig) -> None:
+    if training.autopilot and not training.is_fp8:
+        raise ConfigError(
+            f"training.autopilot mends FP8 layers, and a run of {training.recipe!r} has none; turn it off"
+        )
+    if training.autopilot and not training.statistics_interval:
+        raise ConfigError(
+            "training.autopilot acts on what is seen; give training.statistics_interval at least 1, not 0"
+        )
 
 
 def _check_loss_scale(value: str | float) -> None:

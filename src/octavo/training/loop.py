@@ -27,6 +27,7 @@ from octavo.doctor import StepNotes, Watcher, watch
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
 from octavo.state import discard_step, rescale_gradient_history, update_scales
+from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
 from octavo.training.config import AUTO, DYNAMIC, RunConfig, TrainingConfig
 from octavo.training.data import TokenData
@@ -34,7 +35,7 @@ from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.memory import check_batch_fits, fitting_in_memory, peak_memory_bytes, reset_peak_memory
-from octavo.training.metrics import MetricsLog
+from octavo.training.metrics import MetricsLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.result import TrainResult, curves_of
@@ -128,21 +129,33 @@ class Trainer:
     def __init__(
         self, config: RunConfig, run_dir: Path, model: Llama, *, data: TokenData, on_event: OnEvent, converted: int
     ) -> None:
-        self.config, self.training, self.run_dir, self.data = config, config.training, run_dir, data
+        self.config, self.run_dir, self.data = config, run_dir, data
         self.model, self.emit, self.converted = model, on_event, converted
+        found = resumable_state(run_dir, config, data)
+        self.step = 0 if found is None else found[1].step
+        self.autopilot = Autopilot(config, lines_up_to(run_dir, self.step)) if config.training.autopilot else None
+        self.training = config.training if self.autopilot is None else self.autopilot.training
+        self.recipe = self.training.recipe_at(self.step)
         self.device = resolve_device(self.training.device)
         self.surroundings = surroundings(self.training, self.device)
         self.optimizer = build_optimizer(self.model, self.training)
         self.scaler = _loss_scaler(self.training, self.device)
-        self.step, self.recipe = 0, self.training.recipe_at(1)
-        self.checkpoint = self._continue_from_checkpoint()
+        self.checkpoint = None if found is None else self._continue_from(found[0])
         self.watcher = _watcher(self.training, self.model, self.optimizer, run_dir)
         self.step_seconds: list[float] = []
+
+    def open_log(self) -> MetricsLog:
+        """Where the run's numbers go, from this step on."""
+        return MetricsLog(
+            self.run_dir,
+            after_step=self.step if self.checkpoint else None,
+            on_line=self.autopilot.see if self.autopilot else None,
+        )
 
     def run(self, stop: StopRequest) -> TrainResult:
         """Train to the last step, or to the end of the step in which ``stop`` is asked for."""
         reset_peak_memory(self.device)
-        log = MetricsLog(self.run_dir, after_step=self.step if self.checkpoint else None)
+        log = self.open_log()
         if not log.has_tensorboard:
             self.emit(Notice(text="TensorBoard events are not written; install octavo[report] for them"))
         try:
@@ -166,11 +179,41 @@ class Trainer:
             NonFiniteLossError: the loss or a gradient became NaN or infinite; the weights are those of before.
         """
         self._enter_phase(log)
+        loss, grad_norm = self._step_looked_at(log)
+        while not math.isfinite(loss) or not math.isfinite(grad_norm):
+            error = self._nonfinite(log, loss, grad_norm)
+            if not self._let_autopilot_act(log, self.step + 1):
+                raise error
+            discard_step(self.model)
+            loss, grad_norm = self._step_looked_at(log)
+        if self.watcher is not None and self.watcher.is_due(self.step):
+            self._let_autopilot_act(log, self.step)
+
+    def _step_looked_at(self, log: MetricsLog) -> tuple[float, float]:
         with self._looked_at(log) as notes:
             loss, grad_norm = self._update_once(log)
             notes.loss, notes.values["grad_norm"] = loss, grad_norm
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            raise self._nonfinite(log, loss, grad_norm)
+        return loss, grad_norm
+
+    def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
+        """After a look: whether the settings of the run have changed; then they hold at once."""
+        if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
+            return False
+        before, self.training = self.training, self.autopilot.training
+        self.recipe = self.training.recipe_at(self.step)
+        apply_recipe(self.model, self.training, step=self.step)
+        self.surroundings = surroundings(self.training, self.device)
+        self._renew_loss_scaler(keep=before.loss_scale == self.training.loss_scale)
+        return True
+
+    def _renew_loss_scaler(self, *, keep: bool) -> None:
+        """Another scaler for other settings; ``keep`` the scale where they are not about it."""
+        before, self.scaler = self.scaler, _loss_scaler(self.training, self.device)
+        if before is not None and self.scaler is not None and keep:
+            self.scaler.load_state_dict(before.state_dict())
+        scales = [1.0 if one is None else one.value for one in (before, self.scaler)]
+        if scales[0] != scales[1]:
+            rescale_gradient_history(self.model, scales[1] / scales[0])
 
     def _enter_phase(self, log: MetricsLog) -> None:
         """Let the layers run the recipe of the step that comes, if another one begins with it."""
@@ -187,7 +230,10 @@ class Trainer:
         if self.watcher is None:
             return nullcontext(StepNotes())
         self.watcher.on_sample = log.write_sample
-        return self.watcher.step(self.step + 1, always=always)
+        step = self.watcher.step(self.step + 1, always=always)
+        if self.autopilot is None or not self.watcher.is_due(self.step + 1):
+            return step
+        return self.autopilot.looking(self.model, self.step + 1, step)
 
     def _update_once(self, log: MetricsLog) -> tuple[float, float]:
         """Take a step, unless the loss or the gradients' norm is not finite; returns both."""
@@ -343,16 +389,11 @@ class Trainer:
         )
         self.emit(Saved(step=self.step, path=self.checkpoint))
 
-    def _continue_from_checkpoint(self) -> Path | None:
-        found = resumable_state(self.run_dir, self.config, self.data)
-        if found is None:
-            return None
-        path, state = found
-        self.recipe = self.training.recipe_at(state.step)
-        apply_recipe(self.model, self.training, step=state.step)
-        self.step = load_checkpoint(path, model=self.model, optimizer=self.optimizer, scaler=self.scaler).step
+    def _continue_from(self, checkpoint: Path) -> Path:
+        apply_recipe(self.model, self.training, step=self.step)
+        load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
         self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
-        return path
+        return checkpoint
 
     def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:
         with self._looked_at(log, always=True):

@@ -15,12 +15,17 @@ A run of an FP8 recipe is looked at every ``statistics_interval`` steps: the lin
 described in octavo/doctor/series.py. A run that broke ends with {"kind": "failure", "step": 8, "loss": null,
 "grad_norm": null, "tensor": "output of …"}: the first non-finite tensor, where a replay of the step found one.
 
+With the autopilot there are "autopilot" lines, described in octavo/training/autopilot_journal.py, and lines {"kind":
+"probation", "step": 90, "path": …, "names": …, "values": …} that have what "watched" and "statistics" have, of one
+layer under the recipe that it does not run.
+
 ``seconds`` is the one field that depends on the machine's mood; all others of a run that was interrupted and resumed
 with the same number of CPU ``threads`` equal those of an uninterrupted one. Lines after the checkpoint that a run
 resumes from are cut off first.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,7 @@ from octavo.doctor import Sample
 from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
 from octavo.files import write_atomically
 
-__all__ = ["METRICS", "MetricsLog", "read_metrics"]
+__all__ = ["METRICS", "MetricsLog", "lines_up_to", "read_metrics"]
 
 TENSORBOARD = "tensorboard"
 CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity"), "overflow": ("loss_scale",)}
@@ -41,13 +46,17 @@ class MetricsLog:
         run_dir: the run's folder.
         after_step: the step of the checkpoint that the run continues from, 0 for a new one; later lines are cut off,
             and without a checkpoint (None) all.
+        on_line: called with each line as it will be read back.
     """
 
-    def __init__(self, run_dir: Path, *, after_step: int | None) -> None:
+    def __init__(
+        self, run_dir: Path, *, after_step: int | None, on_line: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
         path = run_dir / METRICS
-        kept = [] if after_step is None else [line for line in read_metrics(run_dir) if line["step"] <= after_step]
+        kept = [] if after_step is None else lines_up_to(run_dir, after_step)
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._samples = SampleLines(kept)
+        self._on_line = on_line
         self._file = path.open("a", encoding="utf-8")
         self._board = _tensorboard(run_dir / TENSORBOARD, purge_step=(after_step or 0) + 1)
 
@@ -58,8 +67,11 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line."""
-        self._file.write(line_of(kind, step, values))
+        line = line_of(kind, step, values)
+        self._file.write(line)
         self._file.flush()
+        if self._on_line is not None:
+            self._on_line(json.loads(line))
         if self._board is not None:
             for name in CURVES.get(kind, ()):
                 self._board.add_scalar(f"{kind}/{name}", values[name], step)
@@ -86,6 +98,15 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         TrainingError: another line is not what a run writes.
     """
     return read_lines(run_dir / METRICS)
+
+
+def lines_up_to(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """What a run had written when it saved the checkpoint of a step.
+
+    Raises:
+        TrainingError: a line is not what a run writes.
+    """
+    return [line for line in read_metrics(run_dir) if line["step"] <= step]
 
 
 def _summary(scalars: dict[str, float]) -> Any:

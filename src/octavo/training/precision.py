@@ -12,6 +12,7 @@ torch's own. In a phase of BF16 (see :mod:`octavo.training.precision_schedule`) 
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from octavo.recipes import Recipe
 from octavo.training.config import Device, Precision, TrainingConfig
 from octavo.training.recipe_choice import BF16
 
-__all__ = ["apply_recipe", "resolve_device", "surroundings"]
+__all__ = ["apply_recipe", "layer_recipe", "resolve_device", "surroundings"]
 
 
 def resolve_device(device: Device) -> torch.device:
@@ -60,6 +61,15 @@ def apply_recipe(model: nn.Module, training: TrainingConfig, *, step: int = 1) -
         )
     plain = _leave_rest_plain(model, training, taken=report.converted if report else ())
     return report or plain
+
+
+def layer_recipe(path: str, training: TrainingConfig, *, step: int = 1) -> Recipe:
+    """What :func:`apply_recipe` lets the layer at ``path`` run in a step, if it converts it."""
+    if any(fnmatchcase(path, pattern) for pattern in training.skip):
+        return recipes.get(BF16)
+    name = training.recipe_at(step)
+    own = (other for pattern, other in training.overrides.items() if fnmatchcase(path, pattern))
+    return recipe_named(name if name == BF16 else next(own, name), training)
 
 
 def recipe_named(name: str, training: TrainingConfig) -> Recipe:

@@ -23,6 +23,7 @@ from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, TrainingError
 from octavo.files import remove_if_empty, write_atomically
 from octavo.models import Llama, LlamaConfig
+from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import (
     CheckpointState,
     foreign_file,
@@ -33,7 +34,7 @@ from octavo.training.checkpoint import (
 )
 from octavo.training.config import Device, RunConfig, load_config, save_config
 from octavo.training.data import TokenData
-from octavo.training.metrics import METRICS, read_metrics
+from octavo.training.metrics import METRICS, lines_up_to, read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.tokenizer import load_tokenizer
 
@@ -140,7 +141,10 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
     state = read_state(path)
     target = resolve_device(device or config.training.device)
     model = Llama(_llama_config(path, state)).to(target)
-    apply_recipe(model, config.training, step=state.step)
+    training = config.training
+    if training.autopilot:
+        training = Autopilot(config, lines_up_to(folder, state.step)).training
+    apply_recipe(model, training, step=state.step)
     load_model(path, model)
     model.eval()
     return TrainedRun(
@@ -148,7 +152,7 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
         model=model,
         tokenizer=load_tokenizer(folder / TOKENIZER),
         step=state.step,
-        surroundings=surroundings(config.training, target),
+        surroundings=surroundings(training, target),
     )
 
 
@@ -241,7 +245,8 @@ def _locked(run_dir: Path) -> Iterator[None]:
 def _difference(before: RunConfig, now: RunConfig) -> str:
     """The first key that differs, with both values."""
     old, new = _flat(before.to_dict()), _flat(now.to_dict())
-    key = next(key for key in old if old[key] != new.get(key) and key not in RunConfig.FREE_TO_CHANGE)
+    differing = (key for key in old if old[key] != new.get(key) and key not in before.free_to_change)
+    key = next(differing, "training.overrides")  # which may differ in their order alone
     return f"{key} = {old[key]!r}, not {new.get(key)!r}"
 
 

@@ -3,7 +3,7 @@
 | kind      | workload | injection | recipe                                     | to see                             |
 |-----------|----------|-----------|--------------------------------------------|------------------------------------|
 | fault     | yes      | yes       | the fault's                                | whether the doctor names the fault |
-| cured     | yes      | yes       | the fault's, changed as its remedy says    | whether the loss comes back        |
+| cured     | yes      | yes       | the fault's, changed as the doctor says    | whether the loss comes back        |
 | reference | yes      | no        | tensorwise                                 | what the loss should be            |
 | clean     | its own  | no        | every recipe, at several learning rates    | whether the doctor stays quiet     |
 """
@@ -12,15 +12,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from octavo import recipes
 from octavo.doctor import Finding, diagnose
+from octavo.doctor.findings import Remedy
+from octavo.doctor.remedies import applied
 from octavo.nn import Linear
 from octavo.recipes import Recipe
-from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, config_from_dict
 from octavo.training.data import TokenData
 from octavo.training.loop import Trainer
 from octavo.trials.faults import FAULTS, Injection, add_adapter, reducing_amaxes, switching_precision
@@ -86,7 +89,7 @@ class Setting:
     hidden_size: int = 128
     num_layers: int = 4
     vocab_size: int = 2048
-    start_steps: int = 80
+    start_steps: int = 160
     steps: int = 35
     rank_steps: int = 15
     batch_size: int = 4
@@ -95,7 +98,7 @@ class Setting:
 
     def config(self, *, seed: int, training: Mapping[str, Any]) -> RunConfig:
         """A run's configuration."""
-        common = {"lr": 1.5e-3, "min_lr": 1e-4, "warmup": 40, "steps": 400, "statistics_interval": 5}
+        common = {"lr": 1.5e-3, "min_lr": 1e-4, "warmup": 40, "steps": 800, "statistics_interval": 5}
         own = {"batch_size": self.batch_size, "context": self.context, "threads": self.threads, "eval_tokens": 8192}
         model = ModelConfig(
             hidden_size=self.hidden_size, intermediate_size=3 * self.hidden_size, num_layers=self.num_layers
@@ -139,11 +142,8 @@ def plan_of(case: Case) -> Plan:
     fault = _FAULTS[case.name]
     if case.kind is Kind.REFERENCE:
         return Plan(around=(fault.workload,), ranks=fault.ranks)
-    around, training, own = (fault.workload, fault.inject), {**fault.training}, {**fault.recipes}
-    if case.kind is Kind.CURED and fault.remedy is not None:
-        training |= fault.remedy.training
-        own |= fault.remedy.recipes
-    return Plan(training=training, recipes=own, around=around, ranks=fault.ranks)
+    around = (fault.workload, fault.inject)
+    return Plan(training=fault.training, recipes=fault.recipes, around=around, ranks=fault.ranks)
 
 
 def begin(setting: Setting, data: TokenData, seed: int) -> Start:
@@ -168,7 +168,9 @@ class CaseRun:
     answers: Mapping[str, Answer]
 
 
-def run_case(case: Case, setting: Setting, data: TokenData, start: Start, *, rank: int = 0) -> CaseRun:
+def run_case(
+    case: Case, setting: Setting, data: TokenData, start: Start, *, rank: int = 0, remedy: Remedy | None = None
+) -> CaseRun:
     """Run a case in this process, as one of its ranks.
 
     Args:
@@ -177,9 +179,13 @@ def run_case(case: Case, setting: Setting, data: TokenData, start: Start, *, ran
         data: the token files.
         start: of the case's seed.
         rank: decides which batches are read.
+        remedy: of a cured case; a layer that it speaks of has no recipe from the fault.
     """
     plan, layer = plan_of(case), case.seed % setting.num_layers
     config = setting.config(seed=case.seed + 1000 * rank, training=plan.training)
+    if remedy is not None:
+        config = config_from_dict(applied(config.to_dict(), [remedy]))
+    mended = [*config.training.overrides, *config.training.skip]
     answers: dict[str, Answer] = {}
 
     @contextmanager
@@ -192,10 +198,12 @@ def run_case(case: Case, setting: Setting, data: TokenData, start: Start, *, ran
             yield
 
     def prepare(model: nn.Module) -> None:
-        for path, recipe in plan.recipes.items():
-            module = model.get_submodule(path.format(layer=layer))
+        for pattern, recipe in plan.recipes.items():
+            path = pattern.format(layer=layer)
+            module = model.get_submodule(path)
             assert isinstance(module, Linear)
-            module.set_recipe(recipes.get(recipe), module.scale_updates, path=module.path)
+            if not any(fnmatchcase(path, one) for one in mended):
+                module.set_recipe(recipes.get(recipe), module.scale_updates, path=module.path)
 
     steps = setting.steps if plan.ranks == 1 else setting.rank_steps
     run, _ = short_run(config, data, steps=steps, start=start, around=around, prepare=prepare)

@@ -65,7 +65,7 @@ class PairedRuns:
         for name, value in (("steps", steps), ("orders", orders)):
             if value < 2:
                 raise ConfigError(f"{name} must be a whole number of at least 2, not {value!r}")
-        origin = replace(origin, config=origin.config.with_training(precision_schedule=()))
+        origin = replace(origin, config=origin.config.with_training(precision_schedule=(), autopilot=False))
         self.origin, self.steps, self.orders, self.around, self.on_run = origin, steps, orders, around, on_run
         self.layers = fp8_layers(build_model(origin.config, origin.data.vocab_size)[0])
         if not self.layers:

@@ -17,7 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,9 @@ from typing import Any, TypeVar
 import torch
 
 from octavo.doctor import Finding, Severity
+from octavo.doctor.findings import Remedy
 from octavo.errors import ConfigError
+from octavo.training.config import TrainingConfig
 from octavo.training.data import TokenData, open_data
 from octavo.trials.cases import CLEAN, Case, Kind, Setting, begin, plan_of, run_case
 from octavo.trials.faults import FAULTS, Fault, nothing
@@ -37,6 +40,7 @@ __all__ = ["Cure", "JudgedRun", "SelftestConfig", "SelftestResult", "measuring",
 
 Progress = Callable[[str, int, int], None]  # phase, done, total
 BAR, GAP_BAR_NATS = 0.95, 0.02
+SETTINGS = {field.name for field in fields(TrainingConfig)}
 Found = TypeVar("Found")
 NAMES = {fault.name: fault for fault in FAULTS}
 
@@ -71,18 +75,16 @@ class SelftestConfig:
                     raise ConfigError(f"there is no {what} {name!r}; there are {', '.join(known)}")
 
     def cases(self) -> Iterator[Case]:
-        """Every run, in order."""
+        """Runs with faults and clean ones, in order."""
         for seed in self.seeds:
             yield from (Case(kind=Kind.FAULT, name=name, seed=seed) for name in self.faults)
         for index, name in enumerate(self.clean):
             yield Case(kind=Kind.CLEAN, name=name, seed=self.seeds[index % len(self.seeds)])
-        cured = [Case(kind=Kind.CURED, name=name, seed=seed) for seed, name in self._cured()]
-        yield from cured
-        yield from dict.fromkeys(reference_of(case) for case in cured)
 
-    def _cured(self) -> Iterator[tuple[int, str]]:
-        for seed in self.seeds[: self.cures]:
-            yield from ((seed, name) for name in self.faults if NAMES[name].remedy is not None)
+    def mendable(self) -> list[Case]:
+        """Faults whose remedies are tried."""
+        names = [name for name in self.faults if NAMES[name].mendable]
+        return [Case(kind=Kind.FAULT, name=name, seed=seed) for seed in self.seeds[: self.cures] for name in names]
 
 
 def reference_of(case: Case) -> Case:
@@ -119,6 +121,7 @@ class JudgedRun:
         failure: what it broke with.
         answers: what other tools said.
         seconds: how long it took.
+        remedy: the one that a cured run applied.
     """
 
     case: Case
@@ -127,6 +130,7 @@ class JudgedRun:
     failure: str | None
     answers: Mapping[str, Answer]
     seconds: float
+    remedy: Remedy | None = None
 
     @property
     def fault(self) -> Fault | None:
@@ -137,6 +141,11 @@ class JudgedRun:
     def first(self) -> Finding | None:
         """The worst finding that is more than a note."""
         return next((one for one in self.findings if one.severity is not Severity.NOTE), None)
+
+    def first_remedy(self) -> Remedy | None:
+        """The first finding's first remedy that a run's settings can carry out."""
+        remedies = () if self.first is None else self.first.remedies
+        return next((one for one in remedies if one.changes and one.changes.keys() <= SETTINGS), None)
 
     def names_fault(self, layers: int) -> bool:
         """Whether the first finding names cause and place of the fault, in a model of so many blocks."""
@@ -149,6 +158,7 @@ class Cure:
     """Validation losses of a fault's clean, faulty and cured run, in nats; None where a run broke."""
 
     fault: Fault
+    remedy: Remedy
     clean: float | None
     faulty: float | None
     cured: float | None
@@ -215,11 +225,13 @@ class SelftestResult:
         return [
             Cure(
                 fault=NAMES[case.name],
+                remedy=remedy,
                 clean=nats[reference_of(case)],
                 faulty=nats[replace(case, kind=Kind.FAULT)],
                 cured=nats[case],
             )
-            for case in (run.case for run in self.of(Kind.CURED))
+            for case, remedy in ((run.case, run.remedy) for run in self.of(Kind.CURED))
+            if remedy is not None
         ]
 
     @property
@@ -241,7 +253,7 @@ def run_selftest(
         config: what to run; None for :func:`measuring`.
         data: tokens of the built-in corpus, prepared with the setting's vocabulary size.
         processes: how many cases run at a time, each on the setting's threads.
-        on_progress: called with a phase ("start" or "run"), how much of it is done and how much there is.
+        on_progress: called with a phase ("start", "run" or "remedy"), how much of it is done and how much there is.
 
     Raises:
         ConfigError: ``processes`` is below 1, or the data has another vocabulary than the setting.
@@ -259,9 +271,21 @@ def run_selftest(
     with tempfile.TemporaryDirectory(prefix="octavo-") as name:
         room = _Room(setting=chosen.setting, data=str(data.folder), starts=name)
         _all(_begin, [(room, seed) for seed in chosen.seeds], processes, lambda *done: report("start", *done))
-        tasks = [(room, case) for case in chosen.cases()]
-        runs = _all(_run, tasks, processes, lambda *done: report("run", *done))
+        runs = _all(_run, [(room, case) for case in chosen.cases()], processes, lambda *done: report("run", *done))
+        cures = list(_cures(room, chosen, runs))
+        runs += _all(_run, cures, processes, lambda *done: report("remedy", *done)) if cures else []
     return SelftestResult(config=chosen, runs=tuple(runs), seconds=time.perf_counter() - started)
+
+
+def _cures(room: "_Room", config: SelftestConfig, runs: Sequence[JudgedRun]) -> Iterator[tuple[Any, ...]]:
+    """Runs with the fault and the doctor's remedy, and those that they are compared with."""
+    mendable, references = set(config.mendable()), dict[Case, None]()
+    for run in runs:
+        remedy = run.first_remedy() if run.case in mendable else None
+        if remedy is not None:
+            references[reference_of(run.case)] = None
+            yield room, replace(run.case, kind=Kind.CURED), remedy
+    yield from ((room, case) for case in references)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +305,9 @@ def _begin(room: _Room, seed: int) -> None:
     torch.save({"step": start.step, "weights": start.weights, "optimizer": start.optimizer}, room.start_file(seed))
 
 
-def _run(room: _Room, case: Case) -> JudgedRun:
+def _run(room: _Room, case: Case, remedy: Remedy | None = None) -> JudgedRun:
     start, started = Start(**torch.load(room.start_file(case.seed))), time.perf_counter()
-    run = run_case if plan_of(case).ranks == 1 else run_on_ranks
+    run = partial(run_case, remedy=remedy) if plan_of(case).ranks == 1 else run_on_ranks
     found = run(case, room.setting, open_data(room.data), start)
     return JudgedRun(
         case=case,
@@ -292,11 +316,12 @@ def _run(room: _Room, case: Case) -> JudgedRun:
         failure=found.run.failure,
         answers=found.answers,
         seconds=time.perf_counter() - started,
+        remedy=remedy,
     )
 
 
 def _all(
-    work: Callable[..., Found], tasks: Sequence[tuple[_Room, Any]], processes: int, report: Callable[[int, int], None]
+    work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], processes: int, report: Callable[[int, int], None]
 ) -> list[Found]:
     """``work`` on every task, in the tasks' order."""
     report(0, len(tasks))

@@ -132,11 +132,9 @@ def _cures_table(result: SelftestResult) -> Table:
 
 
 def _cure_row(cure: Cure) -> list[str]:
-    remedy = cure.fault.remedy
-    assert remedy is not None
     numbers = [_nats(value) for value in (cure.clean, cure.faulty, cure.cured)]
     gap = NONE if cure.gap is None else f"{cure.gap:+.4f}"
-    return [cure.fault.name, remedy.text, *numbers, gap, "yes" if cure.restores else "no"]
+    return [cure.fault.name, cure.remedy.text, *numbers, gap, "yes" if cure.restores else "no"]
 
 
 def _nats(value: float | None) -> str:

@@ -17,7 +17,7 @@ from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate
 from octavo.training.events import Event
 from octavo.training.loop import Trainer, build_model
-from octavo.training.metrics import MetricsLog, read_metrics
+from octavo.training.metrics import read_metrics
 from octavo.training.threads import using_threads
 
 __all__ = ["ShortRun", "Start", "short_run", "start_of"]
@@ -86,7 +86,7 @@ def short_run(
             trainer.step = start.step
             trainer.model.load_state_dict(start.weights)
             trainer.optimizer.load_state_dict(copy.deepcopy(start.optimizer))
-        log, failure, nats = MetricsLog(trainer.run_dir, after_step=None), None, None
+        log, failure, nats = trainer.open_log(), None, None
         trainer.model.train()
         try:
             with around(trainer):

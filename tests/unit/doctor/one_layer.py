@@ -45,7 +45,7 @@ def captured(
         x: its input.
         gradient: of its output.
         before: what the input was multiplied with in an earlier step, by its number.
-        steps: how many it trains for.
+        steps: how many it trains for; 9 at most, since the rules are asked less often after 8 looks.
     """
     model = torch.nn.Sequential(torch.nn.Linear(x.shape[1], gradient.shape[1], bias=False))
     octavo.convert(model, recipe, scale_updates="manual")

@@ -4,7 +4,7 @@ from torch import nn
 
 import octavo
 from octavo.doctor import Captures, Severity, load_capture, watch
-from octavo.doctor.captor import LAYERS_PER_LOOK, LOOKS_BEFORE_ANOTHER, OUTPUTS, TOKENS, Captor
+from octavo.doctor.captor import ASK_EVERY, LAYERS_PER_LOOK, LOOKS_BEFORE_ANOTHER, OUTPUTS, TOKENS, Captor
 from tests.unit.doctor.one_layer import captured, finding, found
 
 
@@ -164,9 +164,9 @@ def captor(count=10):
 def test_a_look_captures_few_layers_worst_first():
     one = captor()
     findings = [found(path=str(index)) for index in range(10)]
-    one.see(findings)
+    one.look(lambda: findings)
     assert one.wanted == tuple(map(str, range(LAYERS_PER_LOOK)))
-    one.see(findings)
+    one.look(lambda: findings)
     assert one.wanted == tuple(map(str, range(LAYERS_PER_LOOK, 2 * LAYERS_PER_LOOK)))
 
 
@@ -174,8 +174,25 @@ def test_the_same_finding_is_captured_again_after_some_looks():
     one = captor(1)
     wanted = []
     for _ in range(2 * LOOKS_BEFORE_ANOTHER):
-        one.see([found(path="0")])
+        one.look(lambda: [found(path="0")])
         wanted.append(bool(one.wanted))
-    assert [index for index, is_wanted in enumerate(wanted) if is_wanted] == [0, LOOKS_BEFORE_ANOTHER]
-    one.see([found(path="0"), found("zero-tensor", path="0")])
+    first, second = (index for index, is_wanted in enumerate(wanted) if is_wanted)
+    assert first == 0
+    assert LOOKS_BEFORE_ANOTHER <= second < LOOKS_BEFORE_ANOTHER + ASK_EVERY
+    one = captor(1)
+    one.look(lambda: [found(path="0")])
+    one.look(lambda: [found(path="0"), found("zero-tensor", path="0")])
     assert one.wanted == ("0",), "another finding of the same layer"
+
+
+def test_the_rules_are_asked_at_every_look_of_a_short_run_and_seldom_in_a_long_one():
+    one, asked = captor(1), []
+
+    def findings(look):
+        asked.append(look)
+        return [found(path="0")] if look == 8 else []
+
+    for look in range(1, 21):
+        one.look(lambda look=look: findings(look))
+        assert one.wanted == (("0",) if look == 8 else ()), "one look captures, not all until the rules are asked again"
+    assert asked == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20]

@@ -1,5 +1,6 @@
 """One cause is one finding: what it leads to is not listed beside it."""
 
+import numpy as np
 import pytest
 
 from octavo.doctor import Finding, Severity, Thresholds, diagnose
@@ -157,3 +158,19 @@ def test_a_finding_prints_as_one_line():
         "warn: stale-scale at first, input, steps 15-30: the history of 16 steps lags: amax grew 3x since the scale "
         "was made, 10.00% of the elements saturate"
     )
+
+
+def test_of_two_causes_that_explain_each_other_the_first_in_the_table_stays():
+    """A scale that jumps for a while and then stands still."""
+    scales = np.array([1, 2, 1, 2, 1, 2, *[1] * 6]) / 448
+    amaxes = np.array([1.0] * 6 + [1, 2, 3, 4, 5, 6])
+    changes = {"amax": amaxes, "scale": scales, "stale_ratio": amaxes / (scales * 448)}
+    series = looks("delayed", count=12, casts={(FIRST, "input"): changes})
+    assert {"scale-oscillation", "frozen-scale"} <= raw(series)
+    assert codes(series) == [("scale-oscillation", FIRST, "input")]
+
+
+def test_a_note_explains_nothing():
+    changes = {"rms": 1, "amax": [100, 100, 100, 2000, 2000, 2000], "underflow_fraction": 0.2}
+    found = codes(looks(casts={(FIRST, "input"): changes}))
+    assert found == [("bulk-underflow", FIRST, "input"), ("outlier-growth", FIRST, "input")]

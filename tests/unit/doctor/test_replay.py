@@ -115,7 +115,7 @@ def test_underflow_and_bytes_are_those_of_the_casts(tmp_path):
 
 
 def test_a_history_that_keeps_a_past_outlier_wants_a_shorter_window(tmp_path):
-    capture = captured(tmp_path, "delayed", **gaussian(), before=lambda step: 1e6 if step == 2 else 1.0, steps=10)
+    capture = captured(tmp_path, "delayed", **gaussian(), before=lambda step: 1e6 if step == 2 else 1.0, steps=9)
     ran, *others = replay(capture, rounds=1)
     trials = by_name(others)
     assert ran.underflow["input"] > 0.99

@@ -35,7 +35,7 @@ EXACT = ("amax", "nonfinite", "zero_fraction", "saturation_fraction", "underflow
 
 def found_by(way, x, made):
     """CAST_FIELDS by name, the way that a test asks for."""
-    if statistics.is_transposed(x):
+    if cpu.is_transposed(x):
         x, made = x.t(), statistics._transposed(made)
     rows = spread(x.shape[0], statistics.SAMPLED_ELEMENTS // x.shape[1])
     if way == "torch":
@@ -46,7 +46,7 @@ def found_by(way, x, made):
 
 
 def assert_right(x, made, ways=WAYS):
-    turned = statistics.is_transposed(x)
+    turned = cpu.is_transposed(x)
     size, other = x.shape[::-1] if turned else x.shape
     rows = spread(size, statistics.SAMPLED_ELEMENTS // other)
     wanted = numbers_of(x, made, (slice(None), rows) if turned else (rows, slice(None)))
@@ -152,10 +152,14 @@ def test_a_tensor_of_one_number(value, way):
 @pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
 def test_scales_in_bytes(recipe):
     spec = octavo.recipes.get(recipe).output.a
+    assert spec is not None
+    granularity = spec.granularity
     for x in (numbers(70, 150), numbers(150, 70).t()):
-        options = {"granularity": spec.granularity, "scale_rounding": ScaleRounding.RCEIL}
-        assert_right(x, octavo.quantize(x, E4M3, scale_format=E8M0, **options))
-        assert_right(x, octavo.quantize(x, E4M3, scale_format=FP32, **options))
+        for scale_format in (E8M0, FP32):
+            made = octavo.quantize(
+                x, E4M3, granularity=granularity, scale_rounding=ScaleRounding.RCEIL, scale_format=scale_format
+            )
+            assert_right(x, made)
 
 
 @pytest.mark.parametrize("shape", [(2000, 64), (3, 9000), (1, 40000)], ids=str)
@@ -237,8 +241,8 @@ def test_taken_rows_decode_as_they_did(granularity):
 
 
 def product(left, right, accumulate=Accumulate.FP32, granularity=None):
-    made = [octavo.quantize(side, E4M3, granularity=granularity) for side in (left, right)]
-    return made, product_results(*made, (left, right), accumulate)
+    a, b = (octavo.quantize(side, E4M3, granularity=granularity) for side in (left, right))
+    return [a, b], product_results(a, b, (left, right), accumulate)
 
 
 @pytest.mark.parametrize("accumulate", Accumulate)

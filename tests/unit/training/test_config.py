@@ -27,7 +27,7 @@ UNUSUAL = RunConfig(
         recipe="delayed", recipe_options={"history_length": 4, "statistic": "mean"}, precision=Precision.FP32,
         skip=("*.q_proj", "*.k_proj"), betas=(0.8, 0.99), lr=1e-4, min_lr=0.0, eval_interval=0,
         overrides={"model.layers.3.mlp.down_proj": "bf16", "*.up_proj": "rowwise"}, cache_weights=True,
-        convert_head=True,
+        convert_head=True, precision_schedule=(("bf16", 0.0), ("rowwise", 0.25)), autopilot=True,
     ),
 )  # fmt: skip
 
@@ -116,7 +116,7 @@ def test_hash_changes_with_every_key_that_matters():
     special = {
         "recipe": "bf16", "skip": ("x",), "device": "cpu", "precision": "fp32", "loss_scale": "dynamic",
         "adjust_for_fp8": True, "betas": (0.5, 0.6), "min_lr": 1e-5, "overrides": {"*.q_proj": "bf16"},
-        "convert_head": True, "cache_weights": True,
+        "convert_head": True, "cache_weights": True, "precision_schedule": (("fp8", 0.0),), "autopilot": True,
     }  # fmt: skip
     for field in fields(TrainingConfig):
         if field.name == "recipe_options":

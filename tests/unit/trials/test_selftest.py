@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from octavo.doctor import Finding, Severity
+from octavo.doctor.findings import Remedy
 from octavo.errors import ConfigError
 from octavo.trials import selftest_table
 from octavo.trials.cases import CLEAN, Case, Kind
@@ -88,11 +89,21 @@ def test_a_cure_is_the_gap_to_the_run_that_it_should_equal():
     case = Case(kind=Kind.CURED, name="wrong scale", seed=2)
     clean = replace(QUIET, case=reference_of(case), nats=5.0)
     for nats, gap, restores in ((5.02, 0.02, True), (5.03, 0.03, False), (4.9, -0.1, True), (None, None, False)):
-        result = result_of(clean, replace(NAMED, nats=6.0), replace(QUIET, case=case, nats=nats))
+        cured = replace(QUIET, case=case, nats=nats, remedy=Remedy(text="blockwise"))
+        result = result_of(clean, replace(NAMED, nats=6.0), cured)
         (cure,) = result.cures
         assert (cure.clean, cure.faulty) == (5.0, 6.0)
         assert cure.gap == (None if gap is None else pytest.approx(gap))
         assert cure.restores is restores or gap == 0.02  # 5.02 - 5.0 is a rounding above the bar
+
+
+def test_the_first_remedy_that_settings_can_carry_out():
+    words, code = Remedy(text="look for it"), Remedy(text="mend it", changes={"no setting": 1})
+    setting = Remedy(text="blockwise", changes={"overrides": {"a": "blockwise"}})
+    found = finding("inexact-amax", "model.layers.2.mlp.up_proj")
+    assert judged(Kind.FAULT, "wrong scale", replace(found, remedies=(words, code, setting))).first_remedy() is setting
+    assert judged(Kind.FAULT, "wrong scale", replace(found, remedies=(words,))).first_remedy() is None
+    assert SILENT.first_remedy() is None
 
 
 def test_the_tables_say_what_the_result_holds():
@@ -105,7 +116,7 @@ def test_the_tables_say_what_the_result_holds():
     text = selftest_table.markdown(result)
     assert "Recall 0.500: the first finding names cause and place in 1 of 2 runs with a fault." in text
     assert "- wrong scale, seed 2: nothing was found" in text
-    assert f"- clean run {PLAIN!r}, seed 2: warn: saturation at the run" in text
+    assert f"- clean run {PLAIN!r}, seed 2: warn: saturation at input" in text
 
 
 def test_thresholds_are_tuned_on_other_seeds_and_another_width_than_they_are_measured_on():
@@ -132,13 +143,16 @@ def test_what_no_selftest_runs(options, sentence):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_whole_tiny_selftest(processes, tmp_path):
-    config = SelftestConfig(setting=TINY, seeds=(1,), faults=("wrong scale",), clean=(PLAIN,))
+    setting = replace(TINY, steps=5)  # the fifth is looked at
+    config = SelftestConfig(setting=setting, seeds=(1,), faults=("wrong scale",), clean=(PLAIN,))
     seen = []
     result = run_selftest(config, data=data_in(tmp_path), processes=processes, on_progress=lambda *x: seen.append(x))
     assert [run.case.kind for run in result.runs] == [Kind.FAULT, Kind.CLEAN, Kind.CURED, Kind.REFERENCE]
     assert all(run.nats is not None for run in result.runs)
-    assert (seen[0], seen[-1]) == (("start", 0, 1), ("run", 4, 4))
-    assert "wrong scale" in selftest_table.markdown(result)
+    assert (seen[0], seen[-1]) == (("start", 0, 1), ("remedy", 2, 2))
+    (cure,) = result.cures
+    assert cure.remedy.changes == {"overrides": {"model.layers.1.mlp.up_proj": "blockwise"}}
+    assert cure.remedy.text in selftest_table.markdown(result)
 
 
 def test_data_of_another_vocabulary_and_too_few_processes_are_refused(tmp_path):

@@ -12,7 +12,7 @@ from octavo.trials.cases import Setting
 from tests.unit.training.tiny_runs import tiny_data
 
 TINY = Setting(
-    hidden_size=32, num_layers=2, vocab_size=300, start_steps=1, steps=2, rank_steps=2, batch_size=2, context=32
+    hidden_size=32, num_layers=2, vocab_size=300, start_steps=1, steps=2, rank_steps=4, batch_size=2, context=32
 )
 
 

@@ -14,7 +14,9 @@ from octavo.cli.progress import open_display
 from octavo.cli.runs import check_is_run
 from octavo.doctor import Captures, Finding, Severity, diagnose
 from octavo.doctor.remedies import applied, ranked
+from octavo.doctor.report import histograms_of, render
 from octavo.errors import ConfigError
+from octavo.files import write_atomically
 from octavo.training.config import RunConfig, config_from_dict, save_config
 from octavo.training.run_folder import CAPTURES, CONFIG
 from octavo.training.watched_run import WatchedRun, check_comparable, read_run, watched_run
@@ -33,6 +35,9 @@ def examine(
     fixed: Annotated[
         Path | None,
         typer.Option("--apply", metavar="FILE", help="Write the configuration with every finding's first remedy."),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page to look at: loss, heat map, findings.")
     ] = None,
     env: Annotated[bool, typer.Option("--env", help="Show versions, devices, native kernels, who multiplies.")] = False,
     as_json: options.Json = False,
@@ -54,6 +59,8 @@ def examine(
         print_findings(findings)
         print_remedies(findings)
         stdout().print(_summary(run, findings), markup=False, soft_wrap=True)
+    if page is not None:
+        _write_page(run, reference, findings, page)
     if fixed is not None and config is not None:
         _write_mended(config, findings, fixed)
     raise typer.Exit(exit_code_of(findings))
@@ -109,6 +116,18 @@ def _write_mended(config: RunConfig, findings: list[Finding], fixed: Path) -> No
         save_config(mended, fixed)
         line = f"{fixed} holds the remedies; train with octavo train --config {fixed}"
     stderr().print(line, markup=False, soft_wrap=True)
+
+
+def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Finding], page: Path) -> None:
+    content = render(
+        run.series,
+        findings,
+        title=run.run_dir.resolve().name,
+        reference=None if reference is None else reference.series,
+        histograms=histograms_of(findings, Captures(run.run_dir / CAPTURES)),
+    )
+    write_atomically(page, content)
+    stderr().print(f"{page} holds the page", markup=False, soft_wrap=True)
 
 
 def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:

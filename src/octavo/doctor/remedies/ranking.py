@@ -14,6 +14,7 @@ from octavo.recipes import Recipe
 
 __all__ = ["ranked"]
 
+BY_KIND = ("sensitive-module", "slow-layer")  # judged by what the layer is, whatever its tensors of one step show
 UNDERFLOWS = ("gradient-underflow", "bulk-underflow")  # what no product's error shows
 
 
@@ -23,8 +24,8 @@ def ranked(finding: Finding, captures: Captures | Iterable[Capture], *, rounds: 
     Every remedy that changes the recipe of the finding's layer is tried on its newest capture, and so are the presets
     that are finer than the layer's and that no rule named. What the replay shows to remove nothing comes last; what it
     cannot show, such as a learning rate, stands between. The order stays as it is where no capture is there, where the
-    captured layer is healthy under its own recipe (then its tensors are not to blame), and where the rules know nothing
-    but words.
+    captured layer is healthy under its own recipe (then its tensors are not to blame), where a layer is found for what
+    it is, such as a head, and where the rules know nothing but words.
 
     Args:
         finding: with the remedies that :func:`remedies_for` gave it.
@@ -50,7 +51,7 @@ def ranked(finding: Finding, captures: Captures | Iterable[Capture], *, rounds: 
     role = finding.role if finding.code in UNDERFLOWS else None
     by_index = {int(trial.name): trial for trial in trials}
     proven = [_proven(remedy, by_index.get(index), ran, role) for index, remedy in enumerate(remedies)]
-    if harm(ran, role) <= 1:
+    if harm(ran, role) <= 1 or finding.code in BY_KIND:
         return tuple(proven[: len(finding.remedies)])
     scores = {index: score(trial, ran, role) for index, trial in by_index.items()}
     return tuple(proven[index] for index in sorted(range(len(proven)), key=lambda index: _place(scores.get(index))))

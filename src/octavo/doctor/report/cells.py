@@ -83,7 +83,7 @@ def columns_of(steps: Floats, *, most: int = MOST_COLUMNS) -> Columns:
 
 def layers_of(series: Series) -> list[str]:
     """Every row that a map can have: layers in the order in which they ran, then what is no layer."""
-    ran = [key.path for key in series.casts.keys] + [key.path for key in series.products.keys]
+    ran = _that_ran(series)
     known = set(ran)
     others = [_place(name, known) for name in series.parameters.keys]
     modules = [key for name, table in series.modules.items() if name != BY_CAST for key in table.keys]
@@ -155,12 +155,16 @@ def _groups(series: Series, statistic: Statistic) -> list[tuple[str, str, dict[s
         case "products":
             return _product_groups(series.products.keys)
         case "parameters":
-            known = {key.path for key in series.casts.keys} | {key.path for key in series.products.keys}
+            known = set(_that_ran(series))
             return [("", "", {_place(name, known): index for index, name in enumerate(series.parameters.keys)})]
         case _ if statistic.field == BY_CAST:
             return _cast_groups([CastKey(*key.rsplit(" ", 2)) for key in series.modules[BY_CAST].keys])
         case _:
             return [("", "", {path: index for index, path in enumerate(series.modules[statistic.field].keys)})]
+
+
+def _that_ran(series: Series) -> list[str]:
+    return [key.path for key in series.casts.keys] + [key.path for key in series.products.keys]
 
 
 def _cast_groups(keys: Sequence[CastKey]) -> list[tuple[str, str, dict[str, int]]]:

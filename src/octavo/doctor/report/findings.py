@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
-from octavo.doctor.findings import CAUSES, Finding, Severity
+from octavo.doctor.findings import CAUSES, Finding, Remedy, Severity
 
 __all__ = ["cards", "counts", "headline", "number"]
 
@@ -94,14 +93,11 @@ def _card(index: int, one: Finding, is_shown: bool) -> str:
 def _evidence(evidence: Mapping[str, float]) -> str:
     if not evidence:
         return ""
-    rows = (
-        f"<div><dt>{escape(name.replace('_', ' '))}</dt><dd>{number(value)}</dd></div>"
-        for name, value in evidence.items()
-    )
+    rows = (f"<div><dt>{escape(_words(name))}</dt><dd>{number(value)}</dd></div>" for name, value in evidence.items())
     return f'<dl class="evidence">{"".join(rows)}</dl>'
 
 
-def _remedies(remedies: Sequence[Any]) -> str:
+def _remedies(remedies: Sequence[Remedy]) -> str:
     if not remedies:
         return ""
     is_replayed = any(one.error_removed is not None for one in remedies)
@@ -112,7 +108,7 @@ def _remedies(remedies: Sequence[Any]) -> str:
     return f'<table class="remedies">{head}<tbody>{rows}</tbody></table>'
 
 
-def _remedy(one: Any, is_replayed: bool) -> str:
+def _remedy(one: Remedy, is_replayed: bool) -> str:
     bars = (
         _share(one.error_removed),
         _ratio("time", one.seconds_ratio),
@@ -124,7 +120,12 @@ def _remedy(one: Any, is_replayed: bool) -> str:
 def _share(value: float | None) -> str:
     if value is None:
         return _missing("error removed")
-    return _bar("error removed", f"{100 * value:.0f} %", max(0.0, min(1.0, value)), "gain" if value > 0 else "loss")
+    return _bar(
+        "error removed",
+        f"{100 * value:.0f} %".replace("-", "−"),
+        max(0.0, min(1.0, value)),
+        "gain" if value > 0 else "loss",
+    )
 
 
 def _ratio(label: str, value: float | None) -> str:
@@ -143,6 +144,10 @@ def _bar(label: str, text: str, share: float, kind: str) -> str:
 
 def _missing(label: str) -> str:
     return f'<td data-label="{label}">–</td>'
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").replace("sqnr", "SQNR").replace(" db", ", dB")
 
 
 def _breakable(path: str) -> str:

@@ -74,7 +74,7 @@ class Histogram:
             "ends": [float(low), float(np.log2(self.scale * self.format.min_normal)), float(high)],
             "grid": [round(float(x), 4) for x in np.log2(self.scale * self._grid())],
             "format": str(self.format),
-            "zeros": float(1 - nonzero.size / max(1, magnitudes.size)),
+            "zeros": (magnitudes.size - nonzero.size) / max(1, magnitudes.size),
             "flushed": float((exponents <= low).sum() / count),
             "saturated": float((exponents > high).sum() / count),
         }

@@ -8,7 +8,7 @@ const COLOURS = ["#0072b2", "#009e73", "#d55e00", "#cc79a7", "#8a6d00", "#56b4e9
 const PANELS = ["casts.amax", "casts.scale", "casts.stale_ratio", "casts.sqnr_db", "casts.underflow_fraction",
   "casts.saturation_fraction"];
 const DOUBLINGS = [-12, -9, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 9, 12].map((power) => 2 ** power);
-const PALE = "#fbf6e9", MISSING = "#dedbd4";
+const PALE = "#fefdf9", TINTED = "#f8ecd0", MISSING = "#dedbd4";
 const WARM = ["#fbd07c", "#f08a24", "#c2410c", "#701a07"];
 const COOL = ["#eef3f8", "#a9cce6", "#4a92c6", "#1b5a96", "#0a2a52"];
 const COLD = ["#10305e", "#2f6fb5", "#9cc3e6"];
@@ -113,11 +113,13 @@ function colours(statistic, [low, high], to) {
     if (statistic.kind !== "signed") return ramp(COOL, 0, 1);
     return [...ramp(COLD, 0, 0.42), [0.5, PALE], ...ramp(WARM, 0.58, 1)];
   }
-  const [a, b] = [hasLow ? at(statistic.low) : 0, hasHigh ? at(statistic.high) : 1];
+  const [a, b] = [hasLow ? Math.max(0, at(statistic.low)) : 0, hasHigh ? Math.min(1, at(statistic.high)) : 1];
   const isTwoSided = hasLow && hasHigh;
-  const under = !hasLow || a <= 0 ? [] : isTwoSided ? ramp(COLD, 0, a) : ramp([...WARM].reverse(), 0, a);
-  const over = !hasHigh || b >= 1 ? [] : ramp(WARM, b, 1);
-  return [...under, [Math.max(0, a), PALE], [Math.min(1, b), PALE], ...over];
+  const under = a <= 0 ? [] : isTwoSided ? ramp(COLD, 0, a) : ramp([...WARM].reverse(), 0, a);
+  const over = b >= 1 ? [] : ramp(WARM, b, 1);
+  const inside = isTwoSided ? [[a, COOL[0]], [(a + b) / 2, PALE], [b, TINTED]]
+    : hasHigh ? [[0, PALE], [b, TINTED]] : [[a, TINTED], [1, PALE]];
+  return [...under, ...inside, ...over];
 }
 
 function ticks(statistic, [low, high], shade) {
@@ -244,7 +246,7 @@ function readOut() {
 // ---- one layer's curves ------------------------------------------------------------------------------------------------
 
 function drawCurves() {
-  const names = PANELS.includes(statistic().name) ? PANELS : [statistic().name, ...PANELS];
+  const names = PANELS.includes(statistic().name) ? PANELS : [statistic().name, ...PANELS.slice(0, 5)];
   const shown = names.map((name) => data.statistics.find((one) => one.name === name))
     .filter((one) => one && one.sheets.some((page) => page.rows.includes(selected.layer)));
   by("curves").hidden = false;

@@ -40,8 +40,7 @@ def render(
 
     Args:
         series: what was measured.
-        findings: what ``diagnose`` says of it; their remedies, where they have some, are
-            :class:`octavo.doctor.remedies.Remedy`.
+        findings: what ``diagnose`` says of it; remedies that were replayed show what they removed and cost.
         title: the run's name.
         reference: a run to compare the loss with, in BF16 as a rule.
         histograms: captured tensors to draw against their format's grid.
@@ -137,15 +136,13 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _scope(series: Series) -> str:
-    steps = series.casts.steps
-    recipes = sorted({str(facts["recipe"]) for facts in series.layers.values()})
+    steps, layers = series.casts.steps, dict.fromkeys(key.path for key in series.casts.keys)
     if not len(steps):
         return "No layer was looked at."
-    layers = len({key.path for key in series.casts.keys})
-    return (
-        f"{layers:,} layers in {', '.join(recipes) or 'FP8'}, looked at {len(steps):,} times "
-        f"from step {int(steps[0]):,} to {int(steps[-1]):,}."
-    )
+    recipes = sorted({str(series.layers[path]["recipe"]) for path in layers if path in series.layers})
+    named = f" ({', '.join(recipes)})" if recipes else ""
+    when = f"from step {int(steps[0]):,} to {int(steps[-1]):,}"
+    return f"FP8 layers{named}: {len(layers):,}, looked at {len(steps):,} times {when}."
 
 
 def _has_loss(series: Series) -> bool:

@@ -91,6 +91,25 @@ VALUES = (
     Statistic(table="casts", field="zero_fraction", title="Zeros", kind=Kind.FRACTION, meaning="elements x = 0"),
 )
 
+ERRORS = (
+    Statistic(
+        table="casts",
+        field="signed_error",
+        title="Signed error",
+        kind=Kind.SIGNED,
+        meaning="error along the values' signs, relative to the sum of magnitudes",
+        worst=Worst.FARTHEST,
+    ),
+    Statistic(
+        table="casts",
+        field="cosine",
+        title="Cosine",
+        kind=Kind.NUMBER,
+        meaning="of the tensor and what its codes decode to",
+        worst=Worst.SMALLEST,
+    ),
+)
+
 # By a finding's code, the statistics that show it, the best first; codes about the whole run have none.
 STATISTIC_OF_CODE = {
     "nonfinite": ("casts.nonfinite",),
@@ -126,7 +145,7 @@ def all_statistics(thresholds: Thresholds, modules: Iterable[str] = ()) -> tuple
         ['sqnr_db', 'accumulation_bias']
     """
     named = tuple(module_statistic(name, thresholds) for name in modules)
-    return (*_of_noise(thresholds), *_of_scales(thresholds), *VALUES, *_of_the_rest(thresholds), *named)
+    return (*_of_noise(thresholds), *ERRORS, *_of_scales(thresholds), *VALUES, *_of_the_rest(thresholds), *named)
 
 
 def module_statistic(name: str, thresholds: Thresholds) -> Statistic:
@@ -181,22 +200,6 @@ def _of_noise(thresholds: Thresholds) -> tuple[Statistic, ...]:
             kind=Kind.FRACTION,
             meaning="elements beyond the largest value that the scale provides for",
             high=thresholds.saturation_fraction,
-        ),
-        Statistic(
-            table="casts",
-            field="signed_error",
-            title="Signed error",
-            kind=Kind.SIGNED,
-            meaning="error along the values' signs, relative to the sum of magnitudes",
-            worst=Worst.FARTHEST,
-        ),
-        Statistic(
-            table="casts",
-            field="cosine",
-            title="Cosine",
-            kind=Kind.NUMBER,
-            meaning="of the tensor and what its codes decode to",
-            worst=Worst.SMALLEST,
         ),
     )
 

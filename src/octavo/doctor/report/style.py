@@ -45,7 +45,7 @@ dt { color: var(--muted); } dd { margin: 0; font-variant-numeric: tabular-nums; 
 .bar { display: inline-block; position: relative; width: 78px; height: 9px; margin-right: 8px; background: #eeece6;
   border-radius: 2px; overflow: hidden; }
 .bar i { position: absolute; inset: 0 auto 0 0; border-radius: 2px; }
-.gain i { background: #0072b2; } .loss i { background: var(--fail); } .cost i { background: #a8a39a; }
+.gain i { background: #0072b2; } .cost i { background: #a8a39a; }
 .cost::after { content: ""; position: absolute; left: 50%; top: 0; bottom: 0; border-left: 1px solid var(--ink); }
 .controls { display: flex; flex-wrap: wrap; gap: 10px 18px; margin: 12px 0 10px; }
 .controls label { display: grid; gap: 3px; font-size: 12.5px; color: var(--muted); min-width: 0; }

@@ -1,9 +1,9 @@
 """Faults to inject into a training run, and what the doctor has to say of each."""
 
 from octavo.trials.faults.catalogue import FAULTS
-from octavo.trials.faults.fault import Fault, Injection, Remedy, nothing
+from octavo.trials.faults.fault import Fault, Injection, nothing
 from octavo.trials.faults.ranks import reducing_amaxes
 from octavo.trials.faults.settings import switching_precision
 from octavo.trials.faults.values import add_adapter
 
-__all__ = ["FAULTS", "Fault", "Injection", "Remedy", "add_adapter", "nothing", "reducing_amaxes", "switching_precision"]
+__all__ = ["FAULTS", "Fault", "Injection", "add_adapter", "nothing", "reducing_amaxes", "switching_precision"]

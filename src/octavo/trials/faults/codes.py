@@ -1,7 +1,7 @@
 """Codes and sums that are not those of their tensors: a stale cache, a second rounding, biased sums."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
@@ -14,7 +14,7 @@ from octavo.nn import Linear
 from octavo.observers import ROLES, WEIGHT, RoleTap
 from octavo.recipes import Recipe
 from octavo.training.loop import Trainer
-from octavo.trials.faults.fault import Fault, Remedy
+from octavo.trials.faults.fault import Fault
 from octavo.trials.faults.workloads import block_of, layer_at
 from octavo.trials.faults.wrong_casts import requantizing
 
@@ -38,13 +38,12 @@ class _StaleCache(WeightCache):
 
 @contextmanager
 def _stale_cache(trainer: Trainer, layer: int) -> Iterator[None]:
-    """Every layer's weight is cached, and one of the caches does not look whether its weight has changed."""
+    """One layer's cache does not look whether its weight has changed."""
     stale = layer_at(trainer, layer, VALUE)
-    with ExitStack() as stack:
-        for module in trainer.model.modules():
-            if isinstance(module, Linear):
-                cache = _StaleCache() if module is stale else WeightCache()
-                stack.enter_context(mock.patch.object(module, "weight_cache", cache))
+    if stale.weight_cache is None:
+        yield
+        return
+    with mock.patch.object(stale, "weight_cache", _StaleCache()):
         yield
 
 
@@ -94,8 +93,8 @@ CODE_FAULTS = (
         code="stale-weight",
         places=("model.layers.{layer}." + VALUE,),
         role=ROLES[WEIGHT],
+        training={"cache_weights": True},
         inject=_stale_cache,
-        remedy=Remedy(text="this layer in BF16", recipes={"model.layers.{layer}." + VALUE: "bf16"}),
     ),
     Fault(
         name="requantized transpose",
@@ -113,5 +112,6 @@ CODE_FAULTS = (
         code="biased-accumulation",
         places=("model.layers.{layer}.mlp.pool",),
         inject=_pooled,
+        mendable=False,
     ),
 )

@@ -10,7 +10,7 @@ from octavo.doctor import Finding
 from octavo.recipes import Recipe
 from octavo.training.loop import Trainer
 
-__all__ = ["Fault", "Injection", "Remedy", "nothing"]
+__all__ = ["Fault", "Injection", "nothing"]
 
 Injection = Callable[[Trainer, int], AbstractContextManager[None]]
 
@@ -19,21 +19,6 @@ Injection = Callable[[Trainer, int], AbstractContextManager[None]]
 def nothing(_trainer: Trainer, _layer: int) -> Iterator[None]:
     """Leave the trainer as it is."""
     yield
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
-    """A change of configuration that should undo what a fault does, with the fault still there.
-
-    Attributes:
-        text: what is changed, in words.
-        training: keys of a run's training section.
-        recipes: recipes of layers, by path; "{layer}" stands for the number of the block.
-    """
-
-    text: str
-    training: Mapping[str, Any] = field(default_factory=dict)
-    recipes: Mapping[str, str | Recipe] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +41,7 @@ class Fault:
         recipes: recipes of layers, by path, of the run with the fault.
         workload: in the run with the fault, in the cured one and in the clean one.
         inject: in the run with the fault and in the cured one.
-        remedy: None where no setting helps.
+        mendable: whether a setting of the run mends it; not where the fault is in code, or in a module of its own.
         ranks: processes that train together.
     """
 
@@ -70,7 +55,7 @@ class Fault:
     recipes: Mapping[str, str | Recipe] = field(default_factory=dict)
     workload: Injection = nothing
     inject: Injection = nothing
-    remedy: Remedy | None = None
+    mendable: bool = True
     ranks: int = 1
 
     def is_named_by(self, finding: Finding, layer: int) -> bool:

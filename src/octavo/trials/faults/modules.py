@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.training.loop import Trainer
-from octavo.trials.faults.fault import Fault, Remedy
+from octavo.trials.faults.fault import Fault
 from octavo.trials.faults.values import e4m3_gradients
 from octavo.trials.faults.workloads import block_of
 
@@ -90,10 +90,6 @@ MODULE_FAULTS = (
         places=("model.layers.{layer}.mlp", "model.layers.{layer}.mlp.*"),
         also=frozenset({"bulk-underflow"}),
         inject=_aligned_rows,
-        remedy=Remedy(
-            text="the block's down projection in BF16",
-            recipes={"model.layers.{layer}.mlp.down_proj": "bf16"},
-        ),
     ),
     Fault(
         name="batch norm",
@@ -101,6 +97,7 @@ MODULE_FAULTS = (
         code="batch-norm",
         places=("model.layers.{layer}.batch_norm",),
         inject=_wandering_batch_norm,
+        mendable=False,
     ),
     Fault(
         name="head in FP8",
@@ -110,6 +107,5 @@ MODULE_FAULTS = (
         also=frozenset({"gradient-underflow", "bulk-underflow"}),
         recipes={"lm_head": e4m3_gradients()},
         workload=_glitch_token,
-        remedy=Remedy(text="the head in BF16", recipes={"lm_head": "bf16"}),
     ),
 )

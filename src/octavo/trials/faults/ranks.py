@@ -14,7 +14,7 @@ from octavo.nn import Linear
 from octavo.observers import ROLES, WEIGHT
 from octavo.training import loop
 from octavo.training.loop import Trainer
-from octavo.trials.faults.fault import Fault, Remedy
+from octavo.trials.faults.fault import Fault
 from octavo.trials.faults.workloads import larger, layer_at
 
 __all__ = ["RANK_FAULTS", "reducing_amaxes"]
@@ -90,8 +90,8 @@ RANK_FAULTS = (
         training={"recipe": "delayed"},
         workload=_first_rank_larger,
         inject=_of_the_next_rank,
-        remedy=Remedy(text="recipe tensorwise", training={"recipe": "tensorwise"}),
         ranks=2,
+        mendable=False,
     ),
     Fault(
         name="halved scale of a rank",
@@ -102,7 +102,7 @@ RANK_FAULTS = (
         also=frozenset({"saturation", "stale-scale"}),
         training={"recipe": "delayed"},
         inject=_halved,
-        remedy=Remedy(text="recipe tensorwise", training={"recipe": "tensorwise"}),
         ranks=2,
+        mendable=False,
     ),
 )

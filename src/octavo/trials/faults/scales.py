@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.observers import INPUT, ROLES, WEIGHT
 from octavo.training.loop import Trainer
-from octavo.trials.faults.fault import Fault, Injection, Remedy
+from octavo.trials.faults.fault import Fault, Injection
 from octavo.trials.faults.workloads import alternating, growing, jumping, layer_at, padded
 from octavo.trials.faults.wrong_casts import scaling_by
 
@@ -49,8 +49,6 @@ def _place(name: str) -> tuple[str, ...]:
     return ("model.layers.{layer}." + name,)
 
 
-_TENSORWISE = Remedy(text="recipe tensorwise", training={"recipe": "tensorwise", "recipe_options": {}})
-
 SCALE_FAULTS = (
     Fault(
         name="frozen scale",
@@ -62,7 +60,6 @@ SCALE_FAULTS = (
         training={"recipe": "delayed"},
         workload=growing(DOWN, binades_a_step=0.3),
         inject=_frozen,
-        remedy=_TENSORWISE,
     ),
     Fault(
         name="history too long",
@@ -73,7 +70,6 @@ SCALE_FAULTS = (
         also=frozenset({"bulk-underflow"}),
         training={"recipe": "delayed", "recipe_options": {"history_length": 1024}},
         workload=jumping(GATE, binades=20, after=3),
-        remedy=_TENSORWISE,
     ),
     Fault(
         name="mean of scales",
@@ -84,7 +80,6 @@ SCALE_FAULTS = (
         also=frozenset({"saturation"}),
         training={"recipe": "delayed", "recipe_options": {"statistic": "mean", "history_length": 32}},
         workload=growing(GATE, binades_a_step=0.25),
-        remedy=_TENSORWISE,
     ),
     Fault(
         name="scale oscillation",
@@ -95,7 +90,6 @@ SCALE_FAULTS = (
         also=frozenset({"saturation", "stale-scale"}),
         training={"recipe": "delayed", "recipe_options": {"statistic": "latest", "history_length": 1}},
         workload=alternating(QUERY, binades=10),
-        remedy=_TENSORWISE,
     ),
     Fault(
         name="wrong scale",
@@ -105,7 +99,6 @@ SCALE_FAULTS = (
         role=ROLES[INPUT],
         also=frozenset({"saturation"}),
         inject=_scaled_by(UP, INPUT, lambda amax: amax / 64),
-        remedy=Remedy(text="this layer blockwise", recipes={"model.layers.{layer}." + UP: "blockwise"}),
     ),
     Fault(
         name="bf16 amax",
@@ -114,7 +107,6 @@ SCALE_FAULTS = (
         places=_place(DOWN),
         role=ROLES[WEIGHT],
         inject=_scaled_by(DOWN, WEIGHT, lambda amax: amax.bfloat16().float()),
-        remedy=Remedy(text="this layer blockwise", recipes={"model.layers.{layer}." + DOWN: "blockwise"}),
     ),
     Fault(
         name="block scales rounded down",
@@ -122,7 +114,6 @@ SCALE_FAULTS = (
         code="saturation",
         places=("model.layers.*",),
         training={"recipe": "mxfp8", "recipe_options": {"scale_rounding": "floor"}},
-        remedy=Remedy(text="scales rounded up", training={"recipe_options": {}}),
     ),
     Fault(
         name="padding tokens",
@@ -131,9 +122,5 @@ SCALE_FAULTS = (
         places=_place(UP),
         role=ROLES[INPUT],
         inject=padded(UP, tokens=4, binades=20),
-        remedy=Remedy(
-            text="this layer rowwise_hp_grad_weight",
-            recipes={"model.layers.{layer}." + UP: "rowwise_hp_grad_weight"},
-        ),
     ),
 )

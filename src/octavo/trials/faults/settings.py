@@ -8,7 +8,7 @@ from octavo import recipes
 from octavo.nn import Linear
 from octavo.training.loop import Trainer
 from octavo.training.metrics import MetricsLog
-from octavo.trials.faults.fault import Fault, Injection, Remedy
+from octavo.trials.faults.fault import Fault, Injection
 
 __all__ = ["SETTING_FAULTS", "switching_precision"]
 
@@ -53,6 +53,7 @@ SETTING_FAULTS = (
         code="learning-rate",
         places=("",),
         inject=switching_precision(rate_factor=10.0),
+        mendable=False,
     ),
     Fault(
         name="loss scale",
@@ -61,6 +62,5 @@ SETTING_FAULTS = (
         places=("",),
         also=frozenset({"nonfinite"}),
         training={"precision": "fp16", "loss_scale": 2.0**24},
-        remedy=Remedy(text="a dynamic loss scale", training={"loss_scale": "dynamic"}),
     ),
 )

@@ -15,7 +15,7 @@ from octavo.nn import Linear
 from octavo.observers import GRAD_OUTPUT, ROLES
 from octavo.recipes import GemmSpec, Recipe
 from octavo.training.loop import Trainer
-from octavo.trials.faults.fault import Fault, Remedy
+from octavo.trials.faults.fault import Fault
 from octavo.trials.faults.workloads import block_of, linear_at, log_normal_gradients
 
 __all__ = ["VALUE_FAULTS", "add_adapter"]
@@ -157,6 +157,7 @@ VALUE_FAULTS = (
         code="nonfinite",
         places=("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.post_attention_layernorm"),
         inject=_infinite_activation,
+        mendable=False,
     ),
     Fault(
         name="NaN gradient",
@@ -164,6 +165,7 @@ VALUE_FAULTS = (
         code="nonfinite",
         places=("model.layers.{layer}.self_attn.o_proj",),
         inject=_broken_gradient,
+        mendable=False,
     ),
     Fault(
         name="E4M3 gradients",
@@ -174,7 +176,6 @@ VALUE_FAULTS = (
         also=frozenset({"bulk-underflow"}),
         recipes={"model.layers.{layer}." + DOWN: e4m3_gradients()},
         workload=log_normal_gradients(DOWN, sigma=4.0),
-        remedy=Remedy(text="gradients in E5M2", recipes={"model.layers.{layer}." + DOWN: "tensorwise"}),
     ),
     Fault(
         name="zero adapter",
@@ -182,6 +183,7 @@ VALUE_FAULTS = (
         code="zero-tensor",
         places=("model.layers.{layer}.self_attn.q_adapter_*",),
         inject=_zero_adapter,
+        mendable=False,
     ),
     Fault(
         name="gradient below noise",
@@ -189,9 +191,5 @@ VALUE_FAULTS = (
         code="gradient-below-noise",
         places=("",),
         inject=_cancelling_gradient,
-        remedy=Remedy(
-            text="this layer in BF16",
-            recipes={"model.layers.{layer}.mlp.gate_proj": "bf16"},
-        ),
     ),
 )

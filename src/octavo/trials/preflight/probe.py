@@ -45,7 +45,6 @@ class Probe:
     def step(self) -> Iterator[None]:
         """One forward and backward from the same state, generators included, which is forgotten afterwards."""
         with torch.random.fork_rng(), using_threads(self.training.threads):
-            torch.manual_seed(self.training.seed)
             self.model.zero_grad(set_to_none=True)
             try:
                 yield

@@ -237,3 +237,27 @@ def test_a_captured_layer_s_remedies_are_replayed(octavo, run, finding_what, sat
     (finding,) = json.loads(octavo("doctor", run, "--json").stdout)["findings"]
     assert finding["remedies"][0]["error_removed"] > 0
     assert "%" in octavo("doctor", run).stdout
+    page = run / "page.html"
+    assert octavo("doctor", run, "--html", page).exit_code == 1
+    assert "model.layers.0.mlp.up_proj · grad_output, step 4" in json_in(page.read_text())
+
+
+def json_in(page) -> str:
+    """The page's text with JSON's escapes undone."""
+    return page.replace("\\u00b7", "·")
+
+
+def test_a_page_of_a_healthy_run_is_written_with_its_reference(octavo, run, tmp_path):
+    reference = with_loss(run, tmp_path / "bf16", 1.0)
+    page = tmp_path / "page.html"
+    result = octavo("doctor", run, "--against", reference, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert str(page) in result.stderr
+    assert "<title>" in page.read_text()
+    assert "There is no reference run" not in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_is_refused(octavo, run, tmp_path):
+    result = octavo("doctor", run, "--html", tmp_path / "no" / "page.html")
+    assert result.exit_code == 2
+    assert "no such file" in result.stderr

@@ -47,7 +47,7 @@ def test_a_log_normal_gradient_is_best_served_by_range(tmp_path):
 
 
 def test_a_history_with_a_past_outlier_is_cut_or_given_up(tmp_path):
-    captured(tmp_path, "delayed", **gaussian(), before=lambda step: 1e6 if step == 2 else 1.0, steps=10)
+    captured(tmp_path, "delayed", **gaussian(), before=lambda step: 1e6 if step == 2 else 1.0, steps=9)
     one = diagnosed("stale-scale", "delayed", evidence={"stale_ratio": 1e-6})
     remedies = ranked(one, Captures(tmp_path), rounds=1)
     assert [dict(remedy.changes) for remedy in remedies[:2]] == [
@@ -100,3 +100,11 @@ def test_words_and_what_no_capture_shows_stay_as_they_are(tmp_path):
     elsewhere = diagnosed("saturation")
     assert ranked(elsewhere, []) == elsewhere.remedies
     assert ranked(elsewhere, Captures(tmp_path / "nothing")) == elsewhere.remedies
+
+
+def test_a_head_leaves_fp8_whatever_a_replay_shows(tmp_path):
+    captured(tmp_path, "tensorwise", **outlier_row())
+    one = diagnosed("sensitive-module")
+    (remedy,) = ranked(one, Captures(tmp_path), rounds=1)
+    assert remedy.changes == {"skip": ["0"]}
+    assert remedy.error_removed is not None

@@ -1,10 +1,11 @@
-"""A run that never ran: numbers of casts, GEMMs and parameters as training leaves them, faults at known places."""
+"""A run that never was: numbers as a training leaves them, with faults at known places."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 
 from octavo.doctor import Finding, Sample, Series, Severity, series_of
+from octavo.doctor.findings import Remedy
 from octavo.doctor.series import PARAMETER_FIELDS, CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 
@@ -103,10 +104,33 @@ def run(**settings) -> Series:
     return series_of(steps(taken[-1].step, worse=0.25), taken)
 
 
+def long_run(*, layers, looks) -> Series:
+    """As many looks as wanted, made of two by noise; nothing is wrong."""
+    rng, short = np.random.default_rng(1), run(layers=layers, looks=2, faulty=False)
+    at = np.arange(looks) * 10.0
+
+    def stretched(table):
+        noise = np.exp(0.05 * rng.normal(size=(looks, *table.values.shape[1:])))
+        return replace(table, steps=at, values=table.values[np.arange(looks) % 2] * noise)
+
+    tables = {name: stretched(getattr(short, name)) for name in ("casts", "products", "parameters")}
+    lines = series_of(steps(int(at[-1])))
+    modules = {name: stretched(table) for name, table in short.modules.items()}
+    return replace(short, **tables, modules=modules, curves=lines.curves)
+
+
 def remedy(text, error_removed, seconds_ratio, bytes_ratio):
-    return SimpleNamespace(
+    return Remedy(
         text=text, changes={}, error_removed=error_removed, seconds_ratio=seconds_ratio, bytes_ratio=bytes_ratio
     )
+
+
+REPLAYED = (
+    remedy("cast this layer's gradient row by row", 0.93, 1.04, 1.01),
+    remedy("1×128 blocks for this layer", 0.97, 1.31, 1.03),
+    remedy("run this layer in BF16", 1.0, 1.92, 2.0),
+    remedy("E4M3 instead of E5M2 for gradients", -0.2, 1.0, 1.0),
+)
 
 
 def findings() -> list[Finding]:
@@ -121,12 +145,7 @@ def findings() -> list[Finding]:
             last_step=590,
             evidence={"underflow_fraction": 0.534, "sqnr_db": 25.5},
             cause="53 % of this gradient's nonzeros become zero, since a few large values set the scale of all",
-            remedies=(
-                remedy("cast this layer's gradient row by row", 0.93, 1.04, 1.01),
-                remedy("1×128 blocks for this layer", 0.97, 1.31, 1.03),
-                remedy("run this layer in BF16", 1.0, 1.92, 2.0),
-                remedy("E4M3 instead of E5M2 for gradients", -0.2, 1.0, 1.0),
-            ),
+            remedies=REPLAYED,
         ),
         Finding(
             code="stale-scale",
@@ -137,7 +156,7 @@ def findings() -> list[Finding]:
             last_step=410,
             evidence={"stale_ratio": 3.4, "saturation_fraction": 0.02},
             cause="the amax is 3.4 times what the scale was made for; the history is too long for how fast it grows",
-            remedies=(remedy("a history of 4 instead of 16", None, None, None),),
+            remedies=(remedy("a history of 4 instead of <16>", None, None, None),),
         ),
         Finding(
             code="loss-gap",

@@ -42,7 +42,8 @@ def test_a_gradient_that_overflowed_under_a_loss_scale_was_made_again():
     overflow = {"kind": "overflow", "step": 8, "loss_scale": 65536.0}
     assert not findings(broken, [overflow])
     assert findings(broken, [overflow | {"step": 11}])  # in another interval of looks
-    assert findings(broken, [overflow, {"kind": "failure", "step": 10, "tensor": None}])
+    (found,) = findings(broken, [overflow, {"kind": "failure", "step": 10, "tensor": None}])
+    assert found.path == FIRST
     assert findings({(FIRST, "input"): {"nonfinite": [0, 5, 0, 0, 0, 0]}}, [overflow])
 
 

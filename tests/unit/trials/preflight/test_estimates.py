@@ -1,6 +1,11 @@
 """Memory, shapes and the gap: numbers that can be counted otherwise, and what becomes a finding."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
+import torch
 
 from octavo.doctor import Thresholds
 from octavo.errors import ConfigError
@@ -29,6 +34,18 @@ def test_what_backward_keeps_grows_with_the_batch_and_shrinks_with_fp8(origin):
 def test_what_backward_keeps_holds_the_logits_at_least(origin):
     probe = Probe(with_training(origin, recipe="fp32"))
     assert saved_bytes(probe) >= probe.inputs.numel() * origin.data.vocab_size * 4
+
+
+def test_memory_that_is_kept_twice_counts_once_and_parameters_not_at_all():
+    layer = torch.nn.Linear(4, 1, bias=False)
+
+    def loss():
+        doubled = 2 * layer.weight
+        return (doubled * doubled.view(4, 1).t() * layer.weight).sum()
+
+    probe = SimpleNamespace(model=layer, step=nullcontext, loss=loss)
+    product, doubled = 4 * 4, 4 * 4  # bytes of each, in FP32
+    assert saved_bytes(cast("Probe", probe)) == product + doubled
 
 
 def test_too_little_memory_fails(origin, monkeypatch):

@@ -1,0 +1,68 @@
+"""``octavo doctor selftest``: whether the doctor finds known faults, and stays quiet without."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli import options
+from octavo.cli.console import print_json, print_table, stderr, stdout
+from octavo.cli.progress import Display, open_display, phases
+from octavo.errors import ConfigError
+from octavo.files import write_atomically
+from octavo.training.data import prepare
+from octavo.training.text import BUILTIN
+from octavo.trials import SelftestConfig, SelftestResult, markdown, measuring, quick, run_selftest, summary, tables
+from octavo.trials.selftest_table import confusion
+
+__all__ = ["selftest"]
+
+FAILED = 1
+
+
+def selftest(
+    *,
+    is_quick: Annotated[bool, typer.Option("--quick", help="Every fault once, and few clean runs.")] = False,
+    processes: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="A Markdown file for the whole result.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train with known faults and without, and count what the doctor names; exit code 1 below its bars."""
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {str(out.parent)!r}; make it first")
+    config = quick() if is_quick else measuring()
+    with open_display() as display:
+        result = _run(config, processes, display)
+    if as_json:
+        print_json(_record(result))
+    else:
+        for table in tables(result):
+            print_table(table.title, table.columns, table.rows)
+        stdout().print("\n".join(summary(result)), markup=False, soft_wrap=True)
+    if out is not None:
+        write_atomically(out, markdown(result))
+        stderr().print(f"{out} holds the whole result", markup=False, soft_wrap=True)
+    raise typer.Exit(0 if result.passed else FAILED)
+
+
+def _run(config: SelftestConfig, processes: int, display: Display) -> SelftestResult:
+    show = phases(display)
+    with TemporaryDirectory(prefix="octavo-") as folder:
+        data = prepare(BUILTIN, Path(folder) / "data", vocab_size=config.setting.vocab_size, progress=show)
+        return run_selftest(config, data=data, processes=processes, on_progress=show)
+
+
+def _record(result: SelftestResult) -> dict[str, Any]:
+    cures = result.cures
+    return {
+        "passed": result.passed,
+        "runs": len(result.runs),
+        "recall": result.recall,
+        "precision": result.precision,
+        "clean_runs": len(result.clean),
+        "clean_fails": len(result.clean_fails),
+        "confusion": confusion(result),
+        "remedies": [{"fault": cure.fault.name, "gap_nats": cure.gap, "restores": cure.restores} for cure in cures],
+        "seconds": result.seconds,
+    }

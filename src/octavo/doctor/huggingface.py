@@ -1,0 +1,172 @@
+"""The doctor in Hugging Face's ``Trainer``: ``Trainer(..., callbacks=[DoctorCallback()])``.
+
+It looks at a model that ``octavo.convert`` has converted, every few optimizer steps, with all their micro-batches, and
+writes what it finds to metrics.jsonl in the training's ``output_dir``, so that ``octavo doctor OUTPUT_DIR`` reads it,
+while it trains and afterwards:
+
+- "watched" and "statistics" lines of each look, see :mod:`octavo.doctor.series`;
+- a "step" line where the Trainer logs: ``loss`` (its mean since the log before), ``lr``, ``grad_norm``;
+- an "evaluation" line of each evaluation that has a loss.
+
+A finding is printed when it is first seen, and again when it has become worse. Needs ``transformers`` and
+``accelerate``: octavo[hf].
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
+from octavo.doctor.series import Sample
+from octavo.doctor.watch import Watcher, watch
+from octavo.errors import ConfigError
+from octavo.files import write_atomically
+
+__all__ = ["DoctorCallback"]
+
+STEP_NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm"}  # Hugging Face's name: ours
+EVALUATION_LOSS = "eval_loss"
+
+
+class DoctorCallback(TrainerCallback):
+    """Looks at a converted model while a ``transformers.Trainer`` trains it.
+
+    Args:
+        interval: optimizer steps from one look to the next, 1 or more. The first step is looked at too.
+        keep: looks that findings are drawn from while it trains, 2 or more; the file holds all.
+        tell: called with a line about each new finding.
+
+    Raises:
+        ConfigError: ``interval`` or ``keep`` is out of range; and when training begins, if no layer of the model is
+            octavo's.
+
+    Example:
+        >>> DoctorCallback(interval=10).findings()
+        []
+    """
+
+    def __init__(self, *, interval: int = 10, keep: int = 64, tell: Callable[[str], None] = print) -> None:
+        super().__init__()
+        for name, value, least in (("interval", interval, 1), ("keep", keep, 2)):
+            if value < least:
+                raise ConfigError(f"DoctorCallback's {name} must be a whole number of at least {least}, not {value!r}")
+        self.interval, self.keep, self.tell = interval, keep, tell
+        self.watcher: Watcher | None = None
+        self._step = ExitStack()
+        self._told: dict[tuple[str, str, str], Severity] = {}
+        self._path = Path()
+        self._lines = SampleLines([])
+        self._writes = False
+
+    def findings(self) -> list[Finding]:
+        """What the looks that are held show, worst first; nothing before the first."""
+        return [] if self.watcher is None else self.watcher.findings()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Watch the model; lines of steps that are trained again are cut off."""
+        del control
+        self.watcher = watch(
+            given["model"],
+            _inner(given["optimizer"]),
+            interval=self.interval,
+            keep=self.keep,
+            on_sample=self._write_sample,
+        )
+        self._told = {}
+        self._path = Path(args.output_dir or ".") / METRICS
+        self._writes = bool(state.is_world_process_zero)
+        if self._writes:
+            self._continue_file(state.global_step)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Begin to look, if the step is due."""
+        del args, control, given
+        self._step.close()
+        self._step = ExitStack()
+        self._step.enter_context(self._watcher().step(state.global_step + 1))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Write what the look found, and say what is new."""
+        del args, control, given
+        self._step.close()
+        if self._watcher().is_due(state.global_step):
+            self._tell_news()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        """Write a step's numbers, or an evaluation's."""
+        del args, control, given
+        values = {ours: _plain(logs[theirs]) for theirs, ours in STEP_NAMES.items() if logs and theirs in logs}
+        if "loss" in values:
+            self._write("step", state.global_step, values)
+            self._watcher().steps.append({"kind": "step", "step": state.global_step, **values})
+        if logs and EVALUATION_LOSS in logs:
+            nats = _plain(logs[EVALUATION_LOSS])
+            perplexity = None if nats is None else _plain(math.exp(min(nats, 700.0)))
+            self._write("evaluation", state.global_step, {"nats": nats, "perplexity": perplexity})
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Leave the model as it was."""
+        del args, state, control, given
+        self._step.close()
+
+    def _watcher(self) -> Watcher:
+        if self.watcher is None:
+            raise ConfigError("DoctorCallback saw no beginning of this training; give it to the Trainer before train()")
+        return self.watcher
+
+    def _continue_file(self, step: int) -> None:
+        kept = [line for line in read_lines(self._path) if line["step"] <= step] if step else []
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._lines = SampleLines(kept)
+
+    def _write_sample(self, sample: Sample) -> None:
+        for kind, values in self._lines.of(sample):
+            self._write(kind, sample.step, values)
+
+    def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._writes:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line_of(kind, step, values))
+
+    def _tell_news(self) -> None:
+        order = list(Severity)
+        for finding in self.findings() if self._writes else ():
+            key = (finding.code, finding.path, finding.role)
+            before = self._told.get(key)
+            if before is None or order.index(finding.severity) < order.index(before):
+                self._told[key] = finding.severity
+                self.tell(f"octavo doctor: {finding}")
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that takes the steps: accelerate wraps it, and hooks on the wrapper never run."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+
+
+def _plain(value: Any) -> float | None:
+    """A finite number; JSON has no other."""
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,268 @@
+"""The autopilot: during training, what the doctor finds is mended, and mended back when it is over.
+
+After each look at the model the doctor's rules read the looks since the last act, and everything they find of severity
+``warn`` or ``fail`` at the newest look leads to an act: the first remedy that the doctor knows for it, that a run can
+take up on its way and that changes anything. Causes come before consequences: what is found of the run as a whole is
+acted on only where no act at a layer is on trial.
+
+*Judgement.* ``autopilot_patience`` looks after the last act, those on trial are judged. Where the finding is still
+there, the act is taken back and the next remedy is tried.
+
+*Probation.* Where an act that gave a few layers a finer recipe for their tensors' sake has helped, these are measured
+at each look under the recipe that they would run without it (:mod:`octavo.doctor.shadow`), and the numbers are written
+as "probation" lines. One more than ``autopilot_patience`` of them in a row without a finding take the act back.
+
+Where the finding returns after that, the remedy does too, and stays: the trial was no proof. No layer is changed, or
+changed back, more than ``autopilot_flips`` times; what has helped is taken back only while there are two left.
+
+Every decision is a function of metrics.jsonl as it is written: its lines, read back, bring a resumed run to the same
+decisions, to the last digit.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.doctor import Finding, Severity, StepNotes, Thresholds, diagnose, series_of
+from octavo.doctor.shadow import Shadow
+from octavo.nn import Linear
+from octavo.observers import ROLES
+from octavo.training.autopilot_journal import LIVE, Act, Journal, is_possible, training_after
+from octavo.training.config import RunConfig, TrainingConfig
+from octavo.training.events import Notice, OnEvent
+from octavo.training.metrics import MetricsLog
+from octavo.training.precision import layer_recipe
+
+__all__ = ["Autopilot"]
+
+LOOKS_KEPT = 64
+LAYERS_ON_PROBATION = 4  # of one act
+SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another tensor, shows in no other recipe's trial
+    "saturation",
+    "gradient-underflow",
+    "bulk-underflow",
+    "stale-scale",
+    "scale-oscillation",
+    "biased-accumulation",
+}
+AT_A_SINGLE_LOOK = Thresholds(persistent_looks=1, persistent_looks_fail=1)
+Line = dict[str, Any]
+
+
+class Autopilot:
+    """Decides, for one run.
+
+    Args:
+        config: what the run was started with.
+        lines: of its metrics.jsonl so far.
+    """
+
+    def __init__(self, config: RunConfig, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.config = config
+        self.patience, self.flips = config.training.autopilot_patience, config.training.autopilot_flips
+        self.journal = Journal(self.patience)
+        self.lines: list[Line] = []
+        self.layers: tuple[str, ...] = ()
+        self.shadows: list[Shadow] = []
+        for line in lines:
+            self.see(dict(line))
+
+    @property
+    def training(self) -> TrainingConfig:
+        """What the run trains with now."""
+        return training_after(self.config, self.journal.in_force)
+
+    def see(self, line: Line) -> None:
+        """Take note of a line of metrics.jsonl, as it stands there."""
+        self.journal.see(line)
+        if line["kind"] == "watched":
+            self.layers = tuple(line["layers"])
+        self.lines.append(line)
+        if line["kind"] == "statistics":
+            self._forget()
+
+    @contextmanager
+    def looking(self, model: nn.Module, step: int, look: AbstractContextManager[StepNotes]) -> Iterator[StepNotes]:
+        """``look``, around a step; the tensors of layers on probation are seen too."""
+        self.shadows = [
+            Shadow(path, layer, layer_recipe(path, training, step=step), self._window(path))
+            for path, training in self._on_probation(step)
+            if isinstance(layer := model.get_submodule(path), Linear)
+        ]
+        with ExitStack() as stack:
+            for shadow in self.shadows:
+                stack.enter_context(shadow.watching())
+            yield stack.enter_context(look)
+
+    def act(self, step: int, log: MetricsLog, emit: OnEvent) -> bool:
+        """After a look: write what is decided; whether the run's settings have changed.
+
+        ``log`` must let this object see what it writes.
+        """
+        for shadow in self.shadows:
+            sample = shadow.sample(step)
+            if sample is not None:
+                log.write("probation", step, path=shadow.path, names=sample.names(), values=sample.values())
+        self.shadows = []
+        has_changed = False
+        for line in self._decisions(step):
+            log.write("autopilot", step, **line)
+            emit(Notice(text=f"step {step}: {line['finding']} at {line['path'] or 'the run'}: {line['act']}"))
+            has_changed |= bool(line["changes"])
+        return has_changed
+
+    def _decisions(self, step: int) -> Iterator[Line]:
+        """Lines to write; each is seen before the next is decided."""
+        findings = self._current()
+        for act in [one for one in self.journal.in_force if one.judged == step]:
+            still = next((one for one in findings if (one.code, one.path) == (act.code, act.path)), None)
+            if still is not None:
+                why = f"Taken back, it did not help: {act.remedy.text}"
+                yield _taking_back(act, why, still.evidence, helped=False)
+        for act in self.journal.in_force:
+            if self._has_passed(act):
+                looks = self.patience + 1
+                why = f"Taken back, {looks} looks at its tensors were healthy without: {act.remedy.text}"
+                yield _taking_back(act, why, {"looks": looks}, helped=True)
+        for finding in sorted(findings, key=lambda one: not one.path):
+            if self._may_act(finding):
+                yield self._acting(finding)
+
+    def _current(self) -> list[Finding]:
+        """What the looks since the last act show, that matters and is there at the newest."""
+        looks = sorted({line["step"] for line in self.lines if line["kind"] == "statistics"})
+        before = looks[-2] if len(looks) > 1 else 0
+        found = diagnose(series_of(self._since_last_act()))
+        return [one for one in found if one.severity != Severity.NOTE and one.last_step > before]
+
+    def _may_act(self, finding: Finding) -> bool:
+        on_trial = self.journal.on_trial
+        if any(act.path == finding.path for act in on_trial) or (on_trial and not finding.path):
+            return False
+        return (finding.code, finding.path) not in self.journal.given_up
+
+    def _acting(self, finding: Finding) -> Line:
+        number = len(self.journal.acts) + 1
+        moves = self.journal.moves(finding.path)
+        found = self._remedy(finding, number) if moves < self.flips else None
+        if found is not None:
+            return {**_line(finding, act=found.remedy.text, changes=found.remedy.changes), "number": number}
+        if moves >= self.flips:
+            return _line(finding, act=f"Left as it is: changed and changed back {moves} times already.", changes={})
+        known = finding.remedies[0].text if finding.remedies else "nothing is known that mends it."
+        return _line(finding, act=f"Nothing is left that a run could change: {known}", changes={})
+
+    def _remedy(self, finding: Finding, number: int) -> Act | None:
+        """The first remedy that a run can take up, that changes anything, and that was not tried in vain."""
+        in_force, now = self.journal.in_force, self.training
+        vain = [one.remedy.changes for one in self.journal.acts if _same_place(one, finding) and not one.helped]
+        for remedy in finding.remedies:
+            act = Act(number=number, step=0, code=finding.code, path=finding.path, role=finding.role, remedy=remedy)
+            if not remedy.changes or not remedy.changes.keys() <= LIVE or remedy.changes in vain:
+                continue
+            if is_possible(self.config, [*in_force, act]) and training_after(self.config, [*in_force, act]) != now:
+                return act
+        return None
+
+    def _on_probation(self, step: int) -> Iterator[tuple[str, TrainingConfig]]:
+        """Paths of layers under acts that helped, and what the run would train with without the act."""
+        for act in self.journal.in_force:
+            if not self._may_be_taken_back(act):
+                continue
+            without = training_after(self.config, [one for one in self.journal.in_force if one is not act])
+            for path in self._layers(act):
+                if not layer_recipe(path, without, step=step).is_high_precision:
+                    yield path, without
+
+    def _may_be_taken_back(self, act: Act) -> bool:
+        is_for_layers = act.code in SHOWN_BY_TENSORS and act.remedy.changes.keys() <= {"overrides", "skip"}
+        is_judged = act.judged is not None and not self.journal.on_trial
+        has_returned = any(one.helped for one in self.journal.acts if one.path == act.path and one.taken_back)
+        return is_for_layers and is_judged and not has_returned and self.journal.moves(act.path) + 2 <= self.flips
+
+    def _layers(self, act: Act) -> list[str]:
+        patterns = [*act.remedy.changes.get("overrides", ()), *act.remedy.changes.get("skip", ())]
+        paths = [path for path in self.layers if any(fnmatchcase(path, one) for one in patterns)]
+        return paths if len(paths) <= LAYERS_ON_PROBATION else []
+
+    def _has_passed(self, act: Act) -> bool:
+        """Whether every layer of the act was healthy under its coarser recipe at the newest looks."""
+        if not self._may_be_taken_back(act):
+            return False
+        paths = self._layers(act)
+        return bool(paths) and all(self._is_healthy(path, since=act.judged or 0) for path in paths)
+
+    def _is_healthy(self, path: str, *, since: int) -> bool:
+        trials = [line for line in self._probations(path) if line["step"] > since][-(self.patience + 1) :]
+        if len(trials) <= self.patience:
+            return False
+        lines = [line for trial in trials for line in _as_look(trial)]
+        return all(one.severity == Severity.NOTE for one in diagnose(series_of(lines), AT_A_SINGLE_LOOK))
+
+    def _probations(self, path: str) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == "probation" and line["path"] == path]
+
+    def _window(self, path: str) -> Tensor | None:
+        """The amaxes of a layer's roles at its looks on probation, newest first: float32 [3, L]."""
+        columns = []
+        for trial in reversed(self._probations(path)):
+            amaxes = dict.fromkeys(ROLES, -1.0)
+            for (_, role, _), amax in zip(trial["names"]["casts"], trial["values"]["casts"]["amax"], strict=True):
+                amaxes[role] = max(amaxes[role], amax)
+            columns.append(list(amaxes.values()))
+        return torch.tensor(columns).t().contiguous() if columns else None
+
+    def _since_last_act(self) -> list[Line]:
+        """The lines after it, and the names that the first look among them needs."""
+        since = self.journal.since
+        later = [line for line in self.lines if line["step"] > since and line["kind"] != "probation"]
+        return [*_names_before(self.lines, since), *later]
+
+    def _forget(self) -> None:
+        """Keep the newest looks."""
+        looks = [index for index, line in enumerate(self.lines) if line["kind"] == "statistics"]
+        if len(looks) > LOOKS_KEPT:
+            cut = looks[-LOOKS_KEPT]
+            self.lines = [*_names_before(self.lines[:cut], self.lines[cut]["step"]), *self.lines[cut:]]
+
+
+def _names_before(lines: list[Line], step: int) -> list[Line]:
+    """The last "watched" line that is not after a step, if there is one."""
+    return [line for line in lines if line["kind"] == "watched" and line["step"] <= step][-1:]
+
+
+def _line(finding: Finding, *, act: str, changes: Mapping[str, Any]) -> Line:
+    return {
+        "finding": finding.code,
+        "path": finding.path,
+        "role": finding.role,
+        "act": act,
+        "changes": dict(changes),
+        "evidence": dict(finding.evidence),
+    }
+
+
+def _taking_back(act: Act, why: str, evidence: Mapping[str, float], *, helped: bool) -> Line:
+    return {
+        "finding": act.code,
+        "path": act.path,
+        "role": act.role,
+        "act": why,
+        "changes": dict(act.remedy.changes),
+        "evidence": dict(evidence),
+        "takes_back": act.number,
+        "helped": helped,
+    }
+
+
+def _same_place(act: Act, finding: Finding) -> bool:
+    return (act.code, act.path) == (finding.code, finding.path)
+
+
+def _as_look(trial: Line) -> tuple[Line, Line]:
+    step = {"step": trial["step"]}
+    return {"kind": "watched", **step, **trial["names"]}, {"kind": "statistics", **step, **trial["values"]}

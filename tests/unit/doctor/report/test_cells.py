@@ -1,0 +1,140 @@
+"""What the heat map is made of: columns that keep the worst, rows of the right layers, 16-bit codes that decode."""
+
+import numpy as np
+import pytest
+
+from octavo.doctor.findings import CAUSES
+from octavo.doctor.report.cells import MOST_COLUMNS, columns_of, decode, encode, layers_of, sheets
+from octavo.doctor.report.shown import STATISTIC_OF_CODE, Kind, Statistic, Worst, all_statistics
+from octavo.doctor.series import CastKey, Sample, series_of
+from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.thresholds import Thresholds
+from tests.unit.doctor.report.synthetic_run import paths, run
+
+
+def statistic(name):
+    return next(one for one in all_statistics(Thresholds(), ["alignment", "rank_scale_ratio"]) if one.name == name)
+
+
+def cells(series, name, sheet=0):
+    found = sheets(series, statistic(name), columns_of(series.casts.steps))[sheet]
+    return decode(found, len(found["rows"])), found
+
+
+@pytest.mark.parametrize("looks", [1, 2, 399, 400, 401, 1000, 10_001])
+def test_every_look_is_in_one_column(looks):
+    steps = np.cumsum(np.random.default_rng(looks).integers(1, 50, looks)).astype(float)
+    columns = columns_of(steps)
+    assert len(columns.starts) <= MOST_COLUMNS
+    assert (columns.first[0], columns.last[-1]) == (steps[0], steps[-1])
+    assert all(low < first <= last < high for low, first, last, high in zip(
+        columns.edges, columns.first, columns.last, columns.edges[1:], strict=False))  # fmt: skip
+    assert (np.diff(columns.edges) > 0).all()
+
+
+@pytest.mark.parametrize("worst", list(Worst))
+@pytest.mark.parametrize("kind", [Kind.SIGNED, Kind.RATIO])
+def test_a_column_keeps_its_worst_look(worst, kind):
+    rng = np.random.default_rng(0)
+    values = np.exp(rng.normal(size=(1003, 5))) if kind is Kind.RATIO else rng.normal(size=(1003, 5))
+    values[rng.random(values.shape) < 0.3] = np.nan
+    values[:3, 4] = np.nan
+    one = Statistic(table="casts", field="amax", title="", kind=kind, meaning="", worst=worst)
+    found = columns_of(np.arange(1003.0)).worst(values, one)
+    how_bad = {
+        Worst.LARGEST: lambda x: x,
+        Worst.SMALLEST: lambda x: -x,
+        Worst.FARTHEST: lambda x: abs(np.log(x)) if kind is Kind.RATIO else abs(x),
+    }[worst]
+    for column, start in enumerate(range(0, 1003, 3)):
+        for place in range(5):
+            known = [x for x in values[start : start + 3, place] if not np.isnan(x)]
+            assert np.isnan(found[column, place]) if not known else found[column, place] == max(known, key=how_bad)
+
+
+def test_one_bad_step_in_ten_thousand_is_still_there():
+    values = np.full((10_000, 1), 31.0)
+    values[7321] = 4.8
+    found = columns_of(np.arange(10_000.0)).worst(values, statistic("casts.sqnr_db"))
+    assert found.min() == 4.8
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_codes_decode_to_what_they_were(log):
+    rng = np.random.default_rng(1)
+    numbers = np.exp(rng.normal(size=(7, 50)) * 8) if log else rng.normal(size=(7, 50)) * 30
+    numbers[0, :4] = 0.0, np.nan, np.inf, np.nan if log else -np.inf
+    again = decode(encode(numbers, log), 7)
+    finite = np.isfinite(numbers)
+    width = np.ptp(np.log(numbers[finite & (numbers > 0)])) if log else np.ptp(numbers[finite])
+    allowed = numbers[finite] * width / 65531 if log else width / 65532
+    assert (np.abs(again[finite] - numbers[finite]) <= allowed * 0.51).all()
+    np.testing.assert_array_equal(again[~finite], numbers[~finite])
+    assert not log or again[0, 0] == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 3.5, np.nan])
+def test_cells_that_are_all_alike_decode_too(value):
+    for log in (False, True):
+        np.testing.assert_allclose(decode(encode(np.full((2, 3), value), log), 2), np.full((2, 3), value))
+
+
+def test_a_cell_is_its_layers_number_at_its_step():
+    series = run(layers=14, looks=9)
+    values, found = cells(series, "casts.sqnr_db", 2)
+    assert (found["role"], [layers_of(series)[row] for row in found["rows"]]) == ("grad_output", paths(14))
+    table = series.casts.of("sqnr_db")
+    for row, path in enumerate(paths(14)):
+        column = series.casts.keys.index(CastKey(path, "grad_output", "grad_input"))
+        np.testing.assert_allclose(values[row], table[:, column], atol=1e-3)
+
+
+def test_parameters_stand_in_their_layers_rows():
+    series = run(layers=14, looks=3)
+    _, found = cells(series, "parameters.update_ratio")
+    assert [layers_of(series)[row] for row in found["rows"]] == paths(14)
+
+
+def test_what_only_some_layers_cast_twice_is_a_map_of_its_own():
+    numbers = np.ones(len(CAST_FIELDS))
+    keys = [
+        ("a", "input", "output"),
+        ("b", "input", "output"),
+        ("b", "input", "grad_weight"),
+        ("a", "grad_output", "grad_weight"),
+    ]
+    sample = Sample(step=1, casts={CastKey(*key): numbers for key in keys}, products={}, parameters={})
+    series = series_of([], [sample])
+    found = sheets(series, statistic("casts.amax"), columns_of(series.casts.steps))
+    assert [(one["name"], one["rows"]) for one in found] == [
+        ("input", [0, 1]), ("input, again for grad_weight", [1]), ("grad_output", [0]),
+    ]  # fmt: skip
+
+
+def test_scales_across_ranks_stand_by_role():
+    sample = Sample(
+        step=1,
+        casts={CastKey("a b", "input", "output"): np.ones(len(CAST_FIELDS))},
+        products={},
+        parameters={},
+        modules={"rank_scale_ratio": {"a b input output": 2.0, "a b weight output": 1.0}},
+    )
+    series = series_of([], [sample])
+    found = sheets(series, statistic("modules.rank_scale_ratio"), columns_of(series.casts.steps))
+    assert [(one["name"], one["rows"]) for one in found] == [("input", [0]), ("weight", [0])]
+    assert layers_of(series) == ["a b"]
+
+
+def test_a_number_nobody_has_makes_no_map():
+    casts = {CastKey("a", "input", "output"): np.full(len(CAST_FIELDS), np.nan)}
+    sample = Sample(step=1, casts=casts, products={}, parameters={})
+    series = series_of([], [sample])
+    assert sheets(series, statistic("casts.amax"), columns_of(series.casts.steps)) == []
+
+
+def test_every_field_can_be_shown_and_every_code_has_its_statistic():
+    named = {one.name for one in all_statistics(Thresholds(), ["alignment", "batch_norm", "rank_scale_ratio"])}
+    assert {f"casts.{field}" for field in CAST_FIELDS} <= named
+    assert {name for names in STATISTIC_OF_CODE.values() for name in names} <= named
+    of_the_run = {"checkpoint", "loss-gap", "loss-scale", "memory", "nondeterministic"}
+    assert CAUSES.keys() - STATISTIC_OF_CODE.keys() == of_the_run

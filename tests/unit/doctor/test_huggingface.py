@@ -1,0 +1,153 @@
+"""The callback in a real ``transformers.Trainer`` on a tiny Llama: what it writes, says, and leaves behind."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import octavo
+from octavo.doctor import series_of
+from octavo.doctor.lines import read_lines
+from octavo.errors import ConfigError
+from octavo.nn import Linear
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+from octavo.doctor.huggingface import DoctorCallback  # noqa: E402 (needs transformers)
+
+STEPS, MICRO_BATCHES, INTERVAL = 5, 2, 2
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        ids = (torch.arange(8) * (index % 5 + 1) + index) % 32
+        return {"input_ids": ids, "labels": ids}
+
+
+def tiny_model(**conversion):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    octavo.convert(model, "tensorwise", **conversion)
+    return model
+
+
+def trainer_of(model, folder, callback, **changes):
+    arguments = {
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": MICRO_BATCHES,
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": STEPS, "save_strategy": "no", "report_to": [],
+        "disable_tqdm": True, "use_cpu": True,
+    }  # fmt: skip
+    settings = transformers.TrainingArguments(output_dir=str(folder), **(arguments | changes))
+    return transformers.Trainer(
+        model=model, args=settings, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[callback]
+    )
+
+
+@dataclasses.dataclass
+class Trained:
+    folder: object
+    callback: DoctorCallback
+    model: torch.nn.Module
+    told: list[str]
+    lines: list[dict]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A head in FP8, which is one finding from the first look on."""
+    folder = tmp_path_factory.mktemp("output")
+    told: list[str] = []
+    callback, model = DoctorCallback(interval=INTERVAL, tell=told.append), tiny_model(convert_head=True)
+    trainer_of(model, folder, callback).train()
+    return Trained(folder, callback, model, told, read_lines(folder / "metrics.jsonl"))
+
+
+def steps_of(lines, kind):
+    return [line["step"] for line in lines if line["kind"] == kind]
+
+
+def test_steps_are_the_optimizer_s_and_looks_come_at_the_interval(trained):
+    assert steps_of(trained.lines, "step") == [1, 2, 3, 4, 5]
+    assert steps_of(trained.lines, "statistics") == [1, 2, 4]
+    assert steps_of(trained.lines, "watched") == [1]
+    assert steps_of(trained.lines, "evaluation") == [5]
+
+
+def test_numbers_are_the_trainer_s(trained):
+    step = next(line for line in trained.lines if line["kind"] == "step")
+    assert step["loss"] == pytest.approx(3.47, abs=0.1)  # log(32)
+    assert step["lr"] > 0
+    assert step["grad_norm"] > 0
+
+
+def test_every_layer_its_products_and_the_update_are_measured(trained):
+    series = series_of(trained.lines)
+    converted = {path for path, module in trained.model.named_modules() if isinstance(module, Linear)}
+    assert len(converted) == 8
+    assert {key.path for key in series.casts.keys} == converted
+    assert len(series.products.keys) == 3 * len(converted)
+    assert len(series.parameters.keys) == len(converted) + 1  # and the embedding
+    assert (series.parameters.of("update_ratio") > 0).all()  # the optimizer that accelerate wraps was seen
+
+
+def test_a_finding_is_told_once_and_the_same_stand_in_the_file(trained):
+    (told,) = [line for line in trained.told if "sensitive-module" in line]
+    assert told.startswith("octavo doctor: warn: sensitive-module at lm_head")
+    assert [finding.code for finding in trained.callback.findings()] == ["sensitive-module"]
+
+
+def test_the_model_is_left_unwatched(trained):
+    assert all(module.watch is None for module in trained.model.modules() if isinstance(module, Linear))
+
+
+def test_the_command_reads_the_output_folder(trained):
+    from typer.testing import CliRunner
+
+    from octavo.cli.app import app
+
+    result = CliRunner().invoke(app, ["doctor", str(trained.folder), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["step"], found["looks"], found["layers"]) == (5, 3, 8)
+    assert [finding["code"] for finding in found["findings"]] == ["sensitive-module"]
+
+
+def test_a_resumed_training_cuts_off_the_steps_that_it_makes_again(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "no"}
+    trainer_of(tiny_model(), tmp_path, DoctorCallback(interval=2), **saving).train()
+    first = read_lines(tmp_path / "metrics.jsonl")
+    resumed = trainer_of(tiny_model(), tmp_path, DoctorCallback(interval=2), **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    again = read_lines(tmp_path / "metrics.jsonl")
+    assert steps_of(again, "step") == [1, 2, 3, 4, 5]
+    assert steps_of(again, "statistics") == [1, 2, 4]
+    assert steps_of(again, "watched") == [1]
+    assert [line for line in again if line["step"] <= 3] == [line for line in first if line["step"] <= 3]
+
+
+def test_a_model_that_is_not_converted_is_refused(tmp_path):
+    model = tiny_model()
+    octavo.restore(model)
+    with pytest.raises(ConfigError, match=r"call octavo\.convert"):
+        trainer_of(model, tmp_path, DoctorCallback()).train()
+
+
+@pytest.mark.parametrize("arguments", [{"interval": 0}, {"keep": 1}])
+def test_numbers_out_of_range_are_refused(arguments):
+    with pytest.raises(ConfigError, match="must be a whole number of at least"):
+        DoctorCallback(**arguments)
+
+
+def test_a_step_without_a_beginning_is_refused():
+    state, control = transformers.TrainerState(), transformers.TrainerControl()
+    with pytest.raises(ConfigError, match="saw no beginning"):
+        DoctorCallback().on_step_begin(transformers.TrainingArguments(), state, control)

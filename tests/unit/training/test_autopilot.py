@@ -1,0 +1,225 @@
+"""What the autopilot decides, look by look, from statistics made for the purpose."""
+
+import json
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo.doctor import Sample
+from octavo.doctor.series import CastKey
+from octavo.doctor.statistics import CAST_FIELDS
+from octavo.errors import ConfigError
+from octavo.training.autopilot import Autopilot
+from octavo.training.config import RunConfig, TrainingConfig
+from octavo.training.metrics import METRICS, MetricsLog, read_metrics
+
+HEALTHY = {
+    "amax": 4.0, "rms": 1.0, "kurtosis": 3.0, "stale_ratio": 1.0, "scale": 4.0 / 448, "sqnr_db": 31.5, "cosine": 1.0,
+    "underflow_fraction": 0.001,
+}  # fmt: skip
+LOST = {"underflow_fraction": 0.6, "flushed_energy": 1e-6}
+LAYERS = ("layers.0.q_proj", "layers.0.down_proj")
+FIRST, SECOND = "rowwise_hp_grad_weight", "blockwise"  # what is known for a bulk that underflows, in this order
+
+
+def config_of(**training) -> RunConfig:
+    return RunConfig(training=TrainingConfig(**{"autopilot": True, "autopilot_patience": 3, **training}))
+
+
+class Run:
+    """A run of which only its looks are made up: one each ten steps, of the input of two layers."""
+
+    def __init__(self, folder, config=None, *, step=0):
+        self.config = config or config_of()
+        lines = [line for line in read_metrics(folder) if line["step"] <= step]
+        self.folder, self.step, self.said = folder, step, []
+        self.pilot = Autopilot(self.config, lines)
+        self.log = MetricsLog(folder, after_step=step or None, on_line=self.pilot.see)
+
+    def look(self, *ill: str, trials: dict[str, dict] | None = None, loss_scale: float | None = None) -> list[dict]:
+        """The next look, at which these layers are ill; what was decided."""
+        self.step += 10
+        extra = {} if loss_scale is None else {"loss_scale": loss_scale}
+        self.log.write("step", self.step, loss=3.0, lr=1e-3, grad_norm=1.0, **extra)
+        casts = {CastKey(path, "input", "output"): row({**HEALTHY, **(LOST if path in ill else {})}) for path in LAYERS}
+        self.log.write_sample(self.sample(casts))
+        for path, numbers in (trials or {}).items():
+            sample = self.sample({CastKey(path, "input", "output"): row({**HEALTHY, **numbers})})
+            self.log.write("probation", self.step, path=path, names=sample.names(), values=sample.values())
+        before = len(read_metrics(self.folder))
+        self.pilot.act(self.step, self.log, self.said.append)
+        return [line for line in read_metrics(self.folder)[before:] if line["kind"] == "autopilot"]
+
+    def sample(self, casts):
+        recipes = {path: self.recipe(path) for path in LAYERS}
+        facts: dict[str, Any] = {"in_features": 64, "out_features": 64, "device": "cpu"}
+        cast = {"input output": {"format": "E4M3", "scaling": "dynamic", "scale_rounding": "fp32", "margin": 0}}
+        layers = {path: {"recipe": name, **facts, "casts": cast} for path, name in recipes.items()}
+        return Sample(step=self.step, casts=casts, products={}, parameters={}, layers=layers)
+
+    def recipe(self, path):
+        return self.pilot.training.overrides.get(path, "tensorwise")
+
+
+def row(numbers):
+    return np.array([numbers.get(name, 0.0) for name in CAST_FIELDS])
+
+
+Q, DOWN = LAYERS
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Begins runs in one folder, and closes their files."""
+    with ExitStack() as stack:
+
+        def begin_run(config=None, *, step=0):
+            run = Run(tmp_path, config, step=step)
+            stack.callback(run.log.close)
+            return run
+
+        yield begin_run
+
+
+def test_nothing_found_nothing_done(begin):
+    run = begin()
+    assert [run.look() for _ in range(12)] == [[]] * 12
+    assert run.pilot.training is run.config.training
+
+
+def test_an_act_says_what_why_and_where(begin):
+    run = begin()
+    assert run.look(Q) == run.look(Q) == []
+    (line,) = run.look(Q)
+    assert line == {
+        "kind": "autopilot", "step": 30, "finding": "bulk-underflow", "path": Q, "role": "input", "number": 1,
+        "act": line["act"], "changes": {"overrides": {Q: FIRST}}, "evidence": line["evidence"],
+    }  # fmt: skip
+    assert line["act"].startswith(f"Run {Q} with a scale for each row")
+    assert line["evidence"]["underflow_fraction"] == 0.6
+    assert run.pilot.training.overrides == {Q: FIRST}
+    assert run.said[0].text == f"step 30: bulk-underflow at {Q}: {line['act']}"
+
+
+def test_what_does_not_help_is_taken_back_and_the_next_is_tried(begin):
+    run = begin()
+    *lines, last = [line for _ in range(30) for line in run.look(DOWN)]
+    names = [line["changes"]["overrides"][DOWN] for line in lines]
+    assert (last["changes"], last["act"]) == ({}, "Left as it is: changed and changed back 6 times already.")
+    assert names[:4] == [FIRST, FIRST, SECOND, SECOND]
+    assert len(names) == run.config.training.autopilot_flips
+    assert names[::2] == names[1::2], "each was taken back"
+    assert run.pilot.training.overrides == {}
+
+
+def test_when_nothing_is_left_it_is_said_once(begin):
+    run = begin(config_of(autopilot_flips=100))
+    lines = [line for _ in range(40) for line in run.look(DOWN)]
+    tried = [line["changes"]["overrides"][DOWN] for line in lines if line["changes"] and "takes_back" not in line]
+    assert tried == list(dict.fromkeys(tried)), "nothing is tried twice in vain"
+    assert tried[-1] in ("bf16", "rowwise", "mxfp8")
+    assert [line["act"] for line in lines if not line["changes"]] == [lines[-1]["act"]]
+    assert lines[-1]["act"].startswith("Nothing is left that a run could change")
+
+
+def test_two_layers_at_once_and_one_on_trial(begin):
+    run = begin()
+    lines = [line for _ in range(3) for line in run.look(Q, DOWN)]
+    assert sorted(line["path"] for line in lines) == sorted(LAYERS)
+    assert run.look(Q) == run.look() == [], "on trial"
+    assert [act.judged for act in run.pilot.journal.acts] == [None, None]
+    assert run.look() == []
+    assert [act.judged for act in run.pilot.journal.acts] == [60, 60]
+
+
+def test_what_helped_is_taken_back_after_healthy_trials_and_returns(begin):
+    """Trials are asked for once the act was judged; a look of theirs that is ill counts nothing."""
+    run = begin()
+    for _ in range(3):
+        run.look(Q)
+    assert not list(run.pilot._on_probation(60)), "not before it was judged"
+    for _ in range(3):
+        run.look()
+    assert [path for path, _ in run.pilot._on_probation(70)] == [Q]
+    assert [training.overrides for _, training in run.pilot._on_probation(70)] == [{}]
+    for numbers in ({}, {}, LOST, {}, {}, {}):
+        assert run.look(trials={Q: numbers}) == []
+    (line,) = run.look(trials={Q: {}})
+    assert (line["takes_back"], line["helped"], line["changes"]) == (1, True, {"overrides": {Q: FIRST}})
+    assert run.pilot.training.overrides == {}
+    again = [line for _ in range(3) for line in run.look(Q)]
+    assert [line["changes"] for line in again] == [{"overrides": {Q: FIRST}}], "it had helped: not in vain"
+    assert [run.look() for _ in range(4)] == [[]] * 4
+    assert not list(run.pilot._on_probation(200)), "the trial was no proof"
+
+
+def test_no_layer_flips_more_often_than_allowed(begin):
+    run = begin(config_of(autopilot_flips=3))
+    lines = []
+    for _ in range(40):
+        ill = [Q] if run.recipe(Q) == "tensorwise" else []
+        lines += run.look(*ill, trials={Q: {}} if not ill else {})
+    assert [("takes_back" in line) for line in lines] == [False, True, False]
+    assert run.pilot.training.overrides == {Q: FIRST}, "left as it is healthy"
+
+
+def test_a_frozen_scale_is_not_judged_by_tensors(begin):
+    run = begin(config_of(recipe="delayed"))
+    line = {"finding": "frozen-scale", "path": Q, "role": "input", "number": 1, "act": "Run it.", "evidence": {}}
+    run.log.write("autopilot", 1, **line, changes={"overrides": {Q: "tensorwise"}})
+    for _ in range(8):
+        run.look(trials={Q: {}})
+    assert run.pilot.journal.acts[0].judged == 30
+    assert run.pilot.training.overrides == {Q: "tensorwise"}
+
+
+def test_the_whole_run_comes_after_its_layers(begin):
+    """A loss scale under which steps overflow again and again, and an ill layer: one act at a time."""
+    run = begin(config_of(loss_scale=2.0**24))
+
+    def look(*ill):
+        for _ in range(9):
+            run.log.write("overflow", run.step + 9, loss_scale=2.0**24)
+        return run.look(*ill, loss_scale=2.0**24)
+
+    lines = [line for _ in range(3) for line in look()]
+    assert [line["changes"] for line in lines] == [{"loss_scale": "dynamic"}]
+    assert run.pilot.training.loss_scale == "dynamic"
+
+
+@pytest.mark.parametrize("cut", range(10, 230, 30))
+def test_the_lines_bring_back_every_decision(begin, tmp_path, cut):
+    """From any look on, an autopilot that has read the lines decides what the one that wrote them did."""
+    ill = [(Q,)] * 4 + [(Q, DOWN)] * 5 + [()] * 8 + [(DOWN,)] * 6
+
+    def follow(run, looks):
+        for paths in looks:
+            run.look(*paths, trials={path: {} for path, _ in run.pilot._on_probation(run.step + 10)})
+        return run
+
+    whole = follow(begin(), ill)
+    text = (tmp_path / METRICS).read_text()
+    looks = cut // 10
+    resumed = follow(begin(step=cut), ill[looks:])
+    assert (tmp_path / METRICS).read_text() == text
+    assert any(json.loads(line)["kind"] == "autopilot" for line in text.splitlines())
+    assert resumed.pilot.lines == whole.pilot.lines
+    assert resumed.pilot.training == whole.pilot.training
+
+
+def test_what_a_run_without_fp8_layers_or_looks_is_told():
+    with pytest.raises(ConfigError, match="mends FP8 layers, and a run of 'bf16' has none"):
+        config_of(recipe="bf16")
+    with pytest.raises(ConfigError, match=r"give training.statistics_interval at least 1, not 0"):
+        config_of(statistics_interval=0)
+    with pytest.raises(ConfigError, match=r"training.autopilot_patience must be at least 1, not 0"):
+        config_of(autopilot_patience=0)
+    assert not config_of().with_recipe("bf16").training.autopilot
+
+
+def test_how_often_it_looks_decides_what_a_run_with_it_computes():
+    assert config_of().config_hash() != config_of(statistics_interval=3).config_hash()
+    plain = [RunConfig(training=TrainingConfig(statistics_interval=every)).config_hash() for every in (3, 10)]
+    assert len(set(plain)) == 1

@@ -1,0 +1,151 @@
+"""A run with the autopilot: faults are cured, a healthy run is left alone, a stopped one goes on to the last digit."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+import octavo
+from octavo.observers import AmaxHistory
+from octavo.training import loop
+from octavo.training.events import Event, Notice
+from octavo.training.loop import train
+from octavo.training.metrics import read_metrics
+from octavo.training.run_folder import load_run
+from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
+
+DOWN = "model.layers.0.mlp.down_proj"
+SETTING = {
+    "recipe": "delayed", "recipe_options": {"history_length": 4}, "lr": 1e-2, "warmup": 10, "eval_interval": 0,
+    "statistics_interval": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def frozen(monkeypatch):
+    """From its third step on, the scales of one layer do not move, and are far too small."""
+    real = AmaxHistory.close
+
+    def close(self, *, where=None):
+        if self.path == DOWN and int(self.steps.max()) >= 2:
+            self.discard()
+            self.amax.fill_(1e-3)
+        else:
+            real(self, where=where)
+
+    monkeypatch.setattr(AmaxHistory, "close", close)
+
+
+@pytest.fixture
+def loud(monkeypatch):
+    """From step 5 to 20, one element of a layer's input is so large that all others vanish beside it."""
+    real = loop.Trainer.__init__
+
+    def with_fault(self, *args, **options):
+        real(self, *args, **options)
+
+        def spoil(module, inputs):
+            (x,) = inputs
+            if not module.training or not 4 <= self.step < 20:
+                return None
+            x = x.clone()
+            x[0, 0, 0] = 1e5
+            return (x,)
+
+        self.model.get_submodule(DOWN).register_forward_pre_hook(spoil)
+
+    monkeypatch.setattr(loop.Trainer, "__init__", with_fault)
+
+
+def lines_of(folder, *kinds):
+    return [line for line in comparable(read_metrics(folder)) if line["kind"] in kinds]
+
+
+def tail(result):
+    """The mean loss of the last ten steps."""
+    return sum(loss for _, loss in result.train_curve[-10:]) / 10
+
+
+def test_a_healthy_run_is_the_one_without(tmp_path, data):
+    for name, on in (("off", False), ("on", True)):
+        train(tiny_config(**SETTING, steps=30, autopilot=on), tmp_path / name, data=data)
+    assert comparable(read_metrics(tmp_path / "on")) == comparable(read_metrics(tmp_path / "off"))
+    assert not lines_of(tmp_path / "on", "autopilot", "probation")
+
+
+def test_a_frozen_scale_is_cured_and_a_trial_that_was_wrong_is_not_repeated(tmp_path, data, request):
+    """The layer's tensors are healthy and its history is not: no trial of them can know that."""
+    setting = {**SETTING, "lr": 3e-2, "steps": 60}
+    clean = tail(train(tiny_config(**setting), tmp_path / "clean", data=data))
+    request.getfixturevalue("frozen")
+    ill = tail(train(tiny_config(**setting), tmp_path / "ill", data=data))
+    events: list[Event] = []
+    config = tiny_config(**setting, autopilot=True)
+    cured = tail(train(config, tmp_path / "cured", data=data, on_event=events.append))
+    assert ill - clean > 0.05
+    assert abs(cured - clean) < 0.03
+    lines = lines_of(tmp_path / "cured", "autopilot")
+    assert {line["finding"] for line in lines} <= {"frozen-scale", "stale-scale"}
+    assert {line["path"] for line in lines} == {DOWN}
+    assert [line["changes"] for line in lines] == [{"overrides": {DOWN: "tensorwise"}}] * len(lines)
+    assert ["takes_back" in line for line in lines] in ([False], [False, True, False])
+    assert any(isinstance(event, Notice) and f"-scale at {DOWN}: Run" in event.text for event in events)
+    layer = load_run(tmp_path / "cured").model.get_submodule(DOWN)
+    assert isinstance(layer, octavo.nn.Linear)
+    assert layer.recipe.name == "tensorwise"
+
+
+def test_what_is_over_is_taken_back(tmp_path, data, loud):
+    config = tiny_config(**{**SETTING, "recipe": "tensorwise", "recipe_options": {}}, steps=40, autopilot=True)
+    train(config, tmp_path / "run", data=data)
+    act, back = lines_of(tmp_path / "run", "autopilot")
+    assert (act["finding"], act["path"], act["role"]) == ("bulk-underflow", DOWN, "input")
+    assert (back["takes_back"], back["helped"]) == (1, True)
+    trials = lines_of(tmp_path / "run", "probation")
+    assert {line["path"] for line in trials} == {DOWN}
+    assert {line["names"]["layers"][DOWN]["recipe"] for line in trials} == {"tensorwise"}
+    lost = {line["step"]: max(line["values"]["casts"]["underflow_fraction"]) > 0.5 for line in trials}
+    assert all(lost[step] == (step <= 20) for step in lost)
+    assert back["step"] == 28, "the fourth look after the last loud one"
+    watched = [line["layers"][DOWN]["recipe"] for line in lines_of(tmp_path / "run", "watched")]
+    assert watched == ["tensorwise", "rowwise_hp_grad_weight", "tensorwise"]
+
+
+def test_a_step_that_broke_is_made_again_where_a_remedy_is_known(tmp_path, data):
+    """A fixed loss scale that no gradient survives: one that follows them takes its place, and no step is lost."""
+    setting = {**SETTING, "precision": "fp16", "loss_scale": 2.0**40, "steps": 6}
+    with pytest.raises(octavo.errors.NonFiniteLossError):
+        train(tiny_config(**setting), tmp_path / "broken", data=data)
+    result = train(tiny_config(**setting, autopilot=True), tmp_path / "run", data=data)
+    assert result.step == 6
+    (line,) = lines_of(tmp_path / "run", "autopilot")
+    assert (line["step"], line["finding"], line["changes"]) == (1, "loss-scale", {"loss_scale": "dynamic"})
+    steps = lines_of(tmp_path / "run", "step")
+    assert [one["step"] for one in steps] == [1, 2, 3, 4, 5, 6]
+    assert {one["loss_scale"] for one in steps} == {2.0**16}
+
+
+@pytest.mark.parametrize("fault", ["frozen", "loud"])
+def test_stopped_anywhere_it_goes_on_to_the_last_digit(tmp_path, data, fault, request):
+    """Pieces that end before an act, while it is on trial, while it is on probation, and after."""
+    request.getfixturevalue(fault)
+    recipe = {"recipe": "tensorwise", "recipe_options": {}} if fault == "loud" else {}
+    config = tiny_config(**{**SETTING, **recipe}, steps=34, autopilot=True)
+    train(config, tmp_path / "whole", data=data)
+    for stop in (5, 11, 14, 23, 29, 34):
+
+        def stop_at(event, stop=stop):
+            if type(event).__name__ == "StepDone" and event.step == stop < 34:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        assert train(config, tmp_path / "cut", data=data, resume=stop > 5, on_event=stop_at).step == stop
+    assert lines_of(tmp_path / "cut", "autopilot")
+    assert comparable(read_metrics(tmp_path / "cut")) == comparable(read_metrics(tmp_path / "whole"))
+    whole, cut = (load_run(tmp_path / name).model.state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], tensor) for name, tensor in cut.items())
