@@ -4,10 +4,11 @@
 
 The demo's model and batch, BF16 autocast around, AdamW: a step is forward, loss, backward, the optimizer's step and the
 close of the scales' step; a look also writes its lines to metrics.jsonl and TensorBoard, as a run does. One step of
-each kind a round, one after the other in one process and on one model. The doctor looks at every tenth step by default:
-what it costs there is a tenth of what a look adds to a step.
+each kind a round, one after the other in one process and on one model. A run is looked at every tenth step by default,
+and every fourth look is judged by all rules, which chooses the layers to capture: what the doctor costs is a tenth of
+what a look adds to a step, and a fortieth of what judging takes, over a step.
 
-Bar: at most 5 % of the step time at the default interval, for every recipe.
+Bar: at most 5 % of the step time, for every recipe.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.measure import hardware, interleaved, ratio, verdict, write_result
 from octavo.doctor import watch
+from octavo.doctor.captor import ASK_EVERY
 from octavo.models import Llama
 from octavo.state import update_scales
 from octavo.training.config import RunConfig, demo_config
@@ -41,7 +43,13 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
     machine, config = hardware(), demo_config(quick=False)
-    header = ["recipe", "a step that is looked at ÷ one that is not", f"cost at every {INTERVAL}th step", "verdict"]
+    header = [
+        "recipe",
+        "a step looked at ÷ a step",
+        "judging ÷ a step",
+        f"cost, a look every {INTERVAL} steps",
+        "verdict",
+    ]
     rows = [header, ["---"] * len(header)]
     with tempfile.TemporaryDirectory() as folder:
         for recipe in arguments.recipes:
@@ -50,8 +58,9 @@ def main() -> None:
             log.close()
             rows.append(row_of(recipe, seconds))
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles); bar: at most {BAR:g} % of the step time; "
-              f"{config.training.tokens_per_step} tokens; {config.model}."]  # fmt: skip
+    bar = f"Bar: at most {BAR:g} % of the step time."
+    what = f"{config.training.tokens_per_step} tokens; {config.model}"
+    lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles). {bar} {what}."]
     console = Console()
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if not arguments.no_write:
@@ -62,20 +71,20 @@ def main() -> None:
 
 
 def row_of(recipe: str, seconds: dict[str, list[float]]) -> list[str]:
-    """A recipe's row: the ratio of the steps, the cost in percent, "met" or "missed"."""
-    found = ratio(seconds, "looked at", "plain")
-    low, median, high = (100 * (value - 1) / INTERVAL for value in (found.low, found.median, found.high))
-    return [recipe, str(found), f"{median:.1f} % ({low:.1f}–{high:.1f})", verdict(median <= BAR)]
+    """A recipe's row: both ratios, what they cost in percent of the step time, "met" or "missed"."""
+    looked_at, judging = (ratio(seconds, name, "plain") for name in ("looked at", "judging"))
+    cost = 100 * (looked_at.median - 1 + judging.median / ASK_EVERY) / INTERVAL
+    return [recipe, str(looked_at), str(judging), f"{cost:.1f} %", verdict(cost <= BAR)]
 
 
-def contestants(config: RunConfig, recipe: str, log: MetricsLog) -> dict[str, Callable[[], Tensor]]:
-    """The same step of one model, looked at and not."""
+def contestants(config: RunConfig, recipe: str, log: MetricsLog) -> dict[str, Callable[[], object]]:
+    """The same step of one model, looked at and not, and what judges all looks so far."""
     training = config.with_training(recipe=recipe).training
     shape = config.model.llama(vocab_size=config.data.vocab_size, max_positions=training.context)
     model = Llama(shape, seed=0)
     apply_recipe(model, training)
     optimizer, context = build_optimizer(model, training), surroundings(training, torch.device("cpu"))
-    watcher = watch(model, optimizer, interval=1, keep=2, on_sample=log.write_sample)
+    watcher = watch(model, optimizer, interval=1, on_sample=log.write_sample)
     batches = _batches(shape.vocab_size, (training.batch_size, training.context))
 
     def plain() -> Tensor:
@@ -93,7 +102,7 @@ def contestants(config: RunConfig, recipe: str, log: MetricsLog) -> dict[str, Ca
             notes.loss = plain()
         return notes.loss
 
-    return {"plain": plain, "looked at": looked_at}
+    return {"plain": plain, "looked at": looked_at, "judging": watcher.findings}
 
 
 def _batches(vocab_size: int, size: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,6 +16,7 @@ from octavo.doctor.captor import captured
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.rerun import Rerun
 from octavo.doctor.series import CastKey, ProductKey, Sample
+from octavo.doctor.statistics import cast_numbers, product_numbers
 from octavo.doctor.watch import layer_facts
 from octavo.nn import Linear
 from octavo.nn.linear import autocast_dtype
@@ -70,8 +71,8 @@ class Shadow:
         rerun(LayerRecorder(self.path, casts, products))
         return Sample(
             step=step,
-            casts={key: numbers.numpy() for key, numbers in casts.items()},
-            products={key: numbers.numpy() for key, numbers in products.items()},
+            casts={key: cast_numbers(sums.numpy()) for key, sums in casts.items()},
+            products={key: product_numbers(results.numpy()) for key, results in products.items()},
             parameters={},
             layers={self.path: layer_facts(self.layer, self.recipe)},
         )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
 from octavo.errors import BackendError
@@ -24,7 +25,7 @@ def test_it_sums_what_it_casts():
     assert summing.sums(x, made)
     assert not summing.sums(*cast(4, 6, fmt=E4M3_FNUZ))
     assert not summing.sums(x.to("meta"), made)
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):
         assert not summing.sums(x, made), "somebody watches operations, and addresses are none"
 
 
