@@ -1,5 +1,7 @@
-// Trials of quantize and dequantize.
+// Trials of quantize, cast_sums and dequantize.
 #include "trial.h"
+
+#include <algorithm>
 
 namespace trial {
 namespace {
@@ -246,6 +248,50 @@ void quantize_every_input(std::vector<Verdict>& levels) {
         }
 }
 
+// What cast_sums must find, in the order of octavo::CastSums, in plain FP64 sums of FP32 products.
+void wanted_sums(const octavo::CastSumsProblem& p, const Elements& x, double* found) {
+    enum { elements, nonfinite, saturated, amax, scale, stale_ratio, finite, nonzeros, flushed, mismatched, energy,
+           fourth_powers, flushed_energy, noise, product, decoded_energy, magnitude, signed_error };
+    const definition::Small& format = small(p.format);
+    const double largest = definition::decode(format.max_code, format);
+    const double limit = largest + (largest - definition::decode(format.max_code - 1, format)) / 2;
+    const int64_t across = (x.shape.columns + p.block_columns - 1) / p.block_columns;
+    for (int64_t r = 0; r < x.shape.rows; ++r)
+        for (int64_t c = 0; c < x.shape.columns; ++c) {
+            const float element = x.at(r, c), own = p.scale[r / p.block_rows * across + c / p.block_columns];
+            const double value = element, size = std::fabs(value);
+            const bool is_finite = std::isfinite(value);
+            found[elements] += 1;
+            found[scale] = std::fmax(found[scale], own);
+            if (!is_finite) {
+                found[nonfinite] += 1;
+                continue;
+            }
+            found[amax] = std::fmax(found[amax], size);
+            found[saturated] += size > own * limit;
+            found[stale_ratio] = std::fmax(found[stale_ratio], float(size) / (own * float(largest)));
+            if (r < p.first_row || (r - p.first_row) % p.row_step) continue;
+            const int code = p.codes[r * p.codes_stride + c];
+            const float scaled = element * std::fmin(1.0f / own, FLT_MAX);
+            const int best = definition::encode(std::fmax(std::fmin(scaled, FLT_MAX), -FLT_MAX), format, true);
+            const float decoded = float(definition::decode(code, format)) * own, wanted = float(definition::decode(best, format)) * own;
+            const double y = decoded, square = value * value;
+            const bool is_flushed = value != 0 && (code & 0x7f) == 0;
+            found[finite] += 1;
+            found[nonzeros] += value != 0;
+            found[flushed] += is_flushed;
+            found[mismatched] += !(std::fabs(decoded - element) <= 1.001f * std::fabs(wanted - element));
+            found[energy] += square;
+            found[fourth_powers] += square * square;
+            found[flushed_energy] += is_flushed ? square : 0;
+            found[noise] += (y - value) * (y - value);
+            found[product] += value * y;
+            found[decoded_energy] += y * y;
+            found[magnitude] += size;
+            if (value != 0) found[signed_error] += std::copysign(1.0, value) * (y - value);
+        }
+}
+
 void dequantize(Random& random, std::vector<Verdict>& levels) {
     const Shape shape = any_shape(random);
     const Block block = fitted(random.any_of(BLOCKS), shape);
@@ -276,6 +322,55 @@ void dequantize(Random& random, std::vector<Verdict>& levels) {
         for (int64_t i = 0; i < int64_t(wanted.size()); ++i)
             level.expect(get(p.out, p.out_dtype, i), wanted[i], "element", i, name);
         level.expect(out.is_intact(), 0, 1, "margin", 0, name);
+    }
+}
+
+void cast_sums(Random& random, std::vector<Verdict>& levels) {
+    constexpr int COUNTED = 10, ALL_SUMS = sizeof(octavo::CastSums) / sizeof(double);
+    const Shape shape = any_shape(random);
+    const Block block = fitted(random.any_of(BLOCKS), shape);
+    Elements x(random.any_of(DTYPES), shape, shape.columns + (random.one_in(2) ? 0 : random.below(9)), random.below(4));
+    fill(x, Numbers(random.below(int(Numbers::count))), random);
+    octavo::CastSumsProblem p{};
+    p.x = {x.data(), x.dtype, shape.rows, shape.columns, x.stride};
+    p.format = random.any_of(FORMATS), p.block_rows = block.rows, p.block_columns = block.columns;
+    const int64_t groups = (shape.rows + block.rows - 1) / block.rows * ((shape.columns + block.columns - 1) / block.columns);
+    std::vector<float> scales(groups);
+    for (float& scale : scales) scale = static_cast<float>(std::ldexp(random.uniform() + 0.5, int(random.between(-20, 4))));
+    if (random.one_in(8)) scales[0] = 1e-39f;
+    p.codes_stride = shape.columns + random.below(5);
+    std::vector<uint8_t> codes((shape.rows - 1) * p.codes_stride + shape.columns);
+    const bool right = random.one_in(2);  // codes of these elements, or of none
+    for (int64_t i = 0; i < int64_t(codes.size()); ++i) {
+        const int64_t r = i / p.codes_stride, c = i % p.codes_stride, across = (shape.columns + block.columns - 1) / block.columns;
+        codes[i] = uint8_t(random.bits() >> 9) % 0x7b;
+        if (!right || c >= shape.columns) continue;
+        const float scaled = x.at(r, c) * std::fmin(1.0f / scales[r / block.rows * across + c / block.columns], FLT_MAX);
+        if (std::isfinite(x.at(r, c)))
+            codes[i] = uint8_t(definition::encode(std::fmax(std::fmin(scaled, FLT_MAX), -FLT_MAX), small(p.format), true));
+    }
+    p.scale = scales.data(), p.codes = codes.data();
+    p.row_step = random.one_in(2) ? 1 : random.between(1, 7);
+    p.first_row = random.below(std::min(shape.rows, p.row_step));
+
+    double wanted[ALL_SUMS] = {};
+    wanted_sums(p, x, wanted);
+    const std::string name = words("cast_sums %lld x %lld, dtype %d, format %d, block %lld x %lld, rows from %lld by %lld",
+                                   (long long)shape.rows, (long long)shape.columns, int(x.dtype), int(p.format),
+                                   (long long)block.rows, (long long)block.columns, (long long)p.first_row, (long long)p.row_step);
+    for (Verdict& level : levels) {
+        Written<float> measured(groups);
+        Written<octavo::CastSums> sums(1);
+        p.measured = measured.data(), p.sums = sums.data();
+        level.kernels.cast_sums(p);
+        const double* found = reinterpret_cast<const double*>(sums.data());
+        for (int i = 0; i < ALL_SUMS; ++i) {
+            const double scale = i == ALL_SUMS - 1 ? wanted[i - 1] + std::fabs(wanted[i]) : std::fabs(wanted[i]);
+            const bool near = i >= COUNTED && std::fabs(found[i] - wanted[i]) <= 1e-11 * scale;
+            const bool same = std::isnan(wanted[i]) ? std::isnan(found[i]) : found[i] == wanted[i];
+            level.expect(near || same, found[i], wanted[i], "sum", i, name);
+        }
+        level.expect(measured.is_intact() && sums.is_intact(), 0, 1, "margin", 0, name);
     }
 }
 

@@ -16,7 +16,7 @@ struct Kernel {
     void (*trial)(trial::Random&, std::vector<trial::Verdict>&);
 };
 
-constexpr Kernel KERNELS[] = {{"quantize", trial::quantize}, {"dequantize", trial::dequantize},
+constexpr Kernel KERNELS[] = {{"quantize", trial::quantize}, {"cast_sums", trial::cast_sums}, {"dequantize", trial::dequantize},
                               {"round_stochastic", trial::round_stochastic}, {"random_bits", trial::random_bits},
                               {"gemm", trial::gemm}, {"hopper", trial::hopper},
                               {"exponential", trial::exponential}, {"attend", trial::attend}, {"decode", trial::decode}};

@@ -130,6 +130,7 @@ std::string words(const char* format, Numbers... numbers) {
 
 void quantize(Random& random, std::vector<Verdict>& levels);
 void quantize_every_input(std::vector<Verdict>& levels);
+void cast_sums(Random& random, std::vector<Verdict>& levels);
 void dequantize(Random& random, std::vector<Verdict>& levels);
 void round_stochastic(Random& random, std::vector<Verdict>& levels);
 void random_bits(Random& random, std::vector<Verdict>& levels);

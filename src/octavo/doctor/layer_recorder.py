@@ -28,7 +28,8 @@ class LayerRecorder:
 
     def __init__(self, path: str, casts: dict[CastKey, Tensor], products: dict[ProductKey, Tensor]) -> None:
         self.path, self.casts, self.products = path, casts, products
-        self.weight = self.input_columns = torch.empty(0)
+        self.weight: Tensor | None = None
+        self.input_columns: dict[int, Tensor] = {}  # by the address of the operand that backward will bring
 
     def forward(
         self,
@@ -39,17 +40,18 @@ class LayerRecorder:
         kept: tuple[Operand | None, Operand | None],
     ) -> None:
         """Measure the input's and the weight's casts, those for backward too, and the output GEMM."""
-        self.weight = weight.detach()
+        self.weight = None if _is_held(weight) else weight.detach()
         self._cast("input", "output", x, operands[0])
         if not _same_cast(recipe.output.a, recipe.grad_weight.b):
             self._cast("input", "grad_weight", x.t(), kept[1])
-        if not _is_held(weight):
+        if self.weight is not None:
             self._cast("weight", "output", weight, operands[1])
             if not _same_cast(recipe.output.b, recipe.grad_input.b):
                 self._cast("weight", "grad_input", weight.t(), kept[0])
             self._product("output", recipe.output, operands, x, weight)
-        if kept[1] is not None:
-            self.input_columns = x[:, spread(x.shape[1], COLUMNS)].clone(memory_format=torch.contiguous_format)
+        if isinstance(kept[1], QuantizedTensor):
+            columns = x[:, spread(x.shape[1], COLUMNS)]
+            self.input_columns[kept[1].data.data_ptr()] = columns.clone(memory_format=torch.contiguous_format)
 
     def backward(
         self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
@@ -57,13 +59,12 @@ class LayerRecorder:
         """Measure the gradient's casts and both of its GEMMs."""
         if grad_input is not None:
             self._cast("grad_output", "grad_input", grad_output, grad_input[0])
-            if not _is_held(self.weight):
+            if self.weight is not None:
                 self._product("grad_input", recipe.grad_input, grad_input, grad_output, self.weight.t())
         if grad_weight is not None:
             if grad_input is None or not _same_cast(recipe.grad_input.a, recipe.grad_weight.a):
                 self._cast("grad_output", "grad_weight", grad_output.t(), grad_weight[0])
             self._product_of_columns(recipe.grad_weight, grad_weight, grad_output)
-        self.weight = self.input_columns = torch.empty(0)
 
     def _cast(self, role: str, gemm: str, x: Tensor, made: Operand | None) -> None:
         if not isinstance(made, QuantizedTensor) or not x.numel():
@@ -76,11 +77,15 @@ class LayerRecorder:
         self._compare(gemm, spec, operands, (rows, columns), (left[rows], right[columns]))
 
     def _product_of_columns(self, spec: GemmSpec, operands: Operands, grad_output: Tensor) -> None:
-        """grad_weight's, whose right operand is known for some columns of the input only."""
-        if self.input_columns.shape[0] == grad_output.shape[0]:
-            rows, columns = spread(grad_output.shape[1], ROWS), spread(operands[1].shape[0], COLUMNS)
-            originals = grad_output.t()[rows], self.input_columns.t()
-            self._compare("grad_weight", spec, operands, (rows, columns), originals)
+        """grad_weight's, whose right operand is known for some columns of the input only.
+
+        It is not known where saved tensors were replaced on the way (``torch.autograd.graph.saved_tensors_hooks``).
+        """
+        _, right = operands
+        known = self.input_columns.pop(right.data.data_ptr(), None) if isinstance(right, QuantizedTensor) else None
+        if known is not None and known.shape[0] == grad_output.shape[0]:
+            rows, columns = spread(grad_output.shape[1], ROWS), spread(right.shape[0], COLUMNS)
+            self._compare("grad_weight", spec, operands, (rows, columns), (grad_output.t()[rows], known.t()))
 
     def _compare(
         self,

@@ -59,8 +59,10 @@ def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator
     def watch(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             assert isinstance(module, BatchNorm)
-            (x,) = inputs
-            if module.running_var is not None and module.training and x.numel() > x.shape[1]:
+            if not inputs or module.running_var is None or not module.training:
+                return
+            x = inputs[0]
+            if x.numel() > x.shape[1]:
                 dims = [dim for dim in range(x.ndim) if dim != 1]
                 ratio = x.detach().float().var(dim=dims) / module.running_var
                 found[path] = ratio.log2().abs().nan_to_num(posinf=math.inf).amax().double().reshape(1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.doctor.statistics import spread
+from octavo.errors import ConfigError
 
 __all__ = ["OptimizerRecorder"]
 
@@ -23,11 +24,16 @@ class OptimizerRecorder:
     Args:
         model: names the parameters.
         optimizer: any of ``torch.optim``.
+
+    Raises:
+        ConfigError: it trains none of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in self.groups for parameter in model.parameters()):
+            raise ConfigError("the optimizer trains no parameter of this model; watch it with the one that does")
         self.matrices = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -70,7 +76,7 @@ class OptimizerRecorder:
     def norms(self) -> list[Tensor]:
         """Of every gradient: float64 []; NaN where there is none."""
         given = [parameter.grad for parameter in self.matrices.values() if parameter.grad is not None]
-        norms = iter(_norms(given))
+        norms = iter(_norms([grad.coalesce().values() if grad.is_sparse else grad for grad in given]))
         return [_nan(p) if p.grad is None else next(norms).double() for p in self.matrices.values()]
 
     @torch.no_grad()
@@ -100,7 +106,9 @@ class OptimizerRecorder:
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    norms: list[Tensor] = list(torch._foreach_norm(tensors)) if tensors else []  # noqa: SLF001
+    if not tensors:
+        return []
+    norms: list[Tensor] = list(torch._foreach_norm(tensors, dtype=torch.float32))  # noqa: SLF001
     return norms
 
 

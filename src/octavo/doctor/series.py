@@ -163,11 +163,13 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
         samples: those that were taken without a file.
 
     Raises:
-        TrainingError: a "statistics" line has other columns than its "watched" line names.
+        TrainingError: a "statistics" line has other columns than its "watched" line names, or a line has no kind.
     """
     taken, others = list(samples), []
     names: Mapping[str, Any] = {}
     for line in lines:
+        if "kind" not in line:
+            raise TrainingError(f"a line of step {line.get('step')} says no kind; it was edited: remove the line")
         if line["kind"] == "watched":
             names = line
         elif line["kind"] == "statistics":
@@ -201,13 +203,13 @@ def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:
     known = {"kind", "step", "casts", "products", "parameters", "modules"}
     try:
         return Sample(
-            step=line["step"],
+            step=int(line["step"]),
             casts=_rows([CastKey(*key) for key in names["casts"]], CAST_FIELDS, line["casts"]),
             products=_rows([ProductKey(*key) for key in names["products"]], PRODUCT_FIELDS, line["products"]),
             parameters=_rows(names["parameters"], PARAMETER_FIELDS, line["parameters"]),
             modules={name: {path: _number(x) for path, x in found.items()} for name, found in line["modules"].items()},
             scalars={name: _number(value) for name, value in line.items() if name not in known},
-            layers=names["layers"],
+            layers={path: dict(facts) for path, facts in names["layers"].items()},
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise TrainingError(

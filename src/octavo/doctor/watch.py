@@ -120,19 +120,20 @@ class Watcher:
         captures: str | Path | Captures | None = None,
     ) -> None:
         for name, value, least in (("interval", interval, 1), ("keep", keep, 2)):
-            if value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"watch's {name} must be a whole number of at least {least}, not {value!r}")
         self.model, self.interval, self.on_sample = model, interval, on_sample
         self.layers = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
         if not self.layers:
             raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
+        _check_memory(self.layers)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
         store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
         self.captor = None if store is None else Captor(store, self.layers)
         self.samples: deque[Sample] = deque(maxlen=keep)
         self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS_KEPT)
         self.number = 0
-        self._nonfinite: dict[str, list[int]] = {}
+        self._nonfinite = {path: layer.nonfinite_counts.tolist() for path, layer in self.layers.items()}
 
     def is_due(self, number: int) -> bool:
         """Whether the step of that number, from 1 on, is looked at."""
@@ -189,12 +190,13 @@ class Watcher:
         parameters: dict[str, Tensor],
         batch_norms: dict[str, Tensor],
     ) -> Sample:
-        sums, results, of_parameters, of_norms, of_pairs = _fetched(
-            casts, products, parameters, batch_norms, alignments(self.model)
+        counts = {path: layer.nonfinite_counts for path, layer in self.layers.items()}
+        sums, results, of_parameters, of_norms, of_pairs, of_counts = _fetched(
+            casts, products, parameters, batch_norms, alignments(self.model), counts
         )
         of_casts = dict(zip(sums, cast_numbers(np.stack(list(sums.values()))), strict=True)) if sums else {}
         of_products = {key: product_numbers(three) for key, three in results.items()}
-        self._count_nonfinite(of_casts)
+        self._count_nonfinite(of_casts, of_counts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
         return Sample(
@@ -207,14 +209,13 @@ class Watcher:
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )
 
-    def _count_nonfinite(self, casts: dict[CastKey, Any]) -> None:
+    def _count_nonfinite(self, casts: dict[CastKey, Any], counts: dict[str, Any]) -> None:
         """Let ``nonfinite`` say what a role has held since the last look, where the layers counted more."""
         column = CAST_FIELDS.index("nonfinite")
         since: dict[tuple[str, str], int] = {}
-        for path, layer in self.layers.items():
-            counts, before = layer.nonfinite_counts.tolist(), self._nonfinite.get(path, [0] * len(ROLES))
-            self._nonfinite[path] = counts
-            since |= {(path, role): counts[index] - before[index] for index, role in enumerate(ROLES)}
+        for path, now in counts.items():
+            before, self._nonfinite[path] = self._nonfinite[path], now.tolist()
+            since |= {(path, role): now[index] - before[index] for index, role in enumerate(ROLES)}
         for key, numbers in casts.items():
             numbers[column] = max(numbers[column], since[key.path, key.role])
 
@@ -228,6 +229,16 @@ class Watcher:
         if notes.loss is not None:
             values["loss"] = notes.loss.item() if isinstance(notes.loss, Tensor) else float(notes.loss)
         self.steps.append({"kind": "step", "step": self.number, **values})
+
+
+def _check_memory(layers: dict[str, Linear]) -> None:
+    """Refuse layers whose numbers nobody can look at."""
+    without = [path for path, layer in layers.items() if layer.weight.is_meta]
+    if without:
+        raise ConfigError(
+            f"layer {without[0]!r} is on the meta device and has no numbers to look at; "
+            "give the model its weights (model.to_empty(device=...), then load them) before watching"
+        )
 
 
 def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:

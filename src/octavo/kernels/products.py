@@ -151,8 +151,11 @@ def compare(
     _check(*originals, cpu.DTYPES)
     _check(*codes, cpu.CODES)
     (m, k), n = codes[0].shape, codes[1].shape[0]
-    if [x.shape for x in originals] != [x.shape for x in codes] or 0 in (m, k, n):
-        raise BackendError(f"originals and codes have one shape, not {originals[0].shape} and {codes[0].shape}")
+    given = [tuple(x.shape) for x in originals]
+    if given != [(m, k), (n, k)] or 0 in (m, k, n):
+        raise BackendError(
+            f"codes {(m, k)} and {(n, k)} have originals of their shapes, not {given}, and none is empty"
+        )
     sums = 0 if block or accumulate is Accumulate.FP32 else 1 + _TENSOR_CORE.index(accumulate)
     block = 0 if block >= k else block
     blocks = -(-k // block) if block else 1

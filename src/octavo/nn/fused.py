@@ -124,6 +124,8 @@ def _objections_to_layers(x: Tensor, linear: nn.Module, norm: nn.Module | None, 
     assert norm is None or isinstance(norm, LayerNorm | RMSNorm)
     if nn.modules.module._has_any_global_hook():  # noqa: SLF001
         yield "hooks of every module see what stands between the two layers"
+    elif linear.watch is not None:
+        yield "the doctor looks at what stands between the two layers"
     elif type(x) not in _PLAIN or (norm is not None and type(norm.weight) not in _PLAIN):
         yield "the kernels take plain tensors"
     elif x.ndim == 0 or x.shape[-1] != linear.in_features * halves or (norm is not None and norm.size != x.shape[-1]):

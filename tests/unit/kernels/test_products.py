@@ -112,3 +112,43 @@ def test_numbers_are_read_as_they_are():
 
 def test_no_products_give_zeros():
     assert torch.equal(sums(a=A[:, :0], b=B[:, :0]), torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize("accumulate", Accumulate)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [0, 32, 1000])
+def test_a_comparison_is_three_products(block, dtype, accumulate):
+    """To the bit those of the kernels that train, whatever the operands' strides."""
+    x, w = torch.randn(200, 12).to(dtype).t(), torch.randn(30, 200)[::3]
+    granularity = PerBlock(1, block) if block else PerRow()
+    made = [octavo.quantize(side, octavo.E4M3, granularity=granularity) for side in (x, w)]
+    scales = [side.scale.float() for side in made]
+    for level in cpu.levels():
+        codes = tuple(side.data for side in made)
+        found = products.compare((x, w), codes, tuple(scales), block=block, accumulate=accumulate, level=level)
+        both = {"a_scale": scales[0], "b_scale": scales[1], "out_dtype": torch.float32, "block": block, "level": level}
+        assert torch.equal(found[0], products.gemm(x, w, out_dtype=torch.float32, level=level))
+        assert torch.equal(found[1], products.gemm(*codes, **both))
+        if block or accumulate is Accumulate.FP32:
+            assert found[2].isnan().all()
+            continue
+        sums = products.hopper_sums(*codes, accumulate=accumulate, level=level)
+        assert torch.equal(found[2], (sums * scales[0].double() * scales[1].double().t()).float())
+
+
+def test_a_comparison_of_what_does_not_go_together_is_refused():
+    originals, scales = (A.float(), B.float()), (ONE, ONE)
+
+    def compare(originals=originals, codes=(A, B), scales=scales):
+        return products.compare(originals, codes, scales, block=0, accumulate=Accumulate.FP32)
+
+    for options, words in (
+        ({"originals": (A.float()[:2], B.float())}, "codes (4, 160) and (8, 160) have originals of their shapes"),
+        ({"originals": (A.float(), B.float()[:1])}, "have originals of their shapes, not [(4, 160), (1, 160)]"),
+        ({"originals": (A.double(), B.float())}, "operands of float32, bfloat16, float16, not float64"),
+        ({"codes": (A.float(), B)}, "operands of float8_e4m3fn, float8_e5m2, not float32"),
+        ({"scales": (torch.ones(3, 1), ONE)}, "4 rows in 1 blocks and scales (3, 1)"),
+        ({"originals": (A.float()[:0], B.float()), "codes": (A[:0], B)}, "none is empty"),
+    ):
+        with pytest.raises(BackendError, match=re.escape(words)):
+            compare(**options)

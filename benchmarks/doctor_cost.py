@@ -1,0 +1,116 @@
+"""What the doctor costs: a training step that is looked at beside one that is not.
+
+    python -m benchmarks.doctor_cost [--rounds 15] [--recipes tensorwise rowwise] [--no-write]
+
+The demo's model and batch, BF16 autocast around, AdamW: a step is forward, loss, backward, the optimizer's step and the
+close of the scales' step; a look also writes its lines to metrics.jsonl and TensorBoard, as a run does. One step of
+each kind a round, one after the other in one process and on one model. A run is looked at every tenth step by default,
+and every fourth look is judged by all rules, which chooses the layers to capture: what the doctor costs is a tenth of
+what a look adds to a step, and a fortieth of what judging takes, over a step.
+
+Bar: at most 5 % of the step time, for every recipe.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.measure import hardware, interleaved, ratio, verdict, write_result
+from octavo.doctor import watch
+from octavo.doctor.captor import ASK_EVERY
+from octavo.models import Llama
+from octavo.state import update_scales
+from octavo.training.config import RunConfig, demo_config
+from octavo.training.evaluate import token_loss
+from octavo.training.loop import build_optimizer
+from octavo.training.metrics import MetricsLog
+from octavo.training.precision import apply_recipe, surroundings
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
+INTERVAL, BAR = 10, 5.0  # the default's; percent
+
+
+def main() -> None:
+    """Time, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    machine, config = hardware(), demo_config(quick=False)
+    header = [
+        "recipe",
+        "a step looked at ÷ a step",
+        "judging ÷ a step",
+        f"cost, a look every {INTERVAL} steps",
+        "verdict",
+    ]
+    rows = [header, ["---"] * len(header)]
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in arguments.recipes:
+            log = MetricsLog(Path(folder), after_step=None)
+            seconds = interleaved(contestants(config, recipe, log), rounds=arguments.rounds, warmup=2)
+            log.close()
+            rows.append(row_of(recipe, seconds))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    bar = f"Bar: at most {BAR:g} % of the step time."
+    what = f"{config.training.tokens_per_step} tokens; {config.model}"
+    lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles). {bar} {what}."]
+    console = Console()
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    if not arguments.no_write:
+        command = f"python -m benchmarks.doctor_cost --rounds {arguments.rounds}"
+        command += "" if arguments.recipes == list(RECIPES) else f" --recipes {' '.join(arguments.recipes)}"
+        path = write_result("doctor_cost", lines, title="What the doctor costs", command=command, machine=machine)
+        console.print(f"written to {path}", markup=False)
+
+
+def row_of(recipe: str, seconds: dict[str, list[float]]) -> list[str]:
+    """A recipe's row: both ratios, what they cost in percent of the step time, "met" or "missed"."""
+    looked_at, judging = (ratio(seconds, name, "plain") for name in ("looked at", "judging"))
+    cost = 100 * (looked_at.median - 1 + judging.median / ASK_EVERY) / INTERVAL
+    return [recipe, str(looked_at), str(judging), f"{cost:.1f} %", verdict(cost <= BAR)]
+
+
+def contestants(config: RunConfig, recipe: str, log: MetricsLog) -> dict[str, Callable[[], object]]:
+    """The same step of one model, looked at and not, and what judges all looks so far."""
+    training = config.with_training(recipe=recipe).training
+    shape = config.model.llama(vocab_size=config.data.vocab_size, max_positions=training.context)
+    model = Llama(shape, seed=0)
+    apply_recipe(model, training)
+    optimizer, context = build_optimizer(model, training), surroundings(training, torch.device("cpu"))
+    watcher = watch(model, optimizer, interval=1, on_sample=log.write_sample)
+    batches = _batches(shape.vocab_size, (training.batch_size, training.context))
+
+    def plain() -> Tensor:
+        tokens, targets = next(batches)
+        with context:
+            loss = token_loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        update_scales(model)
+        return loss
+
+    def looked_at() -> Tensor:
+        with watcher.step() as notes:
+            notes.loss = plain()
+        return notes.loss
+
+    return {"plain": plain, "looked at": looked_at, "judging": watcher.findings}
+
+
+def _batches(vocab_size: int, size: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        tokens, targets = (torch.randint(vocab_size, size, generator=generator) for _ in range(2))
+        yield tokens, targets
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Alignment and batch norms by their formulas, in NumPy's float64."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import octavo
+from octavo.doctor.module_checks import alignments, gated_pairs, watching_batch_norms
+from octavo.models import Llama, LlamaConfig
+
+TINY = LlamaConfig(
+    vocab_size=16, hidden_size=8, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=8
+)
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_the_most_aligned_rows_of_every_pair(recipe):
+    model = Llama(TINY)
+    if recipe:
+        octavo.convert(model, recipe)
+    with torch.no_grad():
+        mlp = model.model.layers[1].mlp
+        mlp.gate_proj.weight[5] = -3 * mlp.up_proj.weight[5] + 0.1 * torch.randn(8) * mlp.up_proj.weight[5].norm()
+    found = alignments(model)
+    assert found.keys() == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    for path, value in found.items():
+        mlp = model.get_submodule(path)
+        gate, up = (layer.weight.detach().double().numpy() for layer in (mlp.gate_proj, mlp.up_proj))
+        cosines = (gate * up).sum(1) / np.linalg.norm(gate, axis=1) / np.linalg.norm(up, axis=1)
+        assert value.item() == pytest.approx(np.abs(cosines).max(), rel=1e-5)
+    assert found["model.layers.1.mlp"] > 0.98
+
+
+def test_only_two_alike_beside_a_third_that_reads_them_are_a_pair():
+    def holder(*shapes):
+        module = torch.nn.Module()
+        for index, (rows, columns) in enumerate(shapes):
+            module.add_module(str(index), torch.nn.Linear(columns, rows))
+        return module
+
+    assert set(gated_pairs(holder((8, 4), (8, 4), (4, 8)))) == {""}
+    for shapes in (((8, 4), (8, 4)), ((8, 4), (6, 4), (4, 8)), ((8, 4), (8, 4), (4, 6)), ((8, 4),) * 3 + ((4, 8),)):
+        assert not gated_pairs(holder(*shapes))
+
+
+def test_rows_of_zeros_are_not_aligned():
+    mlp = Llama(TINY).model.layers[0].mlp
+    torch.nn.init.zeros_(mlp.gate_proj.weight)
+    assert alignments(mlp)[""].item() == 0
+
+
+def looked_at(model, *batches):
+    found = {}
+    with watching_batch_norms(model, found):
+        for x in batches:
+            model(x)
+    return {path: value.item() for path, value in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d", "3d"])
+def test_how_far_a_batch_lies_from_the_running_statistics(kind):
+    norm = getattr(torch.nn, f"BatchNorm{kind}")(5)
+    x = torch.randn(16, 5, *([3] * (int(kind[0]) - (kind == "1d"))))
+    x[:, 2] *= 40
+    running = norm.running_var.double().numpy().copy()
+    variance = np.moveaxis(x.double().numpy(), 1, 0).reshape(5, -1).var(axis=1, ddof=1)
+    assert looked_at(norm, x) == {"": pytest.approx(np.abs(np.log2(variance / running)).max(), rel=1e-5)}
+
+
+def test_the_last_batch_of_a_step_in_training_counts():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    other, (small, large) = copy.deepcopy(model), (torch.randn(64, 4), torch.randn(64, 4) * 100)
+    both = looked_at(model, small, large)
+    other(small)
+    assert both == looked_at(other, large)
+    assert both.keys() == {"1"}
+    assert looked_at(model.eval(), large) == {}
+
+
+def test_norms_without_a_past_and_batches_of_one_say_nothing():
+    assert looked_at(torch.nn.BatchNorm1d(4, track_running_stats=False), torch.randn(8, 4)) == {}
+    norm, found = torch.nn.BatchNorm1d(4), {}
+    with watching_batch_norms(norm, found):
+        norm(input=torch.randn(8, 4))
+        with pytest.raises(ValueError, match="more than 1 value"):
+            norm(torch.randn(1, 4))
+    assert not found
+    assert not norm._forward_pre_hooks
+
+
+def test_a_channel_that_died_is_infinitely_far():
+    norm = torch.nn.BatchNorm1d(2)
+    assert looked_at(norm, torch.zeros(8, 2))[""] == math.inf

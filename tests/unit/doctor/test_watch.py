@@ -1,0 +1,378 @@
+"""The watcher in loops of all kinds: it sees what ran, and changes nothing."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+import octavo.doctor
+from octavo.doctor import Sample, Watcher, watch
+from octavo.doctor.series import CastKey
+from octavo.doctor.statistics import CAST_FIELDS
+from octavo.errors import ConfigError
+from octavo.kernels import cpu, dispatch
+from octavo.models import Llama, LlamaConfig
+
+TRAINED = [
+    name
+    for name in octavo.recipes.names()
+    if octavo.recipes.get(name).output.a is not None and not octavo.recipes.get(name).has_static_input
+]
+TINY = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, max_positions=8
+)
+
+
+def mlp(recipe="tensorwise", **options):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)
+    model = torch.nn.Sequential(*layers)
+    octavo.convert(model, recipe, convert_head=True, **options)
+    return model
+
+
+def train(model, optimizer, watcher, *, steps=3, micro=1, around=None):
+    """Losses of a few steps, each step's batch the same whoever watches."""
+    losses = []
+    for number in range(1, steps + 1):
+        generator = torch.Generator().manual_seed(number)
+        with watcher.step() if watcher else torch.enable_grad() as notes:
+            for _ in range(micro):
+                x = torch.randn(24, 16, generator=generator)
+                with around() if around else torch.enable_grad():
+                    loss = model(x).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if watcher:
+                notes.loss = loss
+        octavo.update_scales(model)
+    return torch.stack(losses)
+
+
+def number_of(sample, key, field):
+    return sample.casts[CastKey(*key)][CAST_FIELDS.index(field)]
+
+
+def llama_steps(recipe, *, watched, around):
+    torch.manual_seed(0)
+    model = Llama(TINY, seed=0)
+    octavo.convert(model, recipe, scale_updates="manual", convert_head=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watcher, left = watch(model, optimizer, interval=2) if watched else None, []
+    for number in range(1, 5):
+        tokens = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(number))
+        with watcher.step() if watcher else torch.enable_grad():
+            with torch.autocast("cpu", torch.bfloat16, enabled=around):
+                logits = model(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss.backward()
+            left += [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        octavo.update_scales(model)
+    return [*left, *model.state_dict().values(), *octavo.scaling_state(model).values(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", TRAINED)
+def test_whoever_watches_changes_no_bit(recipe, around):
+    """Logits, gradients, weights, scaling state and the random generator, of watched steps and of those between."""
+    plain, seen = (llama_steps(recipe, watched=watched, around=around) for watched in (False, True))
+    assert len(plain) == len(seen) > 40
+    for one, other in zip(plain, seen, strict=True):
+        assert torch.equal(one.view(torch.uint8) if one.ndim else one, other.view(torch.uint8) if other.ndim else other)
+
+
+def test_the_first_step_and_every_interval_are_looked_at():
+    model = mlp()
+    watcher = watch(model, interval=4)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), watcher, steps=9)
+    assert [sample.step for sample in watcher.samples] == [1, 4, 8]
+    assert [line["step"] for line in watcher.steps] == list(range(1, 10))
+    assert all(math.isfinite(line["loss"]) for line in watcher.steps)
+    with watcher.step(21):
+        pass
+    with watcher.step(23, always=True):
+        model(torch.ones(2, 16)).sum().backward()
+    assert (watcher.samples[-1].step, watcher.number) == (23, 23)
+
+
+def test_only_the_newest_samples_are_held_and_each_is_handed_on():
+    seen: list[Sample] = []
+    model = mlp()
+    watcher = watch(model, interval=1, keep=2, on_sample=seen.append)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), watcher, steps=5)
+    assert [sample.step for sample in watcher.samples] == [4, 5]
+    assert [sample.step for sample in seen] == [1, 2, 3, 4, 5]
+
+
+def test_what_a_sample_holds():
+    model = mlp("delayed")
+    optimizer = torch.optim.AdamW(model.parameters())
+    watcher = watch(model, optimizer, interval=1)
+    train(model, optimizer, watcher, steps=2)
+    sample = watcher.samples[-1]
+    assert [tuple(key) for key in sample.casts] == [
+        ("0", "input", "output"),
+        ("0", "weight", "output"),
+        ("2", "input", "output"),
+        ("2", "weight", "output"),
+        ("2", "grad_output", "grad_input"),
+        ("0", "grad_output", "grad_weight"),
+    ], "as they ran; the first layer's input takes no gradient"
+    assert {tuple(key) for key in sample.products} == {
+        ("0", "output"), ("2", "output"), ("2", "grad_input"), ("0", "grad_weight"), ("2", "grad_weight")
+    }  # fmt: skip
+    assert sample.parameters.keys() == {"0.weight", "2.weight"}
+    assert sample.layers["0"]["recipe"] == "delayed"
+    assert (sample.layers["0"]["in_features"], sample.layers["0"]["out_features"]) == (16, 32)
+    assert 1 < sample.scalars["gradient_to_noise"] < 1000
+
+
+def test_the_gradient_over_its_noise():
+    """sqrt(Σ |g|² / Σ |g|² 10^(-sqnr/10)) over the weights whose GEMM was measured."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watcher = watch(model, optimizer, interval=1)
+    train(model, optimizer, watcher, steps=1)
+    sample = watcher.samples[-1]
+    signal = noise = 0.0
+    for path in ("0", "2"):
+        norm, ratio = sample.parameters[f"{path}.weight"][0], sample.products[path, "grad_weight"][0]
+        signal, noise = signal + norm**2, noise + norm**2 * 10 ** (-ratio / 10)
+    assert sample.scalars["gradient_to_noise"] == pytest.approx(math.sqrt(signal / noise))
+
+
+def test_micro_batches_leave_the_last_ones_numbers():
+    model = mlp()
+    watcher = watch(model, interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watcher.step():
+        for factor in (1.0, 4.0, 2.0):
+            model(torch.full((4, 16), factor)).sum().backward()
+        optimizer.step()
+    assert number_of(watcher.samples[-1], ("0", "input", "output"), "amax") == 2.0
+
+
+def test_a_number_that_is_none_in_any_micro_batch_is_seen():
+    model = mlp()
+    watcher = watch(model, interval=3)
+    broken = torch.ones(4, 16)
+    broken[0, :3] = math.nan
+    model(broken)  # before the watched steps, and not of theirs
+    later = watch(model, interval=3)
+    for number in range(1, 4):
+        for watching in (watcher, later):
+            with watching.step():
+                model(broken if number == 2 else torch.ones(4, 16)).sum().backward()
+    assert number_of(later.samples[0], ("0", "input", "output"), "nonfinite") == 0, "older than the watcher"
+    assert number_of(later.samples[1], ("0", "input", "output"), "nonfinite") == 6, "of both passes of step 2"
+    assert number_of(later.samples[1], ("0", "weight", "output"), "nonfinite") == 0
+
+
+def watching(model):
+    return [layer.watch for layer in model.modules() if isinstance(layer, octavo.nn.Linear) and layer.watch is not None]
+
+
+def break_within(watcher, model):
+    with watcher.step():
+        assert len(watching(model)) == 2
+        model(torch.ones(2, 16)).sum().backward()
+        raise ZeroDivisionError
+
+
+def test_an_exception_in_a_step_leaves_no_layer_watched():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = watch(model, optimizer, interval=1)
+    with pytest.raises(ZeroDivisionError):
+        break_within(watcher, model)
+    assert not watching(model)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert (len(watcher.samples), len(watcher.steps)) == (0, 0)
+    train(model, optimizer, watcher, steps=1)
+    assert [sample.step for sample in watcher.samples] == [2]
+
+
+class Outer(torch.nn.Module):
+    """A graph of its own: torch compiles the children of a Sequential one by one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_compiled_model_is_looked_at_eagerly_and_stays_compiled():
+    plain, model = Outer(mlp()), Outer(mlp())
+    seen = []
+
+    def backend(graph, _):
+        return lambda *inputs: seen.append(1) or graph(*inputs)
+
+    model.compile(backend=backend, fullgraph=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    watchers = [watch(m, o, interval=2) for m, o in zip((plain, model), optimizers, strict=True)]
+    losses = [train(m, o, w, steps=4) for m, o, w in zip((plain, model), optimizers, watchers, strict=True)]
+    assert seen, "steps 3 and, between looks, others run compiled"
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
+    for one, other in zip(*(w.samples for w in watchers), strict=True):
+        assert one.casts.keys() == other.casts.keys()
+        key = ("inner.0", "input", "output")
+        assert number_of(one, key, "sqnr_db") == number_of(other, key, "sqnr_db")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    def checkpointed(inner):
+        module = torch.nn.Module()
+        module.inner = inner
+        module.forward = lambda x: checkpoint(inner, x.requires_grad_(), use_reentrant=reentrant)
+        return module
+
+    plain, model = mlp(), mlp()
+    samples = []
+    for one in (plain, checkpointed(model)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        watcher = watch(one, optimizer, interval=1)
+        train(one, optimizer, watcher, steps=1)
+        samples.append(watcher.samples[-1])
+    for key, numbers in samples[0].casts.items():
+        other = samples[1].casts[
+            CastKey(f"inner.{key.path}", key.role, "grad_input" if "grad" in key.role else key.gemm)
+        ]
+        torch.testing.assert_close(torch.from_numpy(numbers), torch.from_numpy(other), equal_nan=True)
+
+
+def test_another_recipe_inside_autocast_is_what_is_seen():
+    model = mlp("tensorwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = watch(model, optimizer, interval=1)
+    train(model, optimizer, watcher, steps=3, around=lambda: octavo.autocast("delayed_te"))
+    sample = watcher.samples[-1]
+    assert sample.layers["0"]["recipe"] == "delayed_te"
+    assert number_of(sample, ("0", "input", "output"), "stale_ratio") != 1
+    train(model, optimizer, watcher, steps=1, around=lambda: octavo.autocast("rowwise"))
+    assert CastKey("0", "input", "grad_weight") in watcher.samples[-1].casts
+    train(model, optimizer, watcher, steps=1, around=lambda: octavo.autocast(enabled=False))
+    assert not watcher.samples[-1].casts
+
+
+def test_layers_that_are_not_reached_are_not_there():
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(8, 8), "left": torch.nn.Linear(8, 8)})
+    octavo.convert(model, "delayed", convert_head=True)
+    watcher = watch(model, interval=1)
+    for _ in range(2):
+        with watcher.step():
+            model["used"](torch.ones(2, 8)).sum().backward()
+    assert {key.path for key in watcher.samples[-1].casts} == {"used"}
+    assert watcher.samples[-1].layers.keys() == {"used", "left"}
+    with watcher.step():
+        pass
+    assert not watcher.samples[-1].casts
+    assert math.isnan(watcher.samples[-1].scalars["gradient_to_noise"])
+    assert watcher.findings() is not None
+
+
+def test_tied_layers_are_one():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.ReLU())
+    model.append(model[0])
+    octavo.convert(model, "tensorwise", convert_head=True)
+    watcher = watch(model, interval=1)
+    with watcher.step():
+        model(torch.randn(16, 8)).square().sum().backward()
+    sample = watcher.samples[-1]
+    assert {key.path for key in sample.casts} == {"0"}
+    assert sample.products["0", "grad_weight"][0] > 20
+    shared = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    shared[1].weight = shared[0].weight
+    octavo.convert(shared, "tensorwise", convert_head=True)
+    watcher = watch(shared, torch.optim.SGD(shared.parameters(), lr=0.1), interval=1)
+    with watcher.step():
+        shared(torch.randn(16, 8)).square().sum().backward()
+        watcher.optimizer.optimizer.step()
+    assert {key.path for key in watcher.samples[-1].casts} == {"0", "1"}
+    assert watcher.samples[-1].parameters.keys() == {"0.weight"}
+
+
+def test_an_input_of_any_strides():
+    found = []
+    x = torch.randn(16, 3, 40)
+    views = {"turned": x.transpose(0, 2)[:, :, :], "copied": x.transpose(0, 2).contiguous()}
+    for view in views.values():
+        model = mlp()
+        watcher = watch(model, interval=1)
+        with watcher.step():
+            model(view).sum().backward()  # a gradient of ones is one number, expanded
+        found.append(watcher.samples[-1])
+    assert found[0].casts.keys() == found[1].casts.keys()
+    for key, numbers in found[0].casts.items():
+        torch.testing.assert_close(torch.from_numpy(numbers), torch.from_numpy(found[1].casts[key]), equal_nan=True)
+
+
+def test_without_native_kernels_the_numbers_are_the_same(monkeypatch):
+    """Casts to 1e-9; a GEMM's in the order in which torch adds."""
+    found = []
+    for absence in (cpu.why_absent(), "not built"):
+        monkeypatch.setattr(cpu, "_absence", absence)
+        monkeypatch.setattr(dispatch, "_record", {})
+        model = mlp("rowwise")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        watcher = watch(model, optimizer, interval=1)
+        train(model, optimizer, watcher, steps=1)
+        found.append(watcher.samples[-1])
+    for key, numbers in found[0].casts.items():
+        tolerance = 0.2 if key.role == "grad_output" else 1e-9  # gradients are made by other products
+        torch.testing.assert_close(
+            torch.from_numpy(numbers[:2]), torch.from_numpy(found[1].casts[key][:2]), rtol=tolerance, atol=0
+        )
+    for key, numbers in found[0].products.items():
+        assert numbers[0] == pytest.approx(found[1].products[key][0], abs=0.3)
+
+
+def test_a_step_inside_autocast_is_looked_at_alike():
+    found = []
+    for around in (False, True):
+        model = mlp()
+        watcher = watch(model, interval=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around), watcher.step():
+            model(torch.ones(4, 16).bfloat16()).float().sum().backward()
+        found.append(watcher.samples[-1].products["0", "output"][0])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{"interval": 0}, {"interval": 2.5}, {"interval": True}, {"keep": 1}], ids=str)
+def test_numbers_out_of_range_are_refused(options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"watch's {name} must be a whole number of at least"):
+        watch(mlp(), **options)
+
+
+def test_models_without_anything_to_look_at_are_refused():
+    with pytest.raises(ConfigError, match=r"no layer of this model is octavo's; call octavo.convert"):
+        watch(torch.nn.Linear(4, 4))
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        octavo.convert(model, "delayed", convert_head=True)
+    with pytest.raises(ConfigError, match=r"layer '0' is on the meta device and has no numbers.*to_empty"):
+        watch(model)
+    model.to_empty(device="cpu")
+    torch.nn.init.normal_(model[0].weight)
+    assert isinstance(watch(model), Watcher)
+
+
+def test_a_copy_of_the_model_is_not_watched():
+    model = mlp()
+    watcher = watch(model, interval=1)
+    with watcher.step():
+        other = copy.deepcopy(model.state_dict())
+        model(torch.ones(2, 16)).sum().backward()
+    assert other.keys() == model.state_dict().keys()
+    assert not watching(model)
