@@ -119,7 +119,8 @@ class Watcher:
         on_sample: Callable[[Sample], None] | None,
         captures: str | Path | Captures | None = None,
     ) -> None:
-        for name, value, least in (("interval", interval, 1), ("keep", keep, 2)):
+        given: tuple[tuple[str, object, int], ...] = (("interval", interval, 1), ("keep", keep, 2))
+        for name, value, least in given:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"watch's {name} must be a whole number of at least {least}, not {value!r}")
         self.model, self.interval, self.on_sample = model, interval, on_sample

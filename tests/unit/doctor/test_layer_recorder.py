@@ -12,7 +12,7 @@ from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers,
 from octavo.functional import cast_operand
 from octavo.nn.fused import _objections_to_layers
 from octavo.numerics import QuantizedTensor
-from octavo.recipes import Scaling
+from octavo.recipes import CastSpec
 from tests.unit.doctor.cast_oracle import numbers_of, scales_of, values_of
 
 M, K, N = 40, 96, 24
@@ -49,7 +49,7 @@ def wanted_operands(recipe):
         ("grad_output", "grad_input"): (recipe.grad_input.a, False),
         ("grad_output", "grad_weight"): (recipe.grad_weight.a, True),
     }
-    first = {}
+    first: dict[tuple[str, str], tuple[CastSpec, bool]] = {}
     for (role, gemm), (spec, turned) in pairs.items():
         known = [s for (r, _), (s, _) in first.items() if r == role]
         repeated = spec in known and spec is not None and spec.granularity.orientation_free
@@ -68,6 +68,7 @@ def test_every_cast_of_a_call_once(name, dtype):
     for (role, gemm), (spec, turned) in wanted.items():
         x = tensors[role].t() if turned else tensors[role]
         made = cast_operand(x, spec)  # without a history a delayed cast is a dynamic one
+        assert isinstance(made, QuantizedTensor)
         oracle = numbers_of(x, made, (slice(None), slice(None)))
         for field, value in zip(CAST_FIELDS, found[role, gemm], strict=True):
             assert value == pytest.approx(oracle[field], rel=1e-6, nan_ok=True), (role, gemm, field)
@@ -211,7 +212,7 @@ def test_a_static_scale_is_judged_like_any_other():
     recorder = watched(layer)
     with torch.no_grad():
         layer(torch.full((4, K), 8.0))
-    assert octavo.recipes.get("static").output.a.scaling is Scaling.STATIC
+    assert octavo.recipes.get("static").has_static_input
     found = dict(zip(CAST_FIELDS, cast_numbers(recorder.casts["there", "input", "output"].numpy()), strict=True))
     assert found["saturation_fraction"] == 1
     assert found["stale_ratio"] == pytest.approx(8)

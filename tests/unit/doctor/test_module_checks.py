@@ -16,20 +16,23 @@ TINY = LlamaConfig(
 )
 
 
+def weights(model, path):
+    return [model.get_parameter(f"{path}.{name}.weight") for name in ("gate_proj", "up_proj")]
+
+
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
 def test_the_most_aligned_rows_of_every_pair(recipe):
     model = Llama(TINY)
     if recipe:
         octavo.convert(model, recipe)
     with torch.no_grad():
-        mlp = model.model.layers[1].mlp
-        mlp.gate_proj.weight[5] = -3 * mlp.up_proj.weight[5] + 0.1 * torch.randn(8) * mlp.up_proj.weight[5].norm()
+        gate, up = weights(model, "model.layers.1.mlp")
+        gate[5] = -3 * up[5] + 0.1 * torch.randn(8) * up[5].norm()
     found = alignments(model)
     assert found.keys() == {"model.layers.0.mlp", "model.layers.1.mlp"}
     for path, value in found.items():
-        mlp = model.get_submodule(path)
-        gate, up = (layer.weight.detach().double().numpy() for layer in (mlp.gate_proj, mlp.up_proj))
-        cosines = (gate * up).sum(1) / np.linalg.norm(gate, axis=1) / np.linalg.norm(up, axis=1)
+        rows, others = (weight.detach().double().numpy() for weight in weights(model, path))
+        cosines = (rows * others).sum(1) / np.linalg.norm(rows, axis=1) / np.linalg.norm(others, axis=1)
         assert value.item() == pytest.approx(np.abs(cosines).max(), rel=1e-5)
     assert found["model.layers.1.mlp"] > 0.98
 
@@ -47,13 +50,13 @@ def test_only_two_alike_beside_a_third_that_reads_them_are_a_pair():
 
 
 def test_rows_of_zeros_are_not_aligned():
-    mlp = Llama(TINY).model.layers[0].mlp
-    torch.nn.init.zeros_(mlp.gate_proj.weight)
-    assert alignments(mlp)[""].item() == 0
+    model, path = Llama(TINY), "model.layers.0.mlp"
+    torch.nn.init.zeros_(weights(model, path)[0])
+    assert alignments(model.get_submodule(path))[""].item() == 0
 
 
 def looked_at(model, *batches):
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     with watching_batch_norms(model, found):
         for x in batches:
             model(x)
@@ -82,7 +85,8 @@ def test_the_last_batch_of_a_step_in_training_counts():
 
 def test_norms_without_a_past_and_batches_of_one_say_nothing():
     assert looked_at(torch.nn.BatchNorm1d(4, track_running_stats=False), torch.randn(8, 4)) == {}
-    norm, found = torch.nn.BatchNorm1d(4), {}
+    norm = torch.nn.BatchNorm1d(4)
+    found: dict[str, torch.Tensor] = {}
     with watching_batch_norms(norm, found):
         norm(input=torch.randn(8, 4))
         with pytest.raises(ValueError, match="more than 1 value"):

@@ -23,7 +23,7 @@ def fill(model, step):
 
 
 def recorded(recorder):
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     with OptimizerRecorder.recording(recorder, found):
         recorder.optimizer.step()
     return {name: dict(zip(PARAMETER_FIELDS, values.tolist(), strict=True)) for name, values in found.items()}
@@ -93,7 +93,9 @@ def test_parameters_of_any_kind():
     model["narrow"].weight.grad = torch.randn(40, 300).bfloat16()
     model["conv"].weight.grad = torch.randn(6, 4, 3)
     model["rare"](torch.tensor([3, 3, 7])).square().sum().backward()
-    rare = model["rare"].weight.grad.to_dense()
+    gradient = model["rare"].weight.grad
+    assert isinstance(gradient, torch.Tensor)
+    rare = gradient.to_dense()
     found = recorded(recorder)
     assert found.keys() == {"narrow.weight", "conv.weight", "unused.weight", "rare.weight"}
     norms = {name: values["grad_norm"] for name, values in found.items()}
@@ -107,7 +109,8 @@ def test_parameters_of_any_kind():
 def test_hooks_go_when_the_step_is_over_even_by_an_exception():
     model = model_of()
     optimizer = torch.optim.Adam(model.parameters())
-    recorder, found = OptimizerRecorder(model, optimizer), {}
+    recorder = OptimizerRecorder(model, optimizer)
+    found: dict[str, torch.Tensor] = {}
     with pytest.raises(RuntimeError, match="stop"), OptimizerRecorder.recording(recorder, found):
         raise RuntimeError("stop")
     fill(model, 1)
@@ -118,7 +121,7 @@ def test_hooks_go_when_the_step_is_over_even_by_an_exception():
 
 
 def test_without_an_optimizer_nothing_is_recorded():
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     with OptimizerRecorder.recording(None, found):
         pass
     assert not found

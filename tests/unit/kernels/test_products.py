@@ -121,11 +121,10 @@ def test_a_comparison_is_three_products(block, dtype, accumulate):
     """To the bit those of the kernels that train, whatever the operands' strides."""
     x, w = torch.randn(200, 12).to(dtype).t(), torch.randn(30, 200)[::3]
     granularity = PerBlock(1, block) if block else PerRow()
-    made = [octavo.quantize(side, octavo.E4M3, granularity=granularity) for side in (x, w)]
-    scales = [side.scale.float() for side in made]
+    left, right = (octavo.quantize(side, octavo.E4M3, granularity=granularity) for side in (x, w))
+    codes, scales = (left.data, right.data), (left.scale.float(), right.scale.float())
     for level in cpu.levels():
-        codes = tuple(side.data for side in made)
-        found = products.compare((x, w), codes, tuple(scales), block=block, accumulate=accumulate, level=level)
+        found = products.compare((x, w), codes, scales, block=block, accumulate=accumulate, level=level)
         both = {"a_scale": scales[0], "b_scale": scales[1], "out_dtype": torch.float32, "block": block, "level": level}
         assert torch.equal(found[0], products.gemm(x, w, out_dtype=torch.float32, level=level))
         assert torch.equal(found[1], products.gemm(*codes, **both))
