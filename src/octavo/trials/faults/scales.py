@@ -86,7 +86,6 @@ SCALE_FAULTS = (
         story="the scale follows the latest amax, and large and small batches alternate",
         code="scale-oscillation",
         places=_place(QUERY),
-        role=ROLES[INPUT],
         also=frozenset({"saturation", "stale-scale"}),
         training={"recipe": "delayed", "recipe_options": {"statistic": "latest", "history_length": 1}},
         workload=alternating(QUERY, binades=10),
