@@ -5,8 +5,8 @@
 The demo's model and batch, BF16 autocast around, AdamW: a step is forward, loss, backward, the optimizer's step and the
 close of the scales' step; a look also writes its lines to metrics.jsonl and TensorBoard, as a run does. One step of
 each kind a round, one after the other in one process and on one model. A run is looked at every tenth step by default,
-and every fourth look is judged by all rules, which chooses the layers to capture: what the doctor costs is a tenth of
-what a look adds to a step, and a fortieth of what judging takes, over a step.
+and every eighth look is judged by all rules, which chooses the layers to capture: what the doctor costs is a tenth of
+what a look adds to a step, and an eightieth of what judging takes, over a step.
 
 Bar: at most 5 % of the step time, for every recipe.
 """

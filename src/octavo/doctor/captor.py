@@ -17,7 +17,7 @@ __all__ = ["Captor", "captured"]
 TOKENS, OUTPUTS = 512, 2048  # of M and of N
 LAYERS_PER_LOOK = 4  # captured in one step
 LOOKS_BEFORE_ANOTHER = 20  # until a layer with the same findings is captured again
-ASK_ALWAYS, ASK_EVERY = 8, 4  # looks
+ASK_ALWAYS, ASK_EVERY = 8, 8  # looks
 
 
 class Captor:
@@ -40,7 +40,7 @@ class Captor:
     def look(self, findings: Callable[[], Iterable[Finding]]) -> None:
         """After each look: choose for the next one by what is found, worst first, in the samples so far.
 
-        Asking costs a hundredth of a step or more: the first eight looks ask, then every fourth.
+        Asking costs a hundredth of a step or more: the first eight looks ask, then every eighth.
         """
         self._looks += 1
         self.wanted = self._chosen(findings()) if self._looks <= ASK_ALWAYS or self._looks % ASK_EVERY == 0 else ()

@@ -98,10 +98,12 @@ class OptimizerRecorder:
         if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys() or "betas" not in group:
             return _nan(parameter)
         beta1, beta2 = group["betas"]
-        step = torch.as_tensor(state["step"], device=parameter.device).double()
+        step = state["step"]
+        if not isinstance(step, Tensor) or step.device.type == "cpu":  # a GPU's is not waited for
+            step = float(step)
         mean = _sample(state["exp_avg"]).float() / (1 - beta1**step)
         square = _sample(state["exp_avg_sq"]).float() / (1 - beta2**step)
-        spread: Tensor = (square - mean.square()).clamp(min=0)
+        spread: Tensor = square.addcmul_(mean, mean, value=-1).clamp_(min=0)
         return spread.mean(dtype=torch.float64) * parameter.numel()
 
 

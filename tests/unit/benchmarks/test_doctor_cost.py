@@ -13,10 +13,10 @@ from octavo.training.metrics import MetricsLog
 
 
 @pytest.mark.parametrize(("looked_at", "judging", "cost", "verdict"), [
-    (1.4, 0.2, "4.5 %", "met"), (1.5, 0.0, "5.0 %", "met"), (1.5, 0.4, "6.0 %", "missed"), (2, 0, "10.0 %", "missed"),
+    (1.4, 0.4, "4.5 %", "met"), (1.5, 0.0, "5.0 %", "met"), (1.5, 0.8, "6.0 %", "missed"), (2, 0, "10.0 %", "missed"),
 ])  # fmt: skip
-def test_a_tenth_of_a_look_and_a_fortieth_of_judging(looked_at, judging, cost, verdict):
-    assert ASK_EVERY == 4
+def test_a_tenth_of_a_look_and_an_eightieth_of_judging(looked_at, judging, cost, verdict):
+    assert ASK_EVERY == 8
     seconds = {"plain": [2.0] * 3, "looked at": [2.0 * looked_at] * 3, "judging": [2.0 * judging] * 3}
     recipe, *_, found, judged = doctor_cost.row_of("rowwise", seconds)
     assert (recipe, found, judged) == ("rowwise", cost, verdict)
