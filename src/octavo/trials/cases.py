@@ -26,7 +26,7 @@ from octavo.recipes import Recipe
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, config_from_dict
 from octavo.training.data import TokenData
 from octavo.training.loop import Trainer
-from octavo.trials.faults import FAULTS, Injection, add_adapter, reducing_amaxes, switching_precision
+from octavo.trials.faults import FAULTS, LEARNING_RATE, Injection, add_adapter, reducing_amaxes, switching_precision
 from octavo.trials.faults.workloads import alternating, growing, jumping
 from octavo.trials.other_tools import Answer, asking_others
 from octavo.trials.short_run import ShortRun, Start, short_run, start_of
@@ -98,7 +98,7 @@ class Setting:
 
     def config(self, *, seed: int, training: Mapping[str, Any]) -> RunConfig:
         """A run's configuration."""
-        common = {"lr": 1.5e-3, "min_lr": 1e-4, "warmup": 40, "steps": 800, "statistics_interval": 5}
+        common = {"lr": LEARNING_RATE, "min_lr": 1e-4, "warmup": 40, "steps": 800, "statistics_interval": 5}
         own = {"batch_size": self.batch_size, "context": self.context, "threads": self.threads, "eval_tokens": 8192}
         model = ModelConfig(
             hidden_size=self.hidden_size, intermediate_size=3 * self.hidden_size, num_layers=self.num_layers
@@ -110,10 +110,10 @@ class Setting:
 def _clean_plans() -> Iterator[tuple[str, Plan]]:
     by_preset = ("tensorwise", "delayed", "delayed_te", "rowwise", "blockwise", "mxfp8", "rowwise_hp_grad_weight")
     for recipe in by_preset:
-        for rate in (5e-4, 1.5e-3, 3e-3):
+        for rate in (LEARNING_RATE / 3, LEARNING_RATE, 2 * LEARNING_RATE):
             yield f"{recipe}, learning rate {rate:g}", Plan(training={"recipe": recipe, "lr": rate})
     yield "FP16 around, dynamic loss scale", Plan(training={"precision": "fp16"})
-    yield "switch from BF16 to FP8", Plan(around=(switching_precision(rate_factor=1.0),))
+    yield "switch from BF16 to FP8", Plan(around=(switching_precision(),))
     yield "adapter", Plan(around=(_adapter,))
     yield "one large batch, tensorwise", Plan(around=(jumping("mlp.gate_proj", binades=20, after=3),))
     yield "alternating batches, tensorwise", Plan(around=(alternating("self_attn.q_proj", binades=10),))

@@ -173,6 +173,11 @@ class Cure:
         """Whether the loss is back within the bar."""
         return self.gap is not None and self.gap <= GAP_BAR_NATS
 
+    @property
+    def had_hurt(self) -> bool:
+        """Whether the fault had taken the loss out of the bar in so short a run: else there is little to restore."""
+        return self.faulty is None or (self.clean is not None and self.faulty - self.clean > GAP_BAR_NATS)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestResult:

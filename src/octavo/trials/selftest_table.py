@@ -32,7 +32,7 @@ def summary(result: SelftestResult) -> list[str]:
     """The verdict, a sentence each."""
     setting, faulty, clean = result.config.setting, result.of(Kind.FAULT), result.clean
     seeds = ", ".join(map(str, result.config.seeds))
-    restored = sum(cure.restores for cure in result.cures)
+    restored = [cure for cure in result.cures if cure.restores]
     said = sum(run.first is not None for run in clean)
     what = (
         f"{len(result.runs)} runs of {setting.steps} updates in {result.seconds / 60:.0f} min: "
@@ -49,8 +49,10 @@ def summary(result: SelftestResult) -> list[str]:
     )
     lines = [what, recall, precision, quiet]
     if result.cures:
+        hurt = sum(cure.had_hurt for cure in restored)
         lines.append(
-            f"{restored} of {len(result.cures)} remedies bring the loss to within {GAP_BAR_NATS} nats of the clean run."
+            f"{len(restored)} of {len(result.cures)} remedies bring the loss to within {GAP_BAR_NATS} nats of the "
+            f"clean run; {hurt} of these faults had broken the run or cost more than that."
         )
     return lines
 
@@ -127,14 +129,24 @@ def _names(run: JudgedRun, tool: str, layers: int) -> bool:
 
 
 def _cures_table(result: SelftestResult) -> Table:
-    head = ["fault", "first remedy", "clean, nats", "with the fault", "with fault and remedy", "gap", "restored"]
+    head = [
+        "fault",
+        "first remedy",
+        "clean, nats",
+        "with the fault",
+        "with fault and remedy",
+        "gap",
+        "restored",
+        "had hurt",
+    ]
     return Table("Remedies, with the fault still there", head, [_cure_row(cure) for cure in result.cures])
 
 
 def _cure_row(cure: Cure) -> list[str]:
     numbers = [_nats(value) for value in (cure.clean, cure.faulty, cure.cured)]
     gap = NONE if cure.gap is None else f"{cure.gap:+.4f}"
-    return [cure.fault.name, cure.remedy.text, *numbers, gap, "yes" if cure.restores else "no"]
+    verdicts = ["yes" if verdict else "no" for verdict in (cure.restores, cure.had_hurt)]
+    return [cure.fault.name, cure.remedy.text, *numbers, gap, *verdicts]
 
 
 def _nats(value: float | None) -> str:

@@ -3,7 +3,16 @@
 from octavo.trials.faults.catalogue import FAULTS
 from octavo.trials.faults.fault import Fault, Injection, nothing
 from octavo.trials.faults.ranks import reducing_amaxes
-from octavo.trials.faults.settings import switching_precision
+from octavo.trials.faults.settings import LEARNING_RATE, switching_precision
 from octavo.trials.faults.values import add_adapter
 
-__all__ = ["FAULTS", "Fault", "Injection", "add_adapter", "nothing", "reducing_amaxes", "switching_precision"]
+__all__ = [
+    "FAULTS",
+    "LEARNING_RATE",
+    "Fault",
+    "Injection",
+    "add_adapter",
+    "nothing",
+    "reducing_amaxes",
+    "switching_precision",
+]

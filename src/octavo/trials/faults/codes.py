@@ -1,7 +1,7 @@
 """Codes and sums that are not those of their tensors: a stale cache, a second rounding, biased sums."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -20,7 +20,7 @@ from octavo.trials.faults.wrong_casts import requantizing
 
 __all__ = ["CODE_FAULTS"]
 
-VALUE, UP = "self_attn.v_proj", "mlp.up_proj"
+UP = "mlp.up_proj"
 REPEATS = 16  # of the pooled input: K is so many times the hidden size
 
 
@@ -37,13 +37,12 @@ class _StaleCache(WeightCache):
 
 
 @contextmanager
-def _stale_cache(trainer: Trainer, layer: int) -> Iterator[None]:
-    """One layer's cache does not look whether its weight has changed."""
-    stale = layer_at(trainer, layer, VALUE)
-    if stale.weight_cache is None:
-        yield
-        return
-    with mock.patch.object(stale, "weight_cache", _StaleCache()):
+def _stale_caches(trainer: Trainer, layer: int) -> Iterator[None]:
+    """The caches of a block do not look whether their weights have changed."""
+    with ExitStack() as stack:
+        for module in block_of(trainer, layer).modules():
+            if isinstance(module, Linear) and module.weight_cache is not None:
+                stack.enter_context(mock.patch.object(module, "weight_cache", _StaleCache()))
         yield
 
 
@@ -89,12 +88,12 @@ def _pooled(trainer: Trainer, layer: int) -> Iterator[None]:
 CODE_FAULTS = (
     Fault(
         name="stale weight cache",
-        story="a layer multiplies codes of a weight that has changed since",
+        story="a block multiplies codes of weights that have changed since",
         code="stale-weight",
-        places=("model.layers.{layer}." + VALUE,),
+        places=("model.layers.{layer}.*",),
         role=ROLES[WEIGHT],
         training={"cache_weights": True},
-        inject=_stale_cache,
+        inject=_stale_caches,
     ),
     Fault(
         name="requantized transpose",

@@ -16,7 +16,7 @@ from octavo.trials.faults.wrong_casts import scaling_by
 __all__ = ["SCALE_FAULTS"]
 
 FROZEN_AFTER = 5  # steps
-GATE, DOWN, QUERY, UP = "mlp.gate_proj", "mlp.down_proj", "self_attn.q_proj", "mlp.up_proj"
+GATE, DOWN, UP = "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"
 
 
 @contextmanager
@@ -85,10 +85,10 @@ SCALE_FAULTS = (
         name="scale oscillation",
         story="the scale follows the latest amax, and large and small batches alternate",
         code="scale-oscillation",
-        places=_place(QUERY),
+        places=_place(DOWN),
         also=frozenset({"saturation", "stale-scale"}),
         training={"recipe": "delayed", "recipe_options": {"statistic": "latest", "history_length": 1}},
-        workload=alternating(QUERY, binades=10),
+        workload=alternating(DOWN, binades=10),
     ),
     Fault(
         name="wrong scale",

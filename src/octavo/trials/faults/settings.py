@@ -10,13 +10,18 @@ from octavo.training.loop import Trainer
 from octavo.training.metrics import MetricsLog
 from octavo.trials.faults.fault import Fault, Injection
 
-__all__ = ["SETTING_FAULTS", "switching_precision"]
+__all__ = ["LEARNING_RATE", "SETTING_FAULTS", "switching_precision"]
 
 SWITCH_AFTER = 10  # steps
+LEARNING_RATE = 1.5e-3  # that every run of the self-test has learnt at
 
 
-def switching_precision(*, rate_factor: float) -> Injection:
-    """The layers run in BF16 for some steps and as their recipe says afterwards, at another learning rate."""
+def switching_precision(*, first_rate: float | None = None) -> Injection:
+    """The layers run in BF16 for some steps and as their recipe says afterwards.
+
+    Args:
+        first_rate: what the run's peak learning rate is before the switch; None for what its settings say.
+    """
 
     @contextmanager
     def switching(trainer: Trainer, _layer: int) -> Iterator[None]:
@@ -26,7 +31,9 @@ def switching_precision(*, rate_factor: float) -> Injection:
         genuine_step, genuine_rate = trainer.train_step, trainer._learning_rate  # noqa: SLF001
 
         def rate() -> float:
-            lr = genuine_rate() * (rate_factor if trainer.step >= switch else 1.0)
+            lr = genuine_rate()
+            if first_rate is not None and trainer.step < switch:
+                lr *= first_rate / trainer.training.lr
             for group in trainer.optimizer.param_groups:
                 group["lr"] = lr
             return lr
@@ -52,8 +59,8 @@ SETTING_FAULTS = (
         story="the learning rate is ten times as large from the switch from BF16 to FP8 on",
         code="learning-rate",
         places=("",),
-        inject=switching_precision(rate_factor=10.0),
-        mendable=False,
+        training={"lr": 10 * LEARNING_RATE},
+        inject=switching_precision(first_rate=LEARNING_RATE),
     ),
     Fault(
         name="loss scale",
