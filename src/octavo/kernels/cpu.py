@@ -463,15 +463,13 @@ def in_memory(x: Tensor) -> Tensor:
     Raises:
         BackendError: a tensor that has no strides, or no memory of its own, such as a sparse one.
     """
-    x = x.detach() if x.requires_grad else x
+    x = x.detach()
     if not _is_itself(x) or x.layout is not torch.strided or x.device.type != "cpu":
         inside = " inside torch.func" if type(x) in _PLAIN_TENSORS and not _is_itself(x) else ""
         raise BackendError(
             f"the kernels read plain tensors on a CPU, not {type(x).__name__} {x.layout} on {x.device}{inside}"
         )
-    if x._is_zerotensor():  # noqa: SLF001
-        return x.clone()
-    return x.resolve_neg() if x.is_neg() else x
+    return x.clone() if x._is_zerotensor() else x.resolve_neg()  # noqa: SLF001
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
