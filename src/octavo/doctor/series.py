@@ -22,9 +22,14 @@ from numpy.typing import NDArray
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 from octavo.errors import TrainingError
 
-__all__ = ["PARAMETER_FIELDS", "CastKey", "ProductKey", "Sample", "Series", "Table", "series_of"]
+__all__ = ["OPERANDS", "PARAMETER_FIELDS", "CastKey", "ProductKey", "Sample", "Series", "Table", "series_of"]
 
 PARAMETER_FIELDS = ("grad_norm", "gradient_variance", "update_ratio")
+OPERANDS = {  # roles of a GEMM's operands, left and right
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
 DIGITS = 5  # of a number in a file
 Floats = NDArray[np.float64]
 Key = TypeVar("Key")

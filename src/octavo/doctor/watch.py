@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from octavo.doctor.findings import Finding
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
-from octavo.doctor.ranks import scale_ratios
-from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
+from octavo.doctor.ranks import RankComparison
+from octavo.doctor.series import OPERANDS, CastKey, ProductKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
@@ -35,14 +35,12 @@ from octavo.nn import Linear
 from octavo.observers import ROLES
 from octavo.recipes import GemmSpec, Recipe
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["StepNotes", "Watcher", "layer_facts", "watch"]
 
 STEPS_KEPT = 1000
-_OPERANDS = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("grad_output", "input"),
-}
 
 
 class StepNotes:
@@ -66,6 +64,7 @@ def watch(
     keep: int = 64,
     on_sample: Callable[[Sample], None] | None = None,
     captures: str | Path | Captures | None = None,
+    group: "ProcessGroup | str | None" = None,
 ) -> "Watcher":
     """Look at ``model`` while it trains.
 
@@ -77,9 +76,12 @@ def watch(
         on_sample: called with each sample when its step ends.
         captures: a folder. The rules judge the looks so far then, and a layer in which they find something is captured
             there at the next look, for :func:`octavo.doctor.replay`; None captures nothing.
+        group: ranks that should cast alike; all of them must look at the same steps. None is the default group, where
+            torch.distributed is running; "alone" compares nothing.
 
     Raises:
-        ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
+        ConfigError: ``interval`` or ``keep`` is out of range, ``group`` is another text, or no layer of the model is
+            octavo's.
 
     Example:
         >>> import octavo, octavo.doctor
@@ -99,7 +101,7 @@ def watch(
         >>> watcher.findings()
         []
     """
-    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample, captures=captures)
+    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample, captures=captures, group=group)
 
 
 class Watcher:
@@ -118,6 +120,7 @@ class Watcher:
         keep: int,
         on_sample: Callable[[Sample], None] | None,
         captures: str | Path | Captures | None = None,
+        group: "ProcessGroup | str | None" = None,
     ) -> None:
         given: tuple[tuple[str, object, int], ...] = (("interval", interval, 1), ("keep", keep, 2))
         for name, value, least in given:
@@ -128,6 +131,7 @@ class Watcher:
         if not self.layers:
             raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
         _check_memory(self.layers)
+        self.ranks = RankComparison(self.layers, group)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
         store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
         self.captor = None if store is None else Captor(store, self.layers)
@@ -205,7 +209,7 @@ class Watcher:
             casts=of_casts,
             products=of_products,
             parameters=of_parameters,
-            modules=numbers | scale_ratios(of_casts, next(iter(self.layers.values())).weight.device),
+            modules=numbers | self.ranks.ratios(of_casts),
             scalars={"gradient_to_noise": _gradient_to_noise(of_parameters, of_products)},
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )
@@ -277,7 +281,7 @@ def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
 def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """By "role gemm", what a rule must know of a cast to judge its scale."""
     found: dict[str, dict[str, Any]] = {}
-    for gemm, operands in _OPERANDS.items():
+    for gemm, operands in OPERANDS.items():
         product: GemmSpec = getattr(recipe, gemm)
         for role, spec in zip(operands, (product.a, product.b), strict=True):
             if spec is not None:
