@@ -262,8 +262,8 @@ def product_numbers(results: Floats) -> Floats:
         array([20.   , -0.091])
     """
     wanted, exact, cut = results.astype(np.float64, copy=False).reshape(3, -1)
-    noise, sums = exact - wanted, np.abs(exact).sum()
     with np.errstate(all="ignore"):
+        noise, sums = exact - wanted, np.abs(exact).sum()
         return np.array([_decibels(wanted @ wanted, noise @ noise), np.sign(exact) @ (cut - exact) / sums])
 
 

@@ -26,6 +26,7 @@ from octavo.doctor.findings import Finding
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
+from octavo.doctor.overflows import Overflows
 from octavo.doctor.ranks import RankComparison
 from octavo.doctor.series import OPERANDS, CastKey, ProductKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
@@ -48,7 +49,8 @@ class StepNotes:
 
     Attributes:
         loss: a number or a tensor [], in nats.
-        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale".
+        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale", which with a dynamic scale is best
+            taken after its update: ``scaler.get_scale()`` after ``scaler.update()``.
     """
 
     def __init__(self) -> None:
@@ -133,6 +135,7 @@ class Watcher:
         _check_memory(self.layers)
         self.ranks = RankComparison(self.layers, group)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
+        self.overflows = Overflows(optimizer)
         store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
         self.captor = None if store is None else Captor(store, self.layers)
         self.samples: deque[Sample] = deque(maxlen=keep)
@@ -154,19 +157,24 @@ class Watcher:
         """
         self.number = self.number + 1 if number is None else number
         notes = StepNotes()
-        if not always and not self.is_due(self.number):
-            yield notes
-        else:
-            with self._looking() as finish:
+        is_looked_at = always or self.is_due(self.number)
+        with self.overflows.during_step():
+            if is_looked_at:
+                with self._looking() as finish:
+                    yield notes
+                self._keep(finish())
+            else:
                 yield notes
-            self._keep(finish())
         self._note(notes)
-        if self.captor is not None and self.samples and self.samples[-1].step == self.number:
-            self.captor.look(self.findings)
+        if is_looked_at:
+            self.overflows.read()
+            if self.captor is not None:
+                self.captor.look(self.findings)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
-        return diagnose(series_of(self.steps, list(self.samples)), thresholds or Thresholds())
+        lines = [*self.steps, *self.overflows.lines]
+        return diagnose(series_of(lines, list(self.samples)), thresholds or Thresholds())
 
     @contextmanager
     def _looking(self) -> Iterator[Callable[[], Sample]]:
@@ -234,6 +242,7 @@ class Watcher:
         if notes.loss is not None:
             values["loss"] = notes.loss.item() if isinstance(notes.loss, Tensor) else float(notes.loss)
         self.steps.append({"kind": "step", "step": self.number, **values})
+        self.overflows.note(self.number, values)
 
 
 def _check_memory(layers: dict[str, Linear]) -> None:
@@ -265,7 +274,7 @@ def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, An
         if key.gemm == "grad_weight" and numbers is not None and math.isfinite(sqnr):
             signal += numbers[0] ** 2
             noise += numbers[0] ** 2 * 10 ** (-sqnr / 10)
-    return math.sqrt(signal / noise) if noise > 0 else math.nan
+    return math.sqrt(signal / noise) if noise > 0 and math.isfinite(signal) else math.nan
 
 
 def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -38,14 +39,14 @@ def loss_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    overflows = [event for event in series.events if event["kind"] == "overflow"]
+    overflows = _overflows(series)
     broke = [event for event in series.events if event["kind"] == "failure" and _broke_in_gradients(event)]
     steps = max([1.0, *series.curve("loss")[0]])
     often = len(overflows) >= limits.overflows and len(overflows) / steps >= limits.overflow_rate
     if not broke and not often:
         return
     events = overflows + broke
-    scale = max(event["loss_scale"] for event in events)
+    scale = max(float(event["loss_scale"]) for event in events)
     what = "a gradient is not finite and the run broke" if broke else "gradients overflowed again and again"
     yield Finding(
         code="loss-scale",
@@ -57,6 +58,11 @@ def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
         "while the loss stayed finite",
         weight=math.log2(max(scale, 1.0)),
     )
+
+
+def _overflows(series: Series) -> list[dict[str, Any]]:
+    """Those of a known scale: of another step that was skipped nobody said that a loss scale was its cause."""
+    return [event for event in series.events if event["kind"] == "overflow" and event["loss_scale"] is not None]
 
 
 def _broke_in_gradients(event: dict[str, float]) -> bool:

@@ -36,6 +36,11 @@ def test_overflows_again_and_again(count, length, found):
     assert [(one.severity, one.evidence["loss_scale"]) for one in result] == [(Severity.WARN, 65536.0)] * found
 
 
+def test_steps_that_were_skipped_for_no_known_scale_are_no_overflows():
+    lines = [{"kind": "overflow", "step": 1 + index, "loss_scale": None} for index in range(20)]
+    assert not list(loss_scale(looks(lines=[*lines, *steps([3.0] * 100)]), LIMITS))
+
+
 @pytest.mark.parametrize(
     ("failure", "found"),
     [
