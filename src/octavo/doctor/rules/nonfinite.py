@@ -93,7 +93,7 @@ def _first_look(series: Series, bad: Mask, failure: dict[str, Any] | None) -> _F
     return _FirstLook(
         keys=[table.keys[column] for column in columns],
         elements=table.of("nonfinite")[row, columns].tolist(),
-        since=step if has_stopped else since,
+        since=step if has_stopped else min(since, step),
         step=step,
         weights=len(
             {table.keys[column].path for column in np.flatnonzero(cast) if table.keys[column].role == "weight"}
