@@ -34,7 +34,7 @@ CAUSES = {
     "batch-norm": "a batch norm next to FP8 layers has erratic statistics",
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
-    "learning-rate": "updates jumped when the precision changed",
+    "learning-rate": "the learning rate or its updates jumped, as where the precision changes",
     "loss-gap": "the loss leaves that of the reference",
     "nondeterministic": "the same micro-batch gives other numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",

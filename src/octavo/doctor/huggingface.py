@@ -6,6 +6,7 @@ while it trains and afterwards:
 
 - "watched" and "statistics" lines of each look, see :mod:`octavo.doctor.series`;
 - a "step" line where the Trainer logs: ``loss`` (its mean since the log before), ``lr``, ``grad_norm``;
+- an "overflow" line of each step that a dynamic loss scale skipped;
 - an "evaluation" line of each evaluation that has a loss.
 
 A finding is printed when it is first seen, and again when it has become worse. Needs ``transformers`` and
@@ -64,6 +65,7 @@ class DoctorCallback(TrainerCallback):
         self._path = Path()
         self._lines = SampleLines([])
         self._writes = False
+        self._overflows_told = 0
 
     def findings(self) -> list[Finding]:
         """What the looks that are held show, worst first; nothing before the first."""
@@ -81,7 +83,7 @@ class DoctorCallback(TrainerCallback):
             keep=self.keep,
             on_sample=self._write_sample,
         )
-        self._told = {}
+        self._told, self._overflows_told = {}, 0
         self._path = Path(args.output_dir or ".") / METRICS
         self._writes = bool(state.is_world_process_zero)
         if self._writes:
@@ -100,6 +102,7 @@ class DoctorCallback(TrainerCallback):
         """Write what the look found, and say what is new."""
         del args, control, given
         self._step.close()
+        self._write_overflows()
         if self._watcher().is_due(state.global_step):
             self._tell_news()
 
@@ -141,6 +144,12 @@ class DoctorCallback(TrainerCallback):
     def _write_sample(self, sample: Sample) -> None:
         for kind, values in self._lines.of(sample):
             self._write(kind, sample.step, values)
+
+    def _write_overflows(self) -> None:
+        for line in self._watcher().overflows.lines:
+            if line["step"] > self._overflows_told:
+                self._overflows_told = line["step"]
+                self._write("overflow", line["step"], {"loss_scale": line["loss_scale"]})
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if self._writes:

@@ -12,8 +12,9 @@ number that does not exist is null.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,10 +23,22 @@ from numpy.typing import NDArray
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 from octavo.errors import TrainingError
 
-__all__ = ["PARAMETER_FIELDS", "CastKey", "ProductKey", "Sample", "Series", "Table", "series_of"]
+__all__ = ["OPERANDS", "PARAMETER_FIELDS", "CastKey", "ProductKey", "Sample", "Series", "Table", "series_of"]
 
 PARAMETER_FIELDS = ("grad_norm", "gradient_variance", "update_ratio")
+OPERANDS = {  # roles of a GEMM's operands, left and right
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
 DIGITS = 5  # of a number in a file
+_NEEDED = {"overflow": ("loss_scale",)}  # of a line of a kind, beside its step
+_READ: dict[str, Any] = {
+    "step": int | float,
+    "loss_scale": int | float | None,
+    "loss": int | float | None,
+    "tensor": str | None,
+}
 Floats = NDArray[np.float64]
 Key = TypeVar("Key")
 
@@ -163,7 +176,8 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
         samples: those that were taken without a file.
 
     Raises:
-        TrainingError: a "statistics" line has other columns than its "watched" line names, or a line has no kind.
+        TrainingError: a "statistics" line has other columns than its "watched" line names, or is not later than the one
+            before it; a line has no kind; or what a rule reads of it is missing or no number.
     """
     taken, others = list(samples), []
     names: Mapping[str, Any] = {}
@@ -175,7 +189,10 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
         elif line["kind"] == "statistics":
             taken.append(_sample(names, line))
         else:
+            _check_line(line)
             others.append(dict(line))
+    failed = {line["step"] for line in others if line["kind"] == "failure"}
+    _check_order([one.step for one in taken[len(samples) :]], failed)
     curves = _curves(others) | _curves([{"kind": "sample", "step": one.step, **one.scalars} for one in taken])
     modules = {name for one in taken for name in one.modules}
     return Series(
@@ -197,6 +214,31 @@ def _columns(names: tuple[str, ...], rows: Iterable[Floats]) -> dict[str, list[f
 
 def _plain(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _check_order(steps: Sequence[int], failed: Collection[int]) -> None:
+    """Refuse looks that do not rise; a step that broke may be looked at again, in its replay and where it is repeated."""
+    for before, step in pairwise(steps):
+        if step < before or (step == before and step not in failed):
+            raise TrainingError(
+                f"the statistics of step {step} stand after those of step {before}; two runs were put together or "
+                "lines were copied: leave each step once, in order"
+            )
+
+
+def _check_line(line: Mapping[str, Any]) -> None:
+    """Refuse a line without what the rules read of it; numbers that are unknown are null."""
+    for name in ("step", *_NEEDED.get(line["kind"], ())):
+        if name not in line:
+            raise TrainingError(
+                f"the {line['kind']} line of step {line.get('step')} has no {name}; it was edited: remove the line"
+            )
+    for name, kinds in _READ.items():
+        if not isinstance(line.get(name), kinds):
+            raise TrainingError(
+                f"the {line['kind']} line of step {line['step']} has {name} = {line[name]!r}, which no run writes; "
+                "it was edited: remove the line"
+            )
 
 
 def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:

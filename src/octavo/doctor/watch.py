@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from octavo.doctor.findings import Finding
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
-from octavo.doctor.ranks import scale_ratios
-from octavo.doctor.series import CastKey, Floats, Key, ProductKey, Sample, series_of
+from octavo.doctor.overflows import Overflows
+from octavo.doctor.ranks import RankComparison
+from octavo.doctor.series import OPERANDS, CastKey, Floats, Key, ProductKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
@@ -35,14 +36,12 @@ from octavo.nn import Linear
 from octavo.observers import ROLES
 from octavo.recipes import GemmSpec, Recipe
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 __all__ = ["StepNotes", "Watcher", "layer_facts", "watch"]
 
 STEPS_KEPT = 1000
-_OPERANDS = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("grad_output", "input"),
-}
 
 
 class StepNotes:
@@ -50,7 +49,8 @@ class StepNotes:
 
     Attributes:
         loss: a number or a tensor [], in nats.
-        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale".
+        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale", which with a dynamic scale is best
+            taken after its update: ``scaler.get_scale()`` after ``scaler.update()``.
     """
 
     def __init__(self) -> None:
@@ -66,6 +66,7 @@ def watch(
     keep: int = 64,
     on_sample: Callable[[Sample], None] | None = None,
     captures: str | Path | Captures | None = None,
+    group: "ProcessGroup | str | None" = None,
 ) -> "Watcher":
     """Look at ``model`` while it trains.
 
@@ -77,9 +78,12 @@ def watch(
         on_sample: called with each sample when its step ends.
         captures: a folder. The rules judge the looks so far then, and a layer in which they find something is captured
             there at the next look, for :func:`octavo.doctor.replay`; None captures nothing.
+        group: ranks that should cast alike; all of them must look at the same steps. None is the default group, where
+            torch.distributed is running; "alone" compares nothing.
 
     Raises:
-        ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
+        ConfigError: ``interval`` or ``keep`` is out of range, ``group`` is another text, or no layer of the model is
+            octavo's.
 
     Example:
         >>> import octavo, octavo.doctor
@@ -99,7 +103,7 @@ def watch(
         >>> watcher.findings()
         []
     """
-    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample, captures=captures)
+    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample, captures=captures, group=group)
 
 
 class Watcher:
@@ -118,6 +122,7 @@ class Watcher:
         keep: int,
         on_sample: Callable[[Sample], None] | None,
         captures: str | Path | Captures | None = None,
+        group: "ProcessGroup | str | None" = None,
     ) -> None:
         given: tuple[tuple[str, object, int], ...] = (("interval", interval, 1), ("keep", keep, 2))
         for name, value, least in given:
@@ -128,7 +133,9 @@ class Watcher:
         if not self.layers:
             raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
         _check_memory(self.layers)
+        self.ranks = RankComparison(self.layers, group)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
+        self.overflows = Overflows(optimizer)
         store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
         self.captor = None if store is None else Captor(store, self.layers)
         self.samples: deque[Sample] = deque(maxlen=keep)
@@ -150,19 +157,24 @@ class Watcher:
         """
         self.number = self.number + 1 if number is None else number
         notes = StepNotes()
-        if not always and not self.is_due(self.number):
-            yield notes
-        else:
-            with self._looking() as finish:
+        is_looked_at = always or self.is_due(self.number)
+        with self.overflows.during_step():
+            if is_looked_at:
+                with self._looking() as finish:
+                    yield notes
+                self._keep(finish())
+            else:
                 yield notes
-            self._keep(finish())
         self._note(notes)
-        if self.captor is not None and self.samples and self.samples[-1].step == self.number:
-            self.captor.look(self.findings)
+        if is_looked_at:
+            self.overflows.read()
+            if self.captor is not None:
+                self.captor.look(self.findings)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
-        return diagnose(series_of(self.steps, list(self.samples)), thresholds or Thresholds())
+        lines = [*self.steps, *self.overflows.lines]
+        return diagnose(series_of(lines, list(self.samples)), thresholds or Thresholds())
 
     @contextmanager
     def _looking(self) -> Iterator[Callable[[], Sample]]:
@@ -204,7 +216,7 @@ class Watcher:
             casts=of_casts,
             products=of_products,
             parameters=of_parameters,
-            modules=numbers | scale_ratios(of_casts, next(iter(self.layers.values())).weight.device),
+            modules=numbers | self.ranks.ratios(of_casts),
             scalars={"gradient_to_noise": _gradient_to_noise(of_parameters, of_products)},
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )
@@ -229,6 +241,7 @@ class Watcher:
         if notes.loss is not None:
             values["loss"] = notes.loss.item() if isinstance(notes.loss, Tensor) else float(notes.loss)
         self.steps.append({"kind": "step", "step": self.number, **values})
+        self.overflows.note(self.number, values)
 
 
 def _check_memory(layers: dict[str, Linear]) -> None:
@@ -264,7 +277,7 @@ def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, An
         if key.gemm == "grad_weight" and numbers is not None and math.isfinite(sqnr):
             signal += numbers[0] ** 2
             noise += numbers[0] ** 2 * 10 ** (-sqnr / 10)
-    return math.sqrt(signal / noise) if noise > 0 else math.nan
+    return math.sqrt(signal / noise) if noise > 0 and math.isfinite(signal) else math.nan
 
 
 def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
@@ -280,7 +293,7 @@ def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
 def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """By "role gemm", what a rule must know of a cast to judge its scale."""
     found: dict[str, dict[str, Any]] = {}
-    for gemm, operands in _OPERANDS.items():
+    for gemm, operands in OPERANDS.items():
         product: GemmSpec = getattr(recipe, gemm)
         for role, spec in zip(operands, (product.a, product.b), strict=True):
             if spec is not None:

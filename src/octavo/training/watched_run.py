@@ -164,3 +164,10 @@ def _check_model(run: WatchedRun, config: RunConfig) -> None:
                 f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
                 f"{path!r} from {shape[0]} to {shape[1]} features; put both files of one run together"
             )
+    cast, multiplied = [key.path for key in run.series.casts.keys], [key.path for key in run.series.products.keys]
+    for path in dict.fromkeys(cast + multiplied):
+        if path != HEAD and path not in shapes:
+            raise TrainingError(
+                f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
+                f"{path!r}, whose casts they are of; put both files of one run together"
+            )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.doctor import series_of
+from octavo.doctor import diagnose, series_of
 from octavo.doctor.lines import read_lines
 from octavo.errors import ConfigError
 from octavo.nn import Linear
@@ -132,6 +132,29 @@ def test_a_resumed_training_cuts_off_the_steps_that_it_makes_again(tmp_path):
     assert steps_of(again, "statistics") == [1, 2, 4]
     assert steps_of(again, "watched") == [1]
     assert [line for line in again if line["step"] <= 3] == [line for line in first if line["step"] <= 3]
+
+
+def test_a_step_that_a_loss_scale_skipped_stands_in_the_file(tmp_path):
+    model, callback = tiny_model(), DoctorCallback(interval=INTERVAL)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    state, control = transformers.TrainerState(is_world_process_zero=True), transformers.TrainerControl()
+    told = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]), state, control
+    callback.on_train_begin(*told, model=model, optimizer=optimizer)
+    for step in range(3):
+        callback.on_step_begin(*told)
+        ids = Texts()[step]["input_ids"][None]
+        scaler.scale(model(input_ids=ids, labels=ids).loss * (torch.inf if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        state.global_step += 1
+        callback.on_step_end(*told)
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line for line in lines if line["kind"] == "overflow"] == [
+        {"kind": "overflow", "step": 2, "loss_scale": None}
+    ]
+    assert not [one for one in callback.findings() if one.code == "nonfinite"]
+    assert not [one for one in diagnose(series_of(lines)) if one.code == "nonfinite"]
 
 
 def test_a_model_that_is_not_converted_is_refused(tmp_path):

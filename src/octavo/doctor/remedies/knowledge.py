@@ -38,6 +38,12 @@ def remedies_for(finding: Finding, series: Series) -> tuple[Remedy, ...]:
 def _nonfinite(case: Case) -> Iterable[Remedy]:
     if case.finding.role == "grad_output" and case.series.curve("loss_scale")[0].size:
         yield _dynamic_loss_scale()
+    if case.evidence("weights", 0):
+        yield Remedy(
+            text="Find the step in which it began: look at every one (interval=1), or train with octavo train, which "
+            "stops at the first."
+        )
+        return
     what = f"the {case.finding.role} of {case.path}" if case.path else "the tensor that the failure names"
     yield Remedy(text=f"Find what computes NaN or infinity before {what}, such as a division or a broken sample.")
 

@@ -129,6 +129,39 @@ def test_statistics_of_another_model_are_refused(octavo, run):
     assert "'model.layers.0.mlp.gate_proj' from 32 to 64 features" in words
 
 
+def edit(run, change) -> None:
+    """Let ``change`` work on the lines of a run's file."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    change(lines)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("table", ["casts", "products"])
+def test_statistics_of_renamed_layers_are_refused(octavo, run, table):
+    def rename(lines):
+        for line in lines:
+            if line["kind"] == "watched":
+                line[table] = [[path.replace("mlp", "ffn"), *others] for path, *others in line[table]]
+
+    edit(run, rename)
+    words = refusal(octavo, run)
+    assert "are another model's" in words
+    assert "knows no layer 'model.layers.0.ffn.gate_proj'" in words
+
+
+def test_statistics_that_stand_there_twice_are_refused(octavo, run):
+    edit(run, lambda lines: lines.extend([line for line in lines if line["kind"] == "statistics"]))
+    assert "leave each step once, in order" in refusal(octavo, run)
+
+
+@pytest.mark.parametrize("kind", ["overflow", "failure"])
+def test_an_edited_event_is_refused(octavo, run, kind):
+    edit(run, lambda lines: lines.append({"kind": kind, "step": 4, "loss_scale": "large"}))
+    assert f"the {kind} line of step 4 has loss_scale = 'large'" in refusal(octavo, run)
+    edit(run, lambda lines: lines.append({"kind": "overflow", "step": lines.pop()["step"]}))
+    assert "the overflow line of step 4 has no loss_scale" in refusal(octavo, run)
+
+
 def test_statistics_that_do_not_fit_their_names_are_refused(octavo, run):
     text = (run / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
