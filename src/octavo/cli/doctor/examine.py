@@ -1,5 +1,6 @@
 """``octavo doctor RUN``: what a run's statistics show, worst first; ``octavo doctor --env``: what this machine has."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.progress import open_display
 from octavo.cli.runs import check_is_run
+from octavo.cli.targets import check_target
 from octavo.doctor import Captures, Finding, Severity, diagnose
 from octavo.doctor.remedies import applied, ranked
 from octavo.doctor.report import histograms_of, render
@@ -44,13 +46,14 @@ def examine(
 ) -> None:
     """Read a run's statistics and print what is wrong, worst first, and what mends it."""
     if env:
-        _refuse_run(run_dir)
+        _refuse_beside_env({"run": run_dir, "--against": against, "--apply": fixed, "--html": page})
         show_environment(as_json=as_json)
         return
     if run_dir is None:
         raise ConfigError("name a run's folder, or ask for --env: what octavo found on this machine")
+    _check_targets({"--html": page, "--apply": fixed}, [path for path in (run_dir, against) if path is not None])
     run, reference = _runs(run_dir, against)
-    config = None if fixed is None else _config_to_mend(run, fixed)
+    config = None if fixed is None else _config_to_mend(run)
     found = diagnose(run.series, reference=None if reference is None else reference.series)
     findings = _with_proof(found, run_dir)
     if as_json:
@@ -66,9 +69,31 @@ def examine(
     raise typer.Exit(exit_code_of(findings))
 
 
-def _refuse_run(run_dir: Path | None) -> None:
-    if run_dir is not None:
-        raise ConfigError("--env is about this machine and takes no run; leave one of them out")
+def _refuse_beside_env(given: Mapping[str, Path | None]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"--env is about this machine and takes no {name}; leave one of them out")
+
+
+def _check_targets(targets: Mapping[str, Path | None], run_dirs: Sequence[Path]) -> None:
+    """Refuse files that cannot be written, one for two options, and a run's own; a page may lie on top of its folder."""
+    taken: dict[Path, str] = {}
+    for option, target in targets.items():
+        if target is None:
+            continue
+        check_target(option, target)
+        whole = target.resolve()
+        if whole in taken:
+            raise ConfigError(f"{taken[whole]} and {option} both name {str(target)!r}; name another file for one")
+        taken[whole] = option
+        is_page = option == "--html" and whole.suffix == ".html"
+        for run_dir in run_dirs:
+            folder = run_dir.resolve()
+            if whole.is_relative_to(folder) and not (is_page and whole.parent == folder):
+                raise ConfigError(
+                    f"{option}: {str(target)!r} lies in {str(run_dir)!r}, whose files say what that run is; "
+                    "name another file, outside of it"
+                )
 
 
 def _runs(run_dir: Path, against: Path | None) -> tuple[WatchedRun, WatchedRun | None]:
@@ -96,12 +121,9 @@ def _with_proof(findings: list[Finding], run_dir: Path) -> list[Finding]:
     return proven
 
 
-def _config_to_mend(run: WatchedRun, fixed: Path) -> RunConfig:
-    own = run.run_dir / CONFIG
+def _config_to_mend(run: WatchedRun) -> RunConfig:
     if run.config is None:
         raise ConfigError(f"--apply changes a run's {CONFIG}, and {str(run.run_dir)!r} has none; leave it out")
-    if fixed.resolve() == own.resolve():
-        raise ConfigError(f"--apply would change {str(own)!r}, which says what the run is; name another file")
     return run.config
 
 

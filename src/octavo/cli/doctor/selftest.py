@@ -9,7 +9,7 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stderr, stdout
 from octavo.cli.progress import Display, open_display, phases
-from octavo.errors import ConfigError
+from octavo.cli.targets import check_target
 from octavo.files import write_atomically
 from octavo.training.data import prepare
 from octavo.training.text import BUILTIN
@@ -29,8 +29,8 @@ def selftest(
     as_json: options.Json = False,
 ) -> None:
     """Train with known faults and without, and count what the doctor names; exit code 1 below its bars."""
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out: there is no folder {str(out.parent)!r}; make it first")
+    if out is not None:
+        check_target("--out", out)
     config = quick() if is_quick else measuring()
     with open_display() as display:
         result = _run(config, processes, display)

@@ -212,8 +212,33 @@ def test_a_note_changes_no_configuration(octavo, run, tmp_path, finding_what, sa
     assert not (tmp_path / "fixed.toml").exists()
 
 
-def test_a_run_s_own_configuration_is_not_overwritten(octavo, run):
-    assert "name another file" in refusal(octavo, run, "--apply", run / "config.toml")
+OWN = [
+    ("--apply", "config.toml"), ("--html", "config.toml"), ("--html", "metrics.jsonl"), ("--html", "tokenizer.json"),
+    ("--html", "checkpoints/page.html"), ("--apply", "fixed.toml"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "name"), OWN)
+@pytest.mark.parametrize("place", ["run", "bf16", "link"])
+def test_what_a_run_consists_of_is_not_overwritten(octavo, run, tmp_path, option, name, place):
+    reference = with_loss(run, tmp_path / "bf16", 1.0)
+    (tmp_path / "link").symlink_to(run)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    refused = refusal(octavo, run, "--against", reference, option, tmp_path / place / name)
+    assert f"{option}: '{tmp_path / place / name}' lies in" in refused
+    assert "name another file" in refused
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_one_file_is_not_written_twice(octavo, run, tmp_path):
+    words = refusal(octavo, run, "--html", tmp_path / "x", "--apply", tmp_path / "." / "x")
+    assert "--html and --apply both name" in words
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("option", ["--against", "--apply", "--html"])
+def test_the_machine_has_no_run_to_write_of(octavo, tmp_path, option):
+    assert f"--env is about this machine and takes no {option}" in refusal(octavo, "--env", option, tmp_path / "x")
 
 
 def test_remedies_need_a_configuration(octavo, run, tmp_path):
@@ -257,7 +282,7 @@ def test_a_page_of_a_healthy_run_is_written_with_its_reference(octavo, run, tmp_
     assert "There is no reference run" not in page.read_text()
 
 
-def test_a_page_that_cannot_be_written_is_refused(octavo, run, tmp_path):
-    result = octavo("doctor", run, "--html", tmp_path / "no" / "page.html")
-    assert result.exit_code == 2
-    assert "no such file" in result.stderr
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_computed(octavo, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.cli.doctor.examine.diagnose", None)
+    assert "--html: there is no folder" in refusal(octavo, run, "--html", tmp_path / "no" / "page.html")
+    assert "is a folder" in refusal(octavo, run, "--apply", tmp_path)
