@@ -1,5 +1,6 @@
 """A run as the doctor reads it: its lines, and what they lack where there is nothing to diagnose."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from octavo.errors import ConfigError, TrainingError
 from octavo.models import Llama
 from octavo.training.config import RunConfig, load_config
 from octavo.training.metrics import METRICS, read_metrics
+from octavo.training.recipe_choice import BF16
 from octavo.training.run_folder import CONFIG
 
 __all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
@@ -122,8 +124,15 @@ def check_comparable(run: WatchedRun, reference: WatchedRun) -> None:
         if other.get(key) != value:
             raise ConfigError(
                 f"{str(reference.run_dir)!r} is no reference: it has {key} = {other.get(key)!r}, not {value!r}; "
-                f"train one with octavo train --config {str(run.run_dir / CONFIG)!r} --recipe bf16"
+                + _how_to_train_one(run)
             )
+
+
+def _how_to_train_one(run: WatchedRun) -> str:
+    """The command that trains a reference, as a shell takes it."""
+    folder = run.run_dir.resolve()
+    command = ["octavo", "train", "--config", str(folder / CONFIG), "--recipe", BF16, "--out", f"{folder}-{BF16}"]
+    return f"train one with {shlex.join(command)}"
 
 
 def _decisive(config: RunConfig) -> dict[str, Any]:

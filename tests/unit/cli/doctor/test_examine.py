@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import shlex
 import shutil
 
 import pytest
@@ -191,6 +192,30 @@ def test_a_reference_that_trained_otherwise_is_refused(octavo, run, tmp_path, wo
     refused = refusal(octavo, run, "--against", reference)
     assert words in refused
     assert "--recipe bf16" in refused
+
+
+FP8_ONLY = {
+    "autopilot = false": "autopilot = true",
+    'recipe = "tensorwise"': 'recipe = "delayed"',
+    "precision_schedule = []": 'precision_schedule = [["fp8", 0.0], ["bf16", 0.5]]',
+    "[training.recipe_options]": "[training.recipe_options]\nhistory_length = 4",
+    "[training.overrides]": '[training.overrides]\n"model.layers.0.mlp.*" = "rowwise"',
+}
+
+
+def test_the_advised_command_trains_a_reference(octavo, run, tmp_path):
+    config = (run / "config.toml").read_text()
+    for before, after in FP8_ONLY.items():
+        assert config.count(before) == 1, before
+        config = config.replace(before, after)
+    (run / "config.toml").write_text(config)
+    stranger = with_loss(run, tmp_path / "of another seed", 1.0)
+    (stranger / "config.toml").write_text(config.replace("seed = 0", "seed = 1"))
+    refused = refusal(octavo, run, "--against", stranger)
+    _, *command = shlex.split(refused.partition("train one with ")[2])
+    result = octavo(*command)
+    assert result.exit_code == 0, result.output
+    assert octavo("doctor", run, "--against", command[-1]).exit_code == 0
 
 
 def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, run, tmp_path, finding_what, saturation):
