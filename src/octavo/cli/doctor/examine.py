@@ -76,7 +76,7 @@ def _refuse_beside_env(given: Mapping[str, Path | None]) -> None:
 
 
 def _check_targets(targets: Mapping[str, Path | None], run_dirs: Sequence[Path]) -> None:
-    """Refuse files that cannot be written, one for two options, and a run's own; a page may lie on top of its folder."""
+    """Refuse files that cannot be written, one for two options, and any in a run's folder but a page at its top."""
     taken: dict[Path, str] = {}
     for option, target in targets.items():
         if target is None:

@@ -243,9 +243,10 @@ OWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("option", "name"), OWN)
+@pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("place", ["run", "bf16", "link"])
-def test_what_a_run_consists_of_is_not_overwritten(octavo, run, tmp_path, option, name, place):
+def test_what_a_run_consists_of_is_not_overwritten(octavo, run, tmp_path, own, place):
+    option, name = own
     reference = with_loss(run, tmp_path / "bf16", 1.0)
     (tmp_path / "link").symlink_to(run)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
