@@ -8,6 +8,8 @@ that is mended is a note, and explains what was over with it.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from octavo.doctor.findings import Finding, Severity, worst_first
 from octavo.doctor.mended import MENDED_AT, after_mending
 from octavo.doctor.remedies import remedies_for
@@ -72,9 +74,10 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
         []
     """
     limits = thresholds or Thresholds()
-    found = [after_mending(finding, series) for rule in RULES for finding in rule(series, limits)]
-    if reference is not None:
-        found += loss_gap(series, reference, limits)
+    with np.errstate(all="ignore"):  # what does not exist, such as 0 / 0, is NaN, which no rule finds
+        found = [after_mending(finding, series) for rule in RULES for finding in rule(series, limits)]
+        if reference is not None:
+            found += loss_gap(series, reference, limits)
     causes = worst_first(_causes(_one_a_place(found), series))
     return [replace(finding, remedies=remedies_for(finding, series)) for finding in causes]
 

@@ -106,7 +106,7 @@ def read_run(run_dir: Path) -> WatchedRun:
         run_dir=run_dir,
         config=config,
         series=series,
-        step=max(line["step"] for line in lines if line["kind"] != "failure"),
+        step=max(line["step"] - (line["kind"] == "failure") for line in lines),  # the step that broke is not finished
         looks=len(series.casts.steps),
     )
 

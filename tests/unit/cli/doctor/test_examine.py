@@ -115,6 +115,44 @@ def test_half_a_line_in_the_middle_is_refused_by_number(octavo, run):
     assert "line 2 of" in refusal(octavo, run)
 
 
+FAILURE = '{"kind": "failure", "step": 1, "loss": null, "grad_norm": null, "tensor": null}\n'
+
+
+def test_a_run_that_only_failed_is_refused_in_words(octavo, run):
+    (run / "metrics.jsonl").write_text(FAILURE)
+    assert "it was not looked at" in refusal(octavo, run)
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "tokens"])
+def test_a_number_beyond_every_float_is_refused_by_its_line(octavo, run, name):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    index = next(index for index, line in enumerate(lines) if line["kind"] == "step")
+    lines[index][name] = 10**400
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert f"line {index + 1} of" in refusal(octavo, run, "--html", run / "page.html")
+
+
+@pytest.mark.parametrize("value", [None, 0, 1e-300, 1e308])
+def test_numbers_of_any_size_are_read_without_a_warning(octavo, run, value, recwarn):
+    """Quotients of such are no numbers; what the run is worth is then for the rules to say."""
+    text = (run / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines:
+        for table in (line, line.get("casts"), line.get("products"), line.get("parameters")):
+            for name, old in (table.items() if isinstance(table, dict) and line["kind"] != "watched" else ()):
+                if isinstance(old, float):
+                    table[name] = value
+                elif isinstance(old, list):
+                    table[name] = [value for _ in old]
+    many = [line | {"step": 10 * look} for look in range(1, 5) for line in lines if line["kind"] == "statistics"]
+    head = [line for line in lines if line["kind"] != "statistics"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*head, *many]))
+    result = octavo("doctor", run, "--html", run / "page.html")
+    assert result.exit_code in {0, 1}, result.output
+    assert [str(one.message) for one in recwarn] == []
+    assert "nan" not in result.stdout.lower().replace("nan or", "")
+
+
 @pytest.mark.parametrize("garbage", [b"\xff\xfe\n", b"\0\0\0\n", b'{"step": 3}\n'])
 def test_bytes_that_are_no_lines_are_refused_by_number(octavo, run, garbage):
     with (run / "metrics.jsonl").open("ab") as file:
