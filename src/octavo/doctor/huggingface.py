@@ -8,10 +8,10 @@ while it trains and afterwards:
 - a "step" line where the Trainer logs: ``loss`` (its mean since the log before), ``lr``, ``grad_norm``;
 - an "evaluation" line of each evaluation that has a loss.
 
-A finding is printed when it is first seen, and again when it has become worse. Lines that cannot be written are left out
-with a warning: nobody's training ends for it. A training that an exception ends during a look leaves the model watched,
-since the Trainer tells nobody; :meth:`DoctorCallback.abandon` and the next training's beginning end that look. Needs ``transformers`` and
-``accelerate``: octavo[hf].
+A finding is printed when it is first seen, and again when it has become worse. Lines that cannot be written are left
+out with a warning: nobody's training ends for it. A training that an exception ends during a look leaves the model
+watched, since the Trainer tells nobody; :meth:`DoctorCallback.abandon`, or the next training's beginning, ends that
+look. Needs ``transformers`` and ``accelerate``: octavo[hf].
 """
 
 import json

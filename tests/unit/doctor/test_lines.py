@@ -25,11 +25,11 @@ def test_steps_that_fall_are_two_runs(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "3", None, 10**400, float("inf")])
 def test_a_step_is_a_whole_number_from_0_on(tmp_path, step):
-    with pytest.raises(TrainingError, match="line 2 of .* is not a run's; remove the line"):
+    with pytest.raises(TrainingError, match=r"line 2 of .* is not a run's; remove the line"):
         read_lines(written(tmp_path, 1, step))
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 10**4000])
 def test_a_number_is_one_that_a_float_holds(tmp_path, value):
-    with pytest.raises(TrainingError, match="line 1 of .* is not a run's; remove the line"):
+    with pytest.raises(TrainingError, match=r"line 1 of .* is not a run's; remove the line"):
         read_lines(written(tmp_path, 1, loss=value))

@@ -1,6 +1,6 @@
 """``octavo doctor RUN``: what a run's statistics show, worst first; ``octavo doctor --env``: what this machine has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import print_json, stderr, stdout
+from octavo.cli.console import number, print_json, stderr, stdout
 from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.progress import open_display
 from octavo.cli.runs import check_is_run
 from octavo.cli.targets import check_target
 from octavo.doctor import Captures, Finding, Severity, diagnose
+from octavo.doctor.losses import newest_gap
 from octavo.doctor.remedies import applied, ranked
 from octavo.doctor.report import histograms_of, render
 from octavo.errors import ConfigError
@@ -61,7 +62,7 @@ def examine(
     else:
         print_findings(findings)
         print_remedies(findings)
-        stdout().print(_summary(run, findings), markup=False, soft_wrap=True)
+        stdout().print("\n".join(_summary(run, reference, findings)), markup=False, soft_wrap=True)
     if page is not None:
         _write_page(run, reference, findings, page)
     if fixed is not None and config is not None:
@@ -153,9 +154,11 @@ def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Fi
 
 
 def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
+    gap = None if reference is None else newest_gap(run.series, reference.series)
     return {
         "run": str(run.run_dir),
         "against": None if reference is None else str(reference.run_dir),
+        "gap": None if gap is None else asdict(gap),
         "step": run.step,
         "steps": run.steps,
         "looks": run.looks,
@@ -163,8 +166,28 @@ def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
     }
 
 
-def _summary(run: WatchedRun, findings: list[Finding]) -> str:
+def _summary(run: WatchedRun, reference: WatchedRun | None, findings: list[Finding]) -> Iterator[str]:
+    if reference is not None:
+        yield _gap_sentence(run, reference)
     so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
     times = "once" if run.looks == 1 else f"{run.looks} times"
     looked = f"{run.layers} layers, looked at {times} up to step {run.step}{so_far}"
-    return f"{counts(findings)}, in {looked}" if findings else f"healthy: nothing found in {looked}"
+    if findings:
+        yield f"{counts(findings)}, in {looked}"
+    if not run.layers:
+        begins = run.fp8_begins
+        since = f"; FP8 begins at step {begins}" if begins is not None and begins > run.step else ""
+        yield f"no layer has cast to FP8 up to step {run.step}{so_far}, so nothing of FP8 is judged yet{since}"
+    elif not findings:
+        yield f"healthy: nothing found in {looked}"
+
+
+def _gap_sentence(run: WatchedRun, reference: WatchedRun) -> str:
+    gap = newest_gap(run.series, reference.series)
+    if gap is None:
+        return f"no gap to {reference.run_dir}: no step has a loss in both"
+    side = "above" if gap.nats >= 0 else "below"
+    return (
+        f"the loss lies {abs(gap.relative):.2%} ({number(abs(gap.nats), 3)} nats) {side} that of {reference.run_dir}, "
+        f"in the mean of steps {gap.first_step}-{gap.last_step}"
+    )

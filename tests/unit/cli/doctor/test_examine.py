@@ -139,7 +139,7 @@ def test_numbers_of_any_size_are_read_without_a_warning(octavo, run, value, recw
     lines = [json.loads(line) for line in text.splitlines()]
     for line in lines:
         for table in (line, line.get("casts"), line.get("products"), line.get("parameters")):
-            for name, old in (table.items() if isinstance(table, dict) and line["kind"] != "watched" else ()):
+            for name, old in table.items() if isinstance(table, dict) and line["kind"] != "watched" else ():
                 if isinstance(old, float):
                     table[name] = value
                 elif isinstance(old, list):
@@ -230,6 +230,58 @@ def test_a_reference_that_trained_otherwise_is_refused(octavo, run, tmp_path, wo
     refused = refusal(octavo, run, "--against", reference)
     assert words in refused
     assert "--recipe bf16" in refused
+
+
+def test_the_gap_is_said_whatever_it_is(octavo, run, tmp_path, finding_what):
+    finding_what()
+    reference = with_loss(run, tmp_path / "bf16", 1.25)
+    steps = {
+        line["step"]: line["loss"]
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if line["kind"] == "step"
+    }
+    mean = (steps[3] + steps[4]) / 2  # the newest third of four
+    result = octavo("doctor", run, "--against", reference)
+    assert f"the loss lies 20.00% ({mean / 4:.3g} nats) below that of {reference}" in result.stdout
+    assert "in the mean of steps 3-4" in result.stdout
+    gap = json.loads(octavo("doctor", run, "--against", reference, "--json").stdout)["gap"]
+    assert gap == pytest.approx({"relative": -0.2, "nats": -mean / 4, "first_step": 3, "last_step": 4})
+    assert json.loads(octavo("doctor", run, "--json").stdout)["gap"] is None
+    kept = [line for line in (reference / "metrics.jsonl").read_text().splitlines() if '"evaluation"' in line]
+    (reference / "metrics.jsonl").write_text(kept[0] + "\n" + '{"kind": "step", "step": 0, "loss": 5.0}\n')
+    assert "no step has a loss in both" in octavo("doctor", run, "--against", reference).stdout
+
+
+def test_a_reference_is_another_run(octavo, run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    for reference in (run, tmp_path / "link"):
+        assert "is the run itself and no reference" in refusal(octavo, run, "--against", reference)
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_reference_casts_nothing_to_fp8(octavo, run, tmp_path, has_config):
+    reference = shutil.copytree(run, tmp_path / "other")
+    if not has_config:
+        (reference / "config.toml").unlink()
+        (run / "config.toml").unlink()
+    words = refusal(octavo, run, "--against", reference)
+    assert "is no reference: it casts to FP8 too" in words
+    assert ("(recipe = 'tensorwise')" in words) is has_config
+    assert ("octavo train --config" in words) is has_config
+
+
+def test_a_run_before_its_fp8_phase_is_not_called_healthy(octavo, setting, tmp_path):
+    run = tmp_path / "run"
+    result = octavo("train", *setting, "--schedule", "bf16:0.0,fp8:0.5", "--out", run)
+    assert result.exit_code == 0, result.output
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    second = next(index for index, line in enumerate(lines) if '"kind": "step", "step": 2' in line)
+    (run / "metrics.jsonl").write_text("".join(lines[: second + 1]))
+    result = octavo("doctor", run)
+    assert result.exit_code == 0
+    assert result.stdout.strip() == (
+        "no layer has cast to FP8 up to step 2 of 4, so nothing of FP8 is judged yet; FP8 begins at step 3"
+    )
 
 
 FP8_ONLY = {
