@@ -9,6 +9,7 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stderr, stdout
 from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.targets import check_target
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
 from octavo.training.data import prepare
@@ -42,8 +43,8 @@ def selftest(
     as_json: options.Json = False,
 ) -> None:
     """Train with known faults and without, and count what the doctor names; exit code 1 below its bars."""
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out: there is no folder {str(out.parent)!r}; make it first")
+    if out is not None:
+        check_target("--out", out)
     if is_quick and is_tuning:
         raise ConfigError("--quick and --tuning are two settings; give one of them")
     config = quick() if is_quick else tuning() if is_tuning else measuring()

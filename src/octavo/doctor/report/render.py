@@ -24,6 +24,10 @@ from octavo.pages import STYLE, legend, plotly_script, step_figure
 
 __all__ = ["render"]
 
+NO_HISTOGRAM = (
+    "No captured tensor of a finding has one scale. One with a scale for each row or block lies on many grids, and one "
+    "in BF16 on none of FP8's."
+)
 RUN_WIDE = ("loss-gap", "loss-scale", "learning-rate", "gradient-below-noise", "nondeterministic")
 
 
@@ -70,7 +74,7 @@ def render(
         gap="" if data["gap"] is not None else "<p>There is no reference run to compare with.</p>",
         map="" if data["statistics"] else "<p>No statistics: no layer of this run was looked at.</p>",
         map_note=_map_note(data),
-        histogram="" if histograms else "<p>No tensors were captured.</p>",
+        histogram="" if histograms else f"<p>{NO_HISTOGRAM}</p>",
         data=_json(data),
         plotly=script,
         script=resources.files("octavo.doctor.report").joinpath("page.js").read_text(encoding="utf-8"),

@@ -24,20 +24,21 @@ SENSITIVE = {
 def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Heads, embeddings and routers among the layers that cast."""
     lost: dict[str, float] = {}
-    steps: dict[str, tuple[float, float]] = {}
+    seen: dict[str, tuple[float, float, Mapping[str, Any]]] = {}
     for track in tracks(series):
         path = track.key.path
-        first, last = steps.get(path, (math.inf, -math.inf))
-        steps[path] = min(first, track.steps[0]), max(last, track.steps[-1])
+        first, last, facts = seen.get(path, (math.inf, -math.inf, {}))
+        newest = track.facts if track.steps[-1] >= last else facts
+        seen[path] = min(first, track.steps[0]), max(last, track.steps[-1]), newest
         if track.key.role == "grad_output":
             usual = float(np.median(np.nan_to_num(track.of("underflow_fraction"))))
             lost[path] = max(lost.get(path, 0.0), usual)
     typical = np.median([facts["in_features"] for facts in series.layers.values()]) if series.layers else 0.0
-    for path, (first, last) in steps.items():
-        facts = series.layers.get(path, {})
+    for path, (first, last, facts) in seen.items():
         what = _what_it_is(path, facts, limits, typical)
         if what is not None:
             underflow = lost.get(path, 0.0)
+            ran = "it runs" if facts == series.layers.get(path, facts) else f"until step {last:.0f} it ran"
             yield Finding(
                 code="sensitive-module",
                 severity=Severity.FAIL if underflow >= limits.underflow_fraction_fail else Severity.WARN,
@@ -46,8 +47,8 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 last_step=int(last),
                 evidence={"underflow_fraction": underflow}
                 | {name: float(facts[name]) for name in ("in_features", "out_features") if name in facts},
-                cause=f"this is {what}, and it runs {facts.get('recipe', 'FP8')}; {underflow:.1%} of its "
-                "gradient's nonzero elements become zero",
+                cause=f"this is {what}, and {ran} {facts.get('recipe', 'FP8')}; "
+                f"{underflow:.1%} of its gradient's nonzero elements become zero",
                 weight=underflow,
             )
 

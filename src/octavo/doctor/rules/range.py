@@ -55,19 +55,24 @@ def _underflow(track: Track, limits: Thresholds, code: str, what: str) -> Iterat
     if where.stop - where.start < limits.persistent_looks:
         return
     worst = lost[where].max()
-    peak = (track.of("amax") / track.of("rms"))[where].max()
+    peaks = (track.of("amax") / track.of("rms"))[where]
+    peak = peaks[np.isfinite(peaks)].max(initial=0.0)
     reach = f" of {track.spec('format')}" if track.spec("format") else ""
     yield track.finding(
         where,
         code,
         Severity.FAIL if worst >= limits.underflow_fraction_fail else Severity.WARN,
-        cause=f"{worst:.0%} of the nonzero elements become zero: amax is {peak:.3g}x the rms, "
+        cause=f"{worst:.0%} of the nonzero elements become zero: amax is {_times(peak)} the rms, "
         f"and {what} lie below the range{reach} under the scale that it sets",
         weight=worst,
         underflow_fraction=worst,
         flushed_energy=track.of("flushed_energy")[where].max(),
         peak=peak,
     )
+
+
+def _times(peak: float) -> str:
+    return f"{peak:.3g}x" if peak else "far beyond"  # an rms that underflows is no number to divide by
 
 
 def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:
