@@ -53,7 +53,11 @@ def gated_pairs(model: nn.Module) -> dict[str, tuple[nn.Linear, nn.Linear]]:
 def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
     """Put into ``found``, by module path, how far each batch norm's batch lies from its running statistics.
 
-    The number is the largest |log2(batch variance / running variance)| of any channel: float64 [1].
+    The number is the median over channels of |log2(batch variance / running variance)|, less two standard deviations
+    of what it scatters by where n independent values of one variance are drawn, 0 at least: float64 [1]. The logarithm
+    of a Gaussian sample's variance has the variance trigamma((n - 1) / 2); n is the batch's first dimension, since what
+    stands in one row or image is not independent. A channel whose variance in the batch is below the norm's ``eps``,
+    such as a constant one, has no size to speak of and does not count; NaN where no channel does.
     """
 
     def watch(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -64,8 +68,10 @@ def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator
             x = inputs[0]
             if x.numel() > x.shape[1]:
                 dims = [dim for dim in range(x.ndim) if dim != 1]
-                ratio = x.detach().float().var(dim=dims) / module.running_var
-                found[path] = ratio.log2().abs().nan_to_num(posinf=math.inf).amax().double().reshape(1)
+                variance = x.detach().float().var(dim=dims)
+                binades = (variance / module.running_var).log2().abs()
+                median = binades.masked_fill(variance < module.eps, math.nan).nanmedian()
+                found[path] = (median - _scatter(x.shape[0])).clamp(min=0).double().reshape(1)
 
         return look
 
@@ -79,3 +85,9 @@ def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _scatter(n: int) -> float:
+    """Two standard deviations of log2 of the variance of ``n`` Gaussian values; of two where there is one only."""
+    freedom = torch.tensor((max(n, 2) - 1) / 2, dtype=torch.float64)
+    return 2 * math.sqrt(torch.special.polygamma(1, freedom).item()) / math.log(2)

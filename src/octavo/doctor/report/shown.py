@@ -157,7 +157,7 @@ def module_statistic(name: str, thresholds: Thresholds) -> Statistic:
             meaning = "largest |cosine| of a row of the gate projection and the same row of the up projection"
         case "batch_norm":
             title, kind, high = "Batch norm distance", Kind.NUMBER, thresholds.batch_norm_binades
-            meaning = "the batch's variance against the running one, in binades"
+            meaning = "the batch's variance against the running one, in binades beyond what a batch scatters"
         case "rank_scale_ratio":
             title, kind, high = "Scales across ranks", Kind.RATIO, thresholds.rank_ratio
             meaning = "the largest scale of any rank over the smallest"

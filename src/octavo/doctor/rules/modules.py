@@ -84,8 +84,9 @@ def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 first_step=int(steps[far][0]),
                 last_step=int(steps[far][-1]),
                 evidence={"log2_variance_ratio": worst, "looks": float(far.sum())},
-                cause=f"a batch's variance lies up to {2**worst:.3g}x from the running one at {far.sum()} of "
-                f"{len(far)} looks and does not settle: FP8 layers beside it see other ranges in evaluation",
+                cause=f"beyond what batches of its size scatter, half of the channels' variances lie up to "
+                f"{2**worst:.3g}x from the running ones at {far.sum()} of {len(far)} looks and do not settle: "
+                "FP8 layers beside it see other ranges in evaluation",
                 weight=worst,
             )
 
