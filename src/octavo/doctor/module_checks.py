@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from octavo.doctor.gated import gated_linears
+
 __all__ = ["alignments", "gated_pairs", "watching_batch_norms"]
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 (the common base of 1d, 2d, 3d and sync)
@@ -32,20 +34,21 @@ def alignments(model: nn.Module) -> dict[str, Tensor]:
     """
     found = {}
     for path, (gate, up) in gated_pairs(model).items():
-        cosines = torch.nn.functional.cosine_similarity(gate.weight.float(), up.weight.float(), dim=1)
+        cosines = torch.nn.functional.cosine_similarity(gate.float(), up.float(), dim=1)
         found[path] = cosines.abs().amax().double().reshape(1)
     return found
 
 
-def gated_pairs(model: nn.Module) -> dict[str, tuple[nn.Linear, nn.Linear]]:
-    """Two linear layers of the same shape [N, K] beside a third [., N], by the path of the module that has them."""
+def gated_pairs(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Weights [N, K] of gate and up projection, by the path of the module that has them; see :func:`gated_linears`."""
     found = {}
     for path, module in model.named_modules():
-        linears = [child for child in module.children() if isinstance(child, nn.Linear)]
-        if len(linears) == 3:
-            gate, up, down = linears
-            if gate.weight.shape == up.weight.shape and down.in_features == gate.out_features:
-                found[path] = (gate, up)
+        linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+        shapes = {name: (child.out_features, child.in_features) for name, child in linears.items()}
+        weights = [linears[name].weight for name in gated_linears(shapes)[0]]
+        if weights:
+            gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
+            found[path] = (gate, up)
     return found
 
 

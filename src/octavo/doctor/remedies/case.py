@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.doctor.findings import Finding, Remedy
+from octavo.doctor.gated import gated_linears
 from octavo.doctor.series import PARAMETER_FIELDS, Series
 from octavo.doctor.statistics import PRODUCT_FIELDS
 
@@ -97,10 +98,14 @@ class Case:
         return Remedy(text=f"Run {self.pattern} {WORDS[name]}.", changes={"overrides": {self.pattern: name}})
 
     def down_projections(self) -> list[str]:
-        """Layers of the gated MLP at the path that take what gate and up projection make: as wide as those are long."""
-        inside = {name: facts for name, facts in self.series.layers.items() if name.startswith(f"{self.path}.")}
-        widths = [facts.get("out_features") for facts in inside.values()]
-        return [name for name, facts in inside.items() if widths.count(facts.get("in_features")) == 2]
+        """Layers of the gated MLP at the path that take what gate and up projection make."""
+        beginning = f"{self.path}." if self.path else ""
+        shapes = {
+            name.removeprefix(beginning): (int(facts.get("out_features", 0)), int(facts.get("in_features", 0)))
+            for name, facts in self.series.layers.items()
+            if name.startswith(beginning)
+        }
+        return [f"{beginning}{name}" for name in gated_linears(shapes)[1]]
 
     def noisiest(self) -> str | None:
         """The layer whose grad_weight GEMM adds more than half of the newest sample's noise, if one does."""

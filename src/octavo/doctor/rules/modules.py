@@ -14,9 +14,10 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["batch_norm", "sensitive_module", "slow_layer", "slow_layers"]
 
+ROUTER = "a router, where a small error sends a token elsewhere"
 SENSITIVE = {
     **dict.fromkeys((*HEAD_NAMES, "head", "output_head"), "a head, whose gradient is as wide as the vocabulary"),
-    **dict.fromkeys(("router", "gate"), "a router, where a small error sends a token elsewhere"),
+    "router": ROUTER,
     **dict.fromkeys(("embed_tokens", "embedding", "wte", "wpe"), "an embedding"),
 }
 
@@ -35,7 +36,7 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
     typical = np.median([facts["in_features"] for facts in series.layers.values()]) if series.layers else 0.0
     for path, (first, last) in steps.items():
         facts = series.layers.get(path, {})
-        what = _what_it_is(path, facts, limits, typical)
+        what = _what_it_is(path, series.layers, limits, typical)
         if what is not None:
             underflow = lost.get(path, 0.0)
             yield Finding(
@@ -52,14 +53,26 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
             )
 
 
-def _what_it_is(path: str, facts: Mapping[str, Any], limits: Thresholds, typical: float) -> str | None:
+def _what_it_is(path: str, layers: Mapping[str, Mapping[str, Any]], limits: Thresholds, typical: float) -> str | None:
     """None of an ordinary layer; an adapter's second matrix widens as a head does, but from fewer features."""
-    named = SENSITIVE.get(path.rpartition(".")[2])
-    if named is not None:
-        return named
-    if facts and facts["out_features"] >= limits.head_widening * facts["in_features"] >= limits.head_widening * typical:
-        return f"as wide as a head ({facts['in_features']} to {facts['out_features']})"
+    name, facts = path.rpartition(".")[2], layers.get(path, {})
+    if name in SENSITIVE:
+        return SENSITIVE[name]
+    if not facts:
+        return None
+    inputs, outputs = facts["in_features"], facts["out_features"]
+    if name == "gate" and limits.router_narrowing * outputs <= inputs and not _has_twin(path, layers):
+        return ROUTER
+    if outputs >= limits.head_widening * inputs >= limits.head_widening * typical:
+        return f"as wide as a head ({inputs} to {outputs})"
     return None
+
+
+def _has_twin(path: str, layers: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a layer beside it has its shape, as the up projection beside a gate that narrows."""
+    shape = [layers[path][name] for name in ("in_features", "out_features")]
+    beside = [other for other in layers if other != path and other.rpartition(".")[0] == path.rpartition(".")[0]]
+    return any([layers[other].get(name) for name in ("in_features", "out_features")] == shape for other in beside)
 
 
 def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
