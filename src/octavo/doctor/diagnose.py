@@ -1,7 +1,8 @@
 """From a run's statistics to findings: every rule reads the same series, and causes swallow their consequences.
 
 A rule looks at its own numbers and knows no other. That a frozen scale also saturates, or that a loss scale too large
-leaves gradients that are not finite, is said here, once: EXPLAINS lists what each cause leads to, and where.
+leaves gradients that are not finite, is said here, once: EXPLAINS lists what each cause leads to, and where. What is
+left, and is the same in most layers, is one finding (:mod:`octavo.doctor.run_wide`).
 """
 
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from octavo.doctor.findings import Finding, Severity, worst_first
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.rules import RULES, loss_gap
+from octavo.doctor.run_wide import run_wide
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -73,7 +75,7 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
     found = [finding for rule in RULES for finding in rule(series, limits)]
     if reference is not None:
         found += loss_gap(series, reference, limits)
-    causes = worst_first(_causes(_one_a_place(found), series))
+    causes = run_wide(_causes(_one_a_place(found), series), {key.path for key in series.casts.keys})
     return [replace(finding, remedies=remedies_for(finding, series)) for finding in causes]
 
 

@@ -43,6 +43,8 @@ def _nonfinite(case: Case) -> Iterable[Remedy]:
 
 
 def _saturation(case: Case) -> Iterable[Remedy]:
+    if case.recipe == "mxfp8" and case.rounds_scales_down:
+        yield _options("Round scales up, so that the largest elements fit.", scale_rounding="rceil")
     yield from case.finer("tensorwise", "blockwise", "bf16")
 
 
@@ -117,7 +119,8 @@ def _biased_accumulation(case: Case) -> Iterable[Remedy]:
 
 
 def _sensitive_module(case: Case) -> Iterable[Remedy]:
-    yield Remedy(text=f"Keep {case.path} out of FP8.", changes={"skip": [case.path]})
+    places = case.finding.places or (case.path,)
+    yield Remedy(text=f"Keep {listed(places)} out of FP8.", changes={"skip": list(places)})
 
 
 def _batch_norm(case: Case) -> Iterable[Remedy]:
