@@ -59,6 +59,9 @@ class Thresholds:
         0.1, "healthy runs flush up to 1 % of a gradient's nonzeros; 62 % on a log-normal"
     )
     underflow_fraction_fail: float = _ours(0.5, "most of the tensor is gone, whatever the SQNR says")
+    harmless_flush: float = _ours(1e-4, "share of the energy; rounding to E4M3 makes noise of 7e-4 of it")
+    healthy_cast_db: float = _ours(24.0, "Gaussian data: E4M3 31.5 dB, E5M2 25.6; a scale half as large as it should be 24.9")
+    healthy_product_db: float = _ours(21.5, "tensorwise with an E5M2 gradient: 24.6 dB, of which half may be lost")
     zero_weight_fraction: float = _ours(0.25, "a trained weight has no exact zeros unless they were put there")
     alignment: float = _ours(0.95, "healthy runs of widths 16 and 64 reached 0.92; judged with the peak of the product")
     aligned_exactly: float = _ours(0.99, "healthy runs, at four times a sensible learning rate too, stayed below 0.965")
