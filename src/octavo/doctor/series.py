@@ -96,9 +96,9 @@ class Sample:
         for table, rows, names in tables:
             for key, numbers in rows.items():
                 place = key if isinstance(key, str) else "/".join(key)
-                for name, value in zip(names, numbers, strict=True):
+                for name, value in zip(names, numbers.tolist(), strict=True):
                     if math.isfinite(value):
-                        yield f"{table}/{name}/{place}", float(value)
+                        yield f"{table}/{name}/{place}", value
         for name, found in self.modules.items():
             yield from ((f"modules/{name}/{path}", value) for path, value in found.items() if math.isfinite(value))
         yield from ((f"step/{name}", value) for name, value in self.scalars.items() if math.isfinite(value))
@@ -191,7 +191,7 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
 
 
 def _columns(names: tuple[str, ...], rows: Iterable[Floats]) -> dict[str, list[float | None]]:
-    table = list(rows)
+    table = [row.tolist() for row in rows]
     return {name: [_plain(row[index]) for row in table] for index, name in enumerate(names)}
 
 

@@ -27,7 +27,7 @@ from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
 from octavo.doctor.ranks import scale_ratios
-from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
+from octavo.doctor.series import CastKey, Floats, Key, ProductKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
@@ -192,11 +192,10 @@ class Watcher:
         batch_norms: dict[str, Tensor],
     ) -> Sample:
         counts = {path: layer.nonfinite_counts for path, layer in self.layers.items()}
-        sums, results, of_parameters, of_norms, of_pairs, of_counts = _fetched(
+        sums, sums_of_products, of_parameters, of_norms, of_pairs, of_counts = _fetched(
             casts, products, parameters, batch_norms, alignments(self.model), counts
         )
-        of_casts = dict(zip(sums, cast_numbers(np.stack(list(sums.values()))), strict=True)) if sums else {}
-        of_products = {key: product_numbers(three) for key, three in results.items()}
+        of_casts, of_products = _numbers(cast_numbers, sums), _numbers(product_numbers, sums_of_products)
         self._count_nonfinite(of_casts, of_counts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
@@ -251,6 +250,10 @@ def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
     parts = np.split(values, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
     arrays = iter([part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
     return [{key: next(arrays).copy() for key in table} for table in tables]
+
+
+def _numbers(formula: Callable[[Floats], Floats], sums: dict[Key, Floats]) -> dict[Key, Floats]:
+    return dict(zip(sums, formula(np.stack(list(sums.values()))), strict=True)) if sums else {}
 
 
 def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, Any]) -> float:

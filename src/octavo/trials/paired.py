@@ -92,9 +92,10 @@ class PairedRuns:
 
     def _loss(self, high: frozenset[str], order: int) -> float:
         training = self.origin.config.training
+        chosen = {path: BF16 for path in self.layers if path in high}
         config = self.origin.config.with_training(
             seed=training.seed + order,
-            overrides={path: BF16 for path in self.layers if path in high} | training.overrides,
+            overrides=chosen | {path: recipe for path, recipe in training.overrides.items() if path not in chosen},
             statistics_interval=0,
             eval_tokens=training.context,
         )

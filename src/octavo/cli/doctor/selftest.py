@@ -13,7 +13,17 @@ from octavo.errors import ConfigError
 from octavo.files import write_atomically
 from octavo.training.data import prepare
 from octavo.training.text import BUILTIN
-from octavo.trials import SelftestConfig, SelftestResult, markdown, measuring, quick, run_selftest, summary, tables
+from octavo.trials import (
+    SelftestConfig,
+    SelftestResult,
+    markdown,
+    measuring,
+    quick,
+    run_selftest,
+    summary,
+    tables,
+    tuning,
+)
 from octavo.trials.selftest_table import confusion
 
 __all__ = ["selftest"]
@@ -24,6 +34,9 @@ FAILED = 1
 def selftest(
     *,
     is_quick: Annotated[bool, typer.Option("--quick", help="Every fault once, and few clean runs.")] = False,
+    is_tuning: Annotated[
+        bool, typer.Option("--tuning", help="The width and seeds that thresholds may be tuned on, not those published.")
+    ] = False,
     processes: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", help="A Markdown file for the whole result.")] = None,
     as_json: options.Json = False,
@@ -31,7 +44,9 @@ def selftest(
     """Train with known faults and without, and count what the doctor names; exit code 1 below its bars."""
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out: there is no folder {str(out.parent)!r}; make it first")
-    config = quick() if is_quick else measuring()
+    if is_quick and is_tuning:
+        raise ConfigError("--quick and --tuning are two settings; give one of them")
+    config = quick() if is_quick else tuning() if is_tuning else measuring()
     with open_display() as display:
         result = _run(config, processes, display)
     if as_json:

@@ -67,7 +67,7 @@ SCALE_FAULTS = (
         code="stale-scale",
         places=_place(GATE),
         role=ROLES[INPUT],
-        also=frozenset({"bulk-underflow"}),
+        also=frozenset({"bulk-underflow", "zero-tensor"}),
         training={"recipe": "delayed", "recipe_options": {"history_length": 1024}},
         workload=jumping(GATE, binades=20, after=3),
     ),
