@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from octavo.doctor.findings import Finding, Severity, worst_first
 from octavo.doctor.remedies import remedies_for
-from octavo.doctor.rules import RULES, loss_gap
+from octavo.doctor.rules import RULES, divergence, loss_gap
 from octavo.doctor.run_wide import run_wide
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
@@ -76,6 +76,8 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
     if reference is not None:
         found += loss_gap(series, reference, limits)
     causes = run_wide(_causes(_one_a_place(found), series), {key.path for key in series.casts.keys})
+    if all(one.severity is Severity.NOTE for one in causes):
+        causes = [*divergence(series, limits), *causes]
     return [replace(finding, remedies=remedies_for(finding, series)) for finding in causes]
 
 

@@ -35,6 +35,7 @@ CAUSES = {
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
     "learning-rate": "updates jumped when the precision changed",
+    "divergence": "the loss rises far above its beginning, and no tensor shows why",
     "loss-gap": "the loss leaves that of the reference",
     "nondeterministic": "the same micro-batch gives other numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",
@@ -82,7 +83,7 @@ class Finding:
         cause: one sentence.
         remedies: what would mend it, best first.
         weight: orders findings of one severity: larger is worse.
-        places: of a finding about most layers, whose ``path`` is "": their paths, the worst first.
+        places: of a finding about many layers, whose ``path`` is "": their paths, the worst first.
 
     Example:
         >>> finding = Finding(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.doctor import Captures, Finding, Severity, diagnose, series_of, watch
+from octavo.doctor import Captures, Severity, diagnose, series_of, watch
 from octavo.doctor.remedies import ranked
 from octavo.doctor.report import render
 from octavo.doctor.run_wide import run_wide
@@ -34,7 +34,9 @@ def test_more_than_half_of_the_layers_and_four_at_least(layers, with_it, merged)
 
 def test_what_the_merged_one_says():
     findings = [
-        found(path=path, role=role, first_step=10 - i, last_step=20 + i, weight=i, evidence={"share": i}, cause="it is so")
+        found(
+            path=path, role=role, first_step=10 - i, last_step=20 + i, weight=i, evidence={"share": i}, cause="it is so"
+        )
         for i, (path, role) in enumerate((path, role) for path in PATHS[:6] for role in ("input", "weight"))
     ]
     (one,) = run_wide(findings, PATHS)
@@ -100,7 +102,9 @@ def test_other_recipes_are_tried_on_all_layers(tmp_path):
     with finding(*alike([str(index) for index in range(5)])):
         watcher = watched(model, tmp_path)
         (one,) = watcher.findings()
-    places = {pattern for remedy in ranked(one, Captures(tmp_path), rounds=1) for pattern in remedy.changes["overrides"]}
+    places = {
+        pattern for remedy in ranked(one, Captures(tmp_path), rounds=1) for pattern in remedy.changes["overrides"]
+    }
     assert places == {"*"}
     assert all("all layers" in remedy.text for remedy in one.remedies)
 
@@ -108,4 +112,3 @@ def test_other_recipes_are_tried_on_all_layers(tmp_path):
 def test_an_empty_run_has_none():
     assert diagnose(series_of([])) == []
     assert run_wide([], []) == []
-    assert isinstance(found(), Finding)

@@ -1,7 +1,7 @@
 """Modules that FP8 does not suit: by what they are, by their statistics, by their shape."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -118,14 +118,27 @@ def slow_layers(layers: Mapping[str, Mapping[str, Any]], limits: Thresholds) -> 
         limits: with ``slow_weight_elements``.
     """
     sizes = {path: facts["in_features"] * facts["out_features"] for path, facts in layers.items() if facts.get("casts")}
-    slow = {path: size for path, size in sizes.items() if size < limits.slow_weight_elements}
+    slow = sorted((path for path, size in sizes.items() if size < limits.slow_weight_elements), key=lambda p: sizes[p])
     if slow:
-        smallest = min(slow, key=lambda path: slow[path])
         yield Finding(
             code="slow-layer",
             severity=Severity.NOTE,
-            evidence={"layers": float(len(slow)), "of": float(len(sizes)), "weight_elements": float(slow[smallest])},
+            evidence={"layers": float(len(slow)), "of": float(len(sizes)), "weight_elements": float(sizes[slow[0]])},
             cause=f"{len(slow)} of {len(sizes)} FP8 layers have fewer than {limits.slow_weight_elements:.3g} weights, "
-            f"where casting costs more than the GEMMs save; the smallest is {smallest}",
+            f"where casting costs more than the GEMMs save: {', '.join(_patterns(slow))}",
             weight=len(slow) / len(sizes),
+            places=tuple(slow),
         )
+
+
+def _patterns(paths: Iterable[str]) -> list[str]:
+    """The paths with a star for each number, and how many each stands for, in the paths' order.
+
+    Example:
+        >>> _patterns(["layers.0.k_proj", "layers.1.k_proj", "layers.0.v_proj"])
+        ['layers.*.k_proj (2)', 'layers.0.v_proj']
+    """
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(".".join("*" if part.isdigit() else part for part in path.split(".")), []).append(path)
+    return [alike[0] if len(alike) == 1 else f"{pattern} ({len(alike)})" for pattern, alike in groups.items()]

@@ -48,7 +48,7 @@ def bulk_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Inputs and weights whose largest elements set a scale under which many others become zero.
 
     One degree less severe where the elements that are lost have no energy to speak of and no GEMM misses them, as the
-    smallest outputs of a softmax. Not a note where most of them are lost: a few rows that outweigh all others make every
+    smallest outputs of a softmax. No note where most of them are lost: a few rows that outweigh all others make every
     sum of squares healthy.
     """
     for track in tracks(series):

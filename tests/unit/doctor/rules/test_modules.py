@@ -129,3 +129,12 @@ def test_small_layers_are_slow_on_a_gpu_only():
 def test_a_layer_in_high_precision_is_as_fast_as_ever():
     facts = {"in_features": 8, "out_features": 8, "casts": {}}
     assert not list(slow_layers({FIRST: facts}, LIMITS))
+
+
+def test_every_small_layer_is_named():
+    paths = [f"layers.{index}.{name}" for name in ("k_proj", "o_proj") for index in range(3)] + ["score"]
+    (found,) = slow_layers(
+        {path: {"in_features": 8, "out_features": 8 + i, "casts": ["E4M3"]} for i, path in enumerate(paths)}, LIMITS
+    )
+    assert found.cause.endswith("save: layers.*.k_proj (3), layers.*.o_proj (3), score")
+    assert found.places == tuple(paths)
