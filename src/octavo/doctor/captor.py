@@ -24,7 +24,8 @@ class Captor:
     """Who decides, for a watcher, which layers are captured in the next step that is looked at.
 
     A layer is captured for a finding of ``warn`` or ``fail``, of at most four layers in one step, worst first; for the
-    same finding again after 20 looks. A finding of a module stands for the layers in it.
+    same finding again after 20 looks. A finding of a module stands for the layers in it, one of most layers for the
+    worst of them.
 
     Args:
         captures: where they go.
@@ -65,6 +66,8 @@ class Captor:
             return ()
         if finding.path in self.layers:
             return (finding.path,)
+        if finding.places:
+            return finding.places[:1]
         return [path for path in self.layers if finding.path and path.startswith(f"{finding.path}.")]
 
 

@@ -2,7 +2,8 @@
 
 A rule looks at its own numbers and knows no other. That a frozen scale also saturates, or that a loss scale too large
 leaves gradients that are not finite, is said here, once: EXPLAINS lists what each cause leads to, and where. A finding
-that is mended is a note, and explains what was over with it.
+that is mended is a note, and explains what was over with it. What is left, and is the same in most layers, is one
+finding (:mod:`octavo.doctor.run_wide`).
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ import numpy as np
 from octavo.doctor.findings import Finding, Severity, worst_first
 from octavo.doctor.mended import MENDED_AT, after_mending
 from octavo.doctor.remedies import remedies_for
-from octavo.doctor.rules import RULES, loss_gap
+from octavo.doctor.rules import RULES, divergence, loss_gap
+from octavo.doctor.run_wide import run_wide
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -78,7 +80,9 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
         found = [after_mending(finding, series) for rule in RULES for finding in rule(series, limits)]
         if reference is not None:
             found += loss_gap(series, reference, limits)
-    causes = worst_first(_causes(_one_a_place(found), series))
+        causes = run_wide(_causes(_one_a_place(found), series), {key.path for key in series.casts.keys})
+        if all(one.severity is Severity.NOTE for one in causes):
+            causes = [*divergence(series, limits), *causes]
     return [replace(finding, remedies=remedies_for(finding, series)) for finding in causes]
 
 

@@ -119,7 +119,7 @@ class Autopilot:
         """Lines to write; each is seen before the next is decided."""
         findings = self._current()
         for act in [one for one in self.journal.in_force if one.judged == step]:
-            still = next((one for one in findings if (one.code, one.path) == (act.code, act.path)), None)
+            still = next((one for one in findings if one.code == act.code and one.is_at(act.path)), None)
             if still is not None:
                 why = f"Taken back, it did not help: {act.remedy.text}"
                 yield _taking_back(act, why, still.evidence, helped=False)

@@ -43,7 +43,7 @@ def ranked(finding: Finding, captures: Captures | Iterable[Capture], *, rounds: 
     capture = _newest(finding, captures)
     if capture is None:
         return finding.remedies
-    remedies = _with_presets(finding.remedies, capture)
+    remedies = _with_presets(finding, capture)
     tried = {index: recipe for index, one in enumerate(remedies) if (recipe := _recipe(one, capture)) is not None}
     if not tried:
         return finding.remedies
@@ -60,7 +60,7 @@ def ranked(finding: Finding, captures: Captures | Iterable[Capture], *, rounds: 
 def _newest(finding: Finding, captures: Captures | Iterable[Capture]) -> Capture | None:
     """Of the finding's layer; where it is about a module, of a layer that a remedy is about."""
     overridden = [path for remedy in finding.remedies for path in remedy.changes.get("overrides", {})]
-    for path in (finding.path, *overridden):
+    for path in (finding.path, *finding.places, *overridden):
         if isinstance(captures, Captures):
             found = captures.of(path)
         else:
@@ -77,15 +77,16 @@ def _recipe(remedy: Remedy, capture: Capture) -> Recipe | None:
     return None if same_casts(found, capture.recipe) else found
 
 
-def _with_presets(remedies: tuple[Remedy, ...], capture: Capture) -> list[Remedy]:
+def _with_presets(finding: Finding, capture: Capture) -> list[Remedy]:
     """The remedies, and overrides by finer presets that are not among them."""
-    known = [recipe for one in remedies if (recipe := _recipe(one, capture)) is not None]
-    found = list(remedies)
+    known = [recipe for one in finding.remedies if (recipe := _recipe(one, capture)) is not None]
+    found = list(finding.remedies)
+    what, pattern = ("all layers", "*") if finding.places else (capture.path, capture.path)
     for name in PRESETS if known else ():
         is_new = not any(same_casts(recipes.get(name), one) for one in known)
         if is_new and fineness(name) > fineness(capture.recipe.name):
-            changes = {"overrides": {capture.path: name}}
-            found.append(Remedy(text=f"Run {capture.path} {WORDS[name]}.", changes=changes))
+            changes = {"overrides": {pattern: name}}
+            found.append(Remedy(text=f"Run {what} {WORDS[name]}.", changes=changes))
     return found
 
 

@@ -117,9 +117,10 @@ def _entry(statistic: Statistic) -> dict[str, Any]:
 def _target(one: Finding, data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Where a finding is to be seen: a sheet's row, or the loss; None where nothing shows it."""
     target: dict[str, Any] = {"first": one.first_step, "last": one.last_step, "severity": str(one.severity)}
-    if one.path not in data["layers"]:
-        return target | {"statistic": None} if not one.path or one.code in RUN_WIDE else None
-    layer = data["layers"].index(one.path)
+    path = next(iter(one.places), one.path)
+    if path not in data["layers"]:
+        return target | {"statistic": None} if not path or one.code in RUN_WIDE else None
+    layer = data["layers"].index(path)
     order = {name: index for index, name in enumerate(STATISTIC_OF_CODE.get(one.code, ()))}
     best = sorted(data["statistics"], key=lambda entry: order.get(entry["name"], len(order)))
     for entry in best:

@@ -111,7 +111,7 @@ SCALE_FAULTS = (
         name="block scales rounded down",
         story="MXFP8's scales are rounded down to powers of two, so that every seventh block saturates",
         code="saturation",
-        places=("model.layers.*",),
+        places=("",),
         training={"recipe": "mxfp8", "recipe_options": {"scale_rounding": "floor"}},
     ),
     Fault(
