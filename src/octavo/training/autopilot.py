@@ -21,6 +21,7 @@ decisions, to the last digit.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -49,6 +50,7 @@ SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another ten
     "scale-oscillation",
     "biased-accumulation",
 }
+OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that say no more than which recipe a layer runs
 AT_A_SINGLE_LOOK = Thresholds(persistent_looks=1, persistent_looks_fail=1)
 Line = dict[str, Any]
 
@@ -158,15 +160,24 @@ class Autopilot:
 
     def _remedy(self, finding: Finding, number: int) -> Act | None:
         """The first remedy that a run can take up, that changes anything, and that was not tried in vain."""
-        in_force, now = self.journal.in_force, self.training
+        in_force = self.journal.in_force
         vain = [one.remedy.changes for one in self.journal.acts if _same_place(one, finding) and not one.helped]
         for remedy in finding.remedies:
             act = Act(number=number, step=0, code=finding.code, path=finding.path, role=finding.role, remedy=remedy)
             if not remedy.changes or not remedy.changes.keys() <= LIVE or remedy.changes in vain:
                 continue
-            if is_possible(self.config, [*in_force, act]) and training_after(self.config, [*in_force, act]) != now:
+            acts = [*in_force, act]
+            if is_possible(self.config, acts) and self._is_felt(training_after(self.config, acts)):
                 return act
         return None
+
+    def _is_felt(self, wanted: TrainingConfig) -> bool:
+        """Whether other settings are more than words: a layer runs another recipe, or what is not about layers changes."""
+        now = self.training
+        if replace(wanted, **{key: getattr(now, key) for key in OF_LAYERS}) != now:
+            return True
+        fp8, own = (replace(one, precision_schedule=()) for one in (wanted, now))
+        return any(layer_recipe(path, fp8) != layer_recipe(path, own) for path in self.layers)
 
     def _on_probation(self, step: int) -> Iterator[tuple[str, TrainingConfig]]:
         """Paths of layers under acts that helped, and what the run would train with without the act."""

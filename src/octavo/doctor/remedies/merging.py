@@ -1,8 +1,10 @@
 """Several remedies in one configuration, none of which undoes another."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from octavo import recipes
@@ -12,6 +14,8 @@ from octavo.errors import ConfigError
 
 __all__ = ["applied"]
 
+SOMETHING_LONG = "\0" * 64  # no name has it, and only a star takes it all
+SET = re.compile(r"\[!?\]?[^\]]*\]")  # of characters, in a pattern
 BOUNDED = {"lr", "min_lr", "warmup", "grad_accumulation", "weight_decay"}
 
 
@@ -118,15 +122,51 @@ def _taken(recipe: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _overrides(training: dict[str, Any], new: dict[str, str]) -> dict[str, str]:
-    """Overrides with new ones among them: the first that matches counts, so none stands before a finer one.
+    """Overrides with new ones among them: none stands behind a coarser one, or before a finer one, of its layers.
 
     Those of layers that are kept out of FP8 are left out.
     """
-    before: dict[str, str] = training.get("overrides", {})
-    found = [(pattern, name) for pattern, name in before.items() if pattern not in new]
+    found: dict[str, str] = dict(training.get("overrides", {}))
     for pattern, name in new.items():
-        wanted = _finer_recipe(name, before.get(pattern))
-        finer = [index for index, (_, other) in enumerate(found) if fineness(other) >= fineness(wanted)]
-        found.insert(max(finer, default=-1) + 1, (pattern, wanted))
+        found = _with_override(found, pattern, _finer_recipe(name, found.get(pattern)))
     skip = training.get("skip", ())
-    return {pattern: name for pattern, name in found if not any(fnmatchcase(pattern, one) for one in skip)}
+    return {pattern: name for pattern, name in found.items() if not any(fnmatchcase(pattern, one) for one in skip)}
+
+
+def _with_override(before: dict[str, str], pattern: str, name: str) -> dict[str, str]:
+    """``before`` with one more; the first that matches a layer counts.
+
+    A coarser one of some of the new one's layers is made as fine. The new one goes before the first coarser one that
+    has other layers too; so do all finer ones behind that place where the new one would hide any.
+    """
+    found = {
+        other: name if _is_within(other, pattern) and fineness(own) < fineness(name) else own
+        for other, own in before.items()
+    }
+    touching = [other for other in found if _overlap(other, pattern)]
+    coarser = [other for other in touching if fineness(found[other]) < fineness(name)]
+    if not coarser:
+        return found | {pattern: name}
+    place = list(found).index(coarser[0])
+    finer = [other for other in list(found)[place:] if fineness(found[other]) > fineness(name) and other != pattern]
+    would_hide = not _is_within(pattern, coarser[0]) and not set(finer).isdisjoint(touching)
+    order = [*(one for one in list(found)[:place] if one != pattern), *(finer if would_hide else ()), pattern, *found]
+    return {other: name if other == pattern else found[other] for other in dict.fromkeys(order)}
+
+
+def _is_within(inner: str, outer: str) -> bool:
+    """Whether every layer of a pattern is one of another's."""
+    return fnmatchcase(inner.replace("*", SOMETHING_LONG), outer)
+
+
+@lru_cache(maxsize=4096)
+def _overlap(one: str, other: str) -> bool:
+    """Whether some path may match both patterns; a set of characters counts as any character."""
+    one, other = (SET.sub("?", pattern) for pattern in (one, other))
+    if not one or not other:
+        return not (one + other).strip("*")
+    if one[0] == "*":
+        return _overlap(one[1:], other) or _overlap(one, other[1:])
+    if other[0] == "*":
+        return _overlap(other, one)
+    return (one[0] == other[0] or "?" in (one[0], other[0])) and _overlap(one[1:], other[1:])
