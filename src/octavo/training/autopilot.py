@@ -172,7 +172,7 @@ class Autopilot:
         return None
 
     def _is_felt(self, wanted: TrainingConfig) -> bool:
-        """Whether other settings are more than words: a layer runs another recipe, or what is not about layers changes."""
+        """Whether other settings are more than words: a layer runs another recipe, or anything else changes."""
         now = self.training
         if replace(wanted, **{key: getattr(now, key) for key in OF_LAYERS}) != now:
             return True

@@ -61,7 +61,7 @@ def train(
 
     Raises:
         ConfigError: the folder holds a run, or with ``resume`` none or another one; the device is not there; or the
-            model or a micro-batch does not fit in memory. A new run that took no step is removed again.
+            model or a micro-batch does not fit in memory. A new run that tried no step is removed again.
         TrainingError: the folder cannot be written, or another process trains in it.
         DataError: a split is shorter than the context.
         CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.

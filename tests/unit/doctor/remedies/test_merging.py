@@ -80,7 +80,7 @@ PATHS = ("a.x", "a.y", "a.z", "b.x", "b.y")
 @pytest.mark.parametrize("pattern", ["a.x", "b.y", "a.*", "b.*", "*"])
 @pytest.mark.parametrize("overrides", USERS, ids=str)
 def test_behind_whatever_override_a_remedy_reaches_its_layers_and_no_other(overrides, pattern, name):
-    """The remedy's layer runs the finer of its own recipe and the remedy's, any other its own; of many, none coarser."""
+    """The remedy's layer runs the finer of its own recipe and the remedy's, any other its own; never a coarser."""
     before = {"recipe": "delayed", "overrides": overrides}
     after = merged(before, {"overrides": {pattern: name}})
     for path in PATHS:
