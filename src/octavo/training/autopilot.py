@@ -100,8 +100,8 @@ class Autopilot:
                 stack.enter_context(shadow.watching())
             yield stack.enter_context(look)
 
-    def act(self, step: int, log: MetricsLog, emit: OnEvent) -> bool:
-        """After a look: write what is decided; whether the run's settings have changed.
+    def act(self, step: int, log: MetricsLog, emit: OnEvent) -> list[Line]:
+        """After a look: write what is decided; those lines that change the run's settings.
 
         ``log`` must let this object see what it writes.
         """
@@ -110,12 +110,12 @@ class Autopilot:
             if sample is not None:
                 log.write("probation", step, path=shadow.path, names=sample.names(), values=sample.values())
         self.shadows = []
-        has_changed = False
+        changing = []
         for line in self._decisions(step):
             log.write("autopilot", step, **line)
             emit(Notice(text=f"step {step}: {line['finding']} at {line['path'] or 'the run'}: {line['act']}"))
-            has_changed |= bool(line["changes"])
-        return has_changed
+            changing += [line] if line["changes"] else []
+        return changing
 
     def _decisions(self, step: int) -> Iterator[Line]:
         """Lines to write; each is seen before the next is decided."""
