@@ -22,6 +22,7 @@ BOUNDED = {"lr", "min_lr", "warmup", "grad_accumulation", "weight_decay"}
 def applied(config: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
     """A configuration with the changes of all remedies.
 
+    A phase at the end of training comes after the phases that the configuration has until then.
     Where two say different things, the finer wins: of recipes the finer one, and a layer that one keeps out of FP8
     needs no recipe; of learning rates the smallest, of warm-ups the longest, of loss scales the dynamic one; of
     anything else the first remedy's. A recipe's options that it does not take are left out.
@@ -95,6 +96,8 @@ def _put(training: dict[str, Any], changes: dict[str, Any]) -> None:
     known = {} if changes.get("recipe", training.get("recipe")) != training.get("recipe") else training
     for key in BOUNDED & changes.keys() & training.keys():
         changes[key] = _finer(key, training[key], changes[key])
+    if "precision_schedule" in changes:
+        changes["precision_schedule"] = _with_last_phase(training, changes["precision_schedule"])
     training |= changes
     if options or "recipe" in changes:
         training["recipe_options"] = _taken(str(training.get("recipe", "")), known.get("recipe_options", {}) | options)
@@ -107,6 +110,16 @@ def _put(training: dict[str, Any], changes: dict[str, Any]) -> None:
         training["overrides"] = _overrides(training, overrides)
     if "lr" in changes and training.get("min_lr", 0) > changes["lr"]:
         training["min_lr"] = changes["lr"]
+
+
+def _with_last_phase(training: dict[str, Any], wanted: list[list[Any]]) -> list[list[Any]]:
+    """A run's own phases up to where the remedy's last one begins, and that one.
+
+    A phase that has begun by then in the same recipe is not begun again.
+    """
+    *_, (name, start) = wanted
+    before = [list(phase) for phase in training.get("precision_schedule") or [["fp8", 0.0]] if phase[1] < start]
+    return before if before and before[-1][0] == name else [*before, [name, start]]
 
 
 def _taken(recipe: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -147,6 +147,23 @@ def test_of_two_values_the_gentler_or_the_first_wins(key, given, wanted):
     assert merged({"recipe": "delayed"}, *({key: value} for value in given))[key] == wanted
 
 
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        ([], [["fp8", 0.0], ["bf16", 0.8]]),
+        ([["bf16", 0.0], ["fp8", 0.2]], [["bf16", 0.0], ["fp8", 0.2], ["bf16", 0.8]]),
+        ([["fp8", 0.0], ["rowwise", 0.9]], [["fp8", 0.0], ["bf16", 0.8]]),
+        ([["fp8", 0.0], ["bf16", 0.8]], [["fp8", 0.0], ["bf16", 0.8]]),
+        ([["fp8", 0.0], ["bf16", 0.5]], [["fp8", 0.0], ["bf16", 0.5]]),
+    ],
+)
+def test_a_last_phase_comes_after_the_user_s_own(own, wanted):
+    before = {"recipe": "delayed", "precision_schedule": own}
+    after = merged(before, {"precision_schedule": [["fp8", 0.0], ["bf16", 0.8]]})
+    assert after["precision_schedule"] == wanted
+    config_from_dict({"training": after})
+
+
 def test_what_is_gentle_already_stays():
     assert merged({"lr": 0.001, "warmup": 500}, {"lr": 0.1, "warmup": 10}) == {"lr": 0.001, "warmup": 500}
     assert merged({"lr": 0.1, "min_lr": 0.01}, {"lr": 0.001}) == {"lr": 0.001, "min_lr": 0.001}
