@@ -92,7 +92,13 @@ def _proven(remedy: Remedy, trial: Trial | None, ran: Trial, role: str | None) -
     if trial is None:
         return remedy
     removed = 1 - harm(trial, role) / harm(ran, role) if harm(ran, role) else 0.0
-    return replace(remedy, error_removed=removed, seconds_ratio=trial.seconds_ratio, bytes_ratio=trial.bytes_ratio)
+    return replace(
+        remedy,
+        error_removed=removed,
+        time_ratio=trial.time_ratio,
+        is_time_measured=trial.is_on_gpu,
+        bytes_ratio=trial.bytes_ratio,
+    )
 
 
 def _place(score: float | None) -> tuple[int, float]:

@@ -236,7 +236,9 @@ def test_a_captured_layer_s_remedies_are_replayed(octavo, run, finding_what, sat
     finding_what(saturation)
     (finding,) = json.loads(octavo("doctor", run, "--json").stdout)["findings"]
     assert finding["remedies"][0]["error_removed"] > 0
-    assert "%" in octavo("doctor", run).stdout
+    printed = octavo("doctor", run).stdout
+    assert "%" in printed
+    assert "(modelled)" in printed, "a CPU's seconds are no GPU's"
     page = run / "page.html"
     assert octavo("doctor", run, "--html", page).exit_code == 1
     assert "model.layers.0.mlp.up_proj · grad_output, step 4" in json_in(page.read_text())
