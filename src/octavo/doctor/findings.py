@@ -53,8 +53,10 @@ class Remedy:
         changes: values of a configuration's [training] section by key, such as ``{"overrides": {"layers.0.q_proj":
             "rowwise"}}``; empty where no configuration mends it.
         error_removed: share of the layer's error that a replay lost by it, 1 for all; None before a replay.
-        seconds_ratio: the layer's time with it over that without; None before a replay.
-        bytes_ratio: the same of the bytes of codes and scales.
+        time_ratio: the time of the layer's GEMMs with it over that without; None before a replay.
+        is_time_measured: whether a GPU took that time; otherwise it is a tensor core's, which multiplies FP8 twice as
+            fast as BF16.
+        bytes_ratio: as ``time_ratio``, of the bytes of codes and scales.
 
     Example:
         >>> Remedy(text="run the head in BF16", changes={"skip": ["lm_head"]}).error_removed is None
@@ -64,7 +66,8 @@ class Remedy:
     text: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     error_removed: float | None = None
-    seconds_ratio: float | None = None
+    time_ratio: float | None = None
+    is_time_measured: bool = False
     bytes_ratio: float | None = None
 
 

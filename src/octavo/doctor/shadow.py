@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.doctor.captor import captured
+from octavo.doctor.facts import layer_facts
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.rerun import Rerun
 from octavo.doctor.series import CastKey, ProductKey, Sample
 from octavo.doctor.statistics import cast_numbers, product_numbers
-from octavo.doctor.watch import layer_facts
 from octavo.nn import Linear
 from octavo.nn.linear import autocast_dtype
 from octavo.observers import ROLES

@@ -7,13 +7,16 @@ import pytest
 import torch
 
 import octavo
-from octavo.doctor import diagnose, series_of
+from octavo.doctor import Captures, diagnose, series_of
+from octavo.doctor.capture_choice import capture_for
+from octavo.doctor.remedies import ranked
 from octavo.observers import AmaxHistory
 from octavo.training import loop
 from octavo.training.events import Event, Notice
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
-from octavo.training.run_folder import load_run
+from octavo.training.run_folder import CAPTURES, load_run
+from octavo.training.watched_run import watched_run
 from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -116,6 +119,25 @@ def test_what_is_over_is_taken_back(tmp_path, data, loud):
     assert back["step"] == 28, "the fourth look after the last loud one"
     watched = [line["layers"][DOWN]["recipe"] for line in lines_of(tmp_path / "run", "watched")]
     assert watched == ["tensorwise", "rowwise_hp_grad_weight", "tensorwise"]
+
+
+def test_a_layer_is_captured_as_it_was_before_it_is_mended(tmp_path, data, loud, monkeypatch):
+    """The remedies of what was found are replayed on the recipe that it was found under; no digit depends on it."""
+    config = tiny_config(**{**SETTING, "recipe": "tensorwise", "recipe_options": {}}, steps=16, autopilot=True)
+    train(config, tmp_path / "run", data=data)
+    (act,) = lines_of(tmp_path / "run", "autopilot")
+    series = watched_run(tmp_path / "run").series
+    until = series_of(line for line in read_metrics(tmp_path / "run") if line["step"] <= act["step"])
+    (one,) = [found for found in diagnose(until) if (found.code, found.path) == ("bulk-underflow", DOWN)]
+    captures = Captures(tmp_path / "run" / CAPTURES)
+    capture = capture_for(one, DOWN, captures, series=series)
+    assert capture is not None
+    assert (capture.recipe.name, capture.step) == ("tensorwise", act["step"])
+    assert capture.input.abs().max() == 1e5
+    assert all(remedy.error_removed is not None for remedy in ranked(one, captures, series=series, rounds=1))
+    monkeypatch.setattr(loop.Trainer, "_capture", lambda trainer, paths: None)
+    train(config, tmp_path / "without", data=data)
+    assert comparable(read_metrics(tmp_path / "without")) == comparable(read_metrics(tmp_path / "run"))
 
 
 def test_a_step_that_broke_is_made_again_where_a_remedy_is_known(tmp_path, data):

@@ -18,7 +18,7 @@ from octavo.doctor import Captures, Finding, Severity, diagnose
 from octavo.doctor.losses import newest_gap
 from octavo.doctor.remedies import applied, ranked
 from octavo.doctor.report import histograms_of, render
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.training.config import RunConfig, config_from_dict, save_config
 from octavo.training.run_folder import CAPTURES, CONFIG
@@ -56,7 +56,7 @@ def examine(
     run, reference = _runs(run_dir, against)
     config = None if fixed is None else _config_to_mend(run)
     found = diagnose(run.series, reference=None if reference is None else reference.series)
-    findings = _with_proof(found, run_dir)
+    findings = _with_proof(found, run)
     if as_json:
         print_json({**_facts(run, reference), "findings": [asdict(finding) for finding in findings]})
     else:
@@ -108,16 +108,20 @@ def _runs(run_dir: Path, against: Path | None) -> tuple[WatchedRun, WatchedRun |
     return run, reference
 
 
-def _with_proof(findings: list[Finding], run_dir: Path) -> list[Finding]:
-    """The findings, their remedies ranked by a replay where a layer was captured."""
-    captures = Captures(run_dir / CAPTURES)
+def _with_proof(findings: list[Finding], run: WatchedRun) -> list[Finding]:
+    """The findings, their remedies ranked by a replay where a layer was captured and can be replayed."""
+    captures = Captures(run.run_dir / CAPTURES)
     if not findings or not captures.files():
         return findings
     proven = []
     with open_display() as display:
         advance = display.phase("replay remedies", len(findings))
         for done, finding in enumerate(findings, 1):
-            proven.append(replace(finding, remedies=ranked(finding, captures)))
+            try:
+                proven.append(replace(finding, remedies=ranked(finding, captures, series=run.series)))
+            except DataError as error:  # of one capture; what was found does not depend on it
+                display.say(f"remedies of {finding.code} at {finding.path} are not ranked: {error}")
+                proven.append(finding)
             advance(done)
     return proven
 
@@ -147,7 +151,7 @@ def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Fi
         findings,
         title=run.run_dir.resolve().name,
         reference=None if reference is None else reference.series,
-        histograms=histograms_of(findings, Captures(run.run_dir / CAPTURES)),
+        histograms=histograms_of(findings, Captures(run.run_dir / CAPTURES), series=run.series),
     )
     write_atomically(page, content)
     stderr().print(f"{page} holds the page", markup=False, soft_wrap=True)

@@ -410,10 +410,38 @@ def test_a_captured_layer_s_remedies_are_replayed(octavo, run, finding_what, sat
     finding_what(saturation)
     (finding,) = json.loads(octavo("doctor", run, "--json").stdout)["findings"]
     assert finding["remedies"][0]["error_removed"] > 0
-    assert "%" in octavo("doctor", run).stdout
+    printed = octavo("doctor", run).stdout
+    assert "%" in printed
+    assert "(modelled)" in printed, "a CPU's seconds are no GPU's"
     page = run / "page.html"
     assert octavo("doctor", run, "--html", page).exit_code == 1
     assert "model.layers.0.mlp.up_proj · grad_output, step 4" in json_in(page.read_text())
+
+
+@pytest.mark.parametrize("spoilt", [b"torn", None])
+def test_a_capture_that_cannot_be_replayed_hides_nothing(octavo, run, finding_what, saturation, spoilt):
+    """One that is torn, and one in which every token is NaN."""
+    capture = Capture(
+        path=saturation.path,
+        step=4,
+        recipe=recipes.get("tensorwise"),
+        input=torch.full((4, 32), torch.nan),
+        weight=torch.randn(64, 32),
+        grad_output=torch.randn(4, 64),
+    )
+    file = Captures(run / CAPTURES).add(capture)
+    assert file is not None
+    if spoilt:
+        file.write_bytes(spoilt)
+    elsewhere = dataclasses.replace(saturation, path="model.layers.0.mlp.gate_proj")
+    finding_what(saturation, elsewhere)
+    result = octavo("doctor", run, "--json", "--html", run.parent / "page.html")
+    assert result.exit_code == 1
+    assert [one["path"] for one in json.loads(result.stdout)["findings"]] == [saturation.path, elsewhere.path]
+    said = f"remedies of saturation at {saturation.path} are not ranked: "
+    assert result.stderr.count(said) == 1
+    assert (file.name if spoilt else "NaN or infinity in every token") in result.stderr
+    assert "saturation" in (run.parent / "page.html").read_text()
 
 
 def json_in(page) -> str:

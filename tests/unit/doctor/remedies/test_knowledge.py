@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,7 @@ def test_every_finding_has_a_remedy_in_one_sentence(code, path, recipe):
         assert remedy.text.endswith(".")
         assert "\n" not in remedy.text
         assert remedy.changes.keys() <= KEYS
-        assert remedy.error_removed is remedy.seconds_ratio is remedy.bytes_ratio is None
+        assert remedy.error_removed is remedy.time_ratio is remedy.bytes_ratio is None
         for name in remedy.changes.get("overrides", {}).values():
             assert name in recipes.names()
     assert len(set(map(str, remedies))) == len(remedies)
