@@ -46,11 +46,12 @@ def capture_for(
     return max(fitting, key=place, default=None)
 
 
-def _facts_during(finding: Finding, periods: list[tuple[float, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def _facts_during(finding: Finding, periods: list[Period]) -> Iterator[dict[str, Any]]:
     """The layer's facts in the finding's steps; what it had at its first look holds before that too."""
-    for index, ((since, facts), (until, _)) in enumerate(pairwise([*periods, (inf, {})])):
-        if (since <= finding.last_step or not index) and until > finding.first_step:
-            yield facts
+    ends = [period.step for period in periods[1:]] + [inf]
+    for index, (period, until) in enumerate(zip(periods, ends, strict=False)):
+        if (period.step <= finding.last_step or not index) and until > finding.first_step:
+            yield period.facts
 
 
 def _is_of(capture: Capture, facts: dict[str, Any]) -> bool:

@@ -89,9 +89,10 @@ def test_a_recipe_that_rounds_scales_down_is_one_finding_and_its_remedy_is_the_r
     ]
     captures = Captures(tmp_path)
     assert captures.of(one.places[0]) is not None
-    proven = ranked(one, captures, rounds=1)
+    series = series_of([], list(watcher.samples))
+    proven = ranked(one, captures, series=series, rounds=1)
     assert all(remedy.error_removed is not None for remedy in proven)
-    page = render(series_of([], list(watcher.samples)), [one], title="t")
+    page = render(series, [one], title="t")
     assert "Show where" in page
     assert not watched(stack("mxfp8")).findings()
 
