@@ -217,7 +217,7 @@ def _plain(value: float) -> float | None:
 
 
 def _check_order(steps: Sequence[int], failed: Collection[int]) -> None:
-    """Refuse looks that do not rise; only a step that broke is looked at again, in its replay and where it is repeated."""
+    """Refuse looks that do not rise; only a step that broke is looked at again, in its replay and when repeated."""
     for before, step in pairwise(steps):
         if step < before or (step == before and step not in failed):
             raise TrainingError(

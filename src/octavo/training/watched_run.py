@@ -164,7 +164,7 @@ def _check_model(run: WatchedRun, config: RunConfig) -> None:
                 f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
                 f"{path!r} from {shape[0]} to {shape[1]} features; put both files of one run together"
             )
-    for path in dict.fromkeys(key.path for key in (*run.series.casts.keys, *run.series.products.keys)):
+    for path in dict.fromkeys(key[0] for key in (*run.series.casts.keys, *run.series.products.keys)):
         if path != HEAD and path not in shapes:
             raise TrainingError(
                 f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
