@@ -1,6 +1,7 @@
 """Which layers are captured while a model trains, and when."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,43 +19,68 @@ TOKENS, OUTPUTS = 512, 2048  # of M and of N
 LAYERS_PER_LOOK = 4  # captured in one step
 LOOKS_BEFORE_ANOTHER = 20  # until a layer with the same findings is captured again
 ASK_ALWAYS, ASK_EVERY = 8, 8  # looks
+ANY = ""  # finding: which one a capture was made for is not written
 
 
 class Captor:
     """Who decides, for a watcher, which layers are captured in the next step that is looked at.
 
     A layer is captured for a finding of ``warn`` or ``fail``, of at most four layers in one step, worst first; for the
-    same finding again after 20 looks. A finding of a module stands for the layers in it.
+    same finding again after 20 looks, and for any finding 20 looks after what the run has left before it was resumed.
+    A finding of a module stands for the layers in it, one of most layers for the worst of them.
 
     Args:
         captures: where they go.
         layers: of the model, by path.
+        interval: steps from one look to the next.
     """
 
-    def __init__(self, captures: Captures, layers: dict[str, Linear]) -> None:
+    def __init__(self, captures: Captures, layers: dict[str, Linear], *, interval: int = 1) -> None:
         self.captures, self.layers = captures, layers
+        self._apart = LOOKS_BEFORE_ANOTHER * interval
         self.wanted: tuple[str, ...] = ()
         self._looks = 0
         self._last: dict[tuple[str, str], int] = {}
 
-    def look(self, findings: Callable[[], Iterable[Finding]]) -> None:
-        """After each look: choose for the next one by what is found, worst first, in the samples so far.
+    def look(self, findings: Callable[[], Iterable[Finding]], step: int) -> None:
+        """After the look at a step: choose for the next one by what is found, worst first, in the samples so far.
 
         Asking costs a hundredth of a step or more: the first eight looks ask, then every eighth.
         """
+        if not self._looks:
+            self._last = {(path, ANY): step for path, step in self.captures.steps().items()}
         self._looks += 1
-        self.wanted = self._chosen(findings()) if self._looks <= ASK_ALWAYS or self._looks % ASK_EVERY == 0 else ()
+        is_asked = self._looks <= ASK_ALWAYS or self._looks % ASK_EVERY == 0
+        self.wanted = self._chosen(findings(), step) if is_asked else ()
 
-    def _chosen(self, findings: Iterable[Finding]) -> tuple[str, ...]:
+    def _chosen(self, findings: Iterable[Finding], step: int) -> tuple[str, ...]:
         wanted: dict[str, None] = {}
         for finding in findings:
             for path in self._meant(finding):
-                last = self._last.get((path, finding.code))
-                due = last is None or self._looks - last >= LOOKS_BEFORE_ANOTHER
-                if due and (path in wanted or len(wanted) < LAYERS_PER_LOOK):
+                if self._is_due(path, finding.code, step) and (path in wanted or len(wanted) < LAYERS_PER_LOOK):
                     wanted[path] = None
-                    self._last[path, finding.code] = self._looks
+                    self._last[path, finding.code] = step
         return tuple(wanted)
+
+    def _is_due(self, path: str, code: str, step: int) -> bool:
+        """Whether no capture is young; one of a later step is another training's."""
+        last = (self._last[path, one] for one in (code, ANY) if (path, one) in self._last)
+        return not any(0 <= step - one < self._apart for one in last)
+
+    @contextmanager
+    def capturing(self, paths: Iterable[str], step: int) -> Iterator[None]:
+        """A forward and a backward pass in which the layers at, or in, these paths are captured, four at most."""
+        newest = self.captures.steps()
+        found = dict.fromkeys(layer for path in paths for layer in self._at(path) if newest.get(layer) != step)
+        meant = list(found)[:LAYERS_PER_LOOK]
+        for path in meant:
+            self.layers[path].watch = CapturingWatch(None, self.layers[path], path, step, self.captures)
+        try:
+            yield
+        finally:
+            for path in meant:
+                self.layers[path].watch = None
+        self.wanted = tuple(path for path in self.wanted if path not in meant)
 
     def around(self, watch: LayerWatch, path: str, step: int) -> LayerWatch:
         """``watch``, and where the layer is wanted somebody who captures it too."""
@@ -63,23 +89,26 @@ class Captor:
     def _meant(self, finding: Finding) -> Collection[str]:
         if finding.severity == Severity.NOTE:
             return ()
-        if finding.path in self.layers:
-            return (finding.path,)
-        return [path for path in self.layers if finding.path and path.startswith(f"{finding.path}.")]
+        return finding.places[:1] or self._at(finding.path)
+
+    def _at(self, path: str) -> Collection[str]:
+        if path in self.layers:
+            return (path,)
+        return [layer for layer in self.layers if path and layer.startswith(f"{path}.")]
 
 
 class CapturingWatch:
     """Lets ``watch`` look at a layer's calls, and captures the first one that has a forward and a backward.
 
     Args:
-        watch: measures.
+        watch: measures; None where nothing does.
         layer: whose history is kept too.
         path: the layer's.
         step: the step's number.
         captures: where they go.
     """
 
-    def __init__(self, watch: LayerWatch, layer: Linear, path: str, step: int, captures: Captures) -> None:
+    def __init__(self, watch: LayerWatch | None, layer: Linear, path: str, step: int, captures: Captures) -> None:
         self.watch, self.layer, self.path, self.step, self.captures = watch, layer, path, step, captures
         self.is_done = False
         self._forward: tuple[Tensor, Tensor] | None = None
@@ -93,7 +122,8 @@ class CapturingWatch:
         kept: tuple[Operand | None, Operand | None],
     ) -> None:
         """See :class:`octavo.observers.LayerWatch`."""
-        self.watch.forward(recipe, x, weight, operands, kept)
+        if self.watch is not None:
+            self.watch.forward(recipe, x, weight, operands, kept)
         held = self.layer.held_weight()
         self._forward = (x.detach(), weight.detach() if held is None else held.dequantize())
 
@@ -101,7 +131,8 @@ class CapturingWatch:
         self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
     ) -> None:
         """See :class:`octavo.observers.LayerWatch`."""
-        self.watch.backward(recipe, grad_output, grad_input, grad_weight)
+        if self.watch is not None:
+            self.watch.backward(recipe, grad_output, grad_input, grad_weight)
         if self.is_done or self._forward is None or self._forward[0].shape[0] != grad_output.shape[0]:
             return
         if not all(tensor.numel() for tensor in (*self._forward, grad_output)):

@@ -19,7 +19,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -124,8 +124,8 @@ class Captures:
 
     def files(self) -> list[Path]:
         """Oldest first, by when they were written."""
-        found = [path for path in self.folder.glob("*.safetensors") if FILE.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+        found = [(_written(path), path) for path in self.folder.glob("*.safetensors") if FILE.fullmatch(path.name)]
+        return [path for written, path in sorted(found) if written]
 
     def add(self, capture: Capture) -> Path | None:
         """Write a capture whole, in place of one of the same layer and step; None where it is larger than the bound.
@@ -147,15 +147,24 @@ class Captures:
             return None
         return target
 
-    def of(self, path: str) -> Capture | None:
-        """The newest capture of a layer.
+    def of(self, path: str) -> list[Capture]:
+        """A layer's captures, that of the latest step first; one that a running training removes meanwhile is left out.
 
         Raises:
-            DataError: its file is damaged.
+            DataError: a file is damaged.
         """
         ending = f"{quote(path, safe='')}.safetensors"
         named = [file for file in self.files() if file.name.partition("-")[2] == ending]
-        return load_capture(named[-1]) if named else None
+        found = map(_loaded, sorted(named, key=_step, reverse=True))
+        return [capture for capture in found if capture is not None]
+
+    def steps(self) -> dict[str, int]:
+        """The latest step of each captured layer, by path; no file is read."""
+        found: dict[str, int] = {}
+        for file in self.files():
+            path = unquote(file.name.removesuffix(".safetensors").partition("-")[2])
+            found[path] = max(_step(file), found.get(path, 0))
+        return found
 
     def _make_room(self, needed: int) -> None:
         files = self.files()
@@ -186,8 +195,31 @@ def load_capture(file: str | Path) -> Capture:
         raise DataError(f"{str(file)!r} is no capture of the doctor's: {error}; delete it") from error
 
 
-def remove_captures(folder: Path) -> None:
-    """Remove the captures in a folder, and the folder if nothing else is there."""
+def remove_captures(folder: Path, *, after_step: int = -1) -> None:
+    """Remove the captures in a folder, or those of steps after one, and the folder if nothing else is there."""
     for file in Captures(folder).files():
-        file.unlink()
+        if _step(file) > after_step:
+            file.unlink()
     remove_if_empty(folder)
+
+
+def _step(file: Path) -> int:
+    return int(file.name.partition("-")[0])
+
+
+def _written(file: Path) -> int:
+    """When, in nanoseconds; 0 for a file that is gone."""
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _loaded(file: Path) -> Capture | None:
+    """None for a file that is gone."""
+    try:
+        return load_capture(file)
+    except DataError:
+        if file.exists():
+            raise
+        return None

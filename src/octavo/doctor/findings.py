@@ -35,6 +35,7 @@ CAUSES = {
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
     "learning-rate": "the learning rate or its updates jumped, as where the precision changes",
+    "divergence": "the loss rises far above its beginning, and no tensor shows why",
     "loss-gap": "the loss leaves that of the reference",
     "nondeterministic": "the same micro-batch gives other numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",
@@ -52,8 +53,10 @@ class Remedy:
         changes: values of a configuration's [training] section by key, such as ``{"overrides": {"layers.0.q_proj":
             "rowwise"}}``; empty where no configuration mends it.
         error_removed: share of the layer's error that a replay lost by it, 1 for all; None before a replay.
-        seconds_ratio: the layer's time with it over that without; None before a replay.
-        bytes_ratio: the same of the bytes of codes and scales.
+        time_ratio: the time of the layer's GEMMs with it over that without; None before a replay.
+        is_time_measured: whether a GPU took that time; otherwise it is a tensor core's, which multiplies FP8 twice as
+            fast as BF16.
+        bytes_ratio: as ``time_ratio``, of the bytes of codes and scales.
 
     Example:
         >>> Remedy(text="run the head in BF16", changes={"skip": ["lm_head"]}).error_removed is None
@@ -63,7 +66,8 @@ class Remedy:
     text: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     error_removed: float | None = None
-    seconds_ratio: float | None = None
+    time_ratio: float | None = None
+    is_time_measured: bool = False
     bytes_ratio: float | None = None
 
 
@@ -82,6 +86,7 @@ class Finding:
         cause: one sentence.
         remedies: what would mend it, best first.
         weight: orders findings of one severity: larger is worse.
+        places: of a finding about many layers, whose ``path`` is "": their paths, the worst first.
 
     Example:
         >>> finding = Finding(
@@ -108,6 +113,7 @@ class Finding:
     cause: str = ""
     remedies: tuple[Remedy, ...] = ()
     weight: float = 0.0
+    places: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.code in CAUSES, self.code
@@ -116,6 +122,10 @@ class Finding:
         place = ", ".join(filter(None, (self.path, self.role))) or "the run"
         steps = f"step {self.first_step}" if self.first_step == self.last_step else self._steps
         return f"{self.severity}: {self.code} at {place}, {steps}: {self.cause}"
+
+    def is_at(self, path: str) -> bool:
+        """Whether it is about this module, alone or among others; "" asks for the run as a whole."""
+        return path == self.path or path in self.places
 
     @property
     def _steps(self) -> str:

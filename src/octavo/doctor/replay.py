@@ -66,7 +66,7 @@ class Trial:
         is_on_gpu: whether a GPU took them.
         bytes: of all operands and scales.
         error_removed: 1 - error / error as it ran; below 0 where this is worse.
-        seconds_ratio: seconds over those as it ran.
+        time_ratio: ``time`` over that as it ran, by which trials are ranked.
         bytes_ratio: bytes over those as it ran.
     """
 
@@ -80,7 +80,7 @@ class Trial:
     is_on_gpu: bool
     bytes: int
     error_removed: float = 0.0
-    seconds_ratio: float = 1.0
+    time_ratio: float = 1.0
     bytes_ratio: float = 1.0
 
     @property
@@ -221,5 +221,5 @@ def _wait(device: torch.device) -> None:
 
 def _beside(trial: Trial, ran: Trial) -> Trial:
     removed = 1 - trial.error / ran.error if ran.error else 0.0
-    seconds, size = trial.seconds / ran.seconds, trial.bytes / ran.bytes
-    return replace(trial, error_removed=removed, seconds_ratio=seconds, bytes_ratio=size)
+    spent, size = trial.time / ran.time, trial.bytes / ran.bytes
+    return replace(trial, error_removed=removed, time_ratio=spent, bytes_ratio=size)

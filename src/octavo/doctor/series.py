@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 from octavo.errors import TrainingError
 
-__all__ = ["OPERANDS", "PARAMETER_FIELDS", "CastKey", "ProductKey", "Sample", "Series", "Table", "series_of"]
+__all__ = ["OPERANDS", "PARAMETER_FIELDS", "CastKey", "Period", "ProductKey", "Sample", "Series", "Table", "series_of"]
 
 PARAMETER_FIELDS = ("grad_norm", "gradient_variance", "update_ratio")
 OPERANDS = {  # roles of a GEMM's operands, left and right
@@ -56,6 +56,20 @@ class ProductKey(NamedTuple):
 
     path: str
     gemm: str
+
+
+class Period(NamedTuple):
+    """Since when a layer has had which facts.
+
+    Attributes:
+        step: of the first look that saw them.
+        look: its number among the run's looks, from 0 on: a step that was made again may be looked at under both.
+        facts: the recipe's name, its casts, the layer's shape.
+    """
+
+    step: float
+    look: int
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +123,9 @@ class Sample:
         for table, rows, names in tables:
             for key, numbers in rows.items():
                 place = key if isinstance(key, str) else "/".join(key)
-                for name, value in zip(names, numbers, strict=True):
+                for name, value in zip(names, numbers.tolist(), strict=True):
                     if math.isfinite(value):
-                        yield f"{table}/{name}/{place}", float(value)
+                        yield f"{table}/{name}/{place}", value
         for name, found in self.modules.items():
             yield from ((f"modules/{name}/{path}", value) for path, value in found.items() if math.isfinite(value))
         yield from ((f"step/{name}", value) for name, value in self.scalars.items() if math.isfinite(value))
@@ -150,7 +164,7 @@ class Series:
         curves: (steps, values) of a number that steps or samples have: "loss", "lr", "grad_norm", "loss_scale",
             "gradient_to_noise", "nats".
         layers: the newest facts of each layer.
-        periods: of each layer, since which steps it had which facts, oldest first.
+        periods: of each layer, oldest first.
         events: lines of other kinds ("overflow", "failure", "precision", "autopilot"), as they stand in the file.
     """
 
@@ -160,7 +174,7 @@ class Series:
     modules: dict[str, Table[str]]
     curves: dict[str, tuple[Floats, Floats]]
     layers: dict[str, dict[str, Any]]
-    periods: dict[str, list[tuple[float, dict[str, Any]]]]
+    periods: dict[str, list[Period]]
     events: tuple[dict[str, Any], ...]
 
     def curve(self, name: str) -> tuple[Floats, Floats]:
@@ -208,7 +222,7 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
 
 
 def _columns(names: tuple[str, ...], rows: Iterable[Floats]) -> dict[str, list[float | None]]:
-    table = list(rows)
+    table = [row.tolist() for row in rows]
     return {name: [_plain(row[index]) for row in table] for index, name in enumerate(names)}
 
 
@@ -217,7 +231,7 @@ def _plain(value: float) -> float | None:
 
 
 def _check_order(steps: Sequence[int], failed: Collection[int]) -> None:
-    """Refuse looks that do not rise; only a step that broke is looked at again, in its replay and when repeated."""
+    """Refuse looks that do not rise; one that broke may come again, in its replay and where it is repeated."""
     for before, step in pairwise(steps):
         if step < before or (step == before and step not in failed):
             raise TrainingError(
@@ -291,13 +305,13 @@ def _module_table(samples: Sequence[Sample], name: str) -> Table[str]:
     return _table(samples, of, (name,))
 
 
-def _periods(samples: Sequence[Sample]) -> dict[str, list[tuple[float, dict[str, Any]]]]:
-    found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    for one in samples:
+def _periods(samples: Sequence[Sample]) -> dict[str, list[Period]]:
+    found: dict[str, list[Period]] = {}
+    for look, one in enumerate(samples):
         for path, facts in one.layers.items():
             known = found.setdefault(path, [])
-            if not known or known[-1][1] != facts:
-                known.append((float(one.step), facts))
+            if not known or known[-1].facts != facts:
+                known.append(Period(float(one.step), look, facts))
     return found
 
 

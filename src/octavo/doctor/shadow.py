@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.doctor.captor import captured
+from octavo.doctor.facts import layer_facts
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.rerun import Rerun
 from octavo.doctor.series import CastKey, ProductKey, Sample
 from octavo.doctor.statistics import cast_numbers, product_numbers
-from octavo.doctor.watch import layer_facts
 from octavo.nn import Linear
 from octavo.nn.linear import autocast_dtype
 from octavo.observers import ROLES
@@ -72,7 +72,7 @@ class Shadow:
         return Sample(
             step=step,
             casts={key: cast_numbers(sums.double().cpu().numpy()) for key, sums in casts.items()},
-            products={key: product_numbers(results.double().cpu().numpy()) for key, results in products.items()},
+            products={key: product_numbers(sums.cpu().numpy()) for key, sums in products.items()},
             parameters={},
             layers={self.path: layer_facts(self.layer, self.recipe)},
         )

@@ -10,8 +10,8 @@ A compiled model runs eagerly in a step that is looked at; the numbers are the s
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +22,24 @@ from torch import Tensor, nn
 from octavo.doctor.captor import Captor
 from octavo.doctor.capture import Captures
 from octavo.doctor.diagnose import diagnose
+from octavo.doctor.facts import layer_facts
 from octavo.doctor.findings import Finding
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
 from octavo.doctor.overflows import Overflows
 from octavo.doctor.ranks import RankComparison
-from octavo.doctor.series import OPERANDS, CastKey, ProductKey, Sample, series_of
+from octavo.doctor.series import CastKey, Floats, Key, ProductKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.observers import ROLES
-from octavo.recipes import GemmSpec, Recipe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["StepNotes", "Watcher", "layer_facts", "watch"]
+__all__ = ["StepNotes", "Watcher", "watch"]
 
 STEPS_KEPT = 1000
 
@@ -137,7 +137,7 @@ class Watcher:
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
         self.overflows = Overflows(optimizer)
         store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
-        self.captor = None if store is None else Captor(store, self.layers)
+        self.captor = None if store is None else Captor(store, self.layers, interval=interval)
         self.samples: deque[Sample] = deque(maxlen=keep)
         self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS_KEPT)
         self.number = 0
@@ -169,7 +169,14 @@ class Watcher:
         if is_looked_at:
             self.overflows.read()
             if self.captor is not None:
-                self.captor.look(self.findings)
+                self.captor.look(self.findings, self.number)
+
+    def capturing(self, paths: Iterable[str]) -> AbstractContextManager[None]:
+        """A forward and a backward pass besides the steps, in which the layers at, or in, these paths are captured.
+
+        Nothing is measured. It does nothing where nothing is captured.
+        """
+        return nullcontext() if self.captor is None else self.captor.capturing(paths, self.number)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
@@ -204,11 +211,10 @@ class Watcher:
         batch_norms: dict[str, Tensor],
     ) -> Sample:
         counts = {path: layer.nonfinite_counts for path, layer in self.layers.items()}
-        sums, results, of_parameters, of_norms, of_pairs, of_counts = _fetched(
+        sums, sums_of_products, of_parameters, of_norms, of_pairs, of_counts = _fetched(
             casts, products, parameters, batch_norms, alignments(self.model), counts
         )
-        of_casts = dict(zip(sums, cast_numbers(np.stack(list(sums.values()))), strict=True)) if sums else {}
-        of_products = {key: product_numbers(three) for key, three in results.items()}
+        of_casts, of_products = _numbers(cast_numbers, sums), _numbers(product_numbers, sums_of_products)
         self._count_nonfinite(of_casts, of_counts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
@@ -266,6 +272,10 @@ def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
     return [{key: next(arrays).copy() for key in table} for table in tables]
 
 
+def _numbers(formula: Callable[[Floats], Floats], sums: dict[Key, Floats]) -> dict[Key, Floats]:
+    return dict(zip(sums, formula(np.stack(list(sums.values()))), strict=True)) if sums else {}
+
+
 def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, Any]) -> float:
     """Norm of the weights' gradients over that of the noise their GEMMs add; NaN where no GEMM is known."""
     signal = noise = 0.0
@@ -275,29 +285,3 @@ def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, An
             signal += numbers[0] ** 2
             noise += numbers[0] ** 2 * 10 ** (-sqnr / 10)
     return math.sqrt(signal / noise) if noise > 0 and math.isfinite(signal) else math.nan
-
-
-def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
-    """What a rule must know of a layer that runs ``recipe``."""
-    history = recipe.history
-    kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
-    often = {} if history is None else {"update_interval": history.update_interval}
-    shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
-    cached = {} if layer.weight_cache is None else {"caches_weight": True}
-    return {"recipe": recipe.name, **kept, **often, **shape, **cached, "casts": _casts(recipe)}
-
-
-def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """By "role gemm", what a rule must know of a cast to judge its scale."""
-    found: dict[str, dict[str, Any]] = {}
-    for gemm, operands in OPERANDS.items():
-        product: GemmSpec = getattr(recipe, gemm)
-        for role, spec in zip(operands, (product.a, product.b), strict=True):
-            if spec is not None:
-                found[f"{role} {gemm}"] = {
-                    "format": spec.format.name,
-                    "scaling": str(spec.scaling),
-                    "scale_rounding": str(spec.scale_rounding),
-                    "margin": spec.margin,
-                }
-    return found

@@ -21,6 +21,7 @@ decisions, to the last digit.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -49,6 +50,7 @@ SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another ten
     "scale-oscillation",
     "biased-accumulation",
 }
+OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that say no more than which recipe a layer runs
 AT_A_SINGLE_LOOK = Thresholds(persistent_looks=1, persistent_looks_fail=1)
 Line = dict[str, Any]
 
@@ -98,8 +100,8 @@ class Autopilot:
                 stack.enter_context(shadow.watching())
             yield stack.enter_context(look)
 
-    def act(self, step: int, log: MetricsLog, emit: OnEvent) -> bool:
-        """After a look: write what is decided; whether the run's settings have changed.
+    def act(self, step: int, log: MetricsLog, emit: OnEvent) -> list[Line]:
+        """After a look: write what is decided; those lines that change the run's settings.
 
         ``log`` must let this object see what it writes.
         """
@@ -108,18 +110,18 @@ class Autopilot:
             if sample is not None:
                 log.write("probation", step, path=shadow.path, names=sample.names(), values=sample.values())
         self.shadows = []
-        has_changed = False
+        changing = []
         for line in self._decisions(step):
             log.write("autopilot", step, **line)
             emit(Notice(text=f"step {step}: {line['finding']} at {line['path'] or 'the run'}: {line['act']}"))
-            has_changed |= bool(line["changes"])
-        return has_changed
+            changing += [line] if line["changes"] else []
+        return changing
 
     def _decisions(self, step: int) -> Iterator[Line]:
         """Lines to write; each is seen before the next is decided."""
         findings = self._current()
         for act in [one for one in self.journal.in_force if one.judged == step]:
-            still = next((one for one in findings if (one.code, one.path) == (act.code, act.path)), None)
+            still = next((one for one in findings if one.code == act.code and one.is_at(act.path)), None)
             if still is not None:
                 why = f"Taken back, it did not help: {act.remedy.text}"
                 yield _taking_back(act, why, still.evidence, helped=False)
@@ -158,15 +160,24 @@ class Autopilot:
 
     def _remedy(self, finding: Finding, number: int) -> Act | None:
         """The first remedy that a run can take up, that changes anything, and that was not tried in vain."""
-        in_force, now = self.journal.in_force, self.training
+        in_force = self.journal.in_force
         vain = [one.remedy.changes for one in self.journal.acts if _same_place(one, finding) and not one.helped]
         for remedy in finding.remedies:
             act = Act(number=number, step=0, code=finding.code, path=finding.path, role=finding.role, remedy=remedy)
             if not remedy.changes or not remedy.changes.keys() <= LIVE or remedy.changes in vain:
                 continue
-            if is_possible(self.config, [*in_force, act]) and training_after(self.config, [*in_force, act]) != now:
+            acts = [*in_force, act]
+            if is_possible(self.config, acts) and self._is_felt(training_after(self.config, acts)):
                 return act
         return None
+
+    def _is_felt(self, wanted: TrainingConfig) -> bool:
+        """Whether other settings are more than words: a layer runs another recipe, or anything else changes."""
+        now = self.training
+        if replace(wanted, **{key: getattr(now, key) for key in OF_LAYERS}) != now:
+            return True
+        fp8, own = (replace(one, precision_schedule=()) for one in (wanted, now))
+        return any(layer_recipe(path, fp8) != layer_recipe(path, own) for path in self.layers)
 
     def _on_probation(self, step: int) -> Iterator[tuple[str, TrainingConfig]]:
         """Paths of layers under acts that helped, and what the run would train with without the act."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.doctor import StepNotes, Watcher, watch
+from octavo.doctor.capture import remove_captures
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
 from octavo.state import discard_step, rescale_gradient_history, update_scales
@@ -61,7 +62,7 @@ def train(
 
     Raises:
         ConfigError: the folder holds a run, or with ``resume`` none or another one; the device is not there; or the
-            model or a micro-batch does not fit in memory. A new run that took no step is removed again.
+            model or a micro-batch does not fit in memory. A new run that tried no step is removed again.
         TrainingError: the folder cannot be written, or another process trains in it.
         DataError: a split is shorter than the context.
         CheckpointError: a checkpoint is damaged, belongs to another model, or cannot be written.
@@ -145,7 +146,8 @@ class Trainer:
         self.step_seconds: list[float] = []
 
     def open_log(self) -> MetricsLog:
-        """Where the run's numbers go, from this step on."""
+        """Where the run's numbers go, from this step on; what later steps have left is removed."""
+        remove_captures(self.run_dir / CAPTURES, after_step=self.step if self.checkpoint else -1)
         return MetricsLog(
             self.run_dir,
             after_step=self.step if self.checkpoint else None,
@@ -197,14 +199,28 @@ class Trainer:
 
     def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
         """After a look: whether the settings of the run have changed; then they hold at once."""
-        if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
+        decided = [] if self.autopilot is None else self.autopilot.act(step, log, self.emit)
+        if self.autopilot is None or not decided:
             return False
+        self._capture([line["path"] for line in decided if "takes_back" not in line])
         before, self.training = self.training, self.autopilot.training
         self.recipe = self.training.recipe_at(self.step)
         apply_recipe(self.model, self.training, step=self.step)
         self.surroundings = surroundings(self.training, self.device)
         self._renew_loss_scaler(keep=before.loss_scale == self.training.loss_scale)
         return True
+
+    def _capture(self, paths: list[str]) -> None:
+        """Keep what layers compute with that are about to run another recipe: the coming micro-batch, once more."""
+        if self.watcher is None or not any(paths):
+            return
+        inputs, targets = next(self._batches())
+        with self.watcher.capturing(paths):
+            with self.surroundings:
+                loss = token_loss(self.model(inputs), targets)
+            (loss * ((self.scaler.value if self.scaler else 1) / self.training.grad_accumulation)).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        discard_step(self.model)
 
     def _renew_loss_scaler(self, *, keep: bool) -> None:
         """Another scaler for other settings; ``keep`` the scale where they are not about it."""

@@ -160,7 +160,8 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
 def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) -> Iterator[None]:
     """Hold the folder for this process; a new run's configuration and tokenizer are written first.
 
-    A new run that an error ends before its first step is removed, so that the corrected command finds the folder free.
+    A new run that an error ends before its first step is removed, so that the corrected command finds the folder free;
+    one whose first step broke stays, for the doctor.
 
     Raises:
         TrainingError: the folder cannot be written, or another process trains in it.
@@ -177,7 +178,7 @@ def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) 
             write_atomically(run_dir / TOKENIZER, data.tokenizer().to_str())
             yield
         except Exception:
-            if not any(line["kind"] == "step" for line in read_metrics(run_dir)):
+            if not any(line["kind"] in ("step", "failure") for line in read_metrics(run_dir)):
                 _remove_run(run_dir, ())
             raise
 

@@ -125,8 +125,7 @@ def test_the_first_micro_batch_of_a_step_is_captured(tmp_path):
             with watcher.step():
                 for x in pair:
                     model(x).sum().backward()
-    capture = Captures(tmp_path).of("0")
-    assert capture is not None
+    (capture,) = Captures(tmp_path).of("0")
     assert torch.equal(capture.input, inputs[2])
 
 
@@ -139,8 +138,7 @@ def test_a_checkpointed_layer_is_captured(tmp_path, reentrant):
         for _ in range(2):
             with watcher.step():
                 torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
-    capture = Captures(tmp_path).of("")
-    assert capture is not None
+    (capture,) = Captures(tmp_path).of("")
     assert torch.equal(capture.input, x)
 
 
@@ -151,8 +149,7 @@ def test_a_delayed_layer_that_only_evaluates_has_no_history(tmp_path):
         for _ in range(2):
             with watcher.step():
                 layer(torch.ones(4, 8, requires_grad=True)).sum().backward()
-    capture = Captures(tmp_path).of("")
-    assert capture is not None
+    (capture,) = Captures(tmp_path).of("")
     assert capture.recipe.is_delayed
     assert capture.window is None
 
@@ -164,24 +161,24 @@ def captor(count=10):
 def test_a_look_captures_few_layers_worst_first():
     one = captor()
     findings = [found(path=str(index)) for index in range(10)]
-    one.look(lambda: findings)
+    one.look(lambda: findings, 1)
     assert one.wanted == tuple(map(str, range(LAYERS_PER_LOOK)))
-    one.look(lambda: findings)
+    one.look(lambda: findings, 2)
     assert one.wanted == tuple(map(str, range(LAYERS_PER_LOOK, 2 * LAYERS_PER_LOOK)))
 
 
 def test_the_same_finding_is_captured_again_after_some_looks():
     one = captor(1)
     wanted = []
-    for _ in range(2 * LOOKS_BEFORE_ANOTHER):
-        one.look(lambda: [found(path="0")])
+    for step in range(1, 2 * LOOKS_BEFORE_ANOTHER + 1):
+        one.look(lambda: [found(path="0")], step)
         wanted.append(bool(one.wanted))
     first, second = (index for index, is_wanted in enumerate(wanted) if is_wanted)
     assert first == 0
     assert LOOKS_BEFORE_ANOTHER <= second < LOOKS_BEFORE_ANOTHER + ASK_EVERY
     one = captor(1)
-    one.look(lambda: [found(path="0")])
-    one.look(lambda: [found(path="0"), found("zero-tensor", path="0")])
+    one.look(lambda: [found(path="0")], 1)
+    one.look(lambda: [found(path="0"), found("zero-tensor", path="0")], 2)
     assert one.wanted == ("0",), "another finding of the same layer"
 
 
@@ -193,6 +190,31 @@ def test_the_rules_are_asked_at_every_look_of_a_short_run_and_seldom_in_a_long_o
         return [found(path="0")] if look == 8 else []
 
     for look in range(1, 21):
-        one.look(lambda look=look: findings(look))
+        one.look(lambda look=look: findings(look), look)
         assert one.wanted == (("0",) if look == 8 else ()), "one look captures, not all until the rules are asked again"
-    assert asked == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20]
+    assert asked == [1, 2, 3, 4, 5, 6, 7, 8, 16]
+
+
+def test_a_resumed_training_remembers_what_was_captured_before(tmp_path):
+    """In steps, 3 from one look to the next; the layer without a file in the folder is captured at once."""
+    left = captured(tmp_path, "tensorwise", x=torch.randn(4, 8), gradient=torch.randn(4, 2))
+    one = Captor(Captures(tmp_path), captor(2).layers, interval=3)
+    wanted = {}
+    for look in range(8):
+        step = left.step + 9 * look
+        one.look(lambda: [found(path="0"), found(path="1")], step)
+        wanted[step - left.step] = one.wanted
+    assert wanted == {0: ("1",), 9: (), 18: (), 27: (), 36: (), 45: (), 54: (), 63: ("0", "1")}
+
+
+def test_layers_are_captured_besides_the_steps(tmp_path):
+    model = Two()
+    octavo.convert(model, "tensorwise", convert_head=True)
+    watcher = watch(model, interval=1, captures=tmp_path)
+    with watcher.step(7):
+        pass
+    with watcher.capturing(["mlp", "nowhere"]):
+        model(torch.randn(4, 8)).sum().backward()
+    assert sorted(places(Captures(tmp_path).files())) == [("mlp.0", 7), ("mlp.1", 7)]
+    assert [sample.step for sample in watcher.samples] == [7], "it is no look"
+    assert all(layer.watch is None for layer in watcher.layers.values())

@@ -1,3 +1,4 @@
+import os
 import re
 import shutil
 import warnings
@@ -35,19 +36,37 @@ def test_a_capture_is_read_back_as_it_was(tmp_path, path):
     for name, tensor in capture.tensors.items():
         assert torch.equal(back.tensors[name], tensor), name
         assert back.tensors[name].dtype is tensor.dtype
-    again = Captures(tmp_path).of(path)
+    (again,) = Captures(tmp_path).of(path)
     assert again is not None
     assert torch.equal(again.input, capture.input)
 
 
-def test_the_newest_capture_of_a_layer_is_given(tmp_path):
+def test_the_captures_of_a_layer_are_given_the_latest_step_first(tmp_path):
     captures = Captures(tmp_path)
     for step, path in ((10, "a"), (20, "a"), (30, "b"), (30, "a.b")):
         captures.add(some_capture(path=path, step=step))
-    newest = captures.of("a")
-    assert newest is not None
-    assert newest.step == 20
-    assert captures.of("c") is None
+    os.utime(captures.files()[0], ns=(2**62, 2**62))  # as a copy of the folder may have it
+    assert [capture.step for capture in captures.of("a")] == [20, 10]
+    assert captures.of("c") == []
+    assert captures.steps() == {"a": 20, "b": 30, "a.b": 30}
+
+
+def test_a_capture_that_is_removed_while_the_folder_is_read_is_left_out(tmp_path, monkeypatch):
+    captures = Captures(tmp_path)
+    for step in (10, 20):
+        captures.add(some_capture(path="a", step=step))
+    listed = captures.files()
+    monkeypatch.setattr(captures, "files", lambda: listed)
+    listed[1].unlink()
+    assert [capture.step for capture in captures.of("a")] == [10]
+
+
+def test_captures_of_steps_that_are_trained_again_are_removed(tmp_path):
+    captures = Captures(tmp_path)
+    for step in (10, 20, 30):
+        captures.add(some_capture(step=step))
+    remove_captures(tmp_path, after_step=20)
+    assert [capture.step for capture in captures.of("layers.0.q_proj")] == [20, 10]
 
 
 def test_the_same_step_of_a_layer_is_one_file(tmp_path):

@@ -45,7 +45,7 @@ def test_a_healthy_layer_needs_nothing(tmp_path):
     assert ran.name == AS_IT_RAN
     assert ran.error < 0.06
     assert ran.error_removed == 0
-    assert ran.seconds_ratio == ran.bytes_ratio == 1
+    assert ran.time_ratio == ran.bytes_ratio == 1
     assert all(score(other, ran) <= 1e-9 for other in others), "nothing is bought where nothing is wrong"
 
 

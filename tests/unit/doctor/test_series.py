@@ -82,8 +82,8 @@ def test_a_layer_that_changes_has_periods():
     later = {**FACTS, "a": {"recipe": "bf16"}}
     series = series_of([], [sample(10), sample(20), sample(30, layers=later)])
     assert series.layers["a"] == {"recipe": "bf16"}
-    assert series.periods["a"] == [(10.0, {"recipe": "tensorwise"}), (30.0, {"recipe": "bf16"})]
-    assert series.periods["b.c"] == [(10.0, {"recipe": "delayed"})]
+    assert series.periods["a"] == [(10.0, 0, {"recipe": "tensorwise"}), (30.0, 2, {"recipe": "bf16"})]
+    assert series.periods["b.c"] == [(10.0, 0, {"recipe": "delayed"})]
 
 
 def test_steps_are_curves_and_all_other_lines_events():

@@ -232,13 +232,13 @@ def test_a_gradient_that_is_not_finite_and_taken_is_no_overflow():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     watcher = watch(model, optimizer, interval=1)
     with watcher.step() as notes:
-        notes.loss = loss = model(torch.ones(4, 16)).square().mean()
+        loss = notes.loss = model(torch.ones(4, 16)).square().mean()
         (loss * math.inf).backward()
         optimizer.step()
     assert [(one.code, one.role) for one in watcher.findings()] == [("nonfinite", "grad_output")]
     skipping = watch(mlp(), interval=1)
     with skipping.step() as notes:
-        notes.loss = loss = skipping.model(torch.ones(4, 16)).square().mean()
+        loss = notes.loss = skipping.model(torch.ones(4, 16)).square().mean()
         (loss * math.inf).backward()
     assert [one.code for one in skipping.findings()] == ["nonfinite"], "nobody saw whether it was taken"
 

@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.training.autopilot import Autopilot
 from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.metrics import METRICS, MetricsLog, read_metrics
+from octavo.training.precision import layer_recipe
 
 HEALTHY = {
     "amax": 4.0, "rms": 1.0, "kurtosis": 3.0, "stale_ratio": 1.0, "scale": 4.0 / 448, "sqnr_db": 31.5, "cosine": 1.0,
@@ -112,6 +113,23 @@ def test_what_does_not_help_is_taken_back_and_the_next_is_tried(begin):
     assert len(names) == run.config.training.autopilot_flips
     assert names[::2] == names[1::2], "each was taken back"
     assert run.pilot.training.overrides == {}
+
+
+def test_a_remedy_reaches_a_layer_behind_the_user_s_wider_override(begin):
+    run = begin(config_of(overrides={"layers.0.*": "tensorwise"}))
+    lines = [line for _ in range(3) for line in run.look(Q)]
+    assert [line["changes"] for line in lines] == [{"overrides": {Q: FIRST}}]
+    assert layer_recipe(Q, run.pilot.training).name == FIRST
+    assert layer_recipe(DOWN, run.pilot.training).name == "tensorwise"
+
+
+def test_what_changes_no_layer_is_not_tried(begin, monkeypatch):
+    """The rules took the layer's recipe for a coarser one than it is: nothing they know does anything."""
+    monkeypatch.setattr(Run, "recipe", lambda run, path: "tensorwise")
+    run = begin(config_of(overrides={"layers.*": "bf16"}))
+    lines = [line for _ in range(4) for line in run.look(Q)]
+    assert [line["changes"] for line in lines] == [{}]
+    assert lines[0]["act"].startswith("Nothing is left that a run could change")
 
 
 def test_when_nothing_is_left_it_is_said_once(begin):

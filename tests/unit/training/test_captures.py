@@ -1,5 +1,8 @@
 """What a run in which the doctor finds something leaves in its folder."""
 
+import dataclasses
+import shutil
+
 import pytest
 
 from octavo.doctor import Captures
@@ -24,13 +27,27 @@ def test_a_run_keeps_the_layers_in_which_something_is_found_and_computes_the_sam
         train(config, tmp_path / "found", data=data)
     train(config, tmp_path / "not", data=data)
     captures = Captures(tmp_path / "found" / CAPTURES)
-    capture = captures.of(PATH)
-    assert capture is not None
+    (capture,) = captures.of(PATH)
     assert (capture.step, capture.recipe.name, capture.weight.shape) == (2, recipe, (16, 32))
     assert len(captures.files()) == 1
     assert not (tmp_path / "not" / "doctor").exists()
     lines, others = (comparable(read_metrics(tmp_path / name)) for name in ("found", "not"))
     assert lines == others
+
+
+def test_a_resumed_run_captures_what_an_uninterrupted_one_does(tmp_path, data):
+    """What was captured before the checkpoint is not captured again; what was after it makes room."""
+    config = tiny_config(recipe="tensorwise", statistics_interval=1, checkpoint_interval=3, keep_checkpoints=9)
+    with finding(found(path=PATH)):
+        train(config, tmp_path / "whole", data=data)
+        shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000006")
+        captures = Captures(tmp_path / "cut" / CAPTURES)
+        captures.add(dataclasses.replace(captures.of(PATH)[0], step=5))
+        train(config, tmp_path / "cut", data=data, resume=True)
+    files = [[file.name for file in Captures(tmp_path / name / CAPTURES).files()] for name in ("whole", "cut")]
+    assert files[0] == files[1]
+    assert len(files[0]) == 1
 
 
 def test_a_run_that_is_removed_takes_its_captures_along(tmp_path, data):

@@ -7,12 +7,16 @@ import pytest
 import torch
 
 import octavo
+from octavo.doctor import Captures, diagnose, series_of
+from octavo.doctor.capture_choice import capture_for
+from octavo.doctor.remedies import ranked
 from octavo.observers import AmaxHistory
 from octavo.training import loop
 from octavo.training.events import Event, Notice
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
-from octavo.training.run_folder import load_run
+from octavo.training.run_folder import CAPTURES, load_run
+from octavo.training.watched_run import watched_run
 from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -117,6 +121,25 @@ def test_what_is_over_is_taken_back(tmp_path, data, loud):
     assert watched == ["tensorwise", "rowwise_hp_grad_weight", "tensorwise"]
 
 
+def test_a_layer_is_captured_as_it_was_before_it_is_mended(tmp_path, data, loud, monkeypatch):
+    """The remedies of what was found are replayed on the recipe that it was found under; no digit depends on it."""
+    config = tiny_config(**{**SETTING, "recipe": "tensorwise", "recipe_options": {}}, steps=16, autopilot=True)
+    train(config, tmp_path / "run", data=data)
+    (act,) = lines_of(tmp_path / "run", "autopilot")
+    series = watched_run(tmp_path / "run").series
+    until = series_of(line for line in read_metrics(tmp_path / "run") if line["step"] <= act["step"])
+    (one,) = [found for found in diagnose(until) if (found.code, found.path) == ("bulk-underflow", DOWN)]
+    captures = Captures(tmp_path / "run" / CAPTURES)
+    capture = capture_for(one, DOWN, captures, series=series)
+    assert capture is not None
+    assert (capture.recipe.name, capture.step) == ("tensorwise", act["step"])
+    assert capture.input.abs().max() == 1e5
+    assert all(remedy.error_removed is not None for remedy in ranked(one, captures, series=series, rounds=1))
+    monkeypatch.setattr(loop.Trainer, "_capture", lambda trainer, paths: None)
+    train(config, tmp_path / "without", data=data)
+    assert comparable(read_metrics(tmp_path / "without")) == comparable(read_metrics(tmp_path / "run"))
+
+
 def test_a_step_that_broke_is_made_again_where_a_remedy_is_known(tmp_path, data):
     """A fixed loss scale that no gradient survives: one that follows them takes its place, and no step is lost."""
     setting = {**SETTING, "precision": "fp16", "loss_scale": 2.0**40, "steps": 6}
@@ -149,3 +172,28 @@ def test_stopped_anywhere_it_goes_on_to_the_last_digit(tmp_path, data, fault, re
     assert comparable(read_metrics(tmp_path / "cut")) == comparable(read_metrics(tmp_path / "whole"))
     whole, cut = (load_run(tmp_path / name).model.state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], tensor) for name, tensor in cut.items())
+
+
+def test_a_run_that_broke_and_was_mended_is_not_broken(tmp_path, data):
+    setting = {**SETTING, "precision": "fp16", "loss_scale": 2.0**40, "steps": 6, "statistics_interval": 1}
+    train(tiny_config(**setting, autopilot=True), tmp_path / "run", data=data)
+    lines = read_metrics(tmp_path / "run")
+    assert [line["kind"] for line in lines].count("failure") == 1
+    (found,) = diagnose(series_of(lines))
+    assert (found.code, found.severity, found.evidence["mended_at"]) == ("loss-scale", "note", 1)
+    assert found.cause.endswith("while the loss stayed finite; mended at step 1")
+    broken = [line for line in lines if line["kind"] != "step"]  # none was finished
+    assert [(one.code, one.severity) for one in diagnose(series_of(broken))] == [("loss-scale", "fail")]
+
+
+def test_a_head_that_was_mended_says_what_it_ran(tmp_path, data):
+    setting = {**SETTING, "convert_head": True, "steps": 8}
+    for autopilot in (False, True):
+        train(tiny_config(**setting, autopilot=autopilot), tmp_path / f"run{autopilot}", data=data)
+    (found,) = diagnose(series_of(read_metrics(tmp_path / "runFalse")))
+    assert (found.code, found.path, found.severity) == ("sensitive-module", "lm_head", "warn")
+    assert "and it runs delayed" in found.cause
+    (found,) = diagnose(series_of(read_metrics(tmp_path / "runTrue")))
+    assert (found.code, found.path, found.severity) == ("sensitive-module", "lm_head", "note")
+    assert "and until step 1 it ran delayed" in found.cause
+    assert found.cause.endswith("; mended at step 1")

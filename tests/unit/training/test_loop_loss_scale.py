@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from octavo.doctor import Severity, diagnose
 from octavo.errors import NonFiniteLossError
 from octavo.training import loop
 from octavo.training.config import Precision
@@ -15,6 +16,7 @@ from octavo.training.loop import train
 from octavo.training.loss_scaling import LossScaler
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
+from octavo.training.watched_run import watched_run
 from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
 
 
@@ -192,3 +194,12 @@ def test_an_overflow_that_no_scale_mends_stops(tmp_path, data, monkeypatch, scal
         train(tiny_config(loss_scale=scale, checkpoint_interval=2), tmp_path / "run", data=data)
     assert len([line for line in read_metrics(tmp_path / "run") if line["kind"] == "overflow"]) == attempts
     assert load_run(tmp_path / "run").step == 4
+
+
+def test_a_run_that_breaks_in_its_first_step_stays_for_the_doctor(tmp_path, data):
+    config = tiny_config(recipe="tensorwise", precision="fp16", loss_scale=2.0**40)
+    with pytest.raises(NonFiniteLossError, match="at step 1 the gradient norm is"):
+        train(config, tmp_path / "run", data=data)
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if line["kind"] == "failure"] == [1]
+    found = diagnose(watched_run(tmp_path / "run").series)
+    assert ("loss-scale", Severity.FAIL) in [(one.code, one.severity) for one in found]

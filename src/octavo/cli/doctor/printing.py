@@ -8,6 +8,7 @@ from octavo.doctor import Finding, Remedy, Severity
 __all__ = ["counts", "exit_code_of", "print_findings", "print_remedies"]
 
 FAILED = 1
+MODELLED = "time (modelled)"  # without a GPU: that of a tensor core's GEMMs
 
 
 def exit_code_of(findings: Sequence[Finding]) -> int:
@@ -36,7 +37,12 @@ def print_remedies(findings: Sequence[Finding]) -> None:
         if finding.remedies
     ]
     if rows:
-        columns = ["against", "where", "do", "error removed", "time", "bytes"]
+        time = (
+            "time"
+            if any(finding.remedies and finding.remedies[0].is_time_measured for finding in findings)
+            else MODELLED
+        )
+        columns = ["against", "where", "do", "error removed", time, "bytes"]
         print_table("First remedies", columns, rows, left=3)
 
 
@@ -60,5 +66,5 @@ def _evidence(finding: Finding) -> Iterator[str]:
 
 def _proof(remedy: Remedy) -> list[str]:
     removed = number(None) if remedy.error_removed is None else f"{remedy.error_removed:.0%}"
-    ratios = (remedy.seconds_ratio, remedy.bytes_ratio)
+    ratios = (remedy.time_ratio, remedy.bytes_ratio)
     return [removed, *(number(None) if ratio is None else f"{ratio:.2f}×" for ratio in ratios)]

@@ -1,8 +1,10 @@
 """Several remedies in one configuration, none of which undoes another."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from octavo import recipes
@@ -12,12 +14,15 @@ from octavo.errors import ConfigError
 
 __all__ = ["applied"]
 
+SOMETHING_LONG = "\0" * 64  # no name has it, and only a star takes it all
+SET = re.compile(r"\[!?\]?[^\]]*\]")  # of characters, in a pattern
 BOUNDED = {"lr", "min_lr", "warmup", "grad_accumulation", "weight_decay"}
 
 
 def applied(config: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
     """A configuration with the changes of all remedies.
 
+    A phase at the end of training comes after the phases that the configuration has until then.
     Where two say different things, the finer wins: of recipes the finer one, and a layer that one keeps out of FP8
     needs no recipe; of learning rates the smallest, of warm-ups the longest, of loss scales the dynamic one; of
     anything else the first remedy's. A recipe's options that it does not take are left out.
@@ -91,6 +96,8 @@ def _put(training: dict[str, Any], changes: dict[str, Any]) -> None:
     known = {} if changes.get("recipe", training.get("recipe")) != training.get("recipe") else training
     for key in BOUNDED & changes.keys() & training.keys():
         changes[key] = _finer(key, training[key], changes[key])
+    if "precision_schedule" in changes:
+        changes["precision_schedule"] = _with_last_phase(training, changes["precision_schedule"])
     training |= changes
     if options or "recipe" in changes:
         training["recipe_options"] = _taken(str(training.get("recipe", "")), known.get("recipe_options", {}) | options)
@@ -103,6 +110,16 @@ def _put(training: dict[str, Any], changes: dict[str, Any]) -> None:
         training["overrides"] = _overrides(training, overrides)
     if "lr" in changes and training.get("min_lr", 0) > changes["lr"]:
         training["min_lr"] = changes["lr"]
+
+
+def _with_last_phase(training: dict[str, Any], wanted: list[list[Any]]) -> list[list[Any]]:
+    """A run's own phases up to where the remedy's last one begins, and that one.
+
+    A phase that has begun by then in the same recipe is not begun again.
+    """
+    *_, (name, start) = wanted
+    before = [list(phase) for phase in training.get("precision_schedule") or [["fp8", 0.0]] if phase[1] < start]
+    return before if before and before[-1][0] == name else [*before, [name, start]]
 
 
 def _taken(recipe: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -118,15 +135,51 @@ def _taken(recipe: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _overrides(training: dict[str, Any], new: dict[str, str]) -> dict[str, str]:
-    """Overrides with new ones among them: the first that matches counts, so none stands before a finer one.
+    """Overrides with new ones among them: none stands behind a coarser one, or before a finer one, of its layers.
 
     Those of layers that are kept out of FP8 are left out.
     """
-    before: dict[str, str] = training.get("overrides", {})
-    found = [(pattern, name) for pattern, name in before.items() if pattern not in new]
+    found: dict[str, str] = dict(training.get("overrides", {}))
     for pattern, name in new.items():
-        wanted = _finer_recipe(name, before.get(pattern))
-        finer = [index for index, (_, other) in enumerate(found) if fineness(other) >= fineness(wanted)]
-        found.insert(max(finer, default=-1) + 1, (pattern, wanted))
+        found = _with_override(found, pattern, _finer_recipe(name, found.get(pattern)))
     skip = training.get("skip", ())
-    return {pattern: name for pattern, name in found if not any(fnmatchcase(pattern, one) for one in skip)}
+    return {pattern: name for pattern, name in found.items() if not any(fnmatchcase(pattern, one) for one in skip)}
+
+
+def _with_override(before: dict[str, str], pattern: str, name: str) -> dict[str, str]:
+    """``before`` with one more; the first that matches a layer counts.
+
+    A coarser one of some of the new one's layers is made as fine. The new one goes before the first coarser one that
+    has other layers too; so do all finer ones behind that place where the new one would hide any.
+    """
+    found = {
+        other: name if _is_within(other, pattern) and fineness(own) < fineness(name) else own
+        for other, own in before.items()
+    }
+    touching = [other for other in found if _overlap(other, pattern)]
+    coarser = [other for other in touching if fineness(found[other]) < fineness(name)]
+    if not coarser:
+        return found | {pattern: name}
+    place = list(found).index(coarser[0])
+    finer = [other for other in list(found)[place:] if fineness(found[other]) > fineness(name) and other != pattern]
+    would_hide = not _is_within(pattern, coarser[0]) and not set(finer).isdisjoint(touching)
+    order = [*(one for one in list(found)[:place] if one != pattern), *(finer if would_hide else ()), pattern, *found]
+    return {other: name if other == pattern else found[other] for other in dict.fromkeys(order)}
+
+
+def _is_within(inner: str, outer: str) -> bool:
+    """Whether every layer of a pattern is one of another's."""
+    return fnmatchcase(inner.replace("*", SOMETHING_LONG), outer)
+
+
+@lru_cache(maxsize=4096)
+def _overlap(one: str, other: str) -> bool:
+    """Whether some path may match both patterns; a set of characters counts as any character."""
+    one, other = (SET.sub("?", pattern) for pattern in (one, other))
+    if not one or not other:
+        return not (one + other).strip("*")
+    if one[0] == "*":
+        return _overlap(one[1:], other) or _overlap(one, other[1:])
+    if other[0] == "*":
+        return _overlap(other, one)
+    return (one[0] == other[0] or "?" in (one[0], other[0])) and _overlap(one[1:], other[1:])

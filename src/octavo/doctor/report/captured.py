@@ -1,11 +1,15 @@
 """Histograms of the tensors that were captured where something was found."""
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from octavo.doctor.capture import Capture, Captures
+from octavo.doctor.capture_choice import capture_for
 from octavo.doctor.findings import Finding
 from octavo.doctor.report.histogram import Histogram
 from octavo.doctor.rerun import Rerun, SeenOperands
+from octavo.doctor.series import Series
+from octavo.errors import DataError
 from octavo.numerics import QuantizedTensor
 from octavo.observers import ROLES
 
@@ -15,32 +19,36 @@ MOST = 8
 CAST_IN = {"input": ("output", 0), "weight": ("output", 1), "grad_output": ("grad_input", 0)}
 
 
-def histograms_of(findings: Iterable[Finding], captures: Captures) -> list[Histogram]:
-    """One a tensor that a finding is about, of its layer's newest capture; all three roles where it names none.
+def histograms_of(findings: Iterable[Finding], captures: Captures, *, series: Series) -> list[Histogram]:
+    """One a tensor that a finding is about, of its layer's capture; all three roles where it names none.
 
     Tensors with a scale for each row or block are left out: they lie on many grids. At most 8 are drawn, of the worst
-    findings.
+    findings. A damaged capture is left out.
 
     Args:
         findings: worst first.
         captures: the run's.
-
-    Raises:
-        DataError: a capture's file is damaged.
+        series: that they were found in.
 
     Example:
-        >>> histograms_of([], Captures("/nowhere/captures"))
+        >>> from octavo.doctor import series_of
+        >>> histograms_of([], Captures("/nowhere/captures"), series=series_of([]))
         []
     """
-    wanted = dict.fromkeys(
-        (finding.path, role) for finding in findings for role in ((finding.role,) if finding.role else ROLES)
-    )
-    found = (histogram for place in wanted for histogram in _histogram(*place, captures))
-    return [histogram for histogram, _ in zip(found, range(MOST), strict=False)]
+    wanted: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        for role in (finding.role,) if finding.role else ROLES:
+            wanted.setdefault((finding.path, role), finding)
+    found = (one for (_, role), finding in wanted.items() for one in _histogram(finding, role, captures, series))
+    return list(islice(found, MOST))
 
 
-def _histogram(path: str, role: str, captures: Captures) -> Iterator[Histogram]:
-    capture = captures.of(path)
+def _histogram(finding: Finding, role: str, captures: Captures, series: Series) -> Iterator[Histogram]:
+    path = finding.path
+    try:
+        capture = capture_for(finding, path, captures, series=series)
+    except DataError:  # a page of all else is worth more than none; the ranking of the remedies names the file
+        return
     made = None if capture is None else _operand(capture, role)
     if capture is not None and made is not None and made.scale.numel() == 1 and 0 < made.fp32_scale < float("inf"):
         values, scale = capture.tensors[role], float(made.fp32_scale)

@@ -9,11 +9,6 @@ __all__ = ["cards", "counts", "headline", "number"]
 
 SHOWN_AT_ONCE = 6
 SIGNS = {Severity.FAIL: "■", Severity.WARN: "▲", Severity.NOTE: "●"}  # so that colour is not all that tells them apart
-BARS = (
-    ("error_removed", "error removed"),
-    ("seconds_ratio", "time"),
-    ("bytes_ratio", "bytes"),
-)
 
 
 def headline(findings: Sequence[Finding], looks: int, layers: int) -> str:
@@ -28,6 +23,8 @@ def headline(findings: Sequence[Finding], looks: int, layers: int) -> str:
     if not findings:
         if not looks:
             return "Nothing was measured in this run."
+        if not layers:
+            return f"Nothing to judge yet: no layer has cast to FP8 at {_counted(looks, 'look')}."
         return f"Healthy: {_counted(looks, 'look')} at {_counted(layers, 'layer')} found nothing."
     worst = findings[0]
     where = f" in {worst.path}" if worst.path else ""
@@ -101,7 +98,8 @@ def _remedies(remedies: Sequence[Remedy]) -> str:
     if not remedies:
         return ""
     is_replayed = any(one.error_removed is not None for one in remedies)
-    head = "".join(f"<th>{title}</th>" for _, title in BARS) if is_replayed else ""
+    titles = ("error removed", _time(remedies), "bytes")
+    head = "".join(f"<th>{title}</th>" for title in titles) if is_replayed else ""
     rows = "".join(_remedy(one, is_replayed) for one in remedies)
     note = ", by replay of captured tensors" if is_replayed else ""
     head = f'<thead><tr><th scope="col">remedy{note}</th>{head}</tr></thead>'
@@ -111,10 +109,15 @@ def _remedies(remedies: Sequence[Remedy]) -> str:
 def _remedy(one: Remedy, is_replayed: bool) -> str:
     bars = (
         _share(one.error_removed),
-        _ratio("time", one.seconds_ratio),
+        _ratio(_time([one]), one.time_ratio),
         _ratio("bytes", one.bytes_ratio),
     )
     return f'<tr><th scope="row">{escape(one.text)}</th>{"".join(bars) if is_replayed else ""}</tr>'
+
+
+def _time(remedies: Sequence[Remedy]) -> str:
+    """What a bar of time shows: of a GPU, or of a model of its GEMMs."""
+    return "time" if any(one.is_time_measured for one in remedies) else "time, modelled"
 
 
 def _share(value: float | None) -> str:

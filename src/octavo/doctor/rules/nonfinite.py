@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.mended import mended, survived_steps
 from octavo.doctor.rules.tracks import Mask
 from octavo.doctor.series import CastKey, Series
 from octavo.doctor.thresholds import Thresholds
@@ -17,15 +18,20 @@ WORST = 1e6  # nothing else weighs as much
 
 
 def nonfinite(series: Series, _: Thresholds) -> Iterator[Finding]:
-    """One finding at most: what else is not finite comes after it."""
-    table = series.casts
+    """One finding at most: what else is not finite comes after it; a note where the run got over all of it."""
+    table, over = series.casts, survived_steps(series)
     bad = np.nan_to_num(table.of("nonfinite")) > 0
     bad &= ~_absorbed(series)[:, None] | np.array([key.role != "grad_output" for key in table.keys], dtype=bool)
-    failure = next((event for event in series.events if event["kind"] == "failure"), None)
-    if bad.any():
-        yield _at_casts(series, bad, failure)
-    elif failure is not None:
-        yield _elsewhere(failure)
+    lasting = bad & ~np.isin(table.steps, list(over))[:, None]
+    failures = [event for event in series.events if event["kind"] == "failure"]
+    final = next((event for event in failures if event["step"] not in over), None)
+    if lasting.any():
+        yield _at_casts(series, lasting, final)
+    elif final is not None:
+        yield _elsewhere(final)
+    elif bad.any() or failures:
+        found = _at_casts(series, bad, failures[0]) if bad.any() else _elsewhere(failures[0])
+        yield mended(found, max(over))
 
 
 def _absorbed(series: Series) -> Mask:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.mended import mended, survived_steps
 from octavo.doctor.rules.tracks import longest, tracks
 from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
@@ -41,16 +42,19 @@ def loss_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
 def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
     overflows = _overflows(series)
     broke = [event for event in series.events if event["kind"] == "failure" and _broke_in_gradients(event)]
+    is_final = any(event["step"] not in survived_steps(series) for event in broke)
     steps = max([1.0, *series.curve("loss")[0]])
     often = len(overflows) >= limits.overflows and len(overflows) / steps >= limits.overflow_rate
     if not broke and not often:
         return
     events = overflows + broke
     scale = max(float(event["loss_scale"]) for event in events)
-    what = "a gradient is not finite and the run broke" if broke else "gradients overflowed again and again"
-    yield Finding(
+    what = "a gradient is not finite and the run broke" if is_final else "gradients overflowed again and again"
+    if broke and not is_final:
+        what = "a gradient was not finite and the step was made again"
+    found = Finding(
         code="loss-scale",
-        severity=Severity.FAIL if broke else Severity.WARN,
+        severity=Severity.FAIL if is_final else Severity.WARN,
         first_step=int(events[0]["step"]),
         last_step=int(events[-1]["step"]),
         evidence={"loss_scale": scale, "overflows": float(len(events)), "steps": float(steps)},
@@ -58,6 +62,7 @@ def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
         "while the loss stayed finite",
         weight=math.log2(max(scale, 1.0)),
     )
+    yield found if is_final or often else mended(found, broke[-1]["step"])
 
 
 def _overflows(series: Series) -> list[dict[str, Any]]:

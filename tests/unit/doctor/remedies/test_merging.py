@@ -6,7 +6,7 @@ import torch
 
 import octavo
 from octavo.doctor.findings import CAUSES, Remedy
-from octavo.doctor.remedies import applied, remedies_for
+from octavo.doctor.remedies import applied, merging, remedies_for
 from octavo.doctor.remedies.case import FINENESS
 from octavo.training.config import TrainingConfig, config_from_dict
 from tests.unit.doctor.one_layer import found
@@ -66,6 +66,40 @@ def test_overrides_of_the_user_keep_their_order_and_are_not_undone():
     assert recipe_of(merged(shadowed, {"overrides": {"a.0": "blockwise"}}), "a.0") == "blockwise"
 
 
+USERS = (
+    {"a.*": "tensorwise", "b.*": "bf16"},  # the remedy's layer behind a wider, coarser override
+    {"*.x": "tensorwise", "a.*": "bf16", "*": "rowwise"},
+    {"a.x": "tensorwise", "a.*": "mxfp8", "*.y": "delayed"},
+    {"*": "tensorwise", "b.?": "rowwise"},
+    {"a.[xy]": "tensorwise", "*.x": "blockwise"},
+)
+PATHS = ("a.x", "a.y", "a.z", "b.x", "b.y")
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "bf16"])
+@pytest.mark.parametrize("pattern", ["a.x", "b.y", "a.*", "b.*", "*"])
+@pytest.mark.parametrize("overrides", USERS, ids=str)
+def test_behind_whatever_override_a_remedy_reaches_its_layers_and_no_other(overrides, pattern, name):
+    """The remedy's layer runs the finer of its own recipe and the remedy's, any other its own; never a coarser."""
+    before = {"recipe": "delayed", "overrides": overrides}
+    after = merged(before, {"overrides": {pattern: name}})
+    for path in PATHS:
+        recipes = [recipe_of(before, path), *([name] if fnmatchcase(path, pattern) else [])]
+        wanted = max(recipes, key=FINENESS.index)
+        assert FINENESS.index(recipe_of(after, path)) >= FINENESS.index(wanted), path
+        assert "*" in pattern or recipe_of(after, path) == wanted, path
+
+
+@pytest.mark.parametrize("one", ["a.*", "*.x", "a.?", "a.[xy]", "*", "a.x", "?.x", "a?x"])
+@pytest.mark.parametrize("other", ["a.*", "*.y", "b.?", "a.[!x]", "*", "b.*", "a", "*.x.*"])
+def test_two_patterns_overlap_where_some_path_matches_both(one, other):
+    letters = "abxy."
+    paths = ["".join(path) for length in range(1, 5) for path in itertools.product(letters, repeat=length)]
+    both = any(fnmatchcase(path, one) and fnmatchcase(path, other) for path in paths)
+    assert merging._overlap(one, other) >= both, "never missed"
+    assert both or "[" in one + other or not merging._overlap(one, other), "exact without sets of characters"
+
+
 def test_a_layer_that_is_kept_out_needs_no_recipe():
     after = merged({"recipe": "delayed"}, {"overrides": {"a": "rowwise", "b": "rowwise"}}, {"skip": ["a"]})
     assert after == {"recipe": "delayed", "skip": ["a"], "overrides": {"b": "rowwise"}}
@@ -111,6 +145,23 @@ def test_no_recipe_becomes_coarser():
 )
 def test_of_two_values_the_gentler_or_the_first_wins(key, given, wanted):
     assert merged({"recipe": "delayed"}, *({key: value} for value in given))[key] == wanted
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        ([], [["fp8", 0.0], ["bf16", 0.8]]),
+        ([["bf16", 0.0], ["fp8", 0.2]], [["bf16", 0.0], ["fp8", 0.2], ["bf16", 0.8]]),
+        ([["fp8", 0.0], ["rowwise", 0.9]], [["fp8", 0.0], ["bf16", 0.8]]),
+        ([["fp8", 0.0], ["bf16", 0.8]], [["fp8", 0.0], ["bf16", 0.8]]),
+        ([["fp8", 0.0], ["bf16", 0.5]], [["fp8", 0.0], ["bf16", 0.5]]),
+    ],
+)
+def test_a_last_phase_comes_after_the_user_s_own(own, wanted):
+    before = {"recipe": "delayed", "precision_schedule": own}
+    after = merged(before, {"precision_schedule": [["fp8", 0.0], ["bf16", 0.8]]})
+    assert after["precision_schedule"] == wanted
+    config_from_dict({"training": after})
 
 
 def test_what_is_gentle_already_stays():

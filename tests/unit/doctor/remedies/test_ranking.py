@@ -5,17 +5,30 @@ import torch
 
 from octavo import recipes
 from octavo.doctor import Captures, Finding, Sample, series_of
+from octavo.doctor.facts import recipe_facts
 from octavo.doctor.findings import Remedy
 from octavo.doctor.remedies import ranked, remedies_for
 from tests.unit.doctor.one_layer import captured, found
 from tests.unit.doctor.test_replay import gaussian, log_normal, outlier_row
 
 
+def run_of(*recipe_at_step, path="0"):
+    """A run that was looked at in these steps, and whose layer ran these recipes there."""
+    samples = [
+        Sample(step=step, casts={}, products={}, parameters={}, layers={path: recipe_facts(recipes.get(recipe))})
+        for step, recipe in recipe_at_step
+    ]
+    return series_of([], samples)
+
+
 def diagnosed(code, recipe="tensorwise", **fields) -> Finding:
-    facts = {"recipe": recipe, "history_length": 16, "statistic": "max"}
-    series = series_of([], [Sample(step=1, casts={}, products={}, parameters={}, layers={"0": facts})])
     one = found(code, **fields)
-    return replace(one, remedies=remedies_for(one, series))
+    return replace(one, remedies=remedies_for(one, run_of((1, recipe))))
+
+
+def proven(finding, captures, run=None):
+    """Remedies, ranked in a run whose layer is tensorwise, or in another."""
+    return ranked(finding, captures, series=run or run_of((1, "tensorwise")), rounds=1)
 
 
 def names(remedies):
@@ -24,15 +37,25 @@ def names(remedies):
 
 def test_an_outlier_row_is_best_served_by_a_scale_a_row(tmp_path):
     captured(tmp_path, "tensorwise", **outlier_row())
-    remedies = ranked(diagnosed("saturation"), Captures(tmp_path), rounds=1)
+    remedies = proven(diagnosed("saturation"), Captures(tmp_path))
     order = names(remedies)
     assert order.index("rowwise") < order.index("bf16"), "it costs more and removes no more harm"
     best = remedies[order.index("rowwise")]
     assert best.error_removed is not None
     assert best.error_removed > 0.9
     assert best.bytes_ratio is not None
-    assert best.seconds_ratio is not None
+    assert best.time_ratio == 1
     assert best.bytes_ratio == pytest.approx(2, rel=0.1)
+
+
+def test_the_time_is_that_by_which_remedies_are_ranked(tmp_path):
+    """On a CPU a model of the GEMMs, of which one in BF16 takes twice the time: no clock is in it."""
+    captured(tmp_path, "tensorwise", **outlier_row())
+    remedies = proven(diagnosed("saturation"), Captures(tmp_path))
+    ratios = {name: one.time_ratio for name, one in zip(names(remedies), remedies, strict=True)}
+    wanted = {"bf16": 2.0, "rowwise_hp_grad_weight": 4 / 3, "rowwise": 1.0, "blockwise": 1.0, "mxfp8": 1.0}
+    assert ratios == pytest.approx(wanted)
+    assert not any(one.is_time_measured for one in remedies)
 
 
 def test_a_log_normal_gradient_is_best_served_by_range(tmp_path):
@@ -40,7 +63,7 @@ def test_a_log_normal_gradient_is_best_served_by_range(tmp_path):
     captured(tmp_path, recipe, **log_normal())
     one = diagnosed("gradient-underflow", role="grad_output")
     override = Remedy(text="E5M2", changes={"overrides": {"0": "tensorwise"}})
-    remedies = ranked(replace(one, remedies=(*one.remedies, override)), Captures(tmp_path), rounds=1)
+    remedies = proven(replace(one, remedies=(*one.remedies, override)), Captures(tmp_path), run_of((1, recipe)))
     assert names(remedies)[0] == "tensorwise"
     assert names(remedies).index("blockwise") < names(remedies).index("rowwise")
     assert all(remedy.error_removed is not None for remedy in remedies)
@@ -49,7 +72,7 @@ def test_a_log_normal_gradient_is_best_served_by_range(tmp_path):
 def test_a_history_with_a_past_outlier_is_cut_or_given_up(tmp_path):
     captured(tmp_path, "delayed", **gaussian(), before=lambda step: 1e6 if step == 2 else 1.0, steps=9)
     one = diagnosed("stale-scale", "delayed", evidence={"stale_ratio": 1e-6})
-    remedies = ranked(one, Captures(tmp_path), rounds=1)
+    remedies = proven(one, Captures(tmp_path), run_of((1, "delayed")))
     assert [dict(remedy.changes) for remedy in remedies[:2]] == [
         {"overrides": {"0": "tensorwise"}},
         {"recipe_options": {"history_length": 4}},
@@ -63,7 +86,7 @@ def test_what_removes_nothing_comes_last_and_what_is_not_replayed_before_it(tmp_
     rate = Remedy(text="rate", changes={"lr": 1e-3})
     dynamic = Remedy(text="dynamic", changes={"overrides": {"0": "tensorwise"}})
     one = found("stale-scale", remedies=(window, rate, dynamic))
-    texts = [remedy.text for remedy in ranked(one, Captures(tmp_path), rounds=1)]
+    texts = [remedy.text for remedy in proven(one, Captures(tmp_path), run_of((1, "delayed")))]
     assert texts[0] == "dynamic"
     assert texts[-2:] == ["rate", "window"]
 
@@ -71,7 +94,7 @@ def test_what_removes_nothing_comes_last_and_what_is_not_replayed_before_it(tmp_
 def test_a_healthy_capture_leaves_the_order_and_brings_the_numbers(tmp_path):
     captured(tmp_path, "tensorwise", **gaussian())
     one = diagnosed("inexact-amax")
-    remedies = ranked(one, Captures(tmp_path), rounds=1)
+    remedies = proven(one, Captures(tmp_path))
     assert [remedy.text for remedy in remedies] == [remedy.text for remedy in one.remedies]
     assert [remedy.error_removed is None for remedy in remedies] == [False, False, True]
 
@@ -80,31 +103,57 @@ def test_the_newest_capture_counts(tmp_path):
     old = captured(tmp_path / "old", "tensorwise", **outlier_row())
     new = replace(old, step=9, input=torch.randn_like(old.input))
     one = diagnosed("saturation")
-    both, newest = ranked(one, [new, old], rounds=1), ranked(one, [new], rounds=1)
+    both, newest = proven(one, [new, old]), proven(one, [new])
     assert [remedy.error_removed for remedy in both] == [remedy.error_removed for remedy in newest]
+
+
+def test_what_a_mended_layer_was_captured_with_proves_nothing(tmp_path):
+    """Found in steps 10 to 30, from step 40 on under another recipe, and captured before and after."""
+    before = replace(captured(tmp_path, "tensorwise", **outlier_row()), step=30)
+    after = replace(before, step=60, recipe=recipes.get("rowwise"))
+    again = replace(before, step=90, input=torch.randn_like(before.input))
+    one = diagnosed("saturation", first_step=10, last_step=30)
+    run = run_of((10, "tensorwise"), (40, "rowwise"), (80, "tensorwise"))
+    wanted = proven(one, [before], run)
+    assert wanted != one.remedies
+    errors = [[remedy.error_removed for remedy in proven(one, captures, run)] for captures in ([before, after, again],)]
+    assert errors == [[remedy.error_removed for remedy in wanted]], "one of its own steps, though a later one is there"
+    assert proven(one, [after], run) == one.remedies
+    assert proven(one, [before], run_of((10, "rowwise"))) == one.remedies
+    assert proven(one, [before], series_of([])) == one.remedies, "nobody knows what the layer ran"
+    later = replace(one, first_step=40, last_step=60)
+    assert proven(later, [before], run) == one.remedies
+
+
+def test_another_history_is_another_recipe(tmp_path):
+    capture = captured(tmp_path, "delayed", **gaussian())
+    one = diagnosed("stale-scale", "delayed")
+    assert proven(one, [capture], run_of((1, "delayed"))) != one.remedies
+    other = run_of((1, recipes.get("delayed", history_length=4)))
+    assert proven(one, [capture], other) == one.remedies
 
 
 def test_a_finding_of_a_module_is_replayed_on_the_layer_that_is_meant(tmp_path):
     capture = replace(captured(tmp_path, "tensorwise", **outlier_row()), path="mlp.down")
     remedy = Remedy(text="", changes={"overrides": {"mlp.down": "bf16"}})
     one = found("outlier-growth", path="mlp", remedies=(remedy,))
-    assert ranked(one, [capture], rounds=1)[0].error_removed is not None
+    assert proven(one, [capture], run_of((1, "tensorwise"), path="mlp.down"))[0].error_removed is not None
 
 
 def test_words_and_what_no_capture_shows_stay_as_they_are(tmp_path):
     words = diagnosed("rank-mismatch")
     capture = captured(tmp_path, "tensorwise", **outlier_row())
-    assert ranked(words, [capture]) == words.remedies
+    assert proven(words, [capture]) == words.remedies
     rate = found("learning-rate", remedies=(Remedy(text="", changes={"lr": 1e-3}),))
-    assert ranked(rate, [capture]) == rate.remedies
+    assert proven(rate, [capture]) == rate.remedies
     elsewhere = diagnosed("saturation")
-    assert ranked(elsewhere, []) == elsewhere.remedies
-    assert ranked(elsewhere, Captures(tmp_path / "nothing")) == elsewhere.remedies
+    assert proven(elsewhere, []) == elsewhere.remedies
+    assert proven(elsewhere, Captures(tmp_path / "nothing")) == elsewhere.remedies
 
 
 def test_a_head_leaves_fp8_whatever_a_replay_shows(tmp_path):
     captured(tmp_path, "tensorwise", **outlier_row())
     one = diagnosed("sensitive-module")
-    (remedy,) = ranked(one, Captures(tmp_path), rounds=1)
+    (remedy,) = proven(one, Captures(tmp_path))
     assert remedy.changes == {"skip": ["0"]}
     assert remedy.error_removed is not None

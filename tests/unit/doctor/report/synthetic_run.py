@@ -119,10 +119,8 @@ def long_run(*, layers, looks) -> Series:
     return replace(short, **tables, modules=modules, curves=lines.curves)
 
 
-def remedy(text, error_removed, seconds_ratio, bytes_ratio):
-    return Remedy(
-        text=text, changes={}, error_removed=error_removed, seconds_ratio=seconds_ratio, bytes_ratio=bytes_ratio
-    )
+def remedy(text, error_removed, time_ratio, bytes_ratio):
+    return Remedy(text=text, changes={}, error_removed=error_removed, time_ratio=time_ratio, bytes_ratio=bytes_ratio)
 
 
 REPLAYED = (
