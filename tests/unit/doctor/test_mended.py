@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from octavo.doctor import Severity, diagnose, series_of
-from octavo.doctor.series import CAST_FIELDS
+from octavo.doctor.statistics import CAST_FIELDS
 from tests.unit.doctor.synthetic_series import FIRST, healthy_sample, steps
 
 LOST = CAST_FIELDS.index("underflow_fraction")
