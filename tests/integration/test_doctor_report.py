@@ -3,6 +3,7 @@
 Chromium is driven by Playwright; where either is missing the tests skip and say so.
 """
 
+import itertools
 import shutil
 from io import BytesIO
 
@@ -12,10 +13,11 @@ import torch
 
 from octavo.doctor import diagnose, series_of
 from octavo.doctor.report import Histogram, render
+from octavo.doctor.statistics import CAST_FIELDS
 from octavo.formats import E4M3, E5M2
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
-from tests.unit.doctor.report.synthetic_run import findings, long_run, paths, run, steps
+from tests.unit.doctor.report.synthetic_run import findings, long_run, paths, run, samples, steps
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -53,6 +55,11 @@ def folder(tmp_path_factory):
     page = render(run(layers=LAYERS, looks=LOOKS), findings(), title="t", reference=reference, histograms=histograms)
     (folder / "faulty.html").write_text(page, encoding="utf-8")
     (folder / "empty.html").write_text(render(series_of([]), [], title="t"), encoding="utf-8")
+    far = list(samples(layers=7, looks=9))
+    for look, one in enumerate(far):
+        for numbers in one.casts.values():
+            numbers[CAST_FIELDS.index("stale_ratio")] = 2.0 ** (3 * (look - 4))
+    (folder / "far.html").write_text(render(series_of([], far), [], title="t"), encoding="utf-8")
     return folder
 
 
@@ -140,6 +147,18 @@ def test_a_click_shows_the_curves_of_that_layer(tab):
     series = run(layers=LAYERS, looks=LOOKS)
     wanted = series.casts.of("underflow_fraction")[:, column_of(series, "layers.0.mlp.gate", "grad_output")]
     np.testing.assert_allclose(drawn, wanted, rtol=1e-3)
+
+
+def test_the_marks_of_a_ratio_that_moves_far_do_not_touch(opened):
+    page = opened("far.html")
+    panel = page.locator("#panels .panel").nth(2)
+    assert panel.locator("h3").inner_text() == "Stale ratio"
+    texts = panel.locator(".ytick text")
+    boxes = sorted((texts.nth(index).bounding_box() for index in range(texts.count())), key=lambda box: box["y"])
+    assert len(boxes) >= 4
+    assert "1×" in texts.all_text_contents()
+    assert all(above["y"] + above["height"] <= below["y"] for above, below in itertools.pairwise(boxes))
+    page.close()
 
 
 def test_the_menus_change_the_map_and_the_keyboard_moves_in_it(tab):

@@ -1,14 +1,13 @@
 """Which of a layer's captures shows what a finding is about."""
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from math import inf
 from typing import Any
 
 from octavo.doctor.capture import Capture, Captures
 from octavo.doctor.facts import recipe_facts
 from octavo.doctor.findings import Finding
-from octavo.doctor.series import Series
+from octavo.doctor.series import Period, Series
 
 __all__ = ["capture_for"]
 

@@ -208,23 +208,21 @@ def test_a_training_after_an_interrupted_one_holds_its_own_looks_only(tmp_path):
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
 
 
-@pytest.mark.parametrize("after", [0, 3])
-def test_a_training_goes_on_where_lines_cannot_be_written(tmp_path, after):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_training_goes_on_where_lines_cannot_be_written(tmp_path, is_there):
+    """A folder stands where the file belongs: from the beginning, or from the first finding on."""
     told: list[str] = []
-    callback, model = DoctorCallback(interval=2, tell=told.append), tiny_model(convert_head=True)
     metrics = tmp_path / "output" / "metrics.jsonl"
 
-    class Disk(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
-        def on_step_begin(self, args, state, control, **given):
-            if state.global_step == after:
-                metrics.unlink()
-                metrics.mkdir()
+    def tell(line):
+        told.append(line)
+        metrics.unlink(missing_ok=True)
+        metrics.mkdir()
 
-    if not after:
+    if is_there:
         metrics.mkdir(parents=True)
-    trainer = trainer_of(model, tmp_path / "output", callback, eval_strategy="no")
-    if after:
-        trainer.add_callback(Disk())
+    callback = DoctorCallback(interval=2, tell=told.append if is_there else tell)
+    trainer = trainer_of(tiny_model(convert_head=True), tmp_path / "output", callback, eval_strategy="no")
     with pytest.warns(UserWarning, match=r"DoctorCallback writes no more lines: .*metrics.jsonl") as caught:
         trainer.train()
     assert trainer.state.global_step == STEPS

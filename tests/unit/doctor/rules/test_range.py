@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,3 +157,11 @@ def test_only_weights_have_no_zeros_of_their_own(place, fraction, found):
 
 def test_a_tensor_without_a_finite_element_is_not_zero():
     assert not list(zero_tensor(looks(casts={INPUT: ZEROS | {"nonfinite": 10}}), LIMITS))
+
+
+def test_an_rms_that_is_zero_is_no_number_to_divide_by():
+    changes = {"underflow_fraction": 0.2, "amax": [0, 0, 0, 1e-30, 1e-30, 1e-30], "rms": 0}
+    series = looks(casts={INPUT: changes})
+    with np.errstate(all="ignore"):  # as diagnose has it
+        (found,) = bulk_underflow(series, LIMITS)
+    assert "amax is far beyond the rms" in found.cause
