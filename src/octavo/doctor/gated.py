@@ -37,7 +37,9 @@ def gated_linears(shapes: Mapping[str, tuple[int, int]]) -> tuple[tuple[str, ...
         >>> gated_linears({"query": (8, 8), "key": (8, 8), "value": (8, 8)})
         ((), ())
     """
-    candidates = [pair for pair in PAIRS if set(pair) <= shapes.keys() and shapes[pair[0]] == shapes[pair[1]]]
+    candidates: list[tuple[str, ...]] = [
+        pair for pair in PAIRS if set(pair) <= shapes.keys() and shapes[pair[0]] == shapes[pair[1]]
+    ]
     candidates += [(name,) for name in shapes if name in FUSED]
     candidates += [alike for alike in _alike(shapes) if len(alike) == 2 and _is_oblong(alike, shapes)]
     candidates += [(name,) for name in shapes if name not in FUSED_ATTENTION and _is_oblong((name,), shapes)]
