@@ -47,13 +47,12 @@ def test_a_fused_projection_is_two_halves():
 
 
 def test_pairs_by_the_path_of_their_module():
-    mlp = torch.nn.Module()
-    for name, (rows, columns) in {"w1": (24, 8), "w2": (8, 24), "w3": (24, 8)}.items():
-        mlp.add_module(name, torch.nn.Linear(columns, rows, bias=False))
-    (path, (gate, up)), *others = gated_pairs(torch.nn.ModuleDict({"mlp": mlp})).items()
+    shapes = {"w1": (24, 8), "w2": (8, 24), "w3": (24, 8)}
+    linears = {name: torch.nn.Linear(columns, rows) for name, (rows, columns) in shapes.items()}
+    (path, (gate, up)), *others = gated_pairs(torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict(linears)})).items()
     assert path == "mlp"
-    assert gate is mlp.get_parameter("w1.weight")
-    assert up is mlp.get_parameter("w3.weight")
+    assert gate is linears["w1"].weight
+    assert up is linears["w3"].weight
     assert not others
 
 

@@ -45,8 +45,8 @@ def gap_check(
     counted, warmup = origin.first_step + steps // 2, origin.config.training.warmup_steps
     if severity is None and counted < warmup:
         said = (
-            f"no estimate: the updates that count begin at {counted + 1}, in the warm-up of {warmup}, where all are "
-            f"still alike; name a run that is past it, or take --steps {2 * (warmup - origin.first_step)} ({said})"
+            f"no estimate: the updates that count begin at {counted + 1}, in the warm-up of {warmup}, where recipes "
+            f"are still alike; name a run that is past it, or take --steps {2 * (warmup - origin.first_step)} ({said})"
         )
         return Check(name=NAME, said=said, is_known=False)
     if severity is None:

@@ -1,4 +1,3 @@
-from typing import Any
 
 import numpy as np
 import pytest
@@ -69,10 +68,12 @@ def test_a_module_stands_for_its_layers_and_the_run_for_all():
 
 
 def test_what_most_layers_show_is_mended_beyond_the_recipe_they_run():
-    fields: dict[str, Any] = {"path": "", "places": ("mlp.1", "mlp.0")}
-    assert changes_of("saturation", run_of(recipe="blockwise"), **fields) == [{"overrides": {"*": "bf16"}}]
-    assert changes_of("sensitive-module", run_of(), **fields) == [{"skip": ["mlp.1", "mlp.0"]}]
-    assert "all layers" in remedies_for(found("saturation", **fields), run_of())[0].text
+    places = ("mlp.1", "mlp.0")
+    assert changes_of("saturation", run_of(recipe="blockwise"), path="", places=places) == [
+        {"overrides": {"*": "bf16"}}
+    ]
+    assert changes_of("sensitive-module", run_of(), path="", places=places) == [{"skip": ["mlp.1", "mlp.0"]}]
+    assert "all layers" in remedies_for(found("saturation", path="", places=places), run_of())[0].text
 
 
 def test_scales_of_a_byte_that_are_rounded_down_are_rounded_up():
