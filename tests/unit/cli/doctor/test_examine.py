@@ -256,6 +256,7 @@ def test_a_capture_that_cannot_be_replayed_hides_nothing(octavo, run, finding_wh
         grad_output=torch.randn(4, 64),
     )
     file = Captures(run / CAPTURES).add(capture)
+    assert file is not None
     if spoilt:
         file.write_bytes(spoilt)
     elsewhere = dataclasses.replace(saturation, path="model.layers.0.mlp.gate_proj")
