@@ -6,7 +6,7 @@ power cut loses, and the fsync of the folder after it makes the name itself dura
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["remove_if_empty", "replacing", "sync_file", "sync_folder", "write_atomically"]
@@ -15,6 +15,8 @@ __all__ = ["remove_if_empty", "replacing", "sync_file", "sync_folder", "write_at
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path to write to; it takes the place of ``path`` when the block ends, and is removed when it fails.
+
+    What the system refuses about the temporary file is said of ``path``: nobody has named the other.
 
     Example:
         >>> with replacing(Path("table.bin")) as temporary:  # doctest: +SKIP
@@ -26,8 +28,11 @@ def replacing(path: Path) -> Iterator[Path]:
         sync_file(temporary)
         temporary.replace(path)
         sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # such as of a folder that is a file: the first error says more
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename, error.filename2 = str(path), None
         raise
 
 

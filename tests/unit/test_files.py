@@ -42,3 +42,16 @@ def test_the_file_is_synced_before_its_rename_and_the_folder_after(tmp_path, mon
     assert file.endswith(".tmp")
     assert not there_before
     assert folder == (str(tmp_path), True)
+
+
+def test_a_refusal_names_the_file_that_was_given(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    for target in (tmp_path / "no" / "table.bin", tmp_path / "file" / "table.bin"):
+        with pytest.raises(OSError, match=r"/table\.bin") as caught:
+            write_atomically(target, "new")
+        assert caught.value.filename == str(target)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_atomically(tmp_path / "folder", "new")
+    assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / "folder"), None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -7,6 +7,7 @@ import typer
 
 from octavo.cli.data import DATA_HELP
 from octavo.training.config import RunConfig, config_from_dict, load_config
+from octavo.training.recipe_choice import PLAIN_RECIPES
 
 __all__ = [
     "BatchSize",
@@ -45,10 +46,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def configured(base: Path | None, *, source: str | None, vocab_size: int | None, **training: Any) -> RunConfig:
     """The file's configuration (or the defaults) with what the command line sets; None leaves a key as it is.
 
+    A recipe in high precision leaves out what only an FP8 run of the file has: options, phases, the autopilot.
+
     Raises:
         ConfigError: a key or value that is not allowed.
     """
     config = RunConfig() if base is None else load_config(base)
+    if training.get("recipe") in PLAIN_RECIPES:
+        config = config.with_recipe(training["recipe"])
     raw = config.to_dict()
     raw["data"] |= {key: value for key, value in (("source", source), ("vocab_size", vocab_size)) if value is not None}
     raw["training"] |= {key: value for key, value in training.items() if value is not None}

@@ -27,7 +27,7 @@ class Captor:
 
     A layer is captured for a finding of ``warn`` or ``fail``, of at most four layers in one step, worst first; for the
     same finding again after 20 looks, and for any finding 20 looks after what the run has left before it was resumed.
-    A finding of a module stands for the layers in it.
+    A finding of a module stands for the layers in it, one of most layers for the worst of them.
 
     Args:
         captures: where they go.
@@ -87,7 +87,11 @@ class Captor:
         return CapturingWatch(watch, self.layers[path], path, step, self.captures) if path in self.wanted else watch
 
     def _meant(self, finding: Finding) -> Collection[str]:
-        return () if finding.severity == Severity.NOTE else self._at(finding.path)
+        if finding.severity == Severity.NOTE:
+            return ()
+        if finding.path not in self.layers and finding.places:
+            return finding.places[:1]
+        return self._at(finding.path)
 
     def _at(self, path: str) -> Collection[str]:
         if path in self.layers:

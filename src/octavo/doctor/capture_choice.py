@@ -1,14 +1,13 @@
 """Which of a layer's captures shows what a finding is about."""
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from math import inf
 from typing import Any
 
 from octavo.doctor.capture import Capture, Captures
 from octavo.doctor.facts import recipe_facts
 from octavo.doctor.findings import Finding
-from octavo.doctor.series import Series
+from octavo.doctor.series import Period, Series
 
 __all__ = ["capture_for"]
 
@@ -46,11 +45,13 @@ def capture_for(
     return max(fitting, key=place, default=None)
 
 
-def _facts_during(finding: Finding, periods: list[tuple[float, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def _facts_during(finding: Finding, periods: list[Period]) -> Iterator[dict[str, Any]]:
     """The layer's facts in the finding's steps; what it had at its first look holds before that too."""
-    for index, ((since, facts), (until, _)) in enumerate(pairwise([*periods, (inf, {})])):
-        if (since <= finding.last_step or not index) and until > finding.first_step:
-            yield facts
+    for index, period in enumerate(periods):
+        until = periods[index + 1].step if index + 1 < len(periods) else inf
+        is_over = max(until, period.step + 1) <= finding.first_step  # a step made again was looked at under both
+        if not is_over and (period.step <= finding.last_step or not index):
+            yield period.facts
 
 
 def _is_of(capture: Capture, facts: dict[str, Any]) -> bool:

@@ -1,15 +1,21 @@
 """From a run's statistics to findings: every rule reads the same series, and causes swallow their consequences.
 
 A rule looks at its own numbers and knows no other. That a frozen scale also saturates, or that a loss scale too large
-leaves gradients that are not finite, is said here, once: EXPLAINS lists what each cause leads to, and where.
+leaves gradients that are not finite, is said here, once: EXPLAINS lists what each cause leads to, and where. A finding
+that is mended is a note, and explains what was over with it. What is left, and is the same in most layers, is one
+finding (:mod:`octavo.doctor.run_wide`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from octavo.doctor.findings import Finding, Severity, worst_first
+from octavo.doctor.mended import MENDED_AT, after_mending
 from octavo.doctor.remedies import remedies_for
-from octavo.doctor.rules import RULES, loss_gap
+from octavo.doctor.rules import RULES, divergence, loss_gap
+from octavo.doctor.run_wide import run_wide
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -70,10 +76,13 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
         []
     """
     limits = thresholds or Thresholds()
-    found = [finding for rule in RULES for finding in rule(series, limits)]
-    if reference is not None:
-        found += loss_gap(series, reference, limits)
-    causes = worst_first(_causes(_one_a_place(found), series))
+    with np.errstate(all="ignore"):  # what does not exist, such as 0 / 0, is NaN, which no rule finds
+        found = [after_mending(finding, series) for rule in RULES for finding in rule(series, limits)]
+        if reference is not None:
+            found += loss_gap(series, reference, limits)
+        causes = run_wide(_causes(_one_a_place(found), series), {key.path for key in series.casts.keys})
+        if all(one.severity is Severity.NOTE for one in causes):
+            causes = [*divergence(series, limits), *causes]
     return [replace(finding, remedies=remedies_for(finding, series)) for finding in causes]
 
 
@@ -100,13 +109,13 @@ def _causes(findings: list[Finding], series: Series) -> list[Finding]:
 
 def _explains(cause: Finding, other: Finding, order: dict[tuple[str, str], int]) -> bool:
     reach = EXPLAINS.get(cause.code, _Reach())
-    if cause.severity is Severity.NOTE:
+    if cause.severity is Severity.NOTE and other.last_step > cause.evidence.get(MENDED_AT, -1):
         return False
     if other.code in reach.here and other.code != cause.code and _is_at(other, cause):
         return True
     if other.code in reach.anyhow and (other.code != cause.code or _is_before(cause, other, order)):
         return True
-    breaks = cause.severity is Severity.FAIL
+    breaks = cause.severity in (Severity.FAIL, Severity.NOTE)  # a note is mended here, and so is the other
     return breaks and other.code in reach.later and _is_before(cause, other, order)
 
 

@@ -2,16 +2,11 @@
 
 from typing import Any
 
+from octavo.doctor.series import OPERANDS
 from octavo.nn import Linear
 from octavo.recipes import GemmSpec, Recipe
 
 __all__ = ["layer_facts", "recipe_facts"]
-
-_OPERANDS = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("grad_output", "input"),
-}
 
 
 def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
@@ -39,7 +34,7 @@ def recipe_facts(recipe: Recipe) -> dict[str, Any]:
 def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """By "role gemm", what a rule must know of a cast to judge its scale."""
     found: dict[str, dict[str, Any]] = {}
-    for gemm, operands in _OPERANDS.items():
+    for gemm, operands in OPERANDS.items():
         product: GemmSpec = getattr(recipe, gemm)
         for role, spec in zip(operands, (product.a, product.b), strict=True):
             if spec is not None:

@@ -34,7 +34,8 @@ CAUSES = {
     "batch-norm": "a batch norm next to FP8 layers has erratic statistics",
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
-    "learning-rate": "updates jumped when the precision changed",
+    "learning-rate": "the learning rate or its updates jumped, as where the precision changes",
+    "divergence": "the loss rises far above its beginning, and no tensor shows why",
     "loss-gap": "the loss leaves that of the reference",
     "nondeterministic": "the same micro-batch gives other numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",
@@ -85,6 +86,7 @@ class Finding:
         cause: one sentence.
         remedies: what would mend it, best first.
         weight: orders findings of one severity: larger is worse.
+        places: of a finding about many layers, whose ``path`` is "": their paths, the worst first.
 
     Example:
         >>> finding = Finding(
@@ -111,6 +113,7 @@ class Finding:
     cause: str = ""
     remedies: tuple[Remedy, ...] = ()
     weight: float = 0.0
+    places: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.code in CAUSES, self.code
@@ -119,6 +122,10 @@ class Finding:
         place = ", ".join(filter(None, (self.path, self.role))) or "the run"
         steps = f"step {self.first_step}" if self.first_step == self.last_step else self._steps
         return f"{self.severity}: {self.code} at {place}, {steps}: {self.cause}"
+
+    def is_at(self, path: str) -> bool:
+        """Whether it is about this module, alone or among others; "" asks for the run as a whole."""
+        return path == self.path or path in self.places
 
     @property
     def _steps(self) -> str:

@@ -6,14 +6,18 @@ while it trains and afterwards:
 
 - "watched" and "statistics" lines of each look, see :mod:`octavo.doctor.series`;
 - a "step" line where the Trainer logs: ``loss`` (its mean since the log before), ``lr``, ``grad_norm``;
+- an "overflow" line of each step that a dynamic loss scale skipped;
 - an "evaluation" line of each evaluation that has a loss.
 
-A finding is printed when it is first seen, and again when it has become worse. Needs ``transformers`` and
-``accelerate``: octavo[hf].
+A finding is printed when it is first seen, and again when it has become worse. Lines that cannot be written are left
+out with a warning: nobody's training ends for it. A training that an exception ends during a look leaves the model
+watched, since the Trainer tells nobody; :meth:`DoctorCallback.abandon`, or the next training's beginning, ends that
+look. Needs ``transformers`` and ``accelerate``: octavo[hf].
 """
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +37,10 @@ __all__ = ["DoctorCallback"]
 
 STEP_NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm"}  # Hugging Face's name: ours
 EVALUATION_LOSS = "eval_loss"
+
+
+class _UnfinishedStepError(Exception):
+    """Thrown into a look at a step that did not end."""
 
 
 class DoctorCallback(TrainerCallback):
@@ -59,11 +67,12 @@ class DoctorCallback(TrainerCallback):
                 raise ConfigError(f"DoctorCallback's {name} must be a whole number of at least {least}, not {value!r}")
         self.interval, self.keep, self.tell = interval, keep, tell
         self.watcher: Watcher | None = None
-        self._step = ExitStack()
+        self._look = ExitStack()
         self._told: dict[tuple[str, str, str], Severity] = {}
         self._path = Path()
         self._lines = SampleLines([])
-        self._writes = False
+        self._tells = self._writes = False
+        self._overflows_told = 0
 
     def findings(self) -> list[Finding]:
         """What the looks that are held show, worst first; nothing before the first."""
@@ -74,6 +83,7 @@ class DoctorCallback(TrainerCallback):
     ) -> None:
         """Watch the model; lines of steps that are trained again are cut off."""
         del control
+        self.abandon()
         self.watcher = watch(
             given["model"],
             _inner(given["optimizer"]),
@@ -81,9 +91,9 @@ class DoctorCallback(TrainerCallback):
             keep=self.keep,
             on_sample=self._write_sample,
         )
-        self._told = {}
+        self._told, self._overflows_told = {}, 0
         self._path = Path(args.output_dir or ".") / METRICS
-        self._writes = bool(state.is_world_process_zero)
+        self._tells = self._writes = bool(state.is_world_process_zero)
         if self._writes:
             self._continue_file(state.global_step)
 
@@ -92,14 +102,14 @@ class DoctorCallback(TrainerCallback):
     ) -> None:
         """Begin to look, if the step is due."""
         del args, control, given
-        self._step.close()
-        self._step = ExitStack()
-        self._step.enter_context(self._watcher().step(state.global_step + 1))
+        self.abandon()
+        self._look.enter_context(self._watcher().step(state.global_step + 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Write what the look found, and say what is new."""
         del args, control, given
-        self._step.close()
+        self._look.close()
+        self._write_overflows()
         if self._watcher().is_due(state.global_step):
             self._tell_news()
 
@@ -125,7 +135,13 @@ class DoctorCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Leave the model as it was."""
         del args, state, control, given
-        self._step.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Leave the model as it was, and forget the step that is looked at: it did not end."""
+        look, self._look = self._look, ExitStack()
+        unfinished = _UnfinishedStepError()
+        look.__exit__(_UnfinishedStepError, unfinished, None)
 
     def _watcher(self) -> Watcher:
         if self.watcher is None:
@@ -134,22 +150,45 @@ class DoctorCallback(TrainerCallback):
 
     def _continue_file(self, step: int) -> None:
         kept = [line for line in read_lines(self._path) if line["step"] <= step] if step else []
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._lines = SampleLines(kept)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+        except OSError as error:
+            self._stop_writing(error)
 
     def _write_sample(self, sample: Sample) -> None:
         for kind, values in self._lines.of(sample):
             self._write(kind, sample.step, values)
 
+    def _write_overflows(self) -> None:
+        for line in self._watcher().overflows.lines:
+            if line["step"] > self._overflows_told:
+                self._overflows_told = line["step"]
+                self._write("overflow", line["step"], {"loss_scale": line["loss_scale"]})
+
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if self._writes:
+        if not self._writes:
+            return
+        line = line_of(kind, step, values)
+        try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(line_of(kind, step, values))
+                file.write(line)
+        except OSError as error:
+            self._stop_writing(error)
+
+    def _stop_writing(self, error: OSError) -> None:
+        """Later lines would not fit to those that are missing."""
+        self._writes = False
+        warnings.warn(
+            f"DoctorCallback writes no more lines: {str(self._path)!r} cannot be written ({error}); findings are still "
+            "told while it trains",
+            stacklevel=2,
+        )
 
     def _tell_news(self) -> None:
         order = list(Severity)
-        for finding in self.findings() if self._writes else ():
+        for finding in self.findings() if self._tells else ():
             key = (finding.code, finding.path, finding.role)
             before = self._told.get(key)
             if before is None or order.index(finding.severity) < order.index(before):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octavo.doctor.series import CastKey, ProductKey
-from octavo.doctor.statistics import CAST_SUMS, cast_sums, product_results, spread, take_rows
+from octavo.doctor.statistics import CAST_SUMS, cast_sums, product_sums, spread, take_rows
 from octavo.numerics import QuantizedTensor
 from octavo.observers import Operand, Operands
 from octavo.recipes import CastSpec, GemmSpec, Recipe
@@ -23,7 +23,7 @@ class LayerRecorder:
     Args:
         path: the layer's.
         casts: where sums go, as float64 vectors of CAST_SUMS.
-        products: where ``product_results`` go.
+        products: where they go of GEMMs, PRODUCT_SUMS.
     """
 
     def __init__(self, path: str, casts: dict[CastKey, Tensor], products: dict[ProductKey, Tensor]) -> None:
@@ -99,7 +99,7 @@ class LayerRecorder:
         if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor) or not left.data.numel():
             return
         left, right = take_rows(left, sampled[0]), take_rows(right, sampled[1])
-        self.products[ProductKey(self.path, gemm)] = product_results(left, right, originals, spec.accumulate)
+        self.products[ProductKey(self.path, gemm)] = product_sums(left, right, originals, spec.accumulate)
 
 
 def _is_held(weight: Tensor) -> bool:

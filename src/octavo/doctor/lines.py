@@ -15,6 +15,7 @@ from octavo.errors import TrainingError
 __all__ = ["METRICS", "SampleLines", "line_of", "read_lines"]
 
 METRICS = "metrics.jsonl"
+MOST_WHOLE = 2**53  # beyond it float64 skips whole numbers
 
 
 class SampleLines:
@@ -60,15 +61,33 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines; none where there is no file. A torn last line, left by a kill, is passed over.
 
     Raises:
-        TrainingError: another line is not what a run writes.
+        TrainingError: another line is not what a run writes: an object with a kind and a step, of which none is smaller
+            than the one before, and numbers that a float64 holds.
     """
     if not path.exists():
         return []
-    found = []
+    found: list[dict[str, Any]] = []
+    newest = 0
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            value = json.loads(line)
-            found.append({**value, "kind": str(value["kind"]), "step": int(value["step"])})
+            value = json.loads(line, parse_int=_whole)
+            step = value["step"]
+            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+                raise ValueError(f"step {step!r}")
+            found.append({**value, "kind": str(value["kind"])})
         except (ValueError, TypeError, KeyError) as error:
             raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
+        if step < newest:
+            raise TrainingError(
+                f"line {number} of {str(path)!r} has step {step} after step {newest}: two runs wrote there; keep the "
+                "lines of one"
+            )
+        newest = step
     return found
+
+
+def _whole(digits: str) -> int:
+    value = int(digits)
+    if abs(value) > MOST_WHOLE:
+        raise ValueError(f"{digits} is no number of a run's")
+    return value

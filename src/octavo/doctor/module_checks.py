@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from octavo.doctor.gated import gated_linears
+
 __all__ = ["alignments", "gated_pairs", "watching_batch_norms"]
 
 BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 (the common base of 1d, 2d, 3d and sync)
@@ -32,20 +34,21 @@ def alignments(model: nn.Module) -> dict[str, Tensor]:
     """
     found = {}
     for path, (gate, up) in gated_pairs(model).items():
-        cosines = torch.nn.functional.cosine_similarity(gate.weight.float(), up.weight.float(), dim=1)
+        cosines = torch.nn.functional.cosine_similarity(gate.float(), up.float(), dim=1)
         found[path] = cosines.abs().amax().double().reshape(1)
     return found
 
 
-def gated_pairs(model: nn.Module) -> dict[str, tuple[nn.Linear, nn.Linear]]:
-    """Two linear layers of the same shape [N, K] beside a third [., N], by the path of the module that has them."""
+def gated_pairs(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Weights [N, K] of gate and up projection, by the path of the module that has them; see :func:`gated_linears`."""
     found = {}
     for path, module in model.named_modules():
-        linears = [child for child in module.children() if isinstance(child, nn.Linear)]
-        if len(linears) == 3:
-            gate, up, down = linears
-            if gate.weight.shape == up.weight.shape and down.in_features == gate.out_features:
-                found[path] = (gate, up)
+        linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+        shapes = {name: (child.out_features, child.in_features) for name, child in linears.items()}
+        weights = [linears[name].weight for name in gated_linears(shapes)[0]]
+        if weights:
+            gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
+            found[path] = (gate, up)
     return found
 
 
@@ -53,7 +56,11 @@ def gated_pairs(model: nn.Module) -> dict[str, tuple[nn.Linear, nn.Linear]]:
 def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
     """Put into ``found``, by module path, how far each batch norm's batch lies from its running statistics.
 
-    The number is the largest |log2(batch variance / running variance)| of any channel: float64 [1].
+    The number is the median over channels of |log2(batch variance / running variance)|, less two standard deviations
+    of what it scatters by where n independent values of one variance are drawn, 0 at least: float64 [1]. The logarithm
+    of a Gaussian sample's variance has the variance trigamma((n - 1) / 2); n is the batch's first dimension, since what
+    stands in one row or image is not independent. A channel whose variance in the batch is below the norm's ``eps``,
+    such as a constant one, has no size to speak of and does not count; NaN where no channel does.
     """
 
     def watch(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -64,8 +71,10 @@ def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator
             x = inputs[0]
             if x.numel() > x.shape[1]:
                 dims = [dim for dim in range(x.ndim) if dim != 1]
-                ratio = x.detach().float().var(dim=dims) / module.running_var
-                found[path] = ratio.log2().abs().nan_to_num(posinf=math.inf).amax().double().reshape(1)
+                variance = x.detach().float().var(dim=dims)
+                binades = (variance / module.running_var).log2().abs()
+                median = binades.masked_fill(variance < module.eps, math.nan).nanmedian()
+                found[path] = (median - _scatter(x.shape[0])).clamp(min=0).double().reshape(1)
 
         return look
 
@@ -79,3 +88,9 @@ def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _scatter(n: int) -> float:
+    """Two standard deviations of log2 of the variance of ``n`` Gaussian values; of two where there is one only."""
+    freedom = torch.tensor((max(n, 2) - 1) / 2, dtype=torch.float64)
+    return 2 * math.sqrt(torch.special.polygamma(1, freedom).item()) / math.log(2)

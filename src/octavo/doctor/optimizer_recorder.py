@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 
 __all__ = ["OptimizerRecorder"]
 
-SAMPLED_ELEMENTS = 1 << 14
+SAMPLED_ELEMENTS = 1 << 12  # of each matrix
 
 
 class OptimizerRecorder:

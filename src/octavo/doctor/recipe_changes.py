@@ -1,12 +1,13 @@
 """What a change of configuration makes of one layer's recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from octavo import recipes
-from octavo.formats import E4M3, E5M2
+from octavo.formats import E4M3, E5M2, E8M0
+from octavo.numerics import ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling, Statistic
 
 __all__ = ["changed_recipe", "same_casts", "with_options"]
@@ -60,7 +61,10 @@ def with_options(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
     if "gradient_format" in options:
         recipe = recipe.with_gradients_in(_FORMATS[options["gradient_format"]])
     if "margin" in options:
-        recipe = _with_margin(recipe, options["margin"])
+        recipe = _with_casts(recipe, lambda cast: cast.scaling == Scaling.DELAYED, margin=options["margin"])
+    if "scale_rounding" in options:
+        rounding = ScaleRounding(options["scale_rounding"])
+        recipe = _with_casts(recipe, lambda cast: cast.scale_format == E8M0, scale_rounding=rounding)
     if recipe.history is not None:
         changes = {_HISTORY[name]: value for name, value in options.items() if name in _HISTORY}
         if "statistic" in options:
@@ -74,11 +78,11 @@ def same_casts(one: Recipe, other: Recipe) -> bool:
     return replace(one, name="") == replace(other, name="")
 
 
-def _with_margin(recipe: Recipe, margin: int) -> Recipe:
-    """Every delayed cast with another margin."""
+def _with_casts(recipe: Recipe, is_meant: Callable[[CastSpec], bool], **changes: Any) -> Recipe:
+    """Those casts that are meant, changed."""
 
     def cast(spec: CastSpec | None) -> CastSpec | None:
-        return spec and (replace(spec, margin=margin) if spec.scaling == Scaling.DELAYED else spec)
+        return spec and (replace(spec, **changes) if is_meant(spec) else spec)
 
     def gemm(spec: GemmSpec) -> GemmSpec:
         return replace(spec, a=cast(spec.a), b=cast(spec.b))

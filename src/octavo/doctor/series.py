@@ -12,8 +12,9 @@ number that does not exist is null.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,10 +23,22 @@ from numpy.typing import NDArray
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 from octavo.errors import TrainingError
 
-__all__ = ["PARAMETER_FIELDS", "CastKey", "ProductKey", "Sample", "Series", "Table", "series_of"]
+__all__ = ["OPERANDS", "PARAMETER_FIELDS", "CastKey", "Period", "ProductKey", "Sample", "Series", "Table", "series_of"]
 
 PARAMETER_FIELDS = ("grad_norm", "gradient_variance", "update_ratio")
+OPERANDS = {  # roles of a GEMM's operands, left and right
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
 DIGITS = 5  # of a number in a file
+_NEEDED = {"overflow": ("loss_scale",)}  # of a line of a kind, beside its step
+_READ: dict[str, Any] = {
+    "step": int | float,
+    "loss_scale": int | float | None,
+    "loss": int | float | None,
+    "tensor": str | None,
+}
 Floats = NDArray[np.float64]
 Key = TypeVar("Key")
 
@@ -43,6 +56,20 @@ class ProductKey(NamedTuple):
 
     path: str
     gemm: str
+
+
+class Period(NamedTuple):
+    """Since when a layer has had which facts.
+
+    Attributes:
+        step: of the first look that saw them.
+        look: its number among the run's looks, from 0 on: a step that was made again may be looked at under both.
+        facts: the recipe's name, its casts, the layer's shape.
+    """
+
+    step: float
+    look: int
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +123,9 @@ class Sample:
         for table, rows, names in tables:
             for key, numbers in rows.items():
                 place = key if isinstance(key, str) else "/".join(key)
-                for name, value in zip(names, numbers, strict=True):
+                for name, value in zip(names, numbers.tolist(), strict=True):
                     if math.isfinite(value):
-                        yield f"{table}/{name}/{place}", float(value)
+                        yield f"{table}/{name}/{place}", value
         for name, found in self.modules.items():
             yield from ((f"modules/{name}/{path}", value) for path, value in found.items() if math.isfinite(value))
         yield from ((f"step/{name}", value) for name, value in self.scalars.items() if math.isfinite(value))
@@ -137,7 +164,7 @@ class Series:
         curves: (steps, values) of a number that steps or samples have: "loss", "lr", "grad_norm", "loss_scale",
             "gradient_to_noise", "nats".
         layers: the newest facts of each layer.
-        periods: of each layer, since which steps it had which facts, oldest first.
+        periods: of each layer, oldest first.
         events: lines of other kinds ("overflow", "failure", "precision", "autopilot"), as they stand in the file.
     """
 
@@ -147,7 +174,7 @@ class Series:
     modules: dict[str, Table[str]]
     curves: dict[str, tuple[Floats, Floats]]
     layers: dict[str, dict[str, Any]]
-    periods: dict[str, list[tuple[float, dict[str, Any]]]]
+    periods: dict[str, list[Period]]
     events: tuple[dict[str, Any], ...]
 
     def curve(self, name: str) -> tuple[Floats, Floats]:
@@ -163,7 +190,8 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
         samples: those that were taken without a file.
 
     Raises:
-        TrainingError: a "statistics" line has other columns than its "watched" line names, or a line has no kind.
+        TrainingError: a "statistics" line has other columns than its "watched" line names, or is not later than the one
+            before it; a line has no kind; or what a rule reads of it is missing or no number.
     """
     taken, others = list(samples), []
     names: Mapping[str, Any] = {}
@@ -175,7 +203,10 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
         elif line["kind"] == "statistics":
             taken.append(_sample(names, line))
         else:
+            _check_line(line)
             others.append(dict(line))
+    failed = {line["step"] for line in others if line["kind"] == "failure"}
+    _check_order([one.step for one in taken[len(samples) :]], failed)
     curves = _curves(others) | _curves([{"kind": "sample", "step": one.step, **one.scalars} for one in taken])
     modules = {name for one in taken for name in one.modules}
     return Series(
@@ -191,12 +222,37 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
 
 
 def _columns(names: tuple[str, ...], rows: Iterable[Floats]) -> dict[str, list[float | None]]:
-    table = list(rows)
+    table = [row.tolist() for row in rows]
     return {name: [_plain(row[index]) for row in table] for index, name in enumerate(names)}
 
 
 def _plain(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _check_order(steps: Sequence[int], failed: Collection[int]) -> None:
+    """Refuse looks that do not rise; one that broke may come again, in its replay and where it is repeated."""
+    for before, step in pairwise(steps):
+        if step < before or (step == before and step not in failed):
+            raise TrainingError(
+                f"the statistics of step {step} stand after those of step {before}; two runs were put together or "
+                "lines were copied: leave each step once, in order"
+            )
+
+
+def _check_line(line: Mapping[str, Any]) -> None:
+    """Refuse a line without what the rules read of it; numbers that are unknown are null."""
+    for name in ("step", *_NEEDED.get(line["kind"], ())):
+        if name not in line:
+            raise TrainingError(
+                f"the {line['kind']} line of step {line.get('step')} has no {name}; it was edited: remove the line"
+            )
+    for name, kinds in _READ.items():
+        if not isinstance(line.get(name), kinds):
+            raise TrainingError(
+                f"the {line['kind']} line of step {line['step']} has {name} = {line[name]!r}, which no run writes; "
+                "it was edited: remove the line"
+            )
 
 
 def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:
@@ -249,13 +305,13 @@ def _module_table(samples: Sequence[Sample], name: str) -> Table[str]:
     return _table(samples, of, (name,))
 
 
-def _periods(samples: Sequence[Sample]) -> dict[str, list[tuple[float, dict[str, Any]]]]:
-    found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    for one in samples:
+def _periods(samples: Sequence[Sample]) -> dict[str, list[Period]]:
+    found: dict[str, list[Period]] = {}
+    for look, one in enumerate(samples):
         for path, facts in one.layers.items():
             known = found.setdefault(path, [])
-            if not known or known[-1][1] != facts:
-                known.append((float(one.step), facts))
+            if not known or known[-1].facts != facts:
+                known.append(Period(float(one.step), look, facts))
     return found
 
 

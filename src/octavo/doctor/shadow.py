@@ -72,7 +72,7 @@ class Shadow:
         return Sample(
             step=step,
             casts={key: cast_numbers(sums.double().cpu().numpy()) for key, sums in casts.items()},
-            products={key: product_numbers(results.double().cpu().numpy()) for key, results in products.items()},
+            products={key: product_numbers(sums.cpu().numpy()) for key, sums in products.items()},
             parameters={},
             layers={self.path: layer_facts(self.layer, self.recipe)},
         )

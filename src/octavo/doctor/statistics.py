@@ -24,7 +24,7 @@ x is the tensor in high precision and y what its codes decode to. Sums run over 
 does not exist (the SQNR of an exact cast, the kurtosis of zeros) is NaN.
 
 While a step runs only sums are made, on the tensors' device and without waiting for it: a cast's CAST_SUMS, which on a
-CPU are a native kernel's, and a GEMM's few results. Numbers come from them once the step is over.
+CPU are a native kernel's, and a GEMM's PRODUCT_SUMS. Numbers come from them once the step is over.
 
 Sampled rows are an odd number of rows apart: tokens lie sequence after sequence, and an even step would often meet all
 of them at the same position, the first ones and their outliers for instance. Of a transposed view, whose columns lie
@@ -54,12 +54,13 @@ __all__ = [
     "CAST_FIELDS",
     "CAST_SUMS",
     "PRODUCT_FIELDS",
+    "PRODUCT_SUMS",
     "cast_numbers",
     "cast_statistics",
     "cast_sums",
     "evenly",
     "product_numbers",
-    "product_results",
+    "product_sums",
     "spread",
     "take_rows",
 ]
@@ -86,6 +87,7 @@ CAST_SUMS = (  # in the order of kernels/native/kernels.h
     *("energy", "fourth_powers", "flushed_energy", "noise", "product", "decoded_energy", "magnitude", "signed_error"),
 )
 PRODUCT_FIELDS = ("sqnr_db", "accumulation_bias")
+PRODUCT_SUMS = ("energy", "noise", "magnitude", "signed_error")  # in the order of native/comparison.h
 SAMPLED_ELEMENTS = 1 << 14
 TIE = (
     1.001  # x · encode_scale and x / scale may differ in the last bit, which decides where x lies halfway (cast_sums.h)
@@ -110,7 +112,6 @@ def cast_statistics(x: Tensor, made: QuantizedTensor) -> Tensor:
     return torch.from_numpy(cast_numbers(cast_sums(x, made).cpu().numpy()))
 
 
-@torch.no_grad()
 def cast_sums(x: Tensor, made: QuantizedTensor) -> Tensor:
     """What :func:`cast_numbers` needs of one cast: float64 [len(CAST_SUMS)] on ``x``'s device.
 
@@ -118,12 +119,15 @@ def cast_sums(x: Tensor, made: QuantizedTensor) -> Tensor:
         x: [M, K] as it was before the cast, not empty.
         made: its codes and scales.
     """
-    if is_transposed(x):
-        x, made = x.t(), _transposed(made)
-    rows = spread(x.shape[0], SAMPLED_ELEMENTS // x.shape[1])
-    return summing.cast_sums(x, made, rows) if summing.sums(x, made) else _sums_by_torch(x, made, rows)
+    turned = is_transposed(x)
+    size, other = x.shape[::-1] if turned else x.shape
+    rows = spread(size, SAMPLED_ELEMENTS // other)
+    if summing.sums(x, made):
+        return summing.cast_sums(x, made, rows)
+    return _sums_by_torch(x.t(), _transposed(made), rows) if turned else _sums_by_torch(x, made, rows)
 
 
+@torch.no_grad()
 def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice) -> Tensor:
     """The definition, for every device and format."""
     x, scale = narrowed(x.detach()), made.fp32_scale
@@ -209,8 +213,11 @@ def take_rows(made: QuantizedTensor, rows: slice) -> QuantizedTensor:
     """
     granularity, scale = made.granularity, made.scale
     if isinstance(granularity, PerBlock):
-        groups = torch.arange(*rows.indices(made.shape[0]), device=scale.device) // granularity.rows
-        scale, granularity = scale[groups], PerBlock(1, granularity.columns)
+        if granularity.rows == 1:
+            scale = scale[rows]
+        else:
+            scale = scale[torch.arange(*rows.indices(made.shape[0]), device=scale.device) // granularity.rows]
+            granularity = PerBlock(1, granularity.columns)
     elif not isinstance(granularity, PerTensor):
         scale = scale[rows]
     return QuantizedTensor(made.data[rows], scale, granularity, made.hp_dtype)
@@ -227,11 +234,10 @@ def _transposed(made: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(data, scale, granularity, made.hp_dtype)
 
 
-@torch.no_grad()
-def product_results(
+def product_sums(
     left: QuantizedTensor, right: QuantizedTensor, originals: tuple[Tensor, Tensor], accumulate: Accumulate
 ) -> Tensor:
-    """``left @ right.T`` as :func:`product_numbers` needs it: float32 [3, M, N], of the originals, summed in FP32, cut.
+    """What :func:`product_numbers` needs of ``left @ right.T``: float64 [len(PRODUCT_SUMS)] on the operands' device.
 
     Args:
         left: [M, K].
@@ -243,28 +249,41 @@ def product_results(
     widths = {side.granularity.columns for side in made if isinstance(side.granularity, PerBlock)}
     if all(summing.sums(*pair) for pair in zip(originals, made, strict=True)) and len(widths) < 2:
         codes, scales = (left.data, right.data), (rows_of_scales(left), rows_of_scales(right))
-        return products.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)
-    with torch.autocast(left.data.device.type, enabled=False):  # which would multiply in its own dtype
-        wanted = originals[0].float() @ originals[1].float().t()
-    exact = scaled_mm(left, right, out_dtype=torch.float32)
-    if accumulate is Accumulate.FP32 or widths:
+        return products.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)[1]
+    return _product_sums_by_torch(made, originals, Accumulate.FP32 if widths else accumulate)
+
+
+@torch.no_grad()
+def _product_sums_by_torch(
+    made: tuple[QuantizedTensor, QuantizedTensor], originals: tuple[Tensor, Tensor], accumulate: Accumulate
+) -> Tensor:
+    """The definition, for every device and format."""
+    with torch.autocast(made[0].data.device.type, enabled=False):  # which would multiply in its own dtype
+        wanted = (originals[0].float() @ originals[1].float().t()).double()
+    exact = scaled_mm(*made, out_dtype=torch.float32).double()
+    if accumulate is Accumulate.FP32:
         cut = torch.full_like(exact, torch.nan)
     else:
-        cut = scaled_mm(left, right, out_dtype=torch.float32, accumulate=accumulate)
-    return torch.stack([wanted, exact, cut])
+        cut = scaled_mm(*made, out_dtype=torch.float32, accumulate=accumulate).double()
+    sums = {
+        "energy": wanted.square(),
+        "noise": (exact - wanted).square(),
+        "magnitude": exact.abs(),
+        "signed_error": exact.sign() * (cut - exact),
+    }
+    return torch.stack([sums[name].sum() for name in PRODUCT_SUMS])
 
 
-def product_numbers(results: Floats) -> Floats:
-    """[3, M, N] of :func:`product_results` to [len(PRODUCT_FIELDS)].
+def product_numbers(sums: Floats) -> Floats:
+    """[..., len(PRODUCT_SUMS)] to [..., len(PRODUCT_FIELDS)].
 
     Example:
-        >>> product_numbers(np.array([[[10.0, -10.0]], [[11.0, -11.0]], [[10.0, -10.0]]])).round(3)
+        >>> product_numbers(np.array([200.0, 2.0, 22.0, -2.0])).round(3)
         array([20.   , -0.091])
     """
-    wanted, exact, cut = results.astype(np.float64, copy=False).reshape(3, -1)
-    noise, sums = exact - wanted, np.abs(exact).sum()
+    energy, noise, magnitude, signed_error = np.moveaxis(sums, -1, 0)
     with np.errstate(all="ignore"):
-        return np.array([_decibels(wanted @ wanted, noise @ noise), np.sign(exact) @ (cut - exact) / sums])
+        return np.stack([_decibels(energy, noise), signed_error / magnitude], axis=-1)
 
 
 def _decibels(signal: Floats, noise: Floats) -> Floats:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,13 +27,17 @@ from octavo.doctor.findings import Finding
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
-from octavo.doctor.ranks import scale_ratios
-from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
+from octavo.doctor.overflows import Overflows
+from octavo.doctor.ranks import RankComparison
+from octavo.doctor.series import CastKey, Floats, Key, ProductKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.observers import ROLES
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["StepNotes", "Watcher", "watch"]
 
@@ -45,7 +49,8 @@ class StepNotes:
 
     Attributes:
         loss: a number or a tensor [], in nats.
-        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale".
+        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale", which with a dynamic scale is best
+            taken after its update: ``scaler.get_scale()`` after ``scaler.update()``.
     """
 
     def __init__(self) -> None:
@@ -61,6 +66,7 @@ def watch(
     keep: int = 64,
     on_sample: Callable[[Sample], None] | None = None,
     captures: str | Path | Captures | None = None,
+    group: "ProcessGroup | str | None" = None,
 ) -> "Watcher":
     """Look at ``model`` while it trains.
 
@@ -72,9 +78,12 @@ def watch(
         on_sample: called with each sample when its step ends.
         captures: a folder. The rules judge the looks so far then, and a layer in which they find something is captured
             there at the next look, for :func:`octavo.doctor.replay`; None captures nothing.
+        group: ranks that should cast alike; all of them must look at the same steps. None is the default group, where
+            torch.distributed is running; "alone" compares nothing.
 
     Raises:
-        ConfigError: ``interval`` or ``keep`` is out of range, or no layer of the model is octavo's.
+        ConfigError: ``interval`` or ``keep`` is out of range, ``group`` is another text, or no layer of the model is
+            octavo's.
 
     Example:
         >>> import octavo, octavo.doctor
@@ -94,7 +103,7 @@ def watch(
         >>> watcher.findings()
         []
     """
-    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample, captures=captures)
+    return Watcher(model, optimizer, interval=interval, keep=keep, on_sample=on_sample, captures=captures, group=group)
 
 
 class Watcher:
@@ -113,6 +122,7 @@ class Watcher:
         keep: int,
         on_sample: Callable[[Sample], None] | None,
         captures: str | Path | Captures | None = None,
+        group: "ProcessGroup | str | None" = None,
     ) -> None:
         given: tuple[tuple[str, object, int], ...] = (("interval", interval, 1), ("keep", keep, 2))
         for name, value, least in given:
@@ -123,7 +133,9 @@ class Watcher:
         if not self.layers:
             raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
         _check_memory(self.layers)
+        self.ranks = RankComparison(self.layers, group)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
+        self.overflows = Overflows(optimizer)
         store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
         self.captor = None if store is None else Captor(store, self.layers, interval=interval)
         self.samples: deque[Sample] = deque(maxlen=keep)
@@ -145,15 +157,19 @@ class Watcher:
         """
         self.number = self.number + 1 if number is None else number
         notes = StepNotes()
-        if not always and not self.is_due(self.number):
-            yield notes
-        else:
-            with self._looking() as finish:
+        is_looked_at = always or self.is_due(self.number)
+        with self.overflows.during_step():
+            if is_looked_at:
+                with self._looking() as finish:
+                    yield notes
+                self._keep(finish())
+            else:
                 yield notes
-            self._keep(finish())
         self._note(notes)
-        if self.captor is not None and self.samples and self.samples[-1].step == self.number:
-            self.captor.look(self.findings, self.number)
+        if is_looked_at:
+            self.overflows.read()
+            if self.captor is not None:
+                self.captor.look(self.findings, self.number)
 
     def capturing(self, paths: Iterable[str]) -> AbstractContextManager[None]:
         """A forward and a backward pass besides the steps, in which the layers at, or in, these paths are captured.
@@ -164,7 +180,8 @@ class Watcher:
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
         """What the samples that are held show, worst first."""
-        return diagnose(series_of(self.steps, list(self.samples)), thresholds or Thresholds())
+        lines = [*self.steps, *self.overflows.lines]
+        return diagnose(series_of(lines, list(self.samples)), thresholds or Thresholds())
 
     @contextmanager
     def _looking(self) -> Iterator[Callable[[], Sample]]:
@@ -194,11 +211,10 @@ class Watcher:
         batch_norms: dict[str, Tensor],
     ) -> Sample:
         counts = {path: layer.nonfinite_counts for path, layer in self.layers.items()}
-        sums, results, of_parameters, of_norms, of_pairs, of_counts = _fetched(
+        sums, sums_of_products, of_parameters, of_norms, of_pairs, of_counts = _fetched(
             casts, products, parameters, batch_norms, alignments(self.model), counts
         )
-        of_casts = dict(zip(sums, cast_numbers(np.stack(list(sums.values()))), strict=True)) if sums else {}
-        of_products = {key: product_numbers(three) for key, three in results.items()}
+        of_casts, of_products = _numbers(cast_numbers, sums), _numbers(product_numbers, sums_of_products)
         self._count_nonfinite(of_casts, of_counts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
@@ -207,7 +223,7 @@ class Watcher:
             casts=of_casts,
             products=of_products,
             parameters=of_parameters,
-            modules=numbers | scale_ratios(of_casts, next(iter(self.layers.values())).weight.device),
+            modules=numbers | self.ranks.ratios(of_casts),
             scalars={"gradient_to_noise": _gradient_to_noise(of_parameters, of_products)},
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )
@@ -232,6 +248,7 @@ class Watcher:
         if notes.loss is not None:
             values["loss"] = notes.loss.item() if isinstance(notes.loss, Tensor) else float(notes.loss)
         self.steps.append({"kind": "step", "step": self.number, **values})
+        self.overflows.note(self.number, values)
 
 
 def _check_memory(layers: dict[str, Linear]) -> None:
@@ -255,6 +272,10 @@ def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
     return [{key: next(arrays).copy() for key in table} for table in tables]
 
 
+def _numbers(formula: Callable[[Floats], Floats], sums: dict[Key, Floats]) -> dict[Key, Floats]:
+    return dict(zip(sums, formula(np.stack(list(sums.values()))), strict=True)) if sums else {}
+
+
 def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, Any]) -> float:
     """Norm of the weights' gradients over that of the noise their GEMMs add; NaN where no GEMM is known."""
     signal = noise = 0.0
@@ -263,4 +284,4 @@ def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, An
         if key.gemm == "grad_weight" and numbers is not None and math.isfinite(sqnr):
             signal += numbers[0] ** 2
             noise += numbers[0] ** 2 * 10 ** (-sqnr / 10)
-    return math.sqrt(signal / noise) if noise > 0 else math.nan
+    return math.sqrt(signal / noise) if noise > 0 and math.isfinite(signal) else math.nan

@@ -110,6 +110,9 @@ def hopper(
     out: int,
     /,
 ) -> None: ...
+
+COMPARISON_SUMS: int
+
 def compare_products(
     level: int,
     left: tuple[int, ...],
@@ -122,6 +125,7 @@ def compare_products(
     block: int,
     sums: int,
     out: int,
+    total: int,
     /,
 ) -> None: ...
 

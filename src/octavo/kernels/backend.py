@@ -73,6 +73,8 @@ def rows_of_scales(q: QuantizedTensor) -> Tensor:
     """
     scale = q.fp32_scale
     if isinstance(q.granularity, PerBlock):
+        if q.granularity.rows == 1:
+            return scale
         return scale.repeat_interleave(min(q.granularity.rows, q.shape[0]), dim=0)[: q.shape[0]]
     return scale.reshape(-1, 1)
 

@@ -131,11 +131,12 @@ def compare(
     block: int,
     accumulate: Accumulate,
     level: str | None = None,
-) -> Tensor:
-    """One product ``left @ right.T`` three ways: float32 [3, M, N], all sums of originals in FP32.
+) -> tuple[Tensor, Tensor]:
+    """One product ``left @ right.T`` three ways, float32 [3, M, N], and sums over its elements, float64 [4].
 
-    The product of the originals, that of their codes with FP32 sums, and that with the sums of Hopper's tensor cores;
-    NaN where ``accumulate`` is FP32 or scales change along K.
+    w, the product of the originals; e, that of their codes, both with FP32 sums; and c, that of the codes with the sums
+    of Hopper's tensor cores, NaN where ``accumulate`` is FP32 or scales change along K. The sums are Σ w², Σ (e - w)²,
+    Σ |e| and Σ sign(e)·(c - e), in FP64.
 
     Args:
         originals: [M, K] and [N, K], float32, bfloat16 or float16; nothing is empty.
@@ -159,17 +160,18 @@ def compare(
     sums = 0 if block or accumulate is Accumulate.FP32 else 1 + _TENSOR_CORE.index(accumulate)
     block = 0 if block >= k else block
     blocks = -(-k // block) if block else 1
-    left, right, *made = (_dense_one_way(matrix) for matrix in (*originals, *codes))
+    left, right, *made = (cpu.in_memory(matrix) for matrix in (*originals, *codes))
     made_scales = [_scales(scale, rows, blocks) for scale, rows in zip(scales, (m, n), strict=True)]
     out = cpu.fresh((3, m, n), torch.float32)
+    total = cpu.fresh((cpu.extension().COMPARISON_SUMS,), torch.float64)
     cpu.extension().compare_products(
         cpu.level_number(level),
         *(_operand(left, None), _operand(right, None)),
         *(_operand(matrix, scale) for matrix, scale in zip(made, made_scales, strict=True)),
         *(m, n, k, block, sums),
-        out.data_ptr(),
+        *(out.data_ptr(), total.data_ptr()),
     )
-    return out
+    return out, total
 
 
 def _check(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -187,7 +189,8 @@ def _scales(scale: Tensor, rows: int, blocks: int) -> Tensor:
             f"{rows} rows in {blocks} blocks and scales {tuple(scale.shape)} do not go together; give [{rows} or 1, "
             f"{blocks} or 1]"
         )
-    return cpu.in_memory(scale.float()).expand(-1, blocks).contiguous()
+    known = cpu.in_memory(scale.float())
+    return (known if known.shape[1] == blocks else known.expand(-1, blocks)).contiguous()
 
 
 def _dense_one_way(matrix: Tensor) -> Tensor:

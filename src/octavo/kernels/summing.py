@@ -22,9 +22,9 @@ def cast_sums(x: Tensor, made: QuantizedTensor, rows: slice, *, level: str | Non
     """``octavo.doctor.statistics.CAST_SUMS`` as float64, in FP64 sums.
 
     Args:
-        x: [M, K], as :func:`sums` allows; fastest where its rows lie side by side.
+        x: [M, K], as :func:`sums` allows; fastest where its rows, or its columns, lie side by side.
         made: its codes and scales.
-        rows: the rows that are summed: where they start and how far apart they are.
+        rows: the rows that are summed, columns of a transposed view: where they start and how far apart they are.
         level: an instruction-set level; None is the best.
 
     Raises:
@@ -33,14 +33,15 @@ def cast_sums(x: Tensor, made: QuantizedTensor, rows: slice, *, level: str | Non
     cpu.check_input(x, made.format, made.granularity, (*cpu.DTYPES, torch.float64))
     if x.ndim != 2 or x.shape != made.shape:
         raise BackendError(f"a matrix and its codes have one shape, not {tuple(x.shape)} and {tuple(made.shape)}")
-    first, _, step = rows.indices(x.shape[0])
-    if first >= x.shape[0] or step < 1:
-        raise BackendError(f"there are no rows {rows} among {x.shape[0]}")
-    matrix, _ = cpu.as_matrix(x, made.granularity, may_transpose=False)
-    codes, _ = cpu.as_matrix(made.data, made.granularity, may_transpose=False)
-    height, width = cpu.block_of(made.granularity, *matrix.shape, transposed=False)
+    matrix, transposed = cpu.as_matrix(x, made.granularity)
+    codes = made.data.t() if transposed else made.data
+    codes, _ = cpu.as_matrix(codes, made.granularity, may_transpose=False)
+    first, _, step = rows.indices(matrix.shape[0])
+    if first >= matrix.shape[0] or step < 1:
+        raise BackendError(f"there are no rows {rows} among {matrix.shape[0]}")
+    height, width = cpu.block_of(made.granularity, *matrix.shape, transposed=transposed)
     groups = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
-    scale = cpu.as_groups(made.fp32_scale, groups, transposed=False)
+    scale = cpu.as_groups(made.fp32_scale, groups, transposed=transposed)
     measured = cpu.fresh(groups, torch.float32)
     out = cpu.fresh((cpu.extension().CAST_SUMS,), torch.float64)
     cpu.extension().cast_sums(

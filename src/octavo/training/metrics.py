@@ -25,7 +25,7 @@ resumes from are cut off first.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class MetricsLog:
             self.write(kind, sample.step, **values)
         if self._board is not None:
             writer = self._board._get_file_writer()  # noqa: SLF001 (one event for all numbers)
-            writer.add_summary(_summary(dict(sample.scalars_by_name())), sample.step)
+            writer.add_summary(_summary(sample.scalars_by_name()), sample.step)
 
     def close(self) -> None:
         """Close both files."""
@@ -109,11 +109,15 @@ def lines_up_to(run_dir: Path, step: int) -> list[dict[str, Any]]:
     return [line for line in read_metrics(run_dir) if line["step"] <= step]
 
 
-def _summary(scalars: dict[str, float]) -> Any:
+def _summary(scalars: Iterable[tuple[str, float]]) -> Any:
     """TensorBoard's record of many numbers of one step."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()])
+    summary = Summary()
+    add = summary.value.add
+    for name, value in scalars:
+        add(tag=name, simple_value=value)
+    return summary
 
 
 def _tensorboard(folder: Path, *, purge_step: int) -> Any:

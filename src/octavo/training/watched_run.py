@@ -1,5 +1,6 @@
 """A run as the doctor reads it: its lines, and what they lack where there is nothing to diagnose."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from octavo.errors import ConfigError, TrainingError
 from octavo.models import Llama
 from octavo.training.config import RunConfig, load_config
 from octavo.training.metrics import METRICS, read_metrics
+from octavo.training.recipe_choice import BF16, PLAIN_RECIPES
 from octavo.training.run_folder import CONFIG
 
 __all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
@@ -63,6 +65,15 @@ class WatchedRun:
         return len({key.path for key in self.series.casts.keys})
 
     @property
+    def fp8_begins(self) -> int | None:
+        """The first step that its configuration lets run in FP8; None where none does, or that is not known."""
+        if self.config is None or not self.config.training.is_fp8:
+            return None
+        training = self.config.training
+        steps = range(1, training.steps + 1)
+        return next((step for step in steps if training.recipe_at(step) not in PLAIN_RECIPES), None)
+
+    @property
     def steps(self) -> int | None:
         """Updates it was asked for, where that is known."""
         return None if self.config is None else self.config.training.steps
@@ -104,26 +115,41 @@ def read_run(run_dir: Path) -> WatchedRun:
         run_dir=run_dir,
         config=config,
         series=series,
-        step=max(line["step"] for line in lines if line["kind"] != "failure"),
+        step=max(line["step"] - (line["kind"] == "failure") for line in lines),  # the step that broke is not finished
         looks=len(series.casts.steps),
     )
 
 
 def check_comparable(run: WatchedRun, reference: WatchedRun) -> None:
-    """Refuse a reference whose loss differs for other reasons than the precision.
+    """Refuse a reference that is none of high precision, or whose loss differs for other reasons than the precision.
 
     Raises:
-        ConfigError: another model, text, batches or schedule; names the first key.
+        ConfigError: the run itself; an FP8 run; or another model, text, batches or schedule: names the first key.
     """
+    folder = str(reference.run_dir)
+    if reference.run_dir.resolve() == run.run_dir.resolve():
+        raise ConfigError(f"{folder!r} is the run itself and no reference; {_how_to_train_one(run)}")
+    if reference.layers or (reference.config is not None and reference.config.training.is_fp8):
+        named = "" if reference.config is None else f" (recipe = {reference.config.training.recipe!r})"
+        raise ConfigError(f"{folder!r} is no reference: it casts to FP8 too{named}; {_how_to_train_one(run)}")
     if run.config is None or reference.config is None:
         return
     own, other = _decisive(run.config), _decisive(reference.config)
     for key, value in own.items():
         if other.get(key) != value:
             raise ConfigError(
-                f"{str(reference.run_dir)!r} is no reference: it has {key} = {other.get(key)!r}, not {value!r}; "
-                f"train one with octavo train --config {str(run.run_dir / CONFIG)!r} --recipe bf16"
+                f"{folder!r} is no reference: it has {key} = {other.get(key)!r}, not {value!r}; "
+                + _how_to_train_one(run)
             )
+
+
+def _how_to_train_one(run: WatchedRun) -> str:
+    """The command that trains a reference, as a shell takes it."""
+    if run.config is None:
+        return "train one with the same data in BF16"
+    folder = run.run_dir.resolve()
+    command = ["octavo", "train", "--config", str(folder / CONFIG), "--recipe", BF16, "--out", f"{folder}-{BF16}"]
+    return f"train one with {shlex.join(command)}"
 
 
 def _decisive(config: RunConfig) -> dict[str, Any]:
@@ -163,4 +189,11 @@ def _check_model(run: WatchedRun, config: RunConfig) -> None:
             raise TrainingError(
                 f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
                 f"{path!r} from {shape[0]} to {shape[1]} features; put both files of one run together"
+            )
+    cast, multiplied = [key.path for key in run.series.casts.keys], [key.path for key in run.series.products.keys]
+    for path in dict.fromkeys(cast + multiplied):
+        if path != HEAD and path not in shapes:
+            raise TrainingError(
+                f"the statistics in {str(run.run_dir / METRICS)!r} are another model's: its {CONFIG} knows no layer "
+                f"{path!r}, whose casts they are of; put both files of one run together"
             )

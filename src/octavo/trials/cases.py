@@ -26,7 +26,16 @@ from octavo.recipes import Recipe
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, config_from_dict
 from octavo.training.data import TokenData
 from octavo.training.loop import Trainer
-from octavo.trials.faults import FAULTS, LEARNING_RATE, Injection, add_adapter, reducing_amaxes, switching_precision
+from octavo.trials.faults import (
+    FAULTS,
+    LEARNING_RATE,
+    Injection,
+    add_adapter,
+    adding_batch_norm,
+    reducing_amaxes,
+    restarting_rate,
+    switching_precision,
+)
 from octavo.trials.faults.workloads import alternating, growing, jumping
 from octavo.trials.other_tools import Answer, asking_others
 from octavo.trials.short_run import ShortRun, Start, short_run, start_of
@@ -67,12 +76,14 @@ class Plan:
         recipes: of layers, by path; "{layer}" stands for the block.
         around: contexts of the updates, outermost first.
         ranks: processes.
+        from_first_weights: whether the run starts anew, not from its seed's start.
     """
 
     training: Mapping[str, Any] = field(default_factory=dict)
     recipes: Mapping[str, str | Recipe] = field(default_factory=dict)
     around: tuple[Injection, ...] = ()
     ranks: int = 1
+    from_first_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +134,13 @@ def _clean_plans() -> Iterator[tuple[str, Plan]]:
     )
     yield "two ranks, delayed", Plan(training={"recipe": "delayed"}, around=(reducing_amaxes,), ranks=2)
     yield "two ranks, tensorwise", Plan(ranks=2)
+    for recipe in ("tensorwise", "delayed", "mxfp8"):
+        yield f"{recipe}, from first weights", Plan(training={"recipe": recipe, "warmup": 10}, from_first_weights=True)
+    twice = {"batch_size": 2, "grad_accumulation": 2, "cache_weights": True}
+    yield "two micro-batches, cached weights", Plan(training=twice)
+    yield "first block in BF16", Plan(training={"overrides": {"model.layers.0.*": "bf16"}})
+    yield "batch norm, batches alike", Plan(around=(adding_batch_norm(wandering=0.0),))
+    yield "learning rate restarted", Plan(around=(restarting_rate,))
 
 
 @contextmanager
@@ -206,5 +224,6 @@ def run_case(
                 module.set_recipe(recipes.get(recipe), module.scale_updates, path=module.path)
 
     steps = setting.steps if plan.ranks == 1 else setting.rank_steps
-    run, _ = short_run(config, data, steps=steps, start=start, around=around, prepare=prepare)
+    begun = None if plan.from_first_weights else start
+    run, _ = short_run(config, data, steps=steps, start=begun, around=around, prepare=prepare)
     return CaseRun(run=run, findings=tuple(diagnose(run.series)), answers=answers)

@@ -21,7 +21,7 @@ from octavo.training.recipe_choice import BF16
 from octavo.trials.origin import Origin
 from octavo.trials.short_run import short_run
 
-__all__ = ["Effect", "PairedRuns", "pooled_error"]
+__all__ = ["Effect", "PairedRuns", "check_numbers", "pooled_error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,7 @@ class PairedRuns:
         around: Callable[[Trainer], AbstractContextManager[object]] = lambda _: nullcontext(),
         on_run: Callable[[int], None] = lambda _: None,
     ) -> None:
-        for name, value in (("steps", steps), ("orders", orders)):
-            if value < 2:
-                raise ConfigError(f"{name} must be a whole number of at least 2, not {value!r}")
+        check_numbers(steps=steps, orders=orders)
         origin = replace(origin, config=origin.config.with_training(precision_schedule=(), autopilot=False))
         self.origin, self.steps, self.orders, self.around, self.on_run = origin, steps, orders, around, on_run
         self.layers = fp8_layers(build_model(origin.config, origin.data.vocab_size)[0])
@@ -92,9 +90,10 @@ class PairedRuns:
 
     def _loss(self, high: frozenset[str], order: int) -> float:
         training = self.origin.config.training
+        chosen = {path: BF16 for path in self.layers if path in high}
         config = self.origin.config.with_training(
             seed=training.seed + order,
-            overrides={path: BF16 for path in self.layers if path in high} | training.overrides,
+            overrides=chosen | {path: recipe for path, recipe in training.overrides.items() if path not in chosen},
             statistics_interval=0,
             eval_tokens=training.context,
         )
@@ -104,6 +103,17 @@ class PairedRuns:
         if found.failure is not None:
             return math.log(self.origin.data.vocab_size)
         return statistics.fmean(loss for _, loss in found.losses[self.steps // 2 :])
+
+
+def check_numbers(*, steps: int, orders: int) -> None:
+    """Refuse too few updates or orders of paired runs, before anything is read for them.
+
+    Raises:
+        ConfigError: a number is below 2.
+    """
+    for name, value in (("steps", steps), ("orders", orders)):
+        if value < 2:
+            raise ConfigError(f"{name} must be a whole number of at least 2, not {value!r}")
 
 
 def fp8_layers(model: nn.Module) -> tuple[str, ...]:

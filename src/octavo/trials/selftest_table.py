@@ -1,5 +1,6 @@
 """A self-test's result as tables: for a terminal, and as Markdown to publish."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ def summary(result: SelftestResult) -> list[str]:
     setting, faulty, clean = result.config.setting, result.of(Kind.FAULT), result.clean
     seeds = ", ".join(map(str, result.config.seeds))
     restored = [cure for cure in result.cures if cure.restores]
-    said = sum(run.first is not None for run in clean)
+    said, findings = sum(run.first is not None for run in clean), [one for run in faulty for one in run.said]
+    astray = sum(len(run.unexplained) for run in faulty)
     what = (
         f"{len(result.runs)} runs of {setting.steps} updates in {result.seconds / 60:.0f} min: "
         f"width {setting.hidden_size}, {setting.num_layers} layers, seeds {seeds}."
@@ -45,9 +47,10 @@ def summary(result: SelftestResult) -> list[str]:
     precision = f"Precision {result.precision:.3f}: so often the first finding, where there is one, is right."
     quiet = (
         f"Of {len(clean)} clean runs {len(result.clean_fails)} have a finding of severity fail, "
-        f"{said} one of severity warn or fail."
+        f"{said} one of severity warn or fail (Wilson's 95 %: at most {_at_most(said, len(clean)):.0%} of all)."
     )
-    lines = [what, recall, precision, quiet]
+    others = f"Of all {len(findings)} findings in runs with a fault {astray} do not follow from it."
+    lines = [what, recall, precision, others, quiet]
     if result.cures:
         hurt = sum(cure.had_hurt for cure in restored)
         lines.append(
@@ -160,6 +163,14 @@ def _missed(result: SelftestResult) -> Iterator[str]:
     for run in result.clean:
         if run.first is not None:
             yield f"{run.case.kind} run {run.case.name!r}, seed {run.case.seed}: {run.first}"
+
+
+def _at_most(found: int, of: int) -> float:
+    """The upper end of Wilson's 95 % interval for a share; 1 of nothing."""
+    if not of:
+        return 1.0
+    share, z2 = found / of, 1.96**2
+    return (share + z2 / (2 * of) + math.sqrt(z2 * (share * (1 - share) + z2 / (4 * of)) / of)) / (1 + z2 / of)
 
 
 def _row(cells: Sequence[str]) -> str:

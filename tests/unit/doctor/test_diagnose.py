@@ -76,7 +76,8 @@ def test_what_breaks_training_explains_what_comes_later_elsewhere():
 
 def test_what_costs_only_accuracy_explains_nothing_elsewhere():
     mild = {"stale_ratio": 1.001}
-    series = looks("tensorwise", casts={(FIRST, "input"): mild, (SECOND, "input"): {"underflow_fraction": 0.2}})
+    lossy = {"underflow_fraction": 0.2, "sqnr_db": 20}
+    series = looks("tensorwise", casts={(FIRST, "input"): mild, (SECOND, "input"): lossy})
     assert codes(series) == [("bulk-underflow", SECOND, "input"), ("inexact-amax", FIRST, "input")]
 
 
@@ -133,7 +134,7 @@ def test_findings_come_worst_first():
     changes = {
         (FIRST, "grad_output"): {"underflow_fraction": 0.2},
         (SECOND, "grad_output"): {"underflow_fraction": 0.9},
-        (SECOND, "input"): {"underflow_fraction": 0.3},
+        (SECOND, "input"): {"underflow_fraction": 0.3, "sqnr_db": 20},
     }
     found = diagnose(looks(casts=changes))
     assert [one.severity for one in found] == [Severity.FAIL, Severity.WARN, Severity.WARN]
@@ -171,6 +172,6 @@ def test_of_two_causes_that_explain_each_other_the_first_in_the_table_stays():
 
 
 def test_a_note_explains_nothing():
-    changes = {"rms": 1, "amax": [100, 100, 100, 2000, 2000, 2000], "underflow_fraction": 0.2}
+    changes = {"rms": 1, "amax": [100, 100, 100, 2000, 2000, 2000], "underflow_fraction": 0.2, "sqnr_db": 20}
     found = codes(looks(casts={(FIRST, "input"): changes}))
     assert found == [("bulk-underflow", FIRST, "input"), ("outlier-growth", FIRST, "input")]

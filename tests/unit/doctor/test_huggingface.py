@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.doctor import series_of
+from octavo.doctor import diagnose, series_of
 from octavo.doctor.lines import read_lines
 from octavo.errors import ConfigError
 from octavo.nn import Linear
@@ -132,6 +132,104 @@ def test_a_resumed_training_cuts_off_the_steps_that_it_makes_again(tmp_path):
     assert steps_of(again, "statistics") == [1, 2, 4]
     assert steps_of(again, "watched") == [1]
     assert [line for line in again if line["step"] <= 3] == [line for line in first if line["step"] <= 3]
+
+
+def test_a_step_that_a_loss_scale_skipped_stands_in_the_file(tmp_path):
+    model, callback = tiny_model(), DoctorCallback(interval=INTERVAL)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    state, control = transformers.TrainerState(is_world_process_zero=True), transformers.TrainerControl()
+    told = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]), state, control
+    callback.on_train_begin(*told, model=model, optimizer=optimizer)
+    for step in range(3):
+        callback.on_step_begin(*told)
+        ids = Texts()[step]["input_ids"][None]
+        scaler.scale(model(input_ids=ids, labels=ids).loss * (torch.inf if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        state.global_step += 1
+        callback.on_step_end(*told)
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line for line in lines if line["kind"] == "overflow"] == [
+        {"kind": "overflow", "step": 2, "loss_scale": None}
+    ]
+    assert not [one for one in callback.findings() if one.code == "nonfinite"]
+    assert not [one for one in diagnose(series_of(lines)) if one.code == "nonfinite"]
+
+
+class Spoiled(Exception):  # noqa: N818 (nothing of octavo's)
+    pass
+
+
+def interrupted(folder, callback, model, *, step):
+    """A training that an exception ends in the forward pass of a step's second micro-batch."""
+    calls = []
+
+    def spoil(_module, _inputs):
+        calls.append(1)
+        if len(calls) == MICRO_BATCHES * step:
+            raise Spoiled
+
+    handle = model.register_forward_pre_hook(spoil)
+    with pytest.raises(Spoiled):
+        trainer_of(model, folder, callback, eval_strategy="no").train()
+    handle.remove()
+
+
+def is_watched(model):
+    return any(module.watch is not None for module in model.modules() if isinstance(module, Linear))
+
+
+def stance():
+    return torch._dynamo.eval_frame._stance.stance
+
+
+def test_a_look_that_an_exception_left_open_is_abandoned(tmp_path):
+    callback, model = DoctorCallback(interval=2), tiny_model()
+    interrupted(tmp_path, callback, model, step=2)
+    assert is_watched(model)
+    assert stance() == "force_eager"
+    callback.abandon()
+    callback.abandon()
+    assert not is_watched(model)
+    assert stance() == "default"
+    assert steps_of(read_lines(tmp_path / "metrics.jsonl"), "statistics") == [1]
+
+
+def test_a_training_after_an_interrupted_one_holds_its_own_looks_only(tmp_path):
+    callback, first, second = DoctorCallback(interval=2), tiny_model(), tiny_model()
+    interrupted(tmp_path, callback, first, step=2)
+    trainer_of(second, tmp_path, callback, eval_strategy="no").train()
+    assert not is_watched(first)
+    assert not is_watched(second)
+    assert stance() == "default"
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert steps_of(lines, "statistics") == [1, 2, 4]
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_training_goes_on_where_lines_cannot_be_written(tmp_path, after):
+    told: list[str] = []
+    callback, model = DoctorCallback(interval=2, tell=told.append), tiny_model(convert_head=True)
+    metrics = tmp_path / "output" / "metrics.jsonl"
+
+    class Disk(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
+        def on_step_begin(self, args, state, control, **given):
+            if state.global_step == after:
+                metrics.unlink()
+                metrics.mkdir()
+
+    if not after:
+        metrics.mkdir(parents=True)
+    trainer = trainer_of(model, tmp_path / "output", callback, eval_strategy="no")
+    if after:
+        trainer.add_callback(Disk())
+    with pytest.warns(UserWarning, match=r"DoctorCallback writes no more lines: .*metrics.jsonl") as caught:
+        trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert len([one for one in caught if "DoctorCallback" in str(one.message)]) == 1
+    assert any("sensitive-module" in line for line in told)
 
 
 def test_a_model_that_is_not_converted_is_refused(tmp_path):

@@ -64,3 +64,9 @@ def test_names_are_not_casts():
     assert there != recipes.get("rowwise")
     assert same_casts(there, recipes.get("rowwise"))
     assert not same_casts(recipes.get("rowwise"), recipes.get("blockwise"))
+
+
+def test_only_scales_of_a_byte_are_rounded_otherwise():
+    rounded_down = recipes.get("mxfp8", scale_rounding="floor")
+    assert with_options(rounded_down, {"scale_rounding": "rceil"}) == recipes.get("mxfp8")
+    assert with_options(recipes.get("tensorwise"), {"scale_rounding": "floor"}) == recipes.get("tensorwise")

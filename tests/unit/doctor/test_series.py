@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from octavo.doctor import diagnose
 from octavo.doctor.series import PARAMETER_FIELDS, CastKey, ProductKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 from octavo.errors import TrainingError
@@ -81,14 +82,14 @@ def test_a_layer_that_changes_has_periods():
     later = {**FACTS, "a": {"recipe": "bf16"}}
     series = series_of([], [sample(10), sample(20), sample(30, layers=later)])
     assert series.layers["a"] == {"recipe": "bf16"}
-    assert series.periods["a"] == [(10.0, {"recipe": "tensorwise"}), (30.0, {"recipe": "bf16"})]
-    assert series.periods["b.c"] == [(10.0, {"recipe": "delayed"})]
+    assert series.periods["a"] == [(10.0, 0, {"recipe": "tensorwise"}), (30.0, 2, {"recipe": "bf16"})]
+    assert series.periods["b.c"] == [(10.0, 0, {"recipe": "delayed"})]
 
 
 def test_steps_are_curves_and_all_other_lines_events():
     lines = [
         {"kind": "evaluation", "step": 0, "nats": 7.5},
-        {"kind": "step", "step": 1, "loss": 7.0, "lr": 0.1, "tensor": "a word is no number"},
+        {"kind": "step", "step": 1, "loss": 7.0, "lr": 0.1, "tensor": "a word is no number", "note": "nor this"},
         {"kind": "overflow", "step": 2, "loss_scale": 65536.0},
         {"kind": "step", "step": 2, "loss": 6.0},
         {"kind": "failure", "step": 3, "loss": None},
@@ -146,6 +147,48 @@ EDITS = {
 def test_an_edited_line_is_refused_in_words(change):
     with pytest.raises(TrainingError, match="remove the line"):
         series_of(edited(change))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"kind": "overflow", "step": 3}, "the overflow line of step 3 has no loss_scale"),
+        ({"kind": "overflow", "step": 3, "loss_scale": "big"}, "has loss_scale = 'big', which no run writes"),
+        ({"kind": "overflow", "loss_scale": 2.0}, "the overflow line of step None has no step"),
+        ({"kind": "failure", "step": 3, "loss_scale": [2.0]}, r"has loss_scale = \[2.0\]"),
+        ({"kind": "failure", "step": 3, "loss": "nan"}, "the failure line of step 3 has loss = 'nan'"),
+        ({"kind": "failure", "step": 3, "tensor": 7}, "has tensor = 7"),
+        ({"kind": "precision", "step": "late"}, "has step = 'late'"),
+    ],
+)
+def test_an_event_without_what_the_rules_read_is_refused(line, words):
+    with pytest.raises(TrainingError, match=words):
+        series_of([line])
+
+
+def test_what_a_run_does_not_know_is_null_and_welcome():
+    lines = [
+        {"kind": "overflow", "step": 2, "loss_scale": None},
+        {"kind": "failure", "step": 3, "loss": None, "grad_norm": None, "tensor": None},
+    ]
+    assert not diagnose(series_of(lines[:1]))
+    assert [one.code for one in diagnose(series_of(lines))] == ["nonfinite"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"), [([10, 10], "step 10 stand after those of step 10"), ([20, 10], "of step 20")]
+)
+def test_looks_that_do_not_rise_are_refused(steps, words):
+    lines = [line for step in steps for line in lines_of(sample(step))]
+    with pytest.raises(TrainingError, match=words):
+        series_of(lines)
+
+
+def test_a_step_that_broke_is_looked_at_again():
+    """Its replay, and the step once more under what the autopilot changed."""
+    lines = [line for step in (5, 10, 10) for line in lines_of(sample(step))]
+    lines += [{"kind": "failure", "step": 10, "loss": None, "tensor": None}, *lines_of(sample(10))]
+    assert series_of(lines).casts.steps.tolist() == [5, 10, 10, 10]
 
 
 def test_the_refusal_names_the_step():

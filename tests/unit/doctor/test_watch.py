@@ -175,6 +175,74 @@ def test_a_number_that_is_none_in_any_micro_batch_is_seen():
     assert number_of(later.samples[1], ("0", "weight", "output"), "nonfinite") == 0
 
 
+@pytest.mark.parametrize("interval", [1, 10])
+def test_a_loop_that_does_not_stop_is_told_nothing_false(interval):
+    """NaN in one weight's gradient at step 13: from step 14 on everything is NaN, the first layer's weight too."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = watch(model, optimizer, interval=interval)
+    for number in range(1, 21):
+        with watcher.step() as notes:
+            loss = model(torch.ones(4, 16)).square().mean()
+            loss.backward()
+            if number == 13:
+                model[2].weight.grad[0] = math.nan
+            optimizer.step()
+            optimizer.zero_grad()
+            notes.loss = loss
+    found = next(one for one in watcher.findings() if one.code == "nonfinite")
+    if interval == 1:
+        assert (found.path, found.role, found.first_step) == ("2", "weight", 14)
+    else:
+        assert (found.path, found.first_step) == ("", 20)
+        assert "steps 11-20" in found.cause
+        assert "the loss is not finite from step 14 on" in found.cause
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_loss_scale_that_settles_is_healthy(fused, noted):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    watcher = watch(model, optimizer, interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    scales = []
+    for number in range(1, 13):
+        with watcher.step() as notes:
+            loss = model(torch.randn(24, 16, generator=torch.Generator().manual_seed(number))).square().mean() * 100
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            notes.loss = loss
+            if noted:
+                notes.values["loss_scale"] = scales[-1]
+    skipped = [1 + index for index, scale in enumerate(scales) if scale < [2.0**127, *scales][index]]
+    assert 2 < len(skipped) < 8
+    assert [line["step"] for line in watcher.overflows.lines] == skipped
+    assert watcher.overflows.lines[-1]["loss_scale"] == (2 * scales[-1] if noted else None)
+    bad = CAST_FIELDS.index("nonfinite")
+    assert any(numbers[bad] for sample in watcher.samples for numbers in sample.casts.values())
+    assert not watcher.findings()
+
+
+def test_a_gradient_that_is_not_finite_and_taken_is_no_overflow():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watcher = watch(model, optimizer, interval=1)
+    with watcher.step() as notes:
+        loss = notes.loss = model(torch.ones(4, 16)).square().mean()
+        (loss * math.inf).backward()
+        optimizer.step()
+    assert [(one.code, one.role) for one in watcher.findings()] == [("nonfinite", "grad_output")]
+    skipping = watch(mlp(), interval=1)
+    with skipping.step() as notes:
+        loss = notes.loss = skipping.model(torch.ones(4, 16)).square().mean()
+        (loss * math.inf).backward()
+    assert [one.code for one in skipping.findings()] == ["nonfinite"], "nobody saw whether it was taken"
+
+
 def watching(model):
     return [layer.watch for layer in model.modules() if isinstance(layer, octavo.nn.Linear) and layer.watch is not None]
 

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,20 +120,24 @@ def test_no_products_give_zeros():
 @pytest.mark.parametrize("block", [0, 32, 1000])
 def test_a_comparison_is_three_products(block, dtype, accumulate):
     """To the bit those of the kernels that train, whatever the operands' strides."""
-    x, w = torch.randn(200, 12).to(dtype).t(), torch.randn(30, 200)[::3]
+    x, w = torch.randn(200, 36).to(dtype).t()[::3], torch.randn(30, 200)[::3]
     granularity = PerBlock(1, block) if block else PerRow()
     left, right = (octavo.quantize(side, octavo.E4M3, granularity=granularity) for side in (x, w))
-    codes, scales = (left.data, right.data), (left.scale.float(), right.scale.float())
+    codes, scales = (torch.cat([left.data] * 2, 1).t()[:200].t(), right.data), (left.scale.float(), right.scale.float())
     for level in cpu.levels():
-        found = products.compare((x, w), codes, scales, block=block, accumulate=accumulate, level=level)
+        found, sums = products.compare((x, w), codes, scales, block=block, accumulate=accumulate, level=level)
+        wanted, exact, cut = found.double().numpy()
+        errors = (np.sign(exact) * (cut - exact)).sum()
+        totals = [(wanted**2).sum(), ((exact - wanted) ** 2).sum(), np.abs(exact).sum(), errors]
+        np.testing.assert_allclose(sums, totals, rtol=1e-9)
         both = {"a_scale": scales[0], "b_scale": scales[1], "out_dtype": torch.float32, "block": block, "level": level}
         assert torch.equal(found[0], products.gemm(x, w, out_dtype=torch.float32, level=level))
         assert torch.equal(found[1], products.gemm(*codes, **both))
         if block or accumulate is Accumulate.FP32:
             assert found[2].isnan().all()
             continue
-        sums = products.hopper_sums(*codes, accumulate=accumulate, level=level)
-        assert torch.equal(found[2], (sums * scales[0].double() * scales[1].double().t()).float())
+        chains = products.hopper_sums(*codes, accumulate=accumulate, level=level)
+        assert torch.equal(found[2], (chains * scales[0].double() * scales[1].double().t()).float())
 
 
 def test_a_comparison_of_what_does_not_go_together_is_refused():

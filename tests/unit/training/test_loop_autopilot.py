@@ -172,3 +172,28 @@ def test_stopped_anywhere_it_goes_on_to_the_last_digit(tmp_path, data, fault, re
     assert comparable(read_metrics(tmp_path / "cut")) == comparable(read_metrics(tmp_path / "whole"))
     whole, cut = (load_run(tmp_path / name).model.state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], tensor) for name, tensor in cut.items())
+
+
+def test_a_run_that_broke_and_was_mended_is_not_broken(tmp_path, data):
+    setting = {**SETTING, "precision": "fp16", "loss_scale": 2.0**40, "steps": 6, "statistics_interval": 1}
+    train(tiny_config(**setting, autopilot=True), tmp_path / "run", data=data)
+    lines = read_metrics(tmp_path / "run")
+    assert [line["kind"] for line in lines].count("failure") == 1
+    (found,) = diagnose(series_of(lines))
+    assert (found.code, found.severity, found.evidence["mended_at"]) == ("loss-scale", "note", 1)
+    assert found.cause.endswith("while the loss stayed finite; mended at step 1")
+    broken = [line for line in lines if line["kind"] != "step"]  # none was finished
+    assert [(one.code, one.severity) for one in diagnose(series_of(broken))] == [("loss-scale", "fail")]
+
+
+def test_a_head_that_was_mended_says_what_it_ran(tmp_path, data):
+    setting = {**SETTING, "convert_head": True, "steps": 8}
+    for autopilot in (False, True):
+        train(tiny_config(**setting, autopilot=autopilot), tmp_path / f"run{autopilot}", data=data)
+    (found,) = diagnose(series_of(read_metrics(tmp_path / "runFalse")))
+    assert (found.code, found.path, found.severity) == ("sensitive-module", "lm_head", "warn")
+    assert "and it runs delayed" in found.cause
+    (found,) = diagnose(series_of(read_metrics(tmp_path / "runTrue")))
+    assert (found.code, found.path, found.severity) == ("sensitive-module", "lm_head", "note")
+    assert "and until step 1 it ran delayed" in found.cause
+    assert found.cause.endswith("; mended at step 1")

@@ -3,12 +3,16 @@
 import math
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from octavo.recipes import names
-from octavo.trials import Origin, short_run
-from octavo.trials.paired import Effect, PairedRuns, pooled_error
+from octavo.training.loop import build_model
+from octavo.trials import Origin, paired, short_run
+from octavo.trials.paired import Effect, PairedRuns, fp8_layers, pooled_error
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
+
+BLOCK = "model.layers.0"
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,31 @@ def test_a_run_that_breaks_counts_as_one_that_predicts_nothing(origin):
 
     runs = PairedRuns(origin, steps=2, orders=2, around=fault)
     assert runs.losses(()) == (math.log(origin.data.vocab_size),) * 2
+
+
+def test_a_layer_with_an_override_of_its_own_is_in_bf16_too(origin, monkeypatch):
+    """A remedy's override names a layer, and the first pattern that matches counts."""
+    mended = f"{BLOCK}.mlp.down_proj"
+    config = origin.config.with_training(overrides={mended: "mxfp8", "*.q_proj": "rowwise"})
+    ran = []
+
+    def run(config, data, **_):
+        ran.append(fp8_layers(build_model(config, data.vocab_size)[0]))
+        return short_run(config, data, steps=2)
+
+    monkeypatch.setattr(paired, "short_run", run)
+    runs = PairedRuns(Origin(config=config, data=origin.data), steps=2, orders=2)
+    assert mended in runs.layers
+    runs.losses(runs.layers)
+    assert ran == [(), ()]
+
+
+def test_an_effects_error_is_that_of_a_mean(origin, monkeypatch):
+    losses = {False: (2.0, 2.1, 2.4, 2.1), True: (1.9, 2.1, 2.0, 2.0)}
+    monkeypatch.setattr(PairedRuns, "_loss", lambda _, high, order: losses[bool(high)][order])
+    effect = PairedRuns(origin, steps=2, orders=4).effect((), (f"{BLOCK}.mlp.down_proj",))
+    assert effect.nats == pytest.approx(0.15)
+    assert effect.error == pytest.approx(np.std([0.1, 0.0, 0.4, 0.1], ddof=1) / 2)
 
 
 def test_errors_are_pooled():

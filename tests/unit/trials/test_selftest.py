@@ -95,6 +95,36 @@ def test_a_cure_is_the_gap_to_the_run_that_it_should_equal():
         assert (cure.clean, cure.faulty) == (5.0, 6.0)
         assert cure.gap == (None if gap is None else pytest.approx(gap))
         assert cure.restores is restores or gap == 0.02  # 5.02 - 5.0 is a rounding above the bar
+        assert cure.had_hurt
+
+
+@pytest.mark.parametrize(("faulty", "had_hurt"), [(5.01, False), (4.9, False), (5.03, True), (None, True)])
+def test_a_fault_that_did_no_harm_leaves_nothing_to_restore(faulty, had_hurt):
+    case = Case(kind=Kind.CURED, name="wrong scale", seed=2)
+    cured = replace(QUIET, case=case, nats=5.0, remedy=Remedy(text="blockwise"))
+    result = result_of(replace(QUIET, case=reference_of(case), nats=5.0), replace(NAMED, nats=faulty), cured)
+    assert [cure.had_hurt for cure in result.cures] == [had_hurt]
+    counted = f"1 of 1 remedies bring the loss to within 0.02 nats of the clean run; {int(had_hurt)} of these faults"
+    assert counted in selftest_table.markdown(result)
+
+
+def test_findings_after_the_first_are_counted_too():
+    follows, other = finding("saturation", "x"), finding("batch-norm", "y")
+    run = judged(
+        Kind.FAULT, "wrong scale", *NAMED.findings, follows, other, finding("slow-layer", severity=Severity.NOTE)
+    )
+    assert run.unexplained == [other]
+    assert "Of all 3 findings in runs with a fault 1 do not follow from it." in selftest_table.summary(result_of(run))
+    assert FAILED.unexplained == FAILED.said
+
+
+def test_false_alarms_are_a_share_with_an_interval():
+    result = result_of(NAMED, WARNED, *[QUIET] * 9)
+    assert result.false_alarms == 0.1
+    assert not result.passed, "one in ten is too many"
+    assert result_of(*[NAMED] * 40, WARNED, *[QUIET] * 39).passed
+    assert "1 one of severity warn or fail (Wilson's 95 %: at most 40% of all)." in selftest_table.markdown(result)
+    assert selftest_table._at_most(0, 70) == pytest.approx(0.052, abs=5e-4)
 
 
 def test_the_first_remedy_that_settings_can_carry_out():

@@ -1,5 +1,6 @@
 """``octavo doctor RUN``: what a run's statistics show, worst first; ``octavo doctor --env``: what this machine has."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,12 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options
-from octavo.cli.console import print_json, stderr, stdout
+from octavo.cli.console import number, print_json, stderr, stdout
 from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.progress import open_display
 from octavo.cli.runs import check_is_run
+from octavo.cli.targets import check_target
 from octavo.doctor import Captures, Finding, Severity, diagnose
+from octavo.doctor.losses import newest_gap
 from octavo.doctor.remedies import applied, ranked
 from octavo.doctor.report import histograms_of, render
 from octavo.errors import ConfigError, DataError
@@ -44,13 +47,14 @@ def examine(
 ) -> None:
     """Read a run's statistics and print what is wrong, worst first, and what mends it."""
     if env:
-        _refuse_run(run_dir)
+        _refuse_beside_env({"run": run_dir, "--against": against, "--apply": fixed, "--html": page})
         show_environment(as_json=as_json)
         return
     if run_dir is None:
         raise ConfigError("name a run's folder, or ask for --env: what octavo found on this machine")
+    _check_targets({"--html": page, "--apply": fixed}, [path for path in (run_dir, against) if path is not None])
     run, reference = _runs(run_dir, against)
-    config = None if fixed is None else _config_to_mend(run, fixed)
+    config = None if fixed is None else _config_to_mend(run)
     found = diagnose(run.series, reference=None if reference is None else reference.series)
     findings = _with_proof(found, run)
     if as_json:
@@ -58,7 +62,7 @@ def examine(
     else:
         print_findings(findings)
         print_remedies(findings)
-        stdout().print(_summary(run, findings), markup=False, soft_wrap=True)
+        stdout().print("\n".join(_summary(run, reference, findings)), markup=False, soft_wrap=True)
     if page is not None:
         _write_page(run, reference, findings, page)
     if fixed is not None and config is not None:
@@ -66,9 +70,31 @@ def examine(
     raise typer.Exit(exit_code_of(findings))
 
 
-def _refuse_run(run_dir: Path | None) -> None:
-    if run_dir is not None:
-        raise ConfigError("--env is about this machine and takes no run; leave one of them out")
+def _refuse_beside_env(given: Mapping[str, Path | None]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"--env is about this machine and takes no {name}; leave one of them out")
+
+
+def _check_targets(targets: Mapping[str, Path | None], run_dirs: Sequence[Path]) -> None:
+    """Refuse files that cannot be written, one for two options, and any in a run's folder but a page at its top."""
+    taken: dict[Path, str] = {}
+    for option, target in targets.items():
+        if target is None:
+            continue
+        check_target(option, target)
+        whole = target.resolve()
+        if whole in taken:
+            raise ConfigError(f"{taken[whole]} and {option} both name {str(target)!r}; name another file for one")
+        taken[whole] = option
+        is_page = option == "--html" and whole.suffix == ".html"
+        for run_dir in run_dirs:
+            folder = run_dir.resolve()
+            if whole.is_relative_to(folder) and not (is_page and whole.parent == folder):
+                raise ConfigError(
+                    f"{option}: {str(target)!r} lies in {str(run_dir)!r}, whose files say what that run is; "
+                    "name another file, outside of it"
+                )
 
 
 def _runs(run_dir: Path, against: Path | None) -> tuple[WatchedRun, WatchedRun | None]:
@@ -100,12 +126,9 @@ def _with_proof(findings: list[Finding], run: WatchedRun) -> list[Finding]:
     return proven
 
 
-def _config_to_mend(run: WatchedRun, fixed: Path) -> RunConfig:
-    own = run.run_dir / CONFIG
+def _config_to_mend(run: WatchedRun) -> RunConfig:
     if run.config is None:
         raise ConfigError(f"--apply changes a run's {CONFIG}, and {str(run.run_dir)!r} has none; leave it out")
-    if fixed.resolve() == own.resolve():
-        raise ConfigError(f"--apply would change {str(own)!r}, which says what the run is; name another file")
     return run.config
 
 
@@ -135,9 +158,11 @@ def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Fi
 
 
 def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
+    gap = None if reference is None else newest_gap(run.series, reference.series)
     return {
         "run": str(run.run_dir),
         "against": None if reference is None else str(reference.run_dir),
+        "gap": None if gap is None else asdict(gap),
         "step": run.step,
         "steps": run.steps,
         "looks": run.looks,
@@ -145,8 +170,28 @@ def _facts(run: WatchedRun, reference: WatchedRun | None) -> dict[str, Any]:
     }
 
 
-def _summary(run: WatchedRun, findings: list[Finding]) -> str:
+def _summary(run: WatchedRun, reference: WatchedRun | None, findings: list[Finding]) -> Iterator[str]:
+    if reference is not None:
+        yield _gap_sentence(run, reference)
     so_far = f" of {run.steps}" if run.steps and run.step < run.steps else ""
     times = "once" if run.looks == 1 else f"{run.looks} times"
     looked = f"{run.layers} layers, looked at {times} up to step {run.step}{so_far}"
-    return f"{counts(findings)}, in {looked}" if findings else f"healthy: nothing found in {looked}"
+    if findings:
+        yield f"{counts(findings)}, in {looked}"
+    if not run.layers:
+        begins = run.fp8_begins
+        since = f"; FP8 begins at step {begins}" if begins is not None and begins > run.step else ""
+        yield f"no layer has cast to FP8 up to step {run.step}{so_far}, so nothing of FP8 is judged yet{since}"
+    elif not findings:
+        yield f"healthy: nothing found in {looked}"
+
+
+def _gap_sentence(run: WatchedRun, reference: WatchedRun) -> str:
+    gap = newest_gap(run.series, reference.series)
+    if gap is None:
+        return f"no gap to {reference.run_dir}: no step has a loss in both"
+    side = "above" if gap.nats >= 0 else "below"
+    return (
+        f"the loss lies {abs(gap.relative):.2%} ({number(abs(gap.nats), 3)} nats) {side} that of {reference.run_dir}, "
+        f"in the mean of steps {gap.first_step}-{gap.last_step}"
+    )

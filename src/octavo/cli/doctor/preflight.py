@@ -23,6 +23,7 @@ from octavo.training.run_folder import CONFIG
 from octavo.training.tokenizer import SMALLEST_VOCABULARY
 from octavo.trials import Check, Origin, run_data
 from octavo.trials import preflight as try_out
+from octavo.trials.paired import check_numbers
 
 __all__ = ["preflight"]
 
@@ -38,6 +39,7 @@ def preflight(
     as_json: options.Json = False,
 ) -> None:
     """Try a configuration before a long run: checkpoint, memory, replay to the last bit, ranks, shapes, gap to BF16."""
+    check_numbers(steps=steps, orders=orders)
     with open_display() as display, _origin(config, source, display) as (origin, run_dir):
         checks = _checks(origin, run_dir, steps=steps, orders=orders, display=display)
     findings = [finding for check in checks for finding in check.findings]
@@ -83,9 +85,13 @@ def _checks(origin: Origin, run_dir: Path | None, *, steps: int, orders: int, di
 
 
 def _print(checks: list[Check], findings: list[Finding]) -> None:
-    rows = [[check.name, counts(check.findings) or "ok", check.said] for check in checks]
+    rows = [[check.name, _verdict(check), check.said] for check in checks]
     print_table("Preflight", ["check", "", "what came out"], rows, left=3)
     print_findings(findings)
     print_remedies(findings)
     ready = "nothing fails: the run can start" if not exit_code_of(findings) else "not ready: mend what fails first"
     stdout().print(ready, markup=False, soft_wrap=True)
+
+
+def _verdict(check: Check) -> str:
+    return counts(check.findings) or ("ok" if check.is_known else "not known")

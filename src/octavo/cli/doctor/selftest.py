@@ -9,11 +9,22 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stderr, stdout
 from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.targets import check_target
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
 from octavo.training.data import prepare
 from octavo.training.text import BUILTIN
-from octavo.trials import SelftestConfig, SelftestResult, markdown, measuring, quick, run_selftest, summary, tables
+from octavo.trials import (
+    SelftestConfig,
+    SelftestResult,
+    markdown,
+    measuring,
+    quick,
+    run_selftest,
+    summary,
+    tables,
+    tuning,
+)
 from octavo.trials.selftest_table import confusion
 
 __all__ = ["selftest"]
@@ -24,14 +35,19 @@ FAILED = 1
 def selftest(
     *,
     is_quick: Annotated[bool, typer.Option("--quick", help="Every fault once, and few clean runs.")] = False,
+    is_tuning: Annotated[
+        bool, typer.Option("--tuning", help="The width and seeds that thresholds may be tuned on, not those published.")
+    ] = False,
     processes: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", help="A Markdown file for the whole result.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Train with known faults and without, and count what the doctor names; exit code 1 below its bars."""
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"--out: there is no folder {str(out.parent)!r}; make it first")
-    config = quick() if is_quick else measuring()
+    if out is not None:
+        check_target("--out", out)
+    if is_quick and is_tuning:
+        raise ConfigError("--quick and --tuning are two settings; give one of them")
+    config = quick() if is_quick else tuning() if is_tuning else measuring()
     with open_display() as display:
         result = _run(config, processes, display)
     if as_json:

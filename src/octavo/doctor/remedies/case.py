@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.doctor.findings import Finding, Remedy
+from octavo.doctor.gated import gated_linears
 from octavo.doctor.series import PARAMETER_FIELDS, Series
 from octavo.doctor.statistics import PRODUCT_FIELDS
 
@@ -60,8 +61,8 @@ class Case:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the layer; empty where the finding is about no layer."""
-        return self.series.layers.get(self.path, {})
+        """Of the layer, of most layers the worst one; empty where the finding is about no layer."""
+        return self.series.layers.get(next(iter(self.finding.places), self.path), {})
 
     @property
     def recipe(self) -> str:
@@ -74,6 +75,12 @@ class Case:
         cast = self.facts.get("casts", {}).get("grad_output grad_input", {})
         usual = "E4M3" if fineness(self.recipe) >= fineness("rowwise") else "E5M2"
         return str(cast.get("format", usual))
+
+    @property
+    def rounds_scales_down(self) -> bool:
+        """Whether a scale of the layer's may be rounded to one under which its amax does not fit."""
+        roundings = {cast.get("scale_rounding", "fp32") for cast in self.facts.get("casts", {}).values()}
+        return bool(roundings - {"fp32", "rceil"})
 
     @property
     def pattern(self) -> str:
@@ -94,13 +101,20 @@ class Case:
 
     def override(self, name: str) -> Remedy:
         """The finding's layers under a preset."""
-        return Remedy(text=f"Run {self.pattern} {WORDS[name]}.", changes={"overrides": {self.pattern: name}})
+        what = "all layers" if self.pattern == "*" else self.pattern
+        return Remedy(text=f"Run {what} {WORDS[name]}.", changes={"overrides": {self.pattern: name}})
 
     def down_projections(self) -> list[str]:
-        """Layers of the gated MLP at the path that take what gate and up projection make: as wide as those are long."""
-        inside = {name: facts for name, facts in self.series.layers.items() if name.startswith(f"{self.path}.")}
-        widths = [facts.get("out_features") for facts in inside.values()]
-        return [name for name, facts in inside.items() if widths.count(facts.get("in_features")) == 2]
+        """Layers of the gated MLP at the path that take what gate and up projection make."""
+        if self.finding.places:
+            return []
+        beginning = f"{self.path}." if self.path else ""
+        shapes = {
+            name.removeprefix(beginning): (int(facts.get("out_features", 0)), int(facts.get("in_features", 0)))
+            for name, facts in self.series.layers.items()
+            if name.startswith(beginning)
+        }
+        return [f"{beginning}{name}" for name in gated_linears(shapes)[1]]
 
     def noisiest(self) -> str | None:
         """The layer whose grad_weight GEMM adds more than half of the newest sample's noise, if one does."""

@@ -38,11 +38,19 @@ def remedies_for(finding: Finding, series: Series) -> tuple[Remedy, ...]:
 def _nonfinite(case: Case) -> Iterable[Remedy]:
     if case.finding.role == "grad_output" and case.series.curve("loss_scale")[0].size:
         yield _dynamic_loss_scale()
+    if case.evidence("weights", 0):
+        yield Remedy(
+            text="Find the step in which it began: look at every one (interval=1), or train with octavo train, which "
+            "stops at the first."
+        )
+        return
     what = f"the {case.finding.role} of {case.path}" if case.path else "the tensor that the failure names"
     yield Remedy(text=f"Find what computes NaN or infinity before {what}, such as a division or a broken sample.")
 
 
 def _saturation(case: Case) -> Iterable[Remedy]:
+    if case.recipe == "mxfp8" and case.rounds_scales_down:
+        yield _options("Round scales up, so that the largest elements fit.", scale_rounding="rceil")
     yield from case.finer("tensorwise", "blockwise", "bf16")
 
 
@@ -117,7 +125,8 @@ def _biased_accumulation(case: Case) -> Iterable[Remedy]:
 
 
 def _sensitive_module(case: Case) -> Iterable[Remedy]:
-    yield Remedy(text=f"Keep {case.path} out of FP8.", changes={"skip": [case.path]})
+    places = case.finding.places or (case.path,)
+    yield Remedy(text=f"Keep {listed(places)} out of FP8.", changes={"skip": list(places)})
 
 
 def _batch_norm(case: Case) -> Iterable[Remedy]:
@@ -152,6 +161,14 @@ def _learning_rate(case: Case) -> Iterable[Remedy]:
         yield Remedy(text="Lower the learning rate where the precision changes, and warm up again from there.")
 
 
+def _divergence(case: Case) -> Iterable[Remedy]:
+    _, rates = case.series.curve("lr")
+    if rates.size and rates.max() > 0:
+        lr = float(rates.max()) / 2
+        yield Remedy(text=f"Peak at a learning rate of {lr:.3g}.", changes={"lr": lr})
+    yield Remedy(text="Lower the learning rate, clip the gradient, and look at the batches before the loss rose.")
+
+
 def _loss_gap(case: Case) -> Iterable[Remedy]:
     coarsest = min((fineness(str(facts.get("recipe", ""))) for facts in case.series.layers.values()), default=-1)
     for name in ("rowwise", "blockwise"):
@@ -162,11 +179,7 @@ def _loss_gap(case: Case) -> Iterable[Remedy]:
 
 
 def _slow_layer(case: Case) -> Iterable[Remedy]:
-    def size(path: str) -> int:
-        facts = case.series.layers[path]
-        return int(facts.get("in_features", 0)) * int(facts.get("out_features", 0))
-
-    slow = [case.path] if case.path else sorted(case.series.layers, key=size)[: int(case.evidence("layers", 0))]
+    slow = [case.path] if case.path else list(case.finding.places)
     if slow:
         yield Remedy(text=f"Keep {listed(slow)} out of FP8.", changes={"skip": slow})
 
@@ -222,6 +235,7 @@ KNOWN: dict[str, Callable[[Case], Iterable[Remedy]]] = {
     "batch-norm": _batch_norm,
     "gradient-below-noise": _gradient_below_noise,
     "learning-rate": _learning_rate,
+    "divergence": _divergence,
     "loss-gap": _loss_gap,
     "slow-layer": _slow_layer,
 }

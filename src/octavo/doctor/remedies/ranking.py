@@ -49,7 +49,7 @@ def ranked(
     capture = _chosen(finding, captures if isinstance(captures, Captures) else list(captures), series)
     if capture is None:
         return finding.remedies
-    remedies = _with_presets(finding.remedies, capture)
+    remedies = _with_presets(finding, capture)
     tried = {index: recipe for index, one in enumerate(remedies) if (recipe := _recipe(one, capture)) is not None}
     if not tried:
         return finding.remedies
@@ -66,7 +66,8 @@ def ranked(
 def _chosen(finding: Finding, captures: Captures | list[Capture], series: Series) -> Capture | None:
     """Of the finding's layer; where it is about a module, of a layer that a remedy is about."""
     overridden = [path for remedy in finding.remedies for path in remedy.changes.get("overrides", {})]
-    found = (capture_for(finding, path, captures, series=series) for path in (finding.path, *overridden))
+    paths = (finding.path, *finding.places, *overridden)
+    found = (capture_for(finding, path, captures, series=series) for path in paths)
     return next((one for one in found if one is not None), None)
 
 
@@ -76,15 +77,16 @@ def _recipe(remedy: Remedy, capture: Capture) -> Recipe | None:
     return None if same_casts(found, capture.recipe) else found
 
 
-def _with_presets(remedies: tuple[Remedy, ...], capture: Capture) -> list[Remedy]:
+def _with_presets(finding: Finding, capture: Capture) -> list[Remedy]:
     """The remedies, and overrides by finer presets that are not among them."""
-    known = [recipe for one in remedies if (recipe := _recipe(one, capture)) is not None]
-    found = list(remedies)
+    known = [recipe for one in finding.remedies if (recipe := _recipe(one, capture)) is not None]
+    found = list(finding.remedies)
+    what, pattern = ("all layers", "*") if finding.places else (capture.path, capture.path)
     for name in PRESETS if known else ():
         is_new = not any(same_casts(recipes.get(name), one) for one in known)
         if is_new and fineness(name) > fineness(capture.recipe.name):
-            changes = {"overrides": {capture.path: name}}
-            found.append(Remedy(text=f"Run {capture.path} {WORDS[name]}.", changes=changes))
+            changes = {"overrides": {pattern: name}}
+            found.append(Remedy(text=f"Run {what} {WORDS[name]}.", changes=changes))
     return found
 
 

@@ -23,6 +23,8 @@ def headline(findings: Sequence[Finding], looks: int, layers: int) -> str:
     if not findings:
         if not looks:
             return "Nothing was measured in this run."
+        if not layers:
+            return f"Nothing to judge yet: no layer has cast to FP8 at {_counted(looks, 'look')}."
         return f"Healthy: {_counted(looks, 'look')} at {_counted(layers, 'layer')} found nothing."
     worst = findings[0]
     where = f" in {worst.path}" if worst.path else ""

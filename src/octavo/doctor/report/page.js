@@ -7,7 +7,7 @@ const by = (id) => document.getElementById(id);
 const COLOURS = ["#0072b2", "#009e73", "#d55e00", "#cc79a7", "#8a6d00", "#56b4e9"];
 const PANELS = ["casts.amax", "casts.scale", "casts.stale_ratio", "casts.sqnr_db", "casts.underflow_fraction",
   "casts.saturation_fraction"];
-const DOUBLINGS = [-12, -9, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 9, 12].map((power) => 2 ** power);
+const MOST_DOUBLINGS = 5; // marks of a panel's axis: more would touch
 const PALE = "#fefdf9", TINTED = "#f8ecd0", MISSING = "#dedbd4";
 const WARM = ["#fbd07c", "#f08a24", "#c2410c", "#701a07"];
 const COOL = ["#eef3f8", "#a9cce6", "#4a92c6", "#1b5a96", "#0a2a52"];
@@ -303,8 +303,22 @@ function drawPanel(panel, what) {
 // A curve that is zero throughout lies at the bottom, not in the middle of nowhere.
 function heightOf(what, traces) {
   const isFlat = what.kind !== "signed" && traces.every((trace) => trace.y.every((value) => !value));
-  if (what.kind === "ratio") return { tickvals: DOUBLINGS, ticktext: DOUBLINGS.map((value) => written(value, "ratio")) };
+  if (what.kind === "ratio") {
+    const tickvals = doublings(what, traces);
+    return { tickvals, ticktext: tickvals.map((value) => written(value, "ratio")) };
+  }
   return isFlat && ["fraction", "count"].includes(what.kind) ? { range: [0, 2 * (what.high || 0.5)] } : {};
+}
+
+// Powers of two that the curves and the healthy range reach, evenly apart, 1 among them.
+function doublings(what, traces) {
+  const reached = traces.flatMap((trace) => Array.from(trace.y)).concat(what.low, what.high).filter((value) => value > 0);
+  const powers = reached.map(Math.log2).filter(Number.isFinite);
+  const low = powers.reduce((one, other) => Math.min(one, other), 0);
+  const high = powers.reduce((one, other) => Math.max(one, other), 0);
+  const apart = Math.max(1, Math.ceil((high - low) / MOST_DOUBLINGS));
+  const first = Math.ceil(low / apart), count = Math.floor(high / apart) - first + 1;
+  return Array.from({ length: count }, (_, index) => 2 ** ((first + index) * apart));
 }
 
 function tracesOf(what, page, isAmax) {

@@ -24,6 +24,10 @@ from octavo.pages import STYLE, legend, plotly_script, step_figure
 
 __all__ = ["render"]
 
+NO_HISTOGRAM = (
+    "No captured tensor of a finding has one scale. One with a scale for each row or block lies on many grids, and one "
+    "in BF16 on none of FP8's."
+)
 RUN_WIDE = ("loss-gap", "loss-scale", "learning-rate", "gradient-below-noise", "nondeterministic")
 
 
@@ -70,7 +74,7 @@ def render(
         gap="" if data["gap"] is not None else "<p>There is no reference run to compare with.</p>",
         map="" if data["statistics"] else "<p>No statistics: no layer of this run was looked at.</p>",
         map_note=_map_note(data),
-        histogram="" if histograms else "<p>No tensors were captured.</p>",
+        histogram="" if histograms else f"<p>{NO_HISTOGRAM}</p>",
         data=_json(data),
         plotly=script,
         script=resources.files("octavo.doctor.report").joinpath("page.js").read_text(encoding="utf-8"),
@@ -113,9 +117,10 @@ def _entry(statistic: Statistic) -> dict[str, Any]:
 def _target(one: Finding, data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Where a finding is to be seen: a sheet's row, or the loss; None where nothing shows it."""
     target: dict[str, Any] = {"first": one.first_step, "last": one.last_step, "severity": str(one.severity)}
-    if one.path not in data["layers"]:
-        return target | {"statistic": None} if not one.path or one.code in RUN_WIDE else None
-    layer = data["layers"].index(one.path)
+    path = next(iter(one.places), one.path)
+    if path not in data["layers"]:
+        return target | {"statistic": None} if not path or one.code in RUN_WIDE else None
+    layer = data["layers"].index(path)
     order = {name: index for index, name in enumerate(STATISTIC_OF_CODE.get(one.code, ()))}
     best = sorted(data["statistics"], key=lambda entry: order.get(entry["name"], len(order)))
     for entry in best:

@@ -8,12 +8,6 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["STATISTIC_OF_CODE", "Kind", "Statistic", "Worst", "all_statistics", "module_statistic"]
 
-# Below both formats' own noise on Gaussian data (E4M3 31.5 dB, E5M2 25.6 dB) and below what a scale that is half as
-# large as it should be leaves of an E4M3 cast (24.9 dB).
-HEALTHY_CAST_DB = 24.0
-# Tensorwise GEMMs with an E5M2 gradient have 24.6 dB on Gaussian data; half of that signal-to-noise ratio is allowed.
-HEALTHY_PRODUCT_DB = 21.5
-
 
 class Kind(StrEnum):
     """How a number is written and spread over colours."""
@@ -157,7 +151,7 @@ def module_statistic(name: str, thresholds: Thresholds) -> Statistic:
             meaning = "largest |cosine| of a row of the gate projection and the same row of the up projection"
         case "batch_norm":
             title, kind, high = "Batch norm distance", Kind.NUMBER, thresholds.batch_norm_binades
-            meaning = "the batch's variance against the running one, in binades"
+            meaning = "the batch's variance against the running one, in binades beyond what a batch scatters"
         case "rank_scale_ratio":
             title, kind, high = "Scales across ranks", Kind.RATIO, thresholds.rank_ratio
             meaning = "the largest scale of any rank over the smallest"
@@ -176,7 +170,7 @@ def _of_noise(thresholds: Thresholds) -> tuple[Statistic, ...]:
             kind=Kind.DECIBEL,
             meaning="signal to quantization noise; on Gaussian data 31.5 dB in E4M3, 25.6 dB in E5M2",
             worst=Worst.SMALLEST,
-            low=HEALTHY_CAST_DB,
+            low=thresholds.healthy_cast_db,
         ),
         Statistic(
             table="casts",
@@ -238,7 +232,7 @@ def _of_the_rest(thresholds: Thresholds) -> tuple[Statistic, ...]:
             kind=Kind.DECIBEL,
             meaning="of the product, against high precision",
             worst=Worst.SMALLEST,
-            low=HEALTHY_PRODUCT_DB,
+            low=thresholds.healthy_product_db,
         ),
         Statistic(
             table="products",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.losses import common_losses
 from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -19,7 +20,7 @@ def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[
         reference: of one with the same data in the same order, in high precision.
         limits: with ``loss_gap``.
     """
-    steps, ours, theirs = _common(series, reference)
+    steps, ours, theirs = common_losses(series, reference)
     warmup = _warmup(series)
     steps, ours, theirs = (values[steps > warmup] for values in (steps, ours, theirs))
     if len(steps) < limits.gap_steps:
@@ -38,13 +39,6 @@ def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[
             cause=f"the loss lies {late:.2%} above the reference's and the gap grows: it was {early:.2%} after warm-up",
             weight=late,
         )
-
-
-def _common(series: Series, reference: Series) -> tuple[Floats, Floats, Floats]:
-    (steps, ours), (other_steps, theirs) = series.curve("loss"), reference.curve("loss")
-    both, here, there = np.intersect1d(steps, other_steps, return_indices=True)
-    known = np.isfinite(ours[here]) & np.isfinite(theirs[there])
-    return both[known], ours[here][known], theirs[there][known]
 
 
 def _warmup(series: Series) -> float:

@@ -1,7 +1,7 @@
 """Modules that FP8 does not suit: by what they are, by their statistics, by their shape."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["batch_norm", "sensitive_module", "slow_layer", "slow_layers"]
 
+ROUTER = "a router, where a small error sends a token elsewhere"
 SENSITIVE = {
     **dict.fromkeys((*HEAD_NAMES, "head", "output_head"), "a head, whose gradient is as wide as the vocabulary"),
-    **dict.fromkeys(("router", "gate"), "a router, where a small error sends a token elsewhere"),
+    "router": ROUTER,
     **dict.fromkeys(("embed_tokens", "embedding", "wte", "wpe"), "an embedding"),
 }
 
@@ -24,20 +25,21 @@ SENSITIVE = {
 def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Heads, embeddings and routers among the layers that cast."""
     lost: dict[str, float] = {}
-    steps: dict[str, tuple[float, float]] = {}
+    seen: dict[str, tuple[float, float, Mapping[str, Any]]] = {}
     for track in tracks(series):
         path = track.key.path
-        first, last = steps.get(path, (math.inf, -math.inf))
-        steps[path] = min(first, track.steps[0]), max(last, track.steps[-1])
+        first, last, facts = seen.get(path, (math.inf, -math.inf, {}))
+        newest = track.facts if track.steps[-1] >= last else facts
+        seen[path] = min(first, track.steps[0]), max(last, track.steps[-1]), newest
         if track.key.role == "grad_output":
             usual = float(np.median(np.nan_to_num(track.of("underflow_fraction"))))
             lost[path] = max(lost.get(path, 0.0), usual)
     typical = np.median([facts["in_features"] for facts in series.layers.values()]) if series.layers else 0.0
-    for path, (first, last) in steps.items():
-        facts = series.layers.get(path, {})
-        what = _what_it_is(path, facts, limits, typical)
+    for path, (first, last, facts) in seen.items():
+        what = _what_it_is(path, {**series.layers, path: facts}, limits, typical)
         if what is not None:
             underflow = lost.get(path, 0.0)
+            ran = "it runs" if facts == series.layers.get(path, facts) else f"until step {last:.0f} it ran"
             yield Finding(
                 code="sensitive-module",
                 severity=Severity.FAIL if underflow >= limits.underflow_fraction_fail else Severity.WARN,
@@ -46,20 +48,32 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 last_step=int(last),
                 evidence={"underflow_fraction": underflow}
                 | {name: float(facts[name]) for name in ("in_features", "out_features") if name in facts},
-                cause=f"this is {what}, and it runs {facts.get('recipe', 'FP8')}; {underflow:.1%} of its "
-                "gradient's nonzero elements become zero",
+                cause=f"this is {what}, and {ran} {facts.get('recipe', 'FP8')}; "
+                f"{underflow:.1%} of its gradient's nonzero elements become zero",
                 weight=underflow,
             )
 
 
-def _what_it_is(path: str, facts: Mapping[str, Any], limits: Thresholds, typical: float) -> str | None:
+def _what_it_is(path: str, layers: Mapping[str, Mapping[str, Any]], limits: Thresholds, typical: float) -> str | None:
     """None of an ordinary layer; an adapter's second matrix widens as a head does, but from fewer features."""
-    named = SENSITIVE.get(path.rpartition(".")[2])
-    if named is not None:
-        return named
-    if facts and facts["out_features"] >= limits.head_widening * facts["in_features"] >= limits.head_widening * typical:
-        return f"as wide as a head ({facts['in_features']} to {facts['out_features']})"
+    name, facts = path.rpartition(".")[2], layers.get(path, {})
+    if name in SENSITIVE:
+        return SENSITIVE[name]
+    if not facts:
+        return None
+    inputs, outputs = facts["in_features"], facts["out_features"]
+    if name == "gate" and limits.router_narrowing * outputs <= inputs and not _has_twin(path, layers):
+        return ROUTER
+    if outputs >= limits.head_widening * inputs >= limits.head_widening * typical:
+        return f"as wide as a head ({inputs} to {outputs})"
     return None
+
+
+def _has_twin(path: str, layers: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a layer beside it has its shape, as the up projection beside a gate that narrows."""
+    shape = [layers[path][name] for name in ("in_features", "out_features")]
+    beside = [other for other in layers if other != path and other.rpartition(".")[0] == path.rpartition(".")[0]]
+    return any([layers[other].get(name) for name in ("in_features", "out_features")] == shape for other in beside)
 
 
 def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
@@ -84,8 +98,9 @@ def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 first_step=int(steps[far][0]),
                 last_step=int(steps[far][-1]),
                 evidence={"log2_variance_ratio": worst, "looks": float(far.sum())},
-                cause=f"a batch's variance lies up to {2**worst:.3g}x from the running one at {far.sum()} of "
-                f"{len(far)} looks and does not settle: FP8 layers beside it see other ranges in evaluation",
+                cause=f"beyond what batches of its size scatter, half of the channels' variances lie up to "
+                f"{2**worst:.3g}x from the running ones at {far.sum()} of {len(far)} looks and do not settle: "
+                "FP8 layers beside it see other ranges in evaluation",
                 weight=worst,
             )
 
@@ -104,14 +119,27 @@ def slow_layers(layers: Mapping[str, Mapping[str, Any]], limits: Thresholds) -> 
         limits: with ``slow_weight_elements``.
     """
     sizes = {path: facts["in_features"] * facts["out_features"] for path, facts in layers.items() if facts.get("casts")}
-    slow = {path: size for path, size in sizes.items() if size < limits.slow_weight_elements}
+    slow = sorted((path for path, size in sizes.items() if size < limits.slow_weight_elements), key=lambda p: sizes[p])
     if slow:
-        smallest = min(slow, key=lambda path: slow[path])
         yield Finding(
             code="slow-layer",
             severity=Severity.NOTE,
-            evidence={"layers": float(len(slow)), "of": float(len(sizes)), "weight_elements": float(slow[smallest])},
+            evidence={"layers": float(len(slow)), "of": float(len(sizes)), "weight_elements": float(sizes[slow[0]])},
             cause=f"{len(slow)} of {len(sizes)} FP8 layers have fewer than {limits.slow_weight_elements:.3g} weights, "
-            f"where casting costs more than the GEMMs save; the smallest is {smallest}",
+            f"where casting costs more than the GEMMs save: {', '.join(_patterns(slow))}",
             weight=len(slow) / len(sizes),
+            places=tuple(slow),
         )
+
+
+def _patterns(paths: Iterable[str]) -> list[str]:
+    """The paths with a star for each number, and how many each stands for, in the paths' order.
+
+    Example:
+        >>> _patterns(["layers.0.k_proj", "layers.1.k_proj", "layers.0.v_proj"])
+        ['layers.*.k_proj (2)', 'layers.0.v_proj']
+    """
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(".".join("*" if part.isdigit() else part for part in path.split(".")), []).append(path)
+    return [alike[0] if len(alike) == 1 else f"{pattern} ({len(alike)})" for pattern, alike in groups.items()]

@@ -1,15 +1,17 @@
 """Values that the format does not reach: too large for the scale, too small for it, or all zero."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.rules.tracks import Track, longest, tracks
-from octavo.doctor.series import Series
+from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["bulk_underflow", "gradient_underflow", "saturation", "zero_tensor"]
+
+READERS = {"input": ("output", "grad_weight"), "weight": ("output", "grad_input")}  # GEMMs of a role
 
 
 def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
@@ -36,38 +38,72 @@ def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def gradient_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Gradients of which many nonzero elements become zero."""
+    """Gradients of which many nonzero elements become zero: what that costs shows in no SQNR."""
     for track in tracks(series):
         if track.key.role == "grad_output":
             yield from _underflow(track, limits, "gradient-underflow", "small gradients")
 
 
 def bulk_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Inputs and weights whose largest elements set a scale under which many others become zero."""
+    """Inputs and weights whose largest elements set a scale under which many others become zero.
+
+    One degree less severe where the elements that are lost have no energy to speak of and no GEMM misses them, as the
+    smallest outputs of a softmax. No note where most of them are lost: a few rows that outweigh all others make every
+    sum of squares healthy.
+    """
     for track in tracks(series):
         if track.key.role != "grad_output":
-            yield from _underflow(track, limits, "bulk-underflow", "the bulk")
+            yield from _underflow(track, limits, "bulk-underflow", "the bulk", _gemms(track, series))
 
 
-def _underflow(track: Track, limits: Thresholds, code: str, what: str) -> Iterator[Finding]:
+def _gemms(track: Track, series: Series) -> list[Floats]:
+    """The SQNR, in dB, of each GEMM that reads what is cast, at the looks that know it."""
+    table = series.products
+    chosen = np.isin(table.steps, track.steps)
+    ratios = [
+        table.of("sqnr_db")[chosen, column]
+        for column, key in enumerate(table.keys)
+        if key.path == track.key.path and key.gemm in READERS[track.key.role]
+    ]
+    return [known for values in ratios if (known := values[np.isfinite(values)]).size]
+
+
+def _underflow(
+    track: Track, limits: Thresholds, code: str, what: str, gemms: Sequence[Floats] = ()
+) -> Iterator[Finding]:
     lost = track.of("underflow_fraction")
     where = longest(lost >= limits.underflow_fraction)
     if where.stop - where.start < limits.persistent_looks:
         return
-    worst = lost[where].max()
-    peak = (track.of("amax") / track.of("rms"))[where].max()
+    worst, energy = lost[where].max(), track.of("flushed_energy")[where].max()
+    peaks = (track.of("amax") / track.of("rms"))[where]
+    peak = peaks[np.isfinite(peaks)].max(initial=0.0)
+    sqnr = track.of("sqnr_db")[where].min()
+    most = worst >= limits.underflow_fraction_fail
+    severity, spared = Severity.FAIL if most else Severity.WARN, ""
+    if energy <= limits.harmless_flush and sqnr >= limits.healthy_cast_db and _are_healthy(gemms, limits):
+        severity, spared = Severity.WARN if most else Severity.NOTE, f"; they carried {energy:.2g} of the energy"
     reach = f" of {track.spec('format')}" if track.spec("format") else ""
     yield track.finding(
         where,
         code,
-        Severity.FAIL if worst >= limits.underflow_fraction_fail else Severity.WARN,
-        cause=f"{worst:.0%} of the nonzero elements become zero: amax is {peak:.3g}x the rms, "
-        f"and {what} lie below the range{reach} under the scale that it sets",
+        severity,
+        cause=f"{worst:.0%} of the nonzero elements become zero: amax is {_times(peak)} the rms, "
+        f"and {what} lie below the range{reach} under the scale that it sets{spared}",
         weight=worst,
         underflow_fraction=worst,
-        flushed_energy=track.of("flushed_energy")[where].max(),
+        flushed_energy=energy,
+        sqnr_db=sqnr,
         peak=peak,
     )
+
+
+def _times(peak: float) -> str:
+    return f"{peak:.3g}x" if peak else "far beyond"  # an rms that underflows is no number to divide by
+
+
+def _are_healthy(gemms: Sequence[Floats], limits: Thresholds) -> bool:
+    return bool(gemms) and all(np.median(ratios) >= limits.healthy_product_db for ratios in gemms)
 
 
 def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:

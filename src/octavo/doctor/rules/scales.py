@@ -91,7 +91,7 @@ def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 slice(where.start, where.stop + 1),
                 "scale-oscillation",
                 Severity.FAIL if swing >= limits.oscillation_binades_fail - LAST_DIGIT else Severity.WARN,
-                cause=f"the scale turned {count} times in a row by up to {2**swing:.2g}x, and its tensor did not: "
+                cause=f"the scale turned {count} times in a row by up to {2**swing:.2g}x, and not with its tensor: "
                 f"amax lay between {track.growth.min():.2g}x and {track.growth.max():.2g}x what it provided for",
                 weight=swing,
                 swing_binades=swing,

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
+from octavo.doctor.mended import mended, survived_steps
 from octavo.doctor.rules.tracks import longest, tracks
 from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
@@ -38,18 +40,21 @@ def loss_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    overflows = [event for event in series.events if event["kind"] == "overflow"]
+    overflows = _overflows(series)
     broke = [event for event in series.events if event["kind"] == "failure" and _broke_in_gradients(event)]
+    is_final = any(event["step"] not in survived_steps(series) for event in broke)
     steps = max([1.0, *series.curve("loss")[0]])
     often = len(overflows) >= limits.overflows and len(overflows) / steps >= limits.overflow_rate
     if not broke and not often:
         return
     events = overflows + broke
-    scale = max(event["loss_scale"] for event in events)
-    what = "a gradient is not finite and the run broke" if broke else "gradients overflowed again and again"
-    yield Finding(
+    scale = max(float(event["loss_scale"]) for event in events)
+    what = "a gradient is not finite and the run broke" if is_final else "gradients overflowed again and again"
+    if broke and not is_final:
+        what = "a gradient was not finite and the step was made again"
+    found = Finding(
         code="loss-scale",
-        severity=Severity.FAIL if broke else Severity.WARN,
+        severity=Severity.FAIL if is_final else Severity.WARN,
         first_step=int(events[0]["step"]),
         last_step=int(events[-1]["step"]),
         evidence={"loss_scale": scale, "overflows": float(len(events)), "steps": float(steps)},
@@ -57,6 +62,12 @@ def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
         "while the loss stayed finite",
         weight=math.log2(max(scale, 1.0)),
     )
+    yield found if is_final or often else mended(found, broke[-1]["step"])
+
+
+def _overflows(series: Series) -> list[dict[str, Any]]:
+    """Those of a known scale: of another step that was skipped nobody said that a loss scale was its cause."""
+    return [event for event in series.events if event["kind"] == "overflow" and event["loss_scale"] is not None]
 
 
 def _broke_in_gradients(event: dict[str, float]) -> bool:
@@ -92,34 +103,44 @@ def _too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Updates that jump where the precision changed, or a rate that jumps anywhere else and the loss with it."""
+    """Updates that jump where the precision changed, or a rate that jumps anywhere else and the loss with it for good.
+
+    A schedule may restart its rate on purpose: the loss rises with it and comes back.
+    """
     switches = [float(event["step"]) for event in series.events if event["kind"] == "precision"]
     for switch in switches:
-        yield from _jump(series, limits, switch)
+        rise = _rise(series, switch, limits)
+        severity = Severity.WARN if rise is None else Severity.FAIL
+        yield from _jump(series, limits, (switch, f"the switch at step {switch:.0f}"), rise, severity)
     if not switches:
         steps, rates = series.curve("lr")
         with np.errstate(all="ignore"):
             jumps = np.flatnonzero(rates[1:] / rates[:-1] >= limits.lr_jump) + 1
-        later = jumps[jumps > limits.lr_settled]
-        if later.size and _rise(series, float(steps[later[0]]), limits) is not None:
-            yield from _jump(series, limits, float(steps[later[0]]))
+        for step in steps[jumps[jumps > limits.lr_settled]]:
+            rise = _rise(series, float(step), limits)
+            if rise is not None and _rise(series, float(step), limits, newest=True) is not None:
+                yield from _jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN)
+                return
 
 
-def _jump(series: Series, limits: Thresholds, switch: float) -> Iterator[Finding]:
-    rate, updates = _rate_jump(series, switch), _update_jump(series, switch, limits.switch_window)
+def _jump(
+    series: Series, limits: Thresholds, since: tuple[float, str], rise: float | None, severity: Severity
+) -> Iterator[Finding]:
+    """What the rate or the updates do ``since`` a step, and what that is called."""
+    start, name = since
+    rate, updates = _rate_jump(series, start), _update_jump(series, start, limits.switch_window)
     if max(rate, updates) < limits.lr_jump:
         return
-    rise = _rise(series, switch, limits)
     is_rate = rate >= limits.lr_jump
     by = f"the learning rate is {rate:.3g}x that of before" if is_rate else f"updates are {updates:.3g}x as large"
     then = f", and the loss rose by {rise:.2g}" if rise is not None else ""
     yield Finding(
         code="learning-rate",
-        severity=Severity.WARN if rise is None else Severity.FAIL,
-        first_step=int(switch),
-        last_step=int(max([switch, *series.curve("loss")[0]])),
+        severity=severity,
+        first_step=int(start),
+        last_step=int(max([start, *series.curve("loss")[0]])),
         evidence={"lr_ratio": rate, "update_ratio_jump": updates, "loss_rise": rise or 0.0},
-        cause=f"{by} since the switch at step {switch:.0f}{then}",
+        cause=f"{by} since {name}{then}",
         weight=max(rate, updates),
     )
 
@@ -150,12 +171,20 @@ def _medians(values: Floats) -> Floats:
     return np.array([np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in values])
 
 
-def _rise(series: Series, switch: float, limits: Thresholds) -> float | None:
-    """By how much the loss after the switch exceeds that before, in nats; None where it does not clearly."""
+def _rise(series: Series, switch: float, limits: Thresholds, *, newest: bool = False) -> float | None:
+    """By how much the loss after the switch exceeds that before, in nats; None where it does not clearly.
+
+    Args:
+        series: of the run.
+        switch: the step.
+        limits: how many steps are compared, and what is clear.
+        newest: compare the run's newest losses instead of those that follow the switch.
+    """
     steps, losses = series.curve("loss")
     window = limits.switch_window
     before = losses[(steps < switch) & (steps >= switch - window)]
-    after = losses[(steps >= switch) & (steps < switch + window)]
+    end = float(steps[-1]) + 1 if newest and steps.size else switch + window
+    after = losses[(steps >= max(switch, end - window)) & (steps < end)]
     if len(before) < 3 or len(after) < 3:
         return None
     rise = float(after[len(after) // 2 :].mean() - before.mean())

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.series import CastKey, Floats, Series
+from octavo.doctor.series import CastKey, Floats, Period, Series
 from octavo.doctor.statistics import CAST_FIELDS
 
 __all__ = ["Track", "longest", "tracks"]
@@ -79,15 +79,16 @@ class Track:
 def tracks(series: Series) -> Iterator[Track]:
     """Every cast, in the order in which they ran; a layer whose recipe changed has several of each."""
     table = series.casts
+    looks = np.arange(len(table.steps))
     for column, key in enumerate(table.keys):
         rows = table.values[:, column]
         known = ~np.isnan(rows[:, CAST_FIELDS.index("amax")])
-        periods = series.periods.get(key.path) or [(-np.inf, {})]
-        ends = [since for since, _ in periods[1:]] + [np.inf]
-        for (since, facts), end in zip(periods, ends, strict=True):
-            chosen = known & (table.steps >= since) & (table.steps < end)
+        periods = series.periods.get(key.path) or [Period(-np.inf, 0, {})]
+        ends = [period.look for period in periods[1:]] + [len(looks)]
+        for period, end in zip(periods, ends, strict=True):
+            chosen = known & (looks >= period.look) & (looks < end)
             if chosen.any():
-                yield Track(key=key, steps=table.steps[chosen], values=rows[chosen], facts=facts)
+                yield Track(key=key, steps=table.steps[chosen], values=rows[chosen], facts=period.facts)
 
 
 def longest(mask: Mask) -> slice:

@@ -115,13 +115,29 @@ struct CastSummer {
         measuring.given_scale = p.scale, measuring.measured = p.measured, measuring.counts = &counts;
         Quantizer<T, F>{measuring}.run();
         float amax = 0, scale = 0, stale_ratio = 0;
-        int64_t saturated = 0;
-        for (int64_t g = 0; g < bands * across; ++g) {
-            const uint32_t limit = limit_bits(p.scale[g]);
-            if (f32_bits(p.measured[g]) > limit) saturated += count_beyond(g, limit);
+        f32v amaxes{}, scales{}, stale_ratios{};
+        const int64_t groups = bands * across;
+        int64_t g = 0;
+        for (; g + LANES <= groups; g += LANES) {
+            const f32v measured = load<f32v>(p.measured + g), given = load<f32v>(p.scale + g);
+            amaxes = largest(measured, amaxes);
+            scales = largest(given, scales);
+            stale_ratios = largest(measured / (given * all(float(F::max))), stale_ratios);
+        }
+        for (int lane = 0; lane < LANES; ++lane) {
+            amax = largest(amax, amaxes[lane]);
+            scale = largest(scale, scales[lane]);
+            stale_ratio = largest(stale_ratio, stale_ratios[lane]);
+        }
+        for (; g < groups; ++g) {
             amax = largest(amax, p.measured[g]);
             scale = largest(scale, p.scale[g]);
             stale_ratio = largest(stale_ratio, p.measured[g] / (p.scale[g] * F::max));
+        }
+        int64_t saturated = 0;
+        for (g = 0; g < groups && !(stale_ratio <= 1); ++g) {  // where it is 1 at most, nothing lies beyond
+            const uint32_t limit = limit_bits(p.scale[g]);
+            if (f32_bits(p.measured[g]) > limit) saturated += count_beyond(g, limit);
         }
         CastSums& sums = *p.sums;
         sums.elements = double(p.x.rows * p.x.columns);

@@ -180,11 +180,13 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release released;
             kernels(level).hopper(problem);
         });
+    m.attr("COMPARISON_SUMS") = sizeof(ComparisonSums) / sizeof(double);
     m.def("compare_products",
           [](int level, BoundOperand left, BoundOperand right, BoundOperand left_codes, BoundOperand right_codes,
-             int64_t rows, int64_t columns, int64_t depth, int64_t block, int sums, uintptr_t out) {
+             int64_t rows, int64_t columns, int64_t depth, int64_t block, int sums, uintptr_t out, uintptr_t total) {
               const ComparisonProblem problem{operand(left), operand(right), operand(left_codes), operand(right_codes),
-                                              rows, columns, depth, block, TensorCore(sums), at<float>(out)};
+                                              rows, columns, depth, block, TensorCore(sums), at<float>(out),
+                                              at<ComparisonSums>(total)};
               nb::gil_scoped_release released;
               compare(kernels(level), problem);
           });

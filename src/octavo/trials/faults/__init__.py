@@ -2,8 +2,9 @@
 
 from octavo.trials.faults.catalogue import FAULTS
 from octavo.trials.faults.fault import Fault, Injection, nothing
+from octavo.trials.faults.modules import adding_batch_norm
 from octavo.trials.faults.ranks import reducing_amaxes
-from octavo.trials.faults.settings import LEARNING_RATE, switching_precision
+from octavo.trials.faults.settings import LEARNING_RATE, restarting_rate, switching_precision
 from octavo.trials.faults.values import add_adapter
 
 __all__ = [
@@ -12,7 +13,9 @@ __all__ = [
     "Fault",
     "Injection",
     "add_adapter",
+    "adding_batch_norm",
     "nothing",
     "reducing_amaxes",
+    "restarting_rate",
     "switching_precision",
 ]

@@ -36,7 +36,7 @@ class Fault:
         places: patterns of paths one of which that finding must name; "{layer}" stands for the number of the block, and
             "" for the run as a whole.
         role: the tensor that it must name; "" for any.
-        also: codes of findings that are true beside it, because they follow from the fault.
+        also: codes of other findings that follow from the fault, in its layer or behind it.
         training: keys of a run's training section, of the run with the fault.
         recipes: recipes of layers, by path, of the run with the fault.
         workload: in the run with the fault, in the cured one and in the clean one.
@@ -57,6 +57,10 @@ class Fault:
     inject: Injection = nothing
     mendable: bool = True
     ranks: int = 1
+
+    def explains(self, finding: Finding) -> bool:
+        """Whether the finding is of this fault or of something that follows from it."""
+        return finding.code in {self.code, *self.also}
 
     def is_named_by(self, finding: Finding, layer: int) -> bool:
         """Whether the finding names cause and place of this fault, injected into block ``layer``."""

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.training.loop import Trainer
-from octavo.trials.faults.fault import Fault
+from octavo.trials.faults.fault import Fault, Injection
 from octavo.trials.faults.values import e4m3_gradients
 from octavo.trials.faults.workloads import block_of
 
-__all__ = ["MODULE_FAULTS"]
+__all__ = ["MODULE_FAULTS", "adding_batch_norm"]
 
 GROWTH = 1.12  # of the aligned rows, a step
 CHANNEL = 3
-WANDERING = 3.0  # standard deviation of log2 of a batch's size
 
 
 @contextmanager
@@ -41,25 +40,33 @@ def _aligned_rows(trainer: Trainer, layer: int) -> Iterator[None]:
         handle.remove()
 
 
-@contextmanager
-def _wandering_batch_norm(trainer: Trainer, layer: int) -> Iterator[None]:
-    """A batch norm stands behind a block's second norm, and batches differ in size."""
-    block = block_of(trainer, layer)
-    norm = nn.BatchNorm1d(trainer.config.model.hidden_size, affine=False)
-    block.batch_norm = norm.to(next(block.parameters()).device)
+def adding_batch_norm(*, wandering: float) -> Injection:
+    """A batch norm stands behind a block's second norm, and batches differ in size.
 
-    def normalise(module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(trainer.step)
-        size = 2 ** (WANDERING * torch.randn(1, generator=generator).item()) if module.training else 1.0
-        normed: Tensor = norm(size * output.float().flatten(0, -2))
-        return normed.view_as(output).to(output.dtype)
+    Args:
+        wandering: standard deviation of log2 of a batch's size; 0 for batches that are alike.
+    """
 
-    handle = block.post_attention_layernorm.register_forward_hook(normalise)
-    try:
-        yield
-    finally:
-        handle.remove()
-        del block.batch_norm
+    @contextmanager
+    def adding(trainer: Trainer, layer: int) -> Iterator[None]:
+        block = block_of(trainer, layer)
+        norm = nn.BatchNorm1d(trainer.config.model.hidden_size, affine=False)
+        block.batch_norm = norm.to(next(block.parameters()).device)
+
+        def normalise(module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(trainer.step)
+            size = 2 ** (wandering * torch.randn(1, generator=generator).item()) if module.training else 1.0
+            normed: Tensor = norm(size * output.float().flatten(0, -2))
+            return normed.view_as(output).to(output.dtype)
+
+        handle = block.post_attention_layernorm.register_forward_hook(normalise)
+        try:
+            yield
+        finally:
+            handle.remove()
+            del block.batch_norm
+
+    return adding
 
 
 @contextmanager
@@ -105,7 +112,7 @@ MODULE_FAULTS = (
         story="a batch norm in front of FP8 layers sees batches of very different size",
         code="batch-norm",
         places=("model.layers.{layer}.batch_norm",),
-        inject=_wandering_batch_norm,
+        inject=adding_batch_norm(wandering=3.0),
         mendable=False,
     ),
     Fault(

@@ -67,7 +67,7 @@ SCALE_FAULTS = (
         code="stale-scale",
         places=_place(GATE),
         role=ROLES[INPUT],
-        also=frozenset({"bulk-underflow"}),
+        also=frozenset({"bulk-underflow", "zero-tensor"}),
         training={"recipe": "delayed", "recipe_options": {"history_length": 1024}},
         workload=jumping(GATE, binades=20, after=3),
     ),
@@ -111,7 +111,7 @@ SCALE_FAULTS = (
         name="block scales rounded down",
         story="MXFP8's scales are rounded down to powers of two, so that every seventh block saturates",
         code="saturation",
-        places=("model.layers.*",),
+        places=("",),
         training={"recipe": "mxfp8", "recipe_options": {"scale_rounding": "floor"}},
     ),
     Fault(

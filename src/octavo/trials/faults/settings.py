@@ -10,9 +10,10 @@ from octavo.training.loop import Trainer
 from octavo.training.metrics import MetricsLog
 from octavo.trials.faults.fault import Fault, Injection
 
-__all__ = ["LEARNING_RATE", "SETTING_FAULTS", "switching_precision"]
+__all__ = ["LEARNING_RATE", "SETTING_FAULTS", "restarting_rate", "switching_precision"]
 
 SWITCH_AFTER = 10  # steps
+RESTART_AFTER = 12  # steps
 LEARNING_RATE = 1.5e-3  # that every run of the self-test has learnt at
 
 
@@ -51,6 +52,21 @@ def switching_precision(*, first_rate: float | None = None) -> Injection:
             yield
 
     return switching
+
+
+@contextmanager
+def restarting_rate(trainer: Trainer, _layer: int) -> Iterator[None]:
+    """The learning rate falls to a tenth within 12 steps and starts again, as cosine schedules with restarts do."""
+    began, genuine = trainer.step, trainer._learning_rate  # noqa: SLF001
+
+    def rate() -> float:
+        lr: float = genuine() * 0.1 ** ((trainer.step - began) % RESTART_AFTER / RESTART_AFTER)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    with mock.patch.object(trainer, "_learning_rate", rate):
+        yield
 
 
 SETTING_FAULTS = (

@@ -14,9 +14,11 @@ class Check:
     Attributes:
         name: what was tried.
         said: what came out, with its numbers, whether or not it is a finding.
-        findings: none where all is well.
+        findings: none where all is well, or nothing is known.
+        is_known: whether the check could tell.
     """
 
     name: str
     said: str
     findings: tuple[Finding, ...] = ()
+    is_known: bool = True

@@ -25,6 +25,9 @@ def gap_check(
 ) -> Check:
     """Train both for ``steps`` updates under ``orders`` seeds; see :mod:`octavo.trials.paired` for what is compared.
 
+    A gap is one wherever it shows; that there is none says nothing in a warm-up, whose small rates move no recipe's
+    weights far from another's.
+
     Raises:
         ConfigError: a number is out of range.
     """
@@ -39,6 +42,13 @@ def gap_check(
         f"from step {origin.first_step} under {orders} seeds"
     )
     severity = _severity(gap, relative, limits)
+    counted, warmup = origin.first_step + steps // 2, origin.config.training.warmup_steps
+    if severity is None and counted < warmup:
+        said = (
+            f"no estimate: the updates that count begin at {counted + 1}, in the warm-up of {warmup}, where all are "
+            f"still alike; name a run that is past it, or take --steps {2 * (warmup - origin.first_step)} ({said})"
+        )
+        return Check(name=NAME, said=said, is_known=False)
     if severity is None:
         return Check(name=NAME, said=said)
     finding = Finding(

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import shlex
 import shutil
 
 import pytest
@@ -114,6 +115,44 @@ def test_half_a_line_in_the_middle_is_refused_by_number(octavo, run):
     assert "line 2 of" in refusal(octavo, run)
 
 
+FAILURE = '{"kind": "failure", "step": 1, "loss": null, "grad_norm": null, "tensor": null}\n'
+
+
+def test_a_run_that_only_failed_is_refused_in_words(octavo, run):
+    (run / "metrics.jsonl").write_text(FAILURE)
+    assert "it was not looked at" in refusal(octavo, run)
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "tokens"])
+def test_a_number_beyond_every_float_is_refused_by_its_line(octavo, run, name):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    index = next(index for index, line in enumerate(lines) if line["kind"] == "step")
+    lines[index][name] = 10**400
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert f"line {index + 1} of" in refusal(octavo, run, "--html", run / "page.html")
+
+
+@pytest.mark.parametrize("value", [None, 0, 1e-300, 1e308])
+def test_numbers_of_any_size_are_read_without_a_warning(octavo, run, value, recwarn):
+    """Quotients of such are no numbers; what the run is worth is then for the rules to say."""
+    text = (run / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines:
+        for table in (line, line.get("casts"), line.get("products"), line.get("parameters")):
+            for name, old in table.items() if isinstance(table, dict) and line["kind"] != "watched" else ():
+                if isinstance(old, float):
+                    table[name] = value
+                elif isinstance(old, list):
+                    table[name] = [value for _ in old]
+    many = [line | {"step": 10 * look} for look in range(1, 5) for line in lines if line["kind"] == "statistics"]
+    head = [line for line in lines if line["kind"] != "statistics"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*head, *many]))
+    result = octavo("doctor", run, "--html", run / "page.html")
+    assert result.exit_code in {0, 1}, result.output
+    assert [str(one.message) for one in recwarn] == []
+    assert "nan" not in result.stdout.lower().replace("nan or", "")
+
+
 @pytest.mark.parametrize("garbage", [b"\xff\xfe\n", b"\0\0\0\n", b'{"step": 3}\n'])
 def test_bytes_that_are_no_lines_are_refused_by_number(octavo, run, garbage):
     with (run / "metrics.jsonl").open("ab") as file:
@@ -127,6 +166,39 @@ def test_statistics_of_another_model_are_refused(octavo, run):
     words = refusal(octavo, run)
     assert "are another model's" in words
     assert "'model.layers.0.mlp.gate_proj' from 32 to 64 features" in words
+
+
+def edit(run, change) -> None:
+    """Let ``change`` work on the lines of a run's file."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    change(lines)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("table", ["casts", "products"])
+def test_statistics_of_renamed_layers_are_refused(octavo, run, table):
+    def rename(lines):
+        for line in lines:
+            if line["kind"] == "watched":
+                line[table] = [[path.replace("mlp", "ffn"), *others] for path, *others in line[table]]
+
+    edit(run, rename)
+    words = refusal(octavo, run)
+    assert "are another model's" in words
+    assert "knows no layer 'model.layers.0.ffn.gate_proj'" in words
+
+
+def test_statistics_that_stand_there_twice_are_refused(octavo, run):
+    edit(run, lambda lines: lines.extend([line for line in lines if line["kind"] == "statistics"]))
+    assert "leave each step once, in order" in refusal(octavo, run)
+
+
+@pytest.mark.parametrize("kind", ["overflow", "failure"])
+def test_an_edited_event_is_refused(octavo, run, kind):
+    edit(run, lambda lines: lines.append({"kind": kind, "step": 4, "loss_scale": "large"}))
+    assert f"the {kind} line of step 4 has loss_scale = 'large'" in refusal(octavo, run)
+    edit(run, lambda lines: lines.append({"kind": "overflow", "step": lines.pop()["step"]}))
+    assert "the overflow line of step 4 has no loss_scale" in refusal(octavo, run)
 
 
 def test_statistics_that_do_not_fit_their_names_are_refused(octavo, run):
@@ -193,6 +265,82 @@ def test_a_reference_that_trained_otherwise_is_refused(octavo, run, tmp_path, wo
     assert "--recipe bf16" in refused
 
 
+def test_the_gap_is_said_whatever_it_is(octavo, run, tmp_path, finding_what):
+    finding_what()
+    reference = with_loss(run, tmp_path / "bf16", 1.25)
+    steps = {
+        line["step"]: line["loss"]
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if line["kind"] == "step"
+    }
+    mean = (steps[3] + steps[4]) / 2  # the newest third of four
+    result = octavo("doctor", run, "--against", reference)
+    assert f"the loss lies 20.00% ({mean / 4:.3g} nats) below that of {reference}" in result.stdout
+    assert "in the mean of steps 3-4" in result.stdout
+    gap = json.loads(octavo("doctor", run, "--against", reference, "--json").stdout)["gap"]
+    assert gap == pytest.approx({"relative": -0.2, "nats": -mean / 4, "first_step": 3, "last_step": 4})
+    assert json.loads(octavo("doctor", run, "--json").stdout)["gap"] is None
+    kept = [line for line in (reference / "metrics.jsonl").read_text().splitlines() if '"evaluation"' in line]
+    (reference / "metrics.jsonl").write_text(kept[0] + "\n" + '{"kind": "step", "step": 0, "loss": 5.0}\n')
+    assert "no step has a loss in both" in octavo("doctor", run, "--against", reference).stdout
+
+
+def test_a_reference_is_another_run(octavo, run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    for reference in (run, tmp_path / "link"):
+        assert "is the run itself and no reference" in refusal(octavo, run, "--against", reference)
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_reference_casts_nothing_to_fp8(octavo, run, tmp_path, has_config):
+    reference = shutil.copytree(run, tmp_path / "other")
+    if not has_config:
+        (reference / "config.toml").unlink()
+        (run / "config.toml").unlink()
+    words = refusal(octavo, run, "--against", reference)
+    assert "is no reference: it casts to FP8 too" in words
+    assert ("(recipe = 'tensorwise')" in words) is has_config
+    assert ("octavo train --config" in words) is has_config
+
+
+def test_a_run_before_its_fp8_phase_is_not_called_healthy(octavo, setting, tmp_path):
+    run = tmp_path / "run"
+    result = octavo("train", *setting, "--schedule", "bf16:0.0,fp8:0.5", "--out", run)
+    assert result.exit_code == 0, result.output
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    second = next(index for index, line in enumerate(lines) if '"kind": "step", "step": 2' in line)
+    (run / "metrics.jsonl").write_text("".join(lines[: second + 1]))
+    result = octavo("doctor", run)
+    assert result.exit_code == 0
+    assert result.stdout.strip() == (
+        "no layer has cast to FP8 up to step 2 of 4, so nothing of FP8 is judged yet; FP8 begins at step 3"
+    )
+
+
+FP8_ONLY = {
+    "autopilot = false": "autopilot = true",
+    'recipe = "tensorwise"': 'recipe = "delayed"',
+    "precision_schedule = []": 'precision_schedule = [["fp8", 0.0], ["bf16", 0.5]]',
+    "[training.recipe_options]": "[training.recipe_options]\nhistory_length = 4",
+    "[training.overrides]": '[training.overrides]\n"model.layers.0.mlp.*" = "rowwise"',
+}
+
+
+def test_the_advised_command_trains_a_reference(octavo, run, tmp_path):
+    config = (run / "config.toml").read_text()
+    for before, after in FP8_ONLY.items():
+        assert config.count(before) == 1, before
+        config = config.replace(before, after)
+    (run / "config.toml").write_text(config)
+    stranger = with_loss(run, tmp_path / "of another seed", 1.0)
+    (stranger / "config.toml").write_text(config.replace("seed = 0", "seed = 1"))
+    refused = refusal(octavo, run, "--against", stranger)
+    _, *command = shlex.split(refused.partition("train one with ")[2])
+    result = octavo(*command)
+    assert result.exit_code == 0, result.output
+    assert octavo("doctor", run, "--against", command[-1]).exit_code == 0
+
+
 def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, run, tmp_path, finding_what, saturation):
     finding_what(dataclasses.replace(saturation, code="sensitive-module", role=""))
     fixed = tmp_path / "fixed.toml"
@@ -212,8 +360,34 @@ def test_a_note_changes_no_configuration(octavo, run, tmp_path, finding_what, sa
     assert not (tmp_path / "fixed.toml").exists()
 
 
-def test_a_run_s_own_configuration_is_not_overwritten(octavo, run):
-    assert "name another file" in refusal(octavo, run, "--apply", run / "config.toml")
+OWN = [
+    ("--apply", "config.toml"), ("--html", "config.toml"), ("--html", "metrics.jsonl"), ("--html", "tokenizer.json"),
+    ("--html", "checkpoints/page.html"), ("--apply", "fixed.toml"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("place", ["run", "bf16", "link"])
+def test_what_a_run_consists_of_is_not_overwritten(octavo, run, tmp_path, own, place):
+    option, name = own
+    reference = with_loss(run, tmp_path / "bf16", 1.0)
+    (tmp_path / "link").symlink_to(run)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    refused = refusal(octavo, run, "--against", reference, option, tmp_path / place / name)
+    assert f"{option}: '{tmp_path / place / name}' lies in" in refused
+    assert "name another file" in refused
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_one_file_is_not_written_twice(octavo, run, tmp_path):
+    words = refusal(octavo, run, "--html", tmp_path / "x", "--apply", tmp_path / "." / "x")
+    assert "--html and --apply both name" in words
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("option", ["--against", "--apply", "--html"])
+def test_the_machine_has_no_run_to_write_of(octavo, tmp_path, option):
+    assert f"--env is about this machine and takes no {option}" in refusal(octavo, "--env", option, tmp_path / "x")
 
 
 def test_remedies_need_a_configuration(octavo, run, tmp_path):
@@ -285,7 +459,7 @@ def test_a_page_of_a_healthy_run_is_written_with_its_reference(octavo, run, tmp_
     assert "There is no reference run" not in page.read_text()
 
 
-def test_a_page_that_cannot_be_written_is_refused(octavo, run, tmp_path):
-    result = octavo("doctor", run, "--html", tmp_path / "no" / "page.html")
-    assert result.exit_code == 2
-    assert "no such file" in result.stderr
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_computed(octavo, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.cli.doctor.examine.diagnose", None)
+    assert "--html: there is no folder" in refusal(octavo, run, "--html", tmp_path / "no" / "page.html")
+    assert "is a folder" in refusal(octavo, run, "--apply", tmp_path)

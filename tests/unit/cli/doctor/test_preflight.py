@@ -54,11 +54,18 @@ def test_findings_and_their_remedies_are_printed(octavo, config, monkeypatch, sa
     assert "saturation fraction 0.21" in " ".join(result.stdout.split())
 
 
+@pytest.mark.parametrize("option", ["--steps", "--orders"])
+def test_too_small_a_number_is_refused_before_a_text_is_read(octavo, config, monkeypatch, option):
+    monkeypatch.setattr("octavo.cli.doctor.preflight.preparing", lambda *_, **__: pytest.fail("a text is read"))
+    assert octavo("doctor", "preflight", config, option, "1").exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nowhere.toml"], "cannot read the configuration"),
         (["CONFIG", "--orders", "1"], "orders must be a whole number of at least 2"),
+        (["CONFIG", "--steps", "1"], "steps must be a whole number of at least 2"),
         (["CONFIG", "--data", "nowhere"], "nowhere"),
         (["."], "cannot read the configuration"),
     ],

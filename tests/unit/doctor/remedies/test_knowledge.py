@@ -1,10 +1,13 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
 from octavo import recipes
-from octavo.doctor import Remedy, Sample, Severity, diagnose, series_of
+from octavo.doctor import Remedy, Sample, Severity, Thresholds, diagnose, series_of
 from octavo.doctor.findings import CAUSES
 from octavo.doctor.remedies import remedies_for
+from octavo.doctor.rules import slow_layers
 from octavo.doctor.series import ProductKey
 from tests.unit.doctor.one_layer import finding, found
 
@@ -63,6 +66,21 @@ def test_an_override_is_finer_than_what_the_layer_runs():
 def test_a_module_stands_for_its_layers_and_the_run_for_all():
     assert changes_of("saturation", run_of(), path="mlp")[-1] == {"overrides": {"mlp.*": "bf16"}}
     assert changes_of("saturation", run_of(), path="")[-1] == {"overrides": {"*": "bf16"}}
+
+
+def test_what_most_layers_show_is_mended_beyond_the_recipe_they_run():
+    fields: dict[str, Any] = {"path": "", "places": ("mlp.1", "mlp.0")}
+    assert changes_of("saturation", run_of(recipe="blockwise"), **fields) == [{"overrides": {"*": "bf16"}}]
+    assert changes_of("sensitive-module", run_of(), **fields) == [{"skip": ["mlp.1", "mlp.0"]}]
+    assert "all layers" in remedies_for(found("saturation", **fields), run_of())[0].text
+
+
+def test_scales_of_a_byte_that_are_rounded_down_are_rounded_up():
+    casts = {"input output": {"scale_rounding": "floor"}}
+    first = changes_of("saturation", run_of(recipe="mxfp8", casts=casts))[0]
+    assert first == {"recipe_options": {"scale_rounding": "rceil"}}
+    casts = {"input output": {"scale_rounding": "rceil"}}
+    assert changes_of("saturation", run_of(recipe="mxfp8", casts=casts)) == [{"overrides": {"mlp.0": "bf16"}}]
 
 
 def test_gradients_get_range_before_they_get_precision():
@@ -143,7 +161,8 @@ def test_slow_layers_leave_fp8_smallest_first():
     sizes = {"a": 100, "b": 1, "c": 10}
     layers = {path: {"recipe": "rowwise", "in_features": 1, "out_features": size} for path, size in sizes.items()}
     series = series_of([], [Sample(step=1, casts={}, products={}, parameters={}, layers=layers)])
-    assert changes_of("slow-layer", series, path="", evidence={"layers": 2.0}) == [{"skip": ["b", "c"]}]
+    (finding,) = slow_layers({p: facts | {"casts": ["E4M3"]} for p, facts in layers.items()}, Thresholds())
+    assert [dict(one.changes) for one in remedies_for(finding, series)] == [{"skip": ["b", "c", "a"]}]
 
 
 def test_diagnosis_brings_its_remedies():

@@ -43,6 +43,12 @@ def test_the_worst_finding_is_the_headline_and_findings_follow_worst_first(page)
     assert "FP8 layers (delayed): 21, looked at 60 times from step 1 to 590. 1 failure, 2 warnings, 1 note." in text
 
 
+def test_a_run_that_has_not_cast_yet_is_not_healthy():
+    before = Sample(step=1, casts={}, products={}, parameters={})
+    text = text_of(render(series_of([], [before, before]), [], title="t"))
+    assert "<h1>Nothing to judge yet: no layer has cast to FP8 at 2 looks.</h1>" in text
+
+
 @pytest.mark.parametrize(
     ("severity", "said"),
     [(Severity.FAIL, "A scale is made"), (Severity.NOTE, "Healthy, with a note: A scale is made")],
@@ -129,6 +135,7 @@ def test_a_healthy_run_and_one_that_was_not_measured_differ():
     assert "<h1>Healthy: 5 looks at 21 layers found nothing.</h1>" in healthy
     empty = text_of(render(series_of(steps(5)), [], title="t"))
     assert "<h1>Nothing was measured in this run.</h1>" in empty
+    assert "lies on many grids, and one in BF16 on none of FP8's." in empty
     assert "no reference run" in empty
     assert "hold no loss" in text_of(render(series_of([]), [], title="t"))
 

@@ -23,7 +23,7 @@ def shaped(sample, **sizes):
     [
         ("lm_head", "a head"),
         ("model.score", "a head"),
-        ("layers.0.mlp.gate", "a router"),
+        ("layers.0.mlp.gate", None),
         ("layers.0.mlp.gate_proj", None),
         ("layers.0.router", "a router"),
         ("head.dense", None),
@@ -33,6 +33,23 @@ def test_what_has_a_sensitive_name(path, what):
     found = list(sensitive_module(looks(renamed(healthy_sample("tensorwise"), {SECOND: path})), LIMITS))
     assert [(one.path, one.severity) for one in found] == ([(path, Severity.WARN)] if what else [])
     assert all(one.cause.startswith(f"this is {what}") for one in found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ({"mlp.gate": (256, 64)}, ["mlp.gate"]),
+        ({"mlp.gate": (256, 65)}, []),
+        ({"mlp.gate": (64, 192), "mlp.up": (64, 192)}, []),
+        ({"mlp.gate": (256, 32), "mlp.up": (256, 32)}, []),
+        ({"mlp.gate": (256, 32), "mlp.up": (256, 64)}, ["mlp.gate"]),
+    ],
+)
+def test_a_gate_is_a_router_where_it_narrows_alone(sizes, found):
+    sample = shaped(renamed(healthy_sample("tensorwise"), {FIRST: "mlp.up", SECOND: "mlp.gate"}), **sizes)
+    result = list(sensitive_module(looks(sample), LIMITS))
+    assert [one.path for one in result] == found
+    assert all("a router" in one.cause for one in result)
 
 
 def test_what_runs_in_high_precision_is_not_sensitive():
@@ -112,3 +129,12 @@ def test_small_layers_are_slow_on_a_gpu_only():
 def test_a_layer_in_high_precision_is_as_fast_as_ever():
     facts = {"in_features": 8, "out_features": 8, "casts": {}}
     assert not list(slow_layers({FIRST: facts}, LIMITS))
+
+
+def test_every_small_layer_is_named():
+    paths = [f"layers.{index}.{name}" for name in ("k_proj", "o_proj") for index in range(3)] + ["score"]
+    (found,) = slow_layers(
+        {path: {"in_features": 8, "out_features": 8 + i, "casts": ["E4M3"]} for i, path in enumerate(paths)}, LIMITS
+    )
+    assert found.cause.endswith("save: layers.*.k_proj (3), layers.*.o_proj (3), score")
+    assert found.places == tuple(paths)

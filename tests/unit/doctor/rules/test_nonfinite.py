@@ -1,14 +1,17 @@
 """NaN and ±Inf: the first cast in time and in the order of a step, and what a loss scale absorbs."""
 
+import math
+
 from octavo.doctor import Thresholds, series_of
+from octavo.doctor.remedies import remedies_for
 from octavo.doctor.rules.nonfinite import nonfinite
 from tests.unit.doctor.synthetic_series import FIRST, SECOND, looks, steps
 
 LIMITS = Thresholds()
 
 
-def findings(casts=None, lines=()):
-    return list(nonfinite(looks(casts=casts or {}, lines=lines), LIMITS))
+def findings(casts=None, lines=(), **options):
+    return list(nonfinite(looks(casts=casts or {}, lines=lines, **options), LIMITS))
 
 
 def test_the_first_in_time():
@@ -29,12 +32,66 @@ def test_the_first_in_the_order_of_a_step():
             (FIRST, "grad_output"): broken,
             (SECOND, "grad_output"): broken,
             (SECOND, "weight"): broken,
-        }
+        },
+        interval=1,
     )
     assert (found.path, found.role) == (SECOND, "weight")
     assert found.cause == (
         "NaN or ±Inf reach this cast first (5 elements since the last look), 2 casts after it hold some too"
     )
+
+
+EVERYWHERE = {
+    (path, role): {"nonfinite": [0, 0, 7, 7, 7, 7]} for path in (FIRST, SECOND) for role in ("weight", "input")
+}
+
+
+def test_what_an_update_spread_between_looks_names_no_layer():
+    losses = [2.0] * 12 + [math.nan] * 18
+    (found,) = findings(EVERYWHERE, steps(losses))
+    assert (found.path, found.role, found.first_step) == ("", "", 15)
+    assert found.evidence == {"nonfinite": 28, "casts": 4, "weights": 2}
+    assert found.cause == (
+        "NaN or ±Inf are in 2 of 2 weights and 4 casts, in steps 11-15: an update spread them, and where they began is "
+        "not seen afterwards; the loss is not finite from step 13 on"
+    )
+    (remedy,) = remedies_for(found, looks())
+    assert "interval=1" in remedy.text
+
+
+def test_several_weights_at_once_name_none_though_every_step_is_looked_at():
+    (found,) = findings(EVERYWHERE, interval=1)
+    assert (found.path, found.cause) == (
+        "", "the update before this step left NaN or ±Inf in 2 of 2 weights at once, and no cast held any before"
+    )  # fmt: skip
+    (found,) = findings({key: {"nonfinite": 7} for key in EVERYWHERE}, interval=1)
+    assert (found.path, found.cause) == ("", "training began with NaN or ±Inf in 2 of 2 weights")
+
+
+def test_between_looks_a_single_weight_is_named_where_nothing_before_it_holds_any():
+    last = {"nonfinite": [0, 0, 0, 0, 0, 5]}
+    (found,) = findings({(SECOND, "weight"): last, (FIRST, "grad_output"): last})
+    assert (found.path, found.role) == (SECOND, "weight")
+    assert found.cause.startswith("NaN or ±Inf are in this weight and no other (5 elements")
+    (found,) = findings({(SECOND, "weight"): last, (FIRST, "input"): last})
+    assert (found.path, found.evidence["weights"]) == ("", 1)
+
+
+def test_between_looks_the_first_in_order_is_named_where_no_update_spread_it():
+    last = {"nonfinite": [0, 0, 0, 0, 0, 5]}
+    (found,) = findings({(SECOND, "input"): last, (FIRST, "grad_output"): last})
+    assert (found.path, found.role) == (SECOND, "input")
+    assert found.cause == (
+        "NaN or ±Inf reached this cast in steps 26-30 and none before it in a step's order "
+        "(5 elements since the last look), 1 casts after it hold some too"
+    )
+
+
+def test_a_run_that_stopped_at_once_knows_the_first():
+    failure = {"kind": "failure", "step": 30, "loss": None, "tensor": None}
+    last = {"nonfinite": [0, 0, 0, 0, 0, 5]}
+    (found,) = findings({(SECOND, "input"): last, (FIRST, "grad_output"): last}, [failure])
+    assert found.cause.startswith("NaN or ±Inf reach this cast first")
 
 
 def test_a_gradient_that_overflowed_under_a_loss_scale_was_made_again():

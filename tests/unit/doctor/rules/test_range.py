@@ -3,12 +3,15 @@
 import math
 
 import pytest
+import torch
 
-from octavo.doctor import Severity, Thresholds
+import octavo
+from octavo.doctor import Severity, Thresholds, series_of, watch
 from octavo.doctor.rules.range import bulk_underflow, gradient_underflow, saturation, zero_tensor
 from tests.unit.doctor.synthetic_series import FIRST, looks
 
 LIMITS = Thresholds()
+MISSED = {(FIRST, "output"): {"sqnr_db": 15}}
 INPUT, WEIGHT, GRADIENT = (FIRST, "input"), (FIRST, "weight"), (FIRST, "grad_output")
 
 
@@ -50,8 +53,64 @@ def test_delayed_scales_are_judged_by_how_far_they_lag():
     ],
 )
 def test_underflow_of_a_tenth_at_three_looks(rule, place, code, lost, found):
-    result = list(rule(looks(casts={place: {"underflow_fraction": lost}}), LIMITS))
+    result = list(rule(looks(casts={place: {"underflow_fraction": lost}}, products=MISSED), LIMITS))
     assert [(one.code, one.role, one.severity) for one in result] == [(code, place[1], severity) for severity in found]
+
+
+@pytest.mark.parametrize(
+    ("place", "numbers", "gemm", "severity"),
+    [
+        (INPUT, {}, {}, Severity.NOTE),
+        (WEIGHT, {}, {}, Severity.NOTE),
+        (INPUT, {"underflow_fraction": 0.49}, {}, Severity.NOTE),
+        (INPUT, {"underflow_fraction": 0.5}, {}, Severity.WARN),
+        (INPUT, {"underflow_fraction": 0.5}, {"output": 15}, Severity.FAIL),
+        (INPUT, {"flushed_energy": 1e-4}, {}, Severity.NOTE),
+        (INPUT, {"flushed_energy": 1.1e-4}, {}, Severity.WARN),
+        (INPUT, {"sqnr_db": 24}, {}, Severity.NOTE),
+        (INPUT, {"sqnr_db": 23.9}, {}, Severity.WARN),
+        (INPUT, {}, {"output": 21.5}, Severity.NOTE),
+        (INPUT, {}, {"output": 21.4}, Severity.WARN),
+        (INPUT, {}, {"output": [0, 0, 30, 30, 30, 30]}, Severity.NOTE),
+        (INPUT, {}, {"grad_weight": 21.4}, Severity.WARN),
+        (INPUT, {}, {"grad_input": 5}, Severity.NOTE),
+        (WEIGHT, {}, {"grad_input": 21.4}, Severity.WARN),
+        (WEIGHT, {}, {"grad_weight": 5}, Severity.NOTE),
+        (INPUT, {}, {"output": math.nan}, Severity.NOTE),
+        (INPUT, {}, {"output": math.nan, "grad_weight": math.nan}, Severity.WARN),
+    ],
+)
+def test_what_no_gemm_misses_is_less_severe(place, numbers, gemm, severity):
+    changes = {place: {"underflow_fraction": 0.42, **numbers}}
+    products = {(FIRST, name): {"sqnr_db": value} for name, value in gemm.items()}
+    (found,) = bulk_underflow(looks(casts=changes, products=products), LIMITS)
+    assert found.severity is severity
+
+
+def test_a_gradient_that_no_gemm_misses_is_missed_all_the_same():
+    """A log-normal one had 31.7 dB with 62 % flushed."""
+    (found,) = gradient_underflow(looks(casts={GRADIENT: {"underflow_fraction": 0.62}}), LIMITS)
+    assert found.severity is Severity.FAIL
+
+
+def test_what_a_softmax_makes_tiny_is_not_missed():
+    """A real look: the outputs of a softmax of large logits; and tokens that outweigh all others, one in the sample."""
+    torch.manual_seed(0)
+    x = (4 * torch.randn(256, 64)).softmax(-1)
+    outweighed = torch.randn(256, 64)
+    outweighed[::64] *= 2.0**20
+    assert [one.severity for one in underflow_of(x)] == [Severity.NOTE]
+    assert [one.severity for one in underflow_of(outweighed)] == [Severity.WARN]
+
+
+def underflow_of(x):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    octavo.convert(model, "tensorwise", convert_head=True)
+    watcher = watch(model, interval=1)
+    for _ in range(3):
+        with watcher.step():
+            (model(x) * torch.randn(256, 64)).sum().backward()
+    return bulk_underflow(series_of([], list(watcher.samples)), LIMITS)
 
 
 def test_each_rule_looks_at_its_own_roles():
@@ -61,7 +120,7 @@ def test_each_rule_looks_at_its_own_roles():
 
 def test_the_story_of_an_outlier():
     changes = {INPUT: {"underflow_fraction": 0.62, "amax": 65536, "rms": 4}}
-    (found,) = bulk_underflow(looks(casts=changes), LIMITS)
+    (found,) = bulk_underflow(looks(casts=changes, products=MISSED), LIMITS)
     assert found.cause == (
         "62% of the nonzero elements become zero: amax is 1.64e+04x the rms, and the bulk lie below the range of E4M3 "
         "under the scale that it sets"

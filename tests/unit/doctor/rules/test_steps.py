@@ -3,9 +3,10 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from octavo.doctor import Severity, Thresholds
+from octavo.doctor import Severity, Thresholds, series_of
 from octavo.doctor.rules.steps import gradient_below_noise, learning_rate, loss_scale
 from tests.unit.doctor.synthetic_series import FIRST, SECOND, looks, steps
 
@@ -34,6 +35,11 @@ def test_overflows_again_and_again(count, length, found):
     series = looks(lines=[*overflows(count), *steps([3.0] * length, loss_scale=512.0)])
     result = list(loss_scale(series, LIMITS))
     assert [(one.severity, one.evidence["loss_scale"]) for one in result] == [(Severity.WARN, 65536.0)] * found
+
+
+def test_steps_that_were_skipped_for_no_known_scale_are_no_overflows():
+    lines = [{"kind": "overflow", "step": 1 + index, "loss_scale": None} for index in range(20)]
+    assert not list(loss_scale(looks(lines=[*lines, *steps([3.0] * 100)]), LIMITS))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def switching(*, rate=1.0, update=1.0, rise=0.0, at=20, event=True):
         ({"rate": 10, "rise": 1.0}, [Severity.FAIL]),
         ({"rise": 1.0}, []),
         ({}, []),
-        ({"rate": 10, "rise": 1.0, "event": False}, [Severity.FAIL]),
+        ({"rate": 10, "rise": 1.0, "event": False}, [Severity.WARN]),
         ({"rate": 10, "event": False}, []),
         ({"rate": 10, "rise": 1.0, "event": False, "at": 4}, []),
     ],
@@ -113,6 +119,27 @@ def test_the_story_of_a_jump():
     assert (
         found.cause == "the learning rate is 10x that of before since the switch at step 20, and the loss rose by 0.83"
     )
+
+
+def restarting(*, periods=4, length=40, comes_back=True):
+    """A cosine schedule that restarts: with each, the loss rises by 0.5 nats and is back after half of a period."""
+    number = np.arange(periods * length)
+    place = number % length
+    rates = 1e-3 * (0.05 + 0.95 * (1 + np.cos(np.pi * place / length)) / 2)
+    bump = np.where(number >= length, 0.5 * (np.clip(1 - 2 * place / length, 0, None) if comes_back else 1), 0.0)
+    return series_of(steps(list(3.0 - 1e-3 * number + bump), lr=rates))
+
+
+def test_a_schedule_that_restarts_is_healthy():
+    assert not list(learning_rate(restarting(), LIMITS))
+    assert not list(learning_rate(restarting(periods=2), LIMITS))
+
+
+def test_a_restart_that_the_loss_does_not_come_back_from():
+    (found,) = learning_rate(restarting(comes_back=False), LIMITS)
+    assert (found.severity, found.first_step) == (Severity.WARN, 41)
+    assert "that of before since step 41, and the loss rose by" in found.cause
+    assert "switch" not in found.cause
 
 
 def test_a_healthy_look_says_nothing():

@@ -31,6 +31,13 @@ def test_looks_at_which_a_cast_did_not_run_are_left_out():
     assert steps[SECOND, "input"] == [1, 3]
 
 
+def test_a_step_that_was_made_again_under_another_recipe_belongs_to_both():
+    before, after = healthy_sample("delayed"), healthy_sample("tensorwise")
+    series = series_of([], [replace(before, step=1), replace(after, step=1), replace(after, step=2)])
+    found = [track for track in tracks(series) if track.key[:2] == (FIRST, "input")]
+    assert [(one.steps.tolist(), one.spec("scaling")) for one in found] == [([1], "delayed"), ([1, 2], "dynamic")]
+
+
 def test_a_layer_that_changes_its_recipe_has_two_tracks():
     before, after = healthy_sample("delayed"), healthy_sample("tensorwise")
     series = series_of([], [replace(before, step=1), replace(before, step=2), replace(after, step=3)])

@@ -68,6 +68,9 @@ def test_every_distinct_shape_is_timed_once(origin):
 def test_small_layers_are_one_note(origin):
     (finding,) = shapes_check(Probe(origin), LIMITS, step=1).findings
     assert (finding.code, finding.severity) == ("slow-layer", "note")
+    assert len(finding.places) == finding.evidence["layers"]
+    assert "q_proj" in finding.cause
+    assert "down_proj" in finding.cause
     assert shapes_check(Probe(with_training(origin, recipe="bf16")), LIMITS, step=1).findings == ()
 
 
@@ -98,6 +101,18 @@ def test_a_gap_counts_when_it_is_larger_than_fp8_may_cost_and_than_chance(origin
     mean = sum(gaps) / 2
     assert f"{mean:+.4f} ± {abs(gaps[0] - gaps[1]) / 2:.4f} nats" in check.said
     assert f"a ratio of {1 + mean / 4:.4f}" in check.said
+
+
+@pytest.mark.parametrize(("warmup", "known"), [(0, True), (2, True), (3, False), (100, False)])
+def test_there_is_no_estimate_inside_a_warm_up(origin, losing, warmup, known):
+    losing(0.0, 0.0)
+    check = gap_check(with_training(origin, warmup=warmup), LIMITS, steps=4, orders=2)
+    assert check.is_known == known
+    assert check.said.startswith("no estimate: the updates that count begin at 3, in the warm-up of") != known
+    losing(0.05, 0.05)
+    check = gap_check(with_training(origin, warmup=warmup), LIMITS, steps=4, orders=2)
+    assert check.is_known
+    assert check.findings, "a gap is one, whenever it shows"
 
 
 def test_one_seed_is_refused(origin):

@@ -1,0 +1,64 @@
+"""Which linear layers beside each other make up a gated MLP: by their shapes, and by name where shapes do not tell."""
+
+from collections.abc import Mapping
+
+__all__ = ["gated_linears"]
+
+PAIRS = (
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),  # w2 is the down projection
+    ("wi_0", "wi_1"),
+    ("gate", "up"),
+    ("w_gate", "w_up"),
+    ("linear_fc1_gate", "linear_fc1_up"),
+)
+FUSED = frozenset({"gate_up_proj", "gate_up", "w13", "w12", "wi_fused"})
+FUSED_ATTENTION = frozenset({"qkv", "qkv_proj", "wqkv", "Wqkv", "c_attn", "query_key_value", "in_proj"})
+
+
+def gated_linears(shapes: Mapping[str, tuple[int, int]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of gate and up projection, or of the one layer that is both, and of what may be the down projection.
+
+    Gate and up are two layers [N, K], and down is [K, N]; or gate and up are the halves of one [2N, K]. Any number of
+    other layers may stand beside them. Where N = K, or where more than two layers have the gate's shape, shapes do not
+    tell a gated MLP from an attention's query, key and value, and known names decide.
+
+    Args:
+        shapes: of the linear layers of one module, by name: (out_features, in_features).
+
+    Returns:
+        Two tuples, both empty where there is no gated MLP.
+
+    Example:
+        >>> gated_linears({"w1": (24, 8), "w2": (8, 24), "w3": (24, 8), "router": (4, 8)})
+        (('w1', 'w3'), ('w2',))
+        >>> gated_linears({"gate_up_proj": (48, 8), "down_proj": (8, 24)})
+        (('gate_up_proj',), ('down_proj',))
+        >>> gated_linears({"query": (8, 8), "key": (8, 8), "value": (8, 8)})
+        ((), ())
+    """
+    candidates: list[tuple[str, ...]] = [
+        pair for pair in PAIRS if set(pair) <= shapes.keys() and shapes[pair[0]] == shapes[pair[1]]
+    ]
+    candidates += [(name,) for name in shapes if name in FUSED]
+    candidates += [alike for alike in _alike(shapes) if len(alike) == 2 and _is_oblong(alike, shapes)]
+    candidates += [(name,) for name in shapes if name not in FUSED_ATTENTION and _is_oblong((name,), shapes)]
+    for names in candidates:
+        behind = tuple(name for name in shapes if name not in names and shapes[name] == _down_shape(names, shapes))
+        if behind:
+            return names, behind
+    return (), ()
+
+
+def _alike(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
+    return [tuple(name for name in shapes if shapes[name] == shape) for shape in dict.fromkeys(shapes.values())]
+
+
+def _down_shape(names: tuple[str, ...], shapes: Mapping[str, tuple[int, int]]) -> tuple[int, float]:
+    rows, columns = shapes[names[0]]
+    return columns, rows * len(names) / 2  # of a fused layer half the rows; an odd number has no half
+
+
+def _is_oblong(names: tuple[str, ...], shapes: Mapping[str, tuple[int, int]]) -> bool:
+    wide, long = _down_shape(names, shapes)
+    return wide != long
