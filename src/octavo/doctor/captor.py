@@ -89,7 +89,9 @@ class Captor:
     def _meant(self, finding: Finding) -> Collection[str]:
         if finding.severity == Severity.NOTE:
             return ()
-        return finding.places[:1] or self._at(finding.path)
+        if finding.path not in self.layers and finding.places:
+            return finding.places[:1]
+        return self._at(finding.path)
 
     def _at(self, path: str) -> Collection[str]:
         if path in self.layers:

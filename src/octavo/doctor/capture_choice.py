@@ -47,9 +47,10 @@ def capture_for(
 
 def _facts_during(finding: Finding, periods: list[Period]) -> Iterator[dict[str, Any]]:
     """The layer's facts in the finding's steps; what it had at its first look holds before that too."""
-    ends = [period.step for period in periods[1:]] + [inf]
-    for index, (period, until) in enumerate(zip(periods, ends, strict=False)):
-        if (period.step <= finding.last_step or not index) and until > finding.first_step:
+    for index, period in enumerate(periods):
+        until = periods[index + 1].step if index + 1 < len(periods) else inf
+        is_over = max(until, period.step + 1) <= finding.first_step  # a step made again was looked at under both
+        if not is_over and (period.step <= finding.last_step or not index):
             yield period.facts
 
 

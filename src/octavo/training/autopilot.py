@@ -61,6 +61,9 @@ class Autopilot:
     Args:
         config: what the run was started with.
         lines: of its metrics.jsonl so far.
+
+    Attributes:
+        ill: paths of layers, and of modules, that the newest acts are to mend.
     """
 
     def __init__(self, config: RunConfig, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -70,6 +73,7 @@ class Autopilot:
         self.lines: list[Line] = []
         self.layers: tuple[str, ...] = ()
         self.shadows: list[Shadow] = []
+        self.ill: list[str] = []
         for line in lines:
             self.see(dict(line))
 
@@ -100,8 +104,8 @@ class Autopilot:
                 stack.enter_context(shadow.watching())
             yield stack.enter_context(look)
 
-    def act(self, step: int, log: MetricsLog, emit: OnEvent) -> list[Line]:
-        """After a look: write what is decided; those lines that change the run's settings.
+    def act(self, step: int, log: MetricsLog, emit: OnEvent) -> bool:
+        """After a look: write what is decided; whether the run's settings have changed.
 
         ``log`` must let this object see what it writes.
         """
@@ -110,12 +114,12 @@ class Autopilot:
             if sample is not None:
                 log.write("probation", step, path=shadow.path, names=sample.names(), values=sample.values())
         self.shadows = []
-        changing = []
+        self.ill, has_changed = [], False
         for line in self._decisions(step):
             log.write("autopilot", step, **line)
             emit(Notice(text=f"step {step}: {line['finding']} at {line['path'] or 'the run'}: {line['act']}"))
-            changing += [line] if line["changes"] else []
-        return changing
+            has_changed |= bool(line["changes"])
+        return has_changed
 
     def _decisions(self, step: int) -> Iterator[Line]:
         """Lines to write; each is seen before the next is decided."""
@@ -152,6 +156,7 @@ class Autopilot:
         moves = self.journal.moves(finding.path)
         found = self._remedy(finding, number) if moves < self.flips else None
         if found is not None:
+            self.ill += [finding.path, *finding.places[:1]]
             return {**_line(finding, act=found.remedy.text, changes=found.remedy.changes), "number": number}
         if moves >= self.flips:
             return _line(finding, act=f"Left as it is: changed and changed back {moves} times already.", changes={})

@@ -199,10 +199,9 @@ class Trainer:
 
     def _let_autopilot_act(self, log: MetricsLog, step: int) -> bool:
         """After a look: whether the settings of the run have changed; then they hold at once."""
-        decided = [] if self.autopilot is None else self.autopilot.act(step, log, self.emit)
-        if self.autopilot is None or not decided:
+        if self.autopilot is None or not self.autopilot.act(step, log, self.emit):
             return False
-        self._capture([line["path"] for line in decided if "takes_back" not in line])
+        self._capture(self.autopilot.ill)
         before, self.training = self.training, self.autopilot.training
         self.recipe = self.training.recipe_at(self.step)
         apply_recipe(self.model, self.training, step=self.step)

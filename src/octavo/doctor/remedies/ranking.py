@@ -66,9 +66,8 @@ def ranked(
 def _chosen(finding: Finding, captures: Captures | list[Capture], series: Series) -> Capture | None:
     """Of the finding's layer; where it is about a module, of a layer that a remedy is about."""
     overridden = [path for remedy in finding.remedies for path in remedy.changes.get("overrides", {})]
-    found = (
-        capture_for(finding, path, captures, series=series) for path in (finding.path, *finding.places, *overridden)
-    )
+    paths = (finding.path, *finding.places, *overridden)
+    found = (capture_for(finding, path, captures, series=series) for path in paths)
     return next((one for one in found if one is not None), None)
 
 

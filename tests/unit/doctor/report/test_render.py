@@ -67,6 +67,7 @@ def test_a_finding_shows_its_numbers_and_remedies_with_their_bars(page):
     assert '<i style="width:0.0%"></i></span><span>−20 %</span>' in text
     assert text.count('<table class="remedies">') == 2
     assert text.count("error removed</th>") == 1, "a remedy that was not replayed has no bars"
+    assert text.count("time, modelled</th>") == 1
 
 
 def test_text_from_outside_is_escaped(page):
