@@ -8,7 +8,7 @@ from octavo.doctor import Severity, diagnose, series_of
 from octavo.doctor.statistics import CAST_FIELDS
 from tests.unit.doctor.synthetic_series import FIRST, healthy_sample, steps
 
-LOST = CAST_FIELDS.index("underflow_fraction")
+LOST, ENERGY = CAST_FIELDS.index("underflow_fraction"), CAST_FIELDS.index("flushed_energy")
 MENDED = healthy_sample("rowwise")
 ACT = {
     "kind": "autopilot", "step": 20, "finding": "bulk-underflow", "path": FIRST, "role": "input", "number": 1,
@@ -25,7 +25,7 @@ def found(*events, mended=True, again=()):
         casts = {key: numbers.copy() for key, numbers in base.casts.items()}
         for key, numbers in casts.items():
             if key[:2] == (FIRST, "input") and (look <= 4 or look in again):
-                numbers[LOST] = 0.6 if look <= 4 else 0.3
+                numbers[LOST], numbers[ENERGY] = 0.6 if look <= 4 else 0.3, 0.01
         samples.append(replace(base, step=5 * look, casts=casts))
     return diagnose(series_of([*steps([3.0] * 40), *events], samples))
 
@@ -76,8 +76,8 @@ def nan_at(look, *, finished):
     for number in range(1, 5):
         base = healthy_sample("tensorwise")
         casts = {key: numbers.copy() for key, numbers in base.casts.items()}
-        for numbers in casts.values():
-            numbers[CAST_FIELDS.index("nonfinite")] = 3 if number == look else 0
+        for key, numbers in casts.items():
+            numbers[CAST_FIELDS.index("nonfinite")] = 3 if number == look and key.role != "weight" else 0
         samples.append(replace(base, step=5 * number, casts=casts))
     lines = steps([3.0] * finished)
     return diagnose(series_of([*lines, FAILURE], samples))

@@ -190,7 +190,7 @@ def test_statistics_of_renamed_layers_are_refused(octavo, run, table):
 
 def test_statistics_that_stand_there_twice_are_refused(octavo, run):
     edit(run, lambda lines: lines.extend([line for line in lines if line["kind"] == "statistics"]))
-    assert "leave each step once, in order" in refusal(octavo, run)
+    assert "has step 1 after step 4: two runs wrote" in refusal(octavo, run)
 
 
 @pytest.mark.parametrize("kind", ["overflow", "failure"])
