@@ -25,6 +25,7 @@ ROWS = (
     "training",
     "trials",
     "parallel",
+    "language_model",
     "quantization",
     "export",
     "serving",

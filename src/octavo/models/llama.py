@@ -17,6 +17,7 @@ dropout, no cache and no padding mask; a training batch is always full.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -27,9 +28,10 @@ from octavo.errors import ConfigError
 from octavo.nn import RMSNorm, rotary_table, rotate
 from octavo.nn.attention import attend
 
-__all__ = ["Llama", "LlamaConfig"]
+__all__ = ["Llama", "LlamaConfig", "Reread"]
 
 INIT_STD = 0.02
+Reread = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values [B, T, kv, D] → what attention reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,14 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key-value heads."""
+    """Causal self-attention with rotary positions and grouped key-value heads.
+
+    Attributes:
+        reread: what stands between the keys and values made and those that are read, such as a cache in FP8; None is
+            nothing.
+    """
+
+    reread: Reread | None = None
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -103,6 +112,8 @@ class Attention(nn.Module):
         values = self.v_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))
         queries = rotate(self.q_proj(hidden).unflatten(-1, (self.num_heads, self.head_dim)), cos, sin)
         keys = rotate(self.k_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim)), cos, sin)
+        if self.reread is not None:
+            keys, values = self.reread(keys, values)
         out: Tensor = self.o_proj(attend(queries, keys, values, causal=True).flatten(2))
         return out
 

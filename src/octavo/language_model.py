@@ -1,0 +1,158 @@
+"""A language model from where the user has it: a run of octavo's, a Hugging Face folder, a .gguf file.
+
+| MODEL                                          | read by                                          |
+|------------------------------------------------|--------------------------------------------------|
+| a run's folder (config.toml, checkpoints/)     | ``octavo.training.run_folder``                   |
+| a Hugging Face folder (config.json)            | ``transformers.AutoModelForCausalLM``            |
+| a .gguf file of the Llama layout               | ``octavo.models.load_gguf``                      |
+| a model's name on Hugging Face's hub, "org/name" | ``transformers``, which downloads it           |
+
+All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32: a run's layers are plain again, with the
+weights it was trained to.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.convert import restore
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models import Llama, load_gguf
+from octavo.training.run_folder import CONFIG, has_run, load_run
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["KeysAndValues", "LanguageModel", "load_language_model"]
+
+KeysAndValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
+HF_CONFIG = "config.json"
+INSTALL = "pip install 'octavo[hf]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """A decoder and its tokenizer.
+
+    Attributes:
+        model: in evaluation mode.
+        tokenizer: text to ids.
+        context: the most tokens it reads at once.
+        source: where it came from.
+    """
+
+    model: nn.Module
+    tokenizer: "Tokenizer"
+    context: int
+    source: str
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, T] → logits [B, T, V]."""
+        return logits_of(self.model, tokens)
+
+    @contextmanager
+    def keys_and_values_through(self, pass_through: KeysAndValues) -> "Iterator[Callable[[Tensor], Tensor]]":
+        """Inside the block attention reads what ``pass_through`` makes of each layer's keys and values.
+
+        Keys have their rotary positions. Yields what to call instead of :meth:`logits`.
+        """
+        if not isinstance(self.model, Llama):
+            yield lambda tokens: logits_of(self.model, tokens, pass_through)
+            return
+        attentions = [layer.self_attn for layer in self.model.model.layers]
+        for index, attention in enumerate(attentions):
+            attention.reread = lambda keys, values, index=index: pass_through(index, keys, values)
+        try:
+            yield self.logits
+        finally:
+            for attention in attentions:
+                attention.reread = None
+
+
+def logits_of(model: nn.Module, tokens: Tensor, pass_through: KeysAndValues | None = None) -> Tensor:
+    """Token ids [B, T] → logits [B, T, V], of octavo's models and of transformers'."""
+    if isinstance(model, Llama):
+        found: Tensor = model(tokens)
+        return found
+    cache = {} if pass_through is None else {"past_key_values": _passing_cache(pass_through)}
+    output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
+    logits: Tensor = output.logits
+    return logits
+
+
+def load_language_model(source: str | Path) -> LanguageModel:
+    """Read a model.
+
+    Args:
+        source: see the table above; an existing path wins over a name on the hub.
+
+    Raises:
+        ConfigError: there is no such path and it is no name, or transformers is needed and not installed.
+        CheckpointError: what is there is no language model, or a damaged one.
+    """
+    path = Path(source)
+    if path.suffix.lower() == ".gguf":
+        return _from_gguf(path)
+    if path.is_dir() and (path / HF_CONFIG).is_file():
+        return _from_hugging_face(str(path))
+    if has_run(path):
+        return _from_run(path)
+    if path.exists():
+        raise CheckpointError(
+            f"{str(source)!r} is no model; give a run's folder (it has a {CONFIG}), a Hugging Face folder (it has a "
+            f"{HF_CONFIG}) or a .gguf file"
+        )
+    if str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
+        return _from_hugging_face(str(source))
+    raise ConfigError(f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file")
+
+
+def _from_gguf(path: Path) -> LanguageModel:
+    loaded = load_gguf(path)
+    model = loaded.model.eval()
+    return LanguageModel(model=model, tokenizer=loaded.tokenizer, context=model.config.max_positions, source=str(path))
+
+
+def _from_run(path: Path) -> LanguageModel:
+    run = load_run(path)
+    restore(run.model)
+    return LanguageModel(
+        model=run.model, tokenizer=run.tokenizer, context=run.config.training.context, source=str(path)
+    )
+
+
+def _from_hugging_face(source: str) -> LanguageModel:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"{source!r} is read with transformers, which is not installed; {INSTALL}") from error
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # transformers, its readers and its tokenizers raise whatever they like
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"transformers cannot read {source!r}: {first}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise CheckpointError(f"{source!r} has no fast tokenizer (tokenizer.json); convert it with transformers first")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        raise CheckpointError(f"{source!r} does not say how many tokens it reads (max_position_embeddings)")
+    return LanguageModel(model=model.eval(), tokenizer=backend, context=context, source=source)
+
+
+def _passing_cache(pass_through: KeysAndValues) -> Any:
+    """A transformers cache for one forward pass, which keeps nothing and hands on what ``pass_through`` makes."""
+    from transformers import DynamicCache
+
+    class PassingCache(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+            keys, values = pass_through(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+            return keys.transpose(1, 2), values.transpose(1, 2)
+
+    return PassingCache()

@@ -1,0 +1,127 @@
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks import smollm2
+from octavo.errors import CheckpointError, ConfigError
+from octavo.language_model import load_language_model
+from octavo.models import Llama, LlamaConfig
+from octavo.training.tokenizer import train_tokenizer
+
+SHAPE = LlamaConfig(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_positions=32,
+)
+TOKENS = torch.arange(20).view(2, 10) * 7 % 300
+
+
+def hugging_face_folder(folder, model):
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    shape = model.config
+    theirs = LlamaForCausalLM(
+        TheirConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            max_position_embeddings=shape.max_positions,
+            rms_norm_eps=shape.rms_norm_eps,
+            tie_word_embeddings=shape.tie_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        )
+    )
+    theirs.load_state_dict(model.state_dict())
+    theirs.save_pretrained(folder)
+    tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=shape.vocab_size)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return Llama(SHAPE, seed=3).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, ours):
+    made = tmp_path_factory.mktemp("hf")
+    hugging_face_folder(made, ours)
+    return made
+
+
+def test_a_hugging_face_folder(ours, folder):
+    loaded = load_language_model(folder)
+    assert isinstance(loaded.tokenizer, Tokenizer)
+    assert loaded.context == 32
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.logits(TOKENS), ours(TOKENS), rtol=1e-4, atol=1e-5)
+
+
+def test_keys_and_values_are_those_of_both(ours, folder):
+    from octavo.language_model import LanguageModel
+
+    theirs = load_language_model(folder)
+    seen = []
+    for model in (LanguageModel(model=ours, tokenizer=theirs.tokenizer, context=32, source="ours"), theirs):
+        passed = []
+
+        def halve(layer, keys, values, passed=passed):
+            passed.append((layer, keys, values))
+            return keys / 2, values / 2
+
+        with torch.no_grad(), model.keys_and_values_through(halve) as logits:
+            found = logits(TOKENS)
+            plain = model.logits(TOKENS) if model is theirs else None
+        assert [layer for layer, *_ in passed] == [0, 1]
+        assert passed[0][1].shape == (2, 10, SHAPE.num_kv_heads, SHAPE.head_dim)
+        if plain is not None:
+            assert not torch.allclose(plain, found)
+        seen.append((found, passed))
+    (a, ours_passed), (b, theirs_passed) = seen
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for (_, *mine), (_, *other) in zip(ours_passed, theirs_passed, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert not torch.equal(a, ours(TOKENS)), "attention read something else outside of the block too"
+
+
+def test_nothing_stands_between_afterwards(ours, folder):
+    from octavo.language_model import LanguageModel
+
+    model = LanguageModel(model=ours, tokenizer=None, context=32, source="ours")
+    with torch.no_grad():
+        before = model.logits(TOKENS)
+        with pytest.raises(RuntimeError, match="stop"), model.keys_and_values_through(_stop) as logits:
+            logits(TOKENS)
+        assert torch.equal(before, model.logits(TOKENS))
+
+
+def _stop(layer, keys, values):
+    raise RuntimeError("stop")
+
+
+@pytest.mark.skipif(smollm2.cached() is None, reason="SmolLM2 is not there: python -m benchmarks.smollm2")
+def test_a_gguf_file():
+    loaded = load_language_model(smollm2.cached())
+    assert loaded.context == 8192
+    assert loaded.tokenizer.encode("The capital").ids
+
+
+def test_what_is_no_model(tmp_path, folder):
+    with pytest.raises(CheckpointError, match="is no model; give a run's folder"):
+        load_language_model(tmp_path)
+    with pytest.raises(ConfigError, match="there is no"):
+        load_language_model(tmp_path / "missing" / "deep")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="transformers cannot read"):
+        load_language_model(broken)
