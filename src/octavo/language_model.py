@@ -14,6 +14,7 @@ weights it was trained to.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,9 @@ class LanguageModel:
         if not isinstance(self.model, Llama):
             yield lambda tokens: logits_of(self.model, tokens, pass_through)
             return
-        attentions = [layer.self_attn for layer in self.model.model.layers]
+        attentions: list[Any] = [layer.self_attn for layer in self.model.model.layers]
         for index, attention in enumerate(attentions):
-            attention.reread = lambda keys, values, index=index: pass_through(index, keys, values)
+            attention.reread = partial(pass_through, index)
         try:
             yield self.logits
         finally:

@@ -4,7 +4,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import smollm2
 from octavo.errors import CheckpointError, ConfigError
-from octavo.language_model import load_language_model
+from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama, LlamaConfig
 from octavo.training.tokenizer import train_tokenizer
 
@@ -66,15 +66,13 @@ def test_a_hugging_face_folder(ours, folder):
 
 
 def test_keys_and_values_are_those_of_both(ours, folder):
-    from octavo.language_model import LanguageModel
-
     theirs = load_language_model(folder)
     seen = []
     for model in (LanguageModel(model=ours, tokenizer=theirs.tokenizer, context=32, source="ours"), theirs):
-        passed = []
+        passed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
-        def halve(layer, keys, values, passed=passed):
-            passed.append((layer, keys, values))
+        def halve(layer, keys, values, kept=passed):
+            kept.append((layer, keys, values))
             return keys / 2, values / 2
 
         with torch.no_grad(), model.keys_and_values_through(halve) as logits:
@@ -94,9 +92,7 @@ def test_keys_and_values_are_those_of_both(ours, folder):
 
 
 def test_nothing_stands_between_afterwards(ours, folder):
-    from octavo.language_model import LanguageModel
-
-    model = LanguageModel(model=ours, tokenizer=None, context=32, source="ours")
+    model = LanguageModel(model=ours, tokenizer=load_language_model(folder).tokenizer, context=32, source="ours")
     with torch.no_grad():
         before = model.logits(TOKENS)
         with pytest.raises(RuntimeError, match="stop"), model.keys_and_values_through(_stop) as logits:
@@ -110,7 +106,7 @@ def _stop(layer, keys, values):
 
 @pytest.mark.skipif(smollm2.cached() is None, reason="SmolLM2 is not there: python -m benchmarks.smollm2")
 def test_a_gguf_file():
-    loaded = load_language_model(smollm2.cached())
+    loaded = load_language_model(smollm2.model_path())
     assert loaded.context == 8192
     assert loaded.tokenizer.encode("The capital").ids
 
