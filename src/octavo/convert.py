@@ -254,7 +254,7 @@ def _check_effect(
     overriding: dict[str, Recipe],
     paths: dict[torch.nn.Module, list[str]],
     skipped: dict[str, str],
-    chosen: dict[str, torch.nn.Module],
+    chosen: Mapping[str, torch.nn.Module],
 ) -> None:
     """Refuse an override whose layers all stay as they are."""
     for pattern in overriding:
