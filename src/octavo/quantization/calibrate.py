@@ -5,6 +5,7 @@ One pass over the batches serves every method: what is kept of an input are its 
 neither the order nor the size of the batches changes a scale. Padding counts like anything else: leave it out.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo.convert import choose_layers
+from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.formats import Format
 from octavo.language_model import LanguageModel
@@ -36,6 +38,7 @@ from octavo.training.facts import own_version
 
 __all__ = ["LayerCoverage", "calibrate", "coverage", "weights_of"]
 
+SATURATION = Thresholds().saturation_fraction
 OnBatch = Callable[[int, int | None], None]
 
 
@@ -114,7 +117,7 @@ def calibrate(
         weight_scales={path: q.scale for path, (q, _) in weights.items()},
         kv_scales=_kv_scales(seen, rule, fmt),
         health=tuple(health[path] for path in reached),
-        groups=seen.groups(),
+        groups=tuple(tuple(path for path in reached if path in group) for group in seen.groups()),
         left_out=left_out | {path: NEVER_REACHED for path in layers if path not in reached},
         shapes=linear_shapes(module),
         model_hash=shape_hash(module),
@@ -132,12 +135,19 @@ class LayerCoverage:
         amax: the largest magnitude in the other data.
         ratio: that over the largest that the scale provides for; above 1, values are clipped.
         saturation_fraction: share of the elements that are.
+        calibrated_fraction: the same share of the data that were calibrated on: what the method meant to clip.
     """
 
     path: str
     amax: float
     ratio: float
     saturation_fraction: float
+    calibrated_fraction: float
+
+    @property
+    def goes_beyond(self) -> bool:
+        """Whether more is clipped than a healthy scale allows, and far more than was meant to be."""
+        return self.saturation_fraction > max(SATURATION, 2 * self.calibrated_fraction)
 
 
 def coverage(
@@ -164,6 +174,7 @@ def coverage(
     layers = {path: module.get_submodule(path) for path in calibration.input_scales}
     seen = observe(model, batches, layers, on_batch=on_batch)
     fmt = _input_cast(calibration.recipe).format
+    meant = {each.path: each.clipped_fraction or 0.0 for each in calibration.health}
     found = []
     for path, own in seen.inputs.items():
         scale, magnitudes = calibration.input_scales[path], own.counts.magnitudes()
@@ -174,6 +185,7 @@ def coverage(
                 amax=health.amax,
                 ratio=health.amax / (float(scale) * fmt.max),
                 saturation_fraction=health.clipped_fraction or 0.0,
+                calibrated_fraction=meant[path],
             )
         )
     return tuple(sorted(found, key=lambda each: (each.saturation_fraction, each.ratio), reverse=True))
@@ -181,8 +193,8 @@ def coverage(
 
 def weights_of(
     layers: dict[str, nn.Linear], recipe: Recipe, method: WeightMethod
-) -> dict[str, tuple[QuantizedTensor, float]]:
-    """Each layer's weight in FP8, and its SQNR in dB.
+) -> dict[str, tuple[QuantizedTensor, float | None]]:
+    """Each layer's weight in FP8, and its SQNR in dB; None without noise.
 
     Raises:
         ConfigError: a weight that holds NaN or ±Inf, by name.
@@ -195,7 +207,8 @@ def weights_of(
             q = quantized_weight(layer.weight, spec, method)
         except ConfigError as error:
             raise ConfigError(f"layer {path!r} cannot be calibrated: {error}; mend the model first") from error
-        found[path] = q, sqnr_db(layer.weight.detach().float(), q.dequantize())
+        decibels = sqnr_db(layer.weight.detach().float(), q.dequantize())
+        found[path] = q, decibels if math.isfinite(decibels) else None
     return found
 
 
@@ -204,7 +217,7 @@ def _scales_and_health(
     rule: RangeRule,
     fmt: Format,
     layers: dict[str, nn.Linear],
-    weights: dict[str, tuple[QuantizedTensor, float]],
+    weights: dict[str, tuple[QuantizedTensor, float | None]],
 ) -> tuple[dict[str, Tensor], dict[str, LayerHealth]]:
     """Of each layer's input, computed once for layers that are given the same."""
     scales, health = dict[str, Tensor](), dict[str, LayerHealth]()

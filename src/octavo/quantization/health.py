@@ -1,17 +1,18 @@
 """How well an input's scale fits what calibration saw of it, layer by layer, and what deserves a warning.
 
 All of it follows from the histogram of magnitudes and the scale; nothing is run twice. Bins are a 64th of a binade
-wide, so shares are right but for elements within that distance of a limit, and the SQNR to about 0.1 dB.
+wide, so shares are right but for elements within that distance of a limit, and the SQNR to about 0.1 dB unless a few
+elements have most of the energy.
 
 What is no fault is not warned of: one outlier costs nothing until amax / rms reaches 2^13, and values that are flushed
 to zero cost nothing where their energy is far below that of FP8's own rounding. Where the bulk is flushed, clipping the
 outliers loses more than it saves; a scale a row or a block, or BF16 for that layer, keeps both.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from octavo.doctor.thresholds import Thresholds
@@ -19,7 +20,7 @@ from octavo.formats import Format
 from octavo.quantization.magnitudes import Magnitudes
 from octavo.quantization.ranges import decoded
 
-__all__ = ["FEW_SAMPLES", "MOVED", "LayerHealth", "health_of", "health_warnings", "sqnr_db_of_sums"]
+__all__ = ["FEW_SAMPLES", "MOVED", "LayerHealth", "health_of", "health_warnings"]
 
 FEW_SAMPLES = 32  # sequences
 MOVED = 0.1  # of a scale, by the last quarter of the samples
@@ -29,7 +30,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerHealth:
-    """A layer's input under its scale. What a training run's history does not tell is None.
+    """A layer's input under its scale. What a training run's history does not tell is None, and the dB of no noise.
 
     Attributes:
         path: the layer's.
@@ -94,7 +95,7 @@ def health_of(
         path=path,
         amax=seen.amax,
         scale=float(scale),
-        sqnr_db=sqnr_db_of_sums(seen.energy, noise),
+        sqnr_db=10 * math.log10(seen.energy / noise) if noise else None,
         underflow_fraction=_share(seen.counts, nonzero & (found == 0), nonzero),
         flushed_energy=_share(energies, found == 0),
         clipped_fraction=_share(seen.counts, clipped),
@@ -103,11 +104,6 @@ def health_of(
         moved=None if early_scale is None else abs(float(scale) / early_scale - 1),
         weight_sqnr_db=weight_sqnr_db,
     )
-
-
-def sqnr_db_of_sums(signal: float, noise: float) -> float:
-    """10·log10(Σ x² / Σ (x - y)²); +inf without noise."""
-    return float(10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64))) if noise else float("inf")
 
 
 def health_warnings(layers: Iterable[LayerHealth], *, samples: int | None) -> Iterator[str]:
@@ -125,6 +121,13 @@ def health_warnings(layers: Iterable[LayerHealth], *, samples: int | None) -> It
         yield (
             f"small values of {_named(flushed, 'underflow_fraction')} become zero; clipping would not help: give these "
             "layers a finer granularity (rowwise, blockwise) or leave them in BF16"
+        )
+    clipped = [each for each in layers if each.clipped_fraction and (each.sqnr_db or 0.0) < _THRESHOLDS.healthy_cast_db]
+    if clipped:
+        worst = min(clipped, key=lambda each: each.sqnr_db or 0.0)
+        yield (
+            f"clipping costs {_named(clipped, 'clipped_energy')} of their energy, down to {worst.sqnr_db:.1f} dB, "
+            f"where FP8 gives {_THRESHOLDS.healthy_cast_db:g} and more; use the method max"
         )
     moving = [each for each in layers if (each.moved or 0.0) > MOVED]
     if moving:
