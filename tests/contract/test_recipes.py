@@ -53,12 +53,18 @@ TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
     "mxfp8, floor": ((_MX_FLOOR, _MX_FLOOR), (_MX_FLOOR, _MX_FLOOR), (_MX_FLOOR, _MX_FLOOR)),
     "mxfp8, even": ((_MX_EVEN, _MX_EVEN), (_MX_EVEN, _MX_EVEN), (_MX_EVEN, _MX_EVEN)),
     "static": ((_T4, _T4), None, None),
+    "static, weight by row": ((_T4, Operand(granularity=PerRow())), None, None),
+    "static, weight by block": ((_T4, _FP32_BLOCK), None, None),
+    "static, powers of two": ((_T4, _T4_POWER), None, None),
 }
 DELAYED = ("delayed", "delayed_te")
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise, any scale": {"power_of_two": False},
     "mxfp8, floor": {"scale_rounding": "floor"},
     "mxfp8, even": {"scale_rounding": "even"},
+    "static, weight by row": {"weight_granularity": "row"},
+    "static, weight by block": {"weight_granularity": "128x128"},
+    "static, powers of two": {"power_of_two": True},
 }
 STATIC_SCALE = torch.tensor(0.01)
 FP8_RECIPES = tuple(TABLE)
@@ -100,7 +106,7 @@ def _layer(recipe: str, K: int, N: int, dtype: torch.dtype, *, bias: bool = True
         _step(layer, torch.randn(4, K, dtype=dtype) * 0.7, torch.full((4, N), 0.4, dtype=dtype))
         update_scales(layer)
         layer.zero_grad()
-    if recipe == "static":
+    if recipe.startswith("static"):
         octavo.load_scaling_state(layer, {"input.scale": STATIC_SCALE})
     return layer
 
@@ -139,7 +145,7 @@ def _check(recipe: str, layer: Linear, x: Tensor, grad_output: Tensor) -> None:
         if pair is None:
             _check_high_precision(result, *(source for source, _ in sources))
             continue
-        held = (STATIC_SCALE.item() if recipe == "static" else None, None)
+        held = (STATIC_SCALE.item() if recipe.startswith("static") else None, None)
         a, b = (
             expected_operand(row, source, past_amax=past, scale=scale)
             for row, (source, past), scale in zip(pair, sources, held, strict=True)
@@ -181,7 +187,7 @@ def test_operands_output_and_gradients(recipe, shape, dtype):
 def test_tensors_below_the_amax_floor(recipe):
     """Amaxes that count as 1e-12, but for a recipe whose floor is 0."""
     layer = Linear(40, 24, recipe=_recipe(recipe))
-    if recipe == "static":
+    if recipe.startswith("static"):
         octavo.load_scaling_state(layer, {"input.scale": STATIC_SCALE})
     torch.nn.init.normal_(layer.weight, std=1e-14)
     x = torch.randn(9, 40) * 1e-14
@@ -280,7 +286,7 @@ def test_a_non_finite_element_shows_in_its_row_and_nowhere_else(recipe, value, r
             reached[REACHED[role][name]] = True
         assert not result[reached].isfinite().any()
         assert torch.equal(result[~reached], clean[name][~reached]), name
-    is_cast = role != "grad_output" or recipe != "static"
+    is_cast = role != "grad_output" or not recipe.startswith("static")
     assert nonfinite_counts(layer) == ({role: 1} if is_cast else {}), "counted once a call, where it is cast"
 
 
@@ -296,7 +302,7 @@ def _assert_scales_are_positive_and_finite(products: list[Product]) -> None:
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_all_zero_tensors_give_zeros(recipe):
     layer = Linear(16, 8, bias=False, recipe=_recipe(recipe))
-    if recipe == "static":
+    if recipe.startswith("static"):
         octavo.load_scaling_state(layer, {"input.scale": STATIC_SCALE})
     torch.nn.init.zeros_(layer.weight)
     with recorded_products() as products:

@@ -7,7 +7,7 @@ import pytest
 import octavo
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, E4M3_FNUZ, E5M2, E8M0
-from octavo.numerics import Accumulate, PerRow, PerTensor, ScaleRounding
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling, Statistic, from_toml, get, names, to_toml
 
 
@@ -59,6 +59,21 @@ def test_delayed_takes_its_options():
     assert recipe.history == History(length=32, statistic=Statistic.MEAN, update_interval=4)
     assert {cast.margin for cast in recipe.casts} == {2}
     assert get("delayed").history == History(length=16, statistic=Statistic.MAX, update_interval=1)
+
+
+@pytest.mark.parametrize(
+    ("word", "granularity"), [("tensor", PerTensor()), ("row", PerRow()), ("128x128", PerBlock(128, 128))]
+)
+def test_static_takes_the_granularity_of_the_weight_alone(word, granularity):
+    recipe = get("static", weight_granularity=word, power_of_two=True)
+    assert recipe.output.a == CastSpec(format=E4M3, scaling=Scaling.STATIC, scale_rounding=ScaleRounding.RCEIL)
+    assert recipe.output.b == CastSpec(format=E4M3, granularity=granularity, scale_rounding=ScaleRounding.RCEIL)
+    assert recipe.has_static_input
+    assert from_toml(to_toml(recipe)) == recipe
+    with pytest.raises(ConfigError, match="weight_granularity must be one of tensor, row, 128x128, not 'channel'"):
+        get("static", weight_granularity="channel")
+    with pytest.raises(ConfigError, match="power_of_two must be one of False, True, not 2"):
+        get("static", power_of_two=2)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "delayed_te", "rowwise", "blockwise", "mxfp8"])
