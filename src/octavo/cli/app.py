@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from octavo.cli.bench import bench
+from octavo.cli.calibrate import calibrate
 from octavo.cli.console import complain
 from octavo.cli.data import data
 from octavo.cli.demo import demo
@@ -116,6 +117,12 @@ add_command(
     "eval",
     short="Measure a run's loss and perplexity on text.",
     example="runs/demo/tensorwise --data novel.txt",
+)
+add_command(
+    calibrate,
+    "calibrate",
+    short="Find static FP8 scales for a trained model.",
+    example="model.gguf --samples 128 --out calibrated/",
 )
 add_command(
     generate,
