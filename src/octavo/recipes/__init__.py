@@ -22,6 +22,8 @@ The presets (sources: the published recipes named in each docstring):
 | `mxfp8`                  | E4M3   | E4M3             | E4M3        | 1x32 of each GEMM's operand, an E8M0 byte    |
 | `static`                 | E4M3   | E4M3             | –           | tensor, the input's from calibration; the    |
 |                          |        |                  |             | gradients' GEMMs in high precision           |
+| `weight_only`            | –      | E4M3             | –           | row of the weight; decoded again before the  |
+|                          |        |                  |             | GEMM, which is in high precision as are all  |
 """
 
 from octavo.recipes.presets import get, names
