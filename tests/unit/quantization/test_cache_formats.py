@@ -73,7 +73,7 @@ def test_bytes_of_a_vector():
 
 def test_means_are_those_of_all_positions():
     model, text = language_model(), windows()
-    seen = {0: [], 1: []}
+    seen: dict[int, list[torch.Tensor]] = {0: [], 1: []}
 
     def note(layer, keys, values):
         seen[layer].append(keys)

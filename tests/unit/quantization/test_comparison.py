@@ -1,13 +1,15 @@
 """A comparison against a plain loop over windows in torch."""
 
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
 
 from octavo.errors import ConfigError
 from octavo.quantization.comparison import compare
-from octavo.quantization.contestants import high_precision
+from octavo.quantization.contestants import Contestant, high_precision
 from octavo.quantization.lineup import line_up
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 
@@ -53,9 +55,12 @@ def test_the_reference_is_as_itself(contestants):
 
 def test_the_reference_runs_once_a_window(contestants, monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        type(contestants[0]), "logits", lambda self, tokens: calls.append(self.name) or torch.zeros(1, 23, 300)
-    )
+
+    def told(self, tokens):
+        calls.append(self.name)
+        return torch.zeros(1, 23, 300)
+
+    monkeypatch.setattr(Contestant, "logits", told)
     seen = []
     compare(contestants, windows(2), advance=lambda done, total: seen.append((done, total)))
     assert sorted(calls) == sorted(2 * NAMES)
@@ -64,10 +69,8 @@ def test_the_reference_runs_once_a_window(contestants, monkeypatch):
 
 def test_memory_is_of_one_window(contestants, monkeypatch):
     """No logits of a window are alive when the next one's begin."""
-    import weakref
-
-    alive = []
-    own = type(contestants[0]).logits
+    alive: list[Any] = []
+    own = Contestant.logits
 
     def watched(self, tokens):
         if self.name == "bf16":
@@ -76,7 +79,7 @@ def test_memory_is_of_one_window(contestants, monkeypatch):
         alive.append(weakref.ref(logits))
         return logits
 
-    monkeypatch.setattr(type(contestants[0]), "logits", watched)
+    monkeypatch.setattr(Contestant, "logits", watched)
     compare([contestants[1], contestants[2]], windows(3))
     assert len(alive) == 6
 

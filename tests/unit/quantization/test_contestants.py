@@ -3,12 +3,14 @@
 import copy
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import octavo
 from octavo.errors import ConfigError
+from octavo.language_model import LanguageModel
 from octavo.quantization.cache_formats import key_means
 from octavo.quantization.contestants import (
     CACHES,
@@ -43,7 +45,7 @@ def everything(model):
     return line_up(model, FORMATS, calibration=Scales(), tuned_model=tuned, means=means)
 
 
-def rounded(model):
+def rounded(model) -> Any:
     """A copy with BF16 values in FP32."""
     made = copy.deepcopy(model.model)
     for parameter in made.parameters():
@@ -83,7 +85,7 @@ def test_a_recipe_is_convert_by_hand(name):
     expected = rounded(model)
     for path, layer in expected.named_modules():
         if isinstance(layer, torch.nn.Linear) and path != "lm_head":
-            layer.weight.data = model.model.get_submodule(path).weight.data.clone()
+            layer.weight.data = model.model.get_parameter(f"{path}.weight").data.clone()
     report = octavo.convert(expected, RECIPES[name])
     octavo.convert(expected, "bf16", convert_head=True, layer_filter=lambda path, _: path == "lm_head")
     with surroundings():
@@ -99,7 +101,7 @@ def test_static_scales_are_applied():
     other = from_recipe(model, "fp8-dynamic")
     assert len(made.quantized) == LINEARS
     assert not torch.equal(made.logits(TOKENS), other.logits(TOKENS))
-    first = made.language_model.model.model.layers[0].self_attn.q_proj
+    first: Any = made.language_model.model.get_submodule("model.layers.0.self_attn.q_proj")
     assert first.recipe.name == "static"
     assert first.weight.dtype == torch.float8_e4m3fn
 
@@ -117,7 +119,7 @@ def test_int8_runs_on_the_layers_that_fp8_runs_on():
 def test_int8_logits_are_those_of_torchao_by_hand():
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = language_model()
-    expected = copy.deepcopy(model.model).requires_grad_(False)
+    expected: Any = copy.deepcopy(model.model).requires_grad_(False)
     for parameter in expected.parameters():
         parameter.data = parameter.data.to(BF16)
     for module in expected.modules():  # norms in FP32 on what is not rounded in between
@@ -160,7 +162,7 @@ def test_the_model_stays_as_it_is():
 
 
 def test_the_tied_head_and_embedding_stay_one_tensor():
-    made = from_recipe(language_model(), "fp8-dynamic").language_model.model
+    made: Any = from_recipe(language_model(), "fp8-dynamic").language_model.model
     assert made.lm_head.weight is made.model.embed_tokens.weight
     assert made.lm_head.weight.dtype == BF16
 
@@ -175,9 +177,11 @@ def test_a_cache_changes_keys_and_values_alone(name):
     assert made.language_model is bf16.language_model
     seen = []
 
+    cache: Any = made.cache
+
     def watch(layer, keys, values):
         seen.append((layer, keys.shape))
-        return made.cache(layer, keys, values)
+        return cache(layer, keys, values)
 
     with surroundings(), bf16.language_model.keys_and_values_through(watch) as logits:
         expected = logits(TOKENS)
@@ -214,7 +218,7 @@ def test_progress_is_told():
 
 def test_a_model_with_biases_and_layer_norms():
     """Vectors stay FP32, which torch's layer_norm insists on; biases are added as octavo.convert adds them."""
-    layers = torch.nn.Sequential(
+    layers: Any = torch.nn.Sequential(
         torch.nn.Embedding(30, 32),
         torch.nn.LayerNorm(32),
         torch.nn.Linear(32, 64),
@@ -224,14 +228,16 @@ def test_a_model_with_biases_and_layer_norms():
     with torch.no_grad():
         layers[2].bias.normal_()
 
-    class Plain(type(language_model())):
+    class Plain(LanguageModel):
         def logits(self, tokens):
-            return self.model(tokens)
+            model: Any = self.model
+            found: torch.Tensor = model(tokens)
+            return found
 
     plain = language_model()
     model = Plain(model=layers, tokenizer=plain.tokenizer, context=8, source="a test")
     tokens = torch.arange(8)[None]
-    expected = copy.deepcopy(layers)
+    expected: Any = copy.deepcopy(layers)
     for parameter in expected.parameters():
         if parameter is not expected[2].weight and parameter is not expected[4].weight:
             parameter.data = parameter.data.to(BF16).float()
