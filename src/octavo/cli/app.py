@@ -115,8 +115,8 @@ add_command(
 add_command(
     evaluate,
     "eval",
-    short="Measure a run's loss and perplexity on text.",
-    example="runs/demo/tensorwise --data novel.txt",
+    short="Measure a model's perplexity, or compare formats of it.",
+    example="model.gguf --compare bf16,int8,fp8-dynamic,fp8-static",
 )
 add_command(
     calibrate,
