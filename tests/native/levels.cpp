@@ -18,7 +18,7 @@ struct Kernel {
 
 constexpr Kernel KERNELS[] = {{"quantize", trial::quantize}, {"cast_sums", trial::cast_sums}, {"dequantize", trial::dequantize},
                               {"round_stochastic", trial::round_stochastic}, {"random_bits", trial::random_bits},
-                              {"gemm", trial::gemm}, {"hopper", trial::hopper},
+                              {"gemm", trial::gemm}, {"hopper", trial::hopper}, {"compare", trial::compare},
                               {"exponential", trial::exponential}, {"attend", trial::attend}, {"decode", trial::decode}};
 
 std::vector<trial::Verdict> verdicts() {

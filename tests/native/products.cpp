@@ -1,4 +1,5 @@
-// Trials of gemm and hopper, with operands whose sums are exact in FP32: then every order of additions gives the same bits.
+// Trials of gemm, hopper and compare, with operands whose sums are exact in FP32: then every order of additions gives the same bits.
+#include "comparison.h"
 #include "trial.h"
 
 namespace trial {
@@ -13,12 +14,12 @@ bool is_code(Element element) { return element == Element::e4m3 || element == El
 octavo::Format format_of(Element element) { return octavo::Format(int(element)); }
 Dtype dtype_of(Element element) { return Dtype(int(element) - 2); }
 
-// An operand, [rows, K]: its memory, with rows or columns side by side, and what the numbers in it are worth.
+// An operand, [rows, K]: its memory, with rows or columns side by side or `apart`, and what the numbers in it are worth.
 class Matrix {
 public:
-    Matrix(Element element, int64_t rows, int64_t k, Random& random)
-        : element(element), rows(rows), k(k), by_rows_(random.one_in(2)), offset_(random.below(4)) {
-        const int64_t lines = by_rows_ ? rows : k, length = by_rows_ ? k : rows;
+    Matrix(Element element, int64_t rows, int64_t k, Random& random, int64_t apart = 1)
+        : element(element), rows(rows), k(k), by_rows_(random.one_in(2)), apart_(apart), offset_(random.below(4)) {
+        const int64_t lines = by_rows_ ? rows : k, length = (by_rows_ ? k : rows) * apart;
         stride_ = length + (random.one_in(2) ? 0 : random.below(9));
         memory_.resize((offset_ + (lines - 1) * stride_ + length) * bytes());
     }
@@ -36,7 +37,7 @@ public:
     }
 
     octavo::Operand operand() const {
-        return {memory_.data() + offset_ * bytes(), element, by_rows_ ? stride_ : 1, by_rows_ ? 1 : stride_, scale, scale_per_row};
+        return {memory_.data() + offset_ * bytes(), element, by_rows_ ? stride_ : apart_, by_rows_ ? apart_ : stride_, scale, scale_per_row};
     }
 
     std::string name() const {
@@ -56,11 +57,11 @@ public:
 private:
     int64_t bytes() const { return is_code(element) ? 1 : bytes_of(dtype_of(element)); }
     int64_t at(int64_t row, int64_t column) const {
-        return offset_ + (by_rows_ ? row * stride_ + column : column * stride_ + row);
+        return offset_ + (by_rows_ ? row * stride_ + column * apart_ : column * stride_ + row * apart_);
     }
 
     bool by_rows_;
-    int64_t stride_, offset_;
+    int64_t apart_, stride_, offset_;
     std::vector<uint8_t> memory_;
 };
 
@@ -133,6 +134,30 @@ float wanted_of(const octavo::GemmProblem& p, const Matrix& a, const Matrix& b, 
         total = block == 0 ? own : total + own;
     }
     return rounded(p.bias ? total + p.bias[column] : total, p.out_dtype);
+}
+
+// One sum as Hopper's tensor cores make it, without scales.
+float cut_sum_of(const Matrix& a, const Matrix& b, int64_t row, int64_t column, bool one_chain) {
+    constexpr int64_t CHAIN = 128;
+    const int a_min = small(format_of(a.element)).min_exponent(), b_min = small(format_of(b.element)).min_exponent();
+    float total = 0;
+    for (int64_t begin = 0; begin < a.k; begin += one_chain ? a.k : CHAIN) {
+        definition::Chain chain;
+        for (int64_t k = begin; k < std::min(a.k, one_chain ? a.k : begin + CHAIN); ++k)
+            chain.multiply(a.get(row, k), a_min, b.get(column, k), b_min);
+        total += float(chain.total());
+    }
+    return total;
+}
+
+octavo::ComparisonSums totals_of(const std::vector<float>& wanted, int64_t count) {
+    octavo::ComparisonSums total{};
+    for (int64_t i = 0; i < count; ++i) {
+        const double high = wanted[i], exact = wanted[count + i], cut = wanted[2 * count + i];
+        total.energy += high * high, total.noise += (exact - high) * (exact - high), total.magnitude += std::fabs(exact);
+        total.signed_error += exact == 0 ? 0 * (cut - exact) : std::copysign(1.0, exact) * (cut - exact);
+    }
+    return total;
 }
 
 }  // namespace
@@ -217,6 +242,52 @@ void hopper(Random& random, std::vector<Verdict>& levels) {
         p.out = out.data();
         level.kernels.hopper(p);
         for (int64_t i = 0; i < p.m * p.n; ++i) level.expect(out[i], wanted[i], "sum", i, name);
+        level.expect(out.is_intact(), 0, 1, "margin", 0, name);
+    }
+}
+
+void compare(Random& random, std::vector<Verdict>& levels) {
+    constexpr Element HIGH_PRECISION[] = {Element::f32, Element::bf16, Element::f16};
+    octavo::ComparisonProblem p{};
+    p.m = random.size(40), p.k = random.size(400);
+    p.n = random.size(std::max<int64_t>(1, std::min<int64_t>(100, 60000 / (p.m * p.k))));
+    const Element high = random.any_of(HIGH_PRECISION);
+    const auto apart = [&] { return random.one_in(3) ? random.between(2, 3) : 1; };
+    Matrix left(high, p.m, p.k, random, apart()), right(high, p.n, p.k, random, apart());
+    Matrix left_codes(ELEMENTS[random.below(2)], p.m, p.k, random, apart()), right_codes(ELEMENTS[random.below(2)], p.n, p.k, random, apart());
+    fill(left, right, random), fill(left_codes, right_codes, random);
+    if (random.one_in(4)) plant_specials(left_codes, right_codes, random);
+    const std::vector<float> l_scales = any_scales(left_codes, 1, Scales::any, 0, random), r_scales = any_scales(right_codes, 1, Scales::any, 0, random);
+    left_codes.scale = l_scales.data(), right_codes.scale = r_scales.data();
+    p.left = left.operand(), p.right = right.operand(), p.left_codes = left_codes.operand(), p.right_codes = right_codes.operand();
+    p.sums = octavo::TensorCore(random.below(3));
+
+    const std::string name = words("compare %s, %s and %s x %s, sums %d", left.name().c_str(), right.name().c_str(),
+                                   left_codes.name().c_str(), right_codes.name().c_str(), int(p.sums));
+    const int64_t count = p.m * p.n;
+    std::vector<float> wanted(3 * count);
+    for (int64_t r = 0; r < p.m; ++r)
+        for (int64_t c = 0; c < p.n; ++c) {
+            double high_sum = 0, sum = 0;
+            for (int64_t k = 0; k < p.k; ++k) high_sum += left.get(r, k) * right.get(c, k), sum += left_codes.get(r, k) * right_codes.get(c, k);
+            const float left_scale = left_codes.scale_of(r, 0, 1), right_scale = right_codes.scale_of(c, 0, 1);
+            const int64_t i = r * p.n + c;
+            wanted[i] = float(high_sum), wanted[count + i] = float(sum) * left_scale * right_scale;
+            if (p.sums == octavo::TensorCore::none) wanted[2 * count + i] = NAN;
+            else wanted[2 * count + i] = float(double(cut_sum_of(left_codes, right_codes, r, c, p.sums == octavo::TensorCore::one_chain)) * left_scale * right_scale);
+        }
+    const octavo::ComparisonSums totals = totals_of(wanted, count);
+    for (Verdict& level : levels) {
+        Written<float> out(3 * count);
+        octavo::ComparisonSums found;
+        p.out = out.data(), p.total = &found;
+        octavo::compare(level.kernels, p);
+        for (int64_t i = 0; i < 3 * count; ++i) level.expect(out[i], wanted[i], "product", i, name);
+        const double sums[][2] = {{found.energy, totals.energy}, {found.noise, totals.noise}, {found.magnitude, totals.magnitude}, {found.signed_error, totals.signed_error}};
+        for (int i = 0; i < 4; ++i) {
+            const bool same = std::isnan(sums[i][1]) ? std::isnan(sums[i][0]) : sums[i][0] == sums[i][1];
+            level.expect(same, sums[i][0], sums[i][1], "total", i, name);
+        }
         level.expect(out.is_intact(), 0, 1, "margin", 0, name);
     }
 }

@@ -136,6 +136,7 @@ void round_stochastic(Random& random, std::vector<Verdict>& levels);
 void random_bits(Random& random, std::vector<Verdict>& levels);
 void gemm(Random& random, std::vector<Verdict>& levels);
 void hopper(Random& random, std::vector<Verdict>& levels);
+void compare(Random& random, std::vector<Verdict>& levels);
 void exponential(Random& random, std::vector<Verdict>& levels);
 void attend(Random& random, std::vector<Verdict>& levels);
 void decode(Random& random, std::vector<Verdict>& levels);
