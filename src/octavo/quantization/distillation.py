@@ -1,6 +1,7 @@
 """Distillation: the logits of the model before quantisation as a target, beside the text's own next token.
 
-    loss = (1 − weight) · cross-entropy(student, targets) + weight · T² · KL(softmax(teacher / T) ‖ softmax(student / T))
+    loss = (1 − weight) · cross-entropy(student, targets)
+         + weight · T² · KL(softmax(teacher / T) ‖ softmax(student / T))
 
 A token says only which word came; the teacher also says which would have done, so that a few steps suffice to put the
 quantised model back where it was. T² keeps the gradients of the second term, which shrink by 1 / T² as the logits are
@@ -9,7 +10,6 @@ divided, in proportion (Hinton et al., arXiv 1503.02531, section 2).
 
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 

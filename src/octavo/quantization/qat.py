@@ -83,7 +83,9 @@ def prepare_qat(
     how = _checked(model, scales, decay)
     resolved = recipes.get(recipe)
     if resolved.output.a is None:
-        raise ConfigError(f"recipe {resolved.name!r} casts nothing that could be trained for; use 'static' or a dynamic one")
+        raise ConfigError(
+            f"recipe {resolved.name!r} casts nothing that could be trained for; use 'static' or a dynamic one"
+        )
     for each in (resolved, *(recipes.get(other) for other in dict(overrides or {}).values())):
         _check_recipe(each)
     report = convert(
@@ -137,7 +139,7 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
         restore(finished.pop(path))
     if hold_weights:
         for layer in finished.values():
-            layer.weight.requires_grad_(requires_grad=False)
+            layer.weight.requires_grad_(False)
     followed = [layer.recipe for layer in finished.values()] or [recipes.get(HIGH_PRECISION)]
     report = convert(
         model,

@@ -134,13 +134,15 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (right, left, x, x_clipped, weight_clipped), _ = kept_operands(ctx)
+        kept, _ = kept_operands(ctx)
+        right, left, x, x_clipped, weight_clipped = kept
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         for_input, for_weight, for_scale = ctx.wanted
         grad_x = grad_weight = grad_bias = grad_scale = None
         if for_input or for_scale:
             grad_x = high_precision_mm(g, _decoded(right).to(g.dtype).t())
         if for_scale:
+            assert grad_x is not None
             grad_scale = _scale_gradient(grad_x, x, left)
         if for_weight:
             grad_weight = high_precision_mm(g.t(), _decoded(left).to(g.dtype).t())
@@ -150,7 +152,8 @@ class _StraightThrough(torch.autograd.Function):
         return grad_x, _masked(grad_weight, weight_clipped, weight_dtype), grad_bias, grad_scale, *(None,) * 5
 
 
-def _decoded(operand: Operand) -> Tensor:
+def _decoded(operand: Operand | None) -> Tensor:
+    assert operand is not None
     return operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
 
 
@@ -162,15 +165,16 @@ def _clipped(x: Tensor, operand: Operand, spec: CastSpec | None) -> Tensor | Non
     return x.double().abs() > saturation_limit(operand)
 
 
-def _masked(gradient: Tensor | None, clipped: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _masked(gradient: Tensor | None, clipped: Operand | None, dtype: torch.dtype) -> Tensor | None:
     if gradient is None:
         return None
+    assert clipped is None or isinstance(clipped, Tensor)
     return (gradient if clipped is None else gradient.masked_fill(clipped, 0)).to(dtype)
 
 
-def _scale_gradient(grad_x: Tensor | None, x: Any, operand: Any) -> Tensor:
+def _scale_gradient(grad_x: Tensor, x: Operand | None, operand: Operand | None) -> Tensor:
     """The gradient of log2 s; the module's text derives it."""
-    assert grad_x is not None
+    assert isinstance(x, Tensor)
     assert isinstance(operand, QuantizedTensor)
     decoded = operand.data.float() * operand.fp32_scale
     error = decoded - x.float().masked_fill(x.double().abs() > saturation_limit(operand), 0)
