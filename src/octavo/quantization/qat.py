@@ -83,10 +83,8 @@ def prepare_qat(
     how = _checked(model, scales, decay)
     resolved = recipes.get(recipe)
     if resolved.output.a is None:
-        raise ConfigError(
-            f"recipe {resolved.name!r} casts nothing that could be trained for; use 'static' or a dynamic one"
-        )
-    for each in (resolved, *(recipes.get(other) for other in dict(overrides or {}).values())):
+        raise ConfigError(f"recipe {resolved.name!r} casts no input; use 'static', or a recipe with dynamic scales")
+    for each in (resolved, *_of_overrides(overrides)):
         _check_recipe(each)
     report = convert(
         model,
@@ -212,6 +210,12 @@ def _checked(model: torch.nn.Module, scales: str, decay: float) -> Scales:
     for path, _ in _prepared(model):
         raise ConfigError(f"layer {path!r} is in quantisation-aware training already; call octavo.convert_qat first")
     return Scales(scales)
+
+
+def _of_overrides(overrides: object) -> Iterator[Recipe]:
+    """The recipes named there; what is no mapping is refused by :func:`octavo.convert`."""
+    if isinstance(overrides, Mapping):
+        yield from map(recipes.get, overrides.values())
 
 
 def _check_recipe(recipe: Recipe) -> None:
