@@ -29,6 +29,7 @@ from octavo.training.schedules import learning_rate
 
 __all__ = ["Teacher", "TuneSettings", "TuneStep", "tune", "window_nats"]
 
+FLOOR = 0.1  # the last update's rate, of the peak
 Teacher = Callable[[Tensor], Tensor]  # token ids [B, T] → logits [B, T, V]
 
 
@@ -86,8 +87,8 @@ class TuneSettings:
         return self.steps * self.batch_size
 
     @property
-    def frozen_from(self) -> int:
-        """The last step whose scales still move; 0 for none."""
+    def moving_steps(self) -> int:
+        """How many steps move the scales; they are the first."""
         return self.steps - round(self.freeze_share * self.steps)
 
 
@@ -139,7 +140,9 @@ def tune(
     peaks = [group["lr"] for group in optimizer.param_groups]
     for step, batch in enumerate(_batches(windows, settings), start=1):
         started = time.perf_counter()
-        share = learning_rate(step, peak=1.0, floor=0.0, warmup=settings.warmup, steps=settings.steps)
+        if step == settings.moving_steps + 1:
+            freeze_scales(model)
+        share = learning_rate(step, peak=1.0, floor=FLOOR, warmup=settings.warmup, steps=settings.steps)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * share
         loss, norm = _gradients(tuned, batch, settings, around, teacher)
@@ -149,8 +152,6 @@ def tune(
                 f"step {step}: {failure_sentence(loss, norm, found)}; try a lower learning rate, or look at the data"
             )
         optimizer.step()
-        if step == settings.frozen_from:
-            freeze_scales(model)
         seconds = time.perf_counter() - started
         on_step(TuneStep(step=step, loss=loss, learning_rate=peaks[0] * share, grad_norm=norm, seconds=seconds))
     tuned.eval()
