@@ -74,12 +74,12 @@ def straight_through_linear(
 
     Example:
         >>> from octavo import recipes
-        >>> weight = torch.tensor([[1.0, 0.3]], requires_grad=True)  # 0.3 becomes 0.3125
-        >>> x = torch.tensor([[2.0, 1.0]], requires_grad=True)
+        >>> weight = torch.tensor([[1.75, 0.3]], requires_grad=True)  # 0.3 becomes 0.3125
+        >>> x = torch.tensor([[1.75, 0.875]], requires_grad=True)
         >>> y = straight_through_linear(x, weight, None, recipes.get("tensorwise"))
         >>> y.backward(torch.ones(1, 1))
         >>> y.item(), x.grad.tolist(), weight.grad.tolist()
-        (2.3125, [[1.0, 0.3125]], [[2.0, 1.0]])
+        (3.3359375, [[1.75, 0.3125]], [[1.75, 0.875]])
     """
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     computed = rows.float() if x.dtype is torch.float64 else rows
