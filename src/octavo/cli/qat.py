@@ -15,7 +15,10 @@ from octavo.quantization.qat_folder import claimed_folder, save_qat
 from octavo.quantization.qat_run import QATResult, QATSettings, run_qat
 from octavo.quantization.tuning import TuneSettings
 from octavo.quantization.windows import text_windows
+from octavo.recipes.specs import check_member
+from octavo.training.config import Device
 from octavo.training.corpus import Split
+from octavo.training.precision import resolve_device
 from octavo.training.text import BUILTIN
 
 __all__ = ["qat"]
@@ -61,6 +64,7 @@ def qat(
     baseline: Annotated[bool, typer.Option("--baseline", help="Tune a BF16 model too, on the same batches.")] = False,
     eval_windows: Annotated[int, typer.Option(help="Held-out windows to measure on.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of the windows and their order.")] = DEFAULTS.seed,
+    device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Fine-tune a language model for FP8, and measure it beside one that was not."""
@@ -83,10 +87,12 @@ def qat(
             seed=seed,
         ),
     )
+    target = resolve_device(_device(device))
     with claimed_folder(out), open_display() as display:
         show = phases(display)
         show("read the model", 0, 1)
         loaded = load_language_model(model)
+        loaded.model.to(target)
         show("read the text", 0, 1)
         text = BUILTIN if source is None else source
         training = text_windows(loaded, text, Split.TRAIN, count=settings.tuning.windows, length=context, seed=seed)
@@ -101,6 +107,11 @@ def _scales(recipe: str, given: str | None) -> str:
     if given is not None and not recipes.get(recipe).has_static_input:
         raise ConfigError(f"recipe {recipe!r} takes each scale from its own tensor; leave --scales out, or use static")
     return given or "tracked"
+
+
+def _device(given: str | None) -> Device:
+    check_member("device", given or Device.AUTO, tuple(Device))
+    return Device(given or Device.AUTO)
 
 
 def _show(result: QATResult, out: Path, *, as_json: bool) -> None:

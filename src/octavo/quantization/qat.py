@@ -23,7 +23,7 @@ from octavo.nn import Linear
 from octavo.quantization.qat_linear import DECAY, QATLinear, Scales
 from octavo.recipes import Recipe
 
-__all__ = ["convert_qat", "freeze_scales", "parameter_groups", "prepare_qat"]
+__all__ = ["HIGH_PRECISION", "check_recipe", "convert_qat", "freeze_scales", "parameter_groups", "prepare_qat"]
 
 HIGH_PRECISION = "bf16"
 NO_SCALE = "a plain layer again: its input has no scale, since no training forward has reached it"
@@ -81,11 +81,9 @@ def prepare_qat(
         True
     """
     how = _checked(model, scales, decay)
-    resolved = recipes.get(recipe)
-    if resolved.output.a is None:
-        raise ConfigError(f"recipe {resolved.name!r} casts no input; use 'static', or a recipe with dynamic scales")
-    for each in (resolved, *_of_overrides(overrides)):
-        _check_recipe(each)
+    check_recipe(recipes.get(recipe))
+    for other in _of_overrides(overrides):
+        _check_not_delayed(other)
     report = convert(
         model,
         recipe,
@@ -218,7 +216,14 @@ def _of_overrides(overrides: object) -> Iterator[Recipe]:
         yield from map(recipes.get, overrides.values())
 
 
-def _check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ConfigError unless a model can be trained for the recipe."""
+    if recipe.output.a is None:
+        raise ConfigError(f"recipe {recipe.name!r} casts no input; use 'static', or a recipe with dynamic scales")
+    _check_not_delayed(recipe)
+
+
+def _check_not_delayed(recipe: Recipe) -> None:
     if recipe.is_delayed:
         raise ConfigError(
             f"recipe {recipe.name!r} takes its scales from training steps, which the converted model has not; "

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from octavo.convert import ConversionReport, convert, restore
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
-from octavo.quantization.qat import HIGH_PRECISION, convert_qat, freeze_scales, prepare_qat
+from octavo.quantization.qat import HIGH_PRECISION, check_recipe, convert_qat, freeze_scales, prepare_qat
 from octavo.quantization.qat_linear import DECAY, Scales
 from octavo.quantization.tuning import TuneSettings, TuneStep, tune, window_nats
 from octavo.recipes import Recipe
@@ -62,8 +62,7 @@ class QATSettings:
     tuning: TuneSettings
 
     def __post_init__(self) -> None:
-        if self.recipe.is_high_precision:
-            raise ConfigError(f"recipe {self.recipe.name!r} casts nothing; give an FP8 recipe")
+        check_recipe(self.recipe)
         if self.scales not in tuple(Scales):
             raise ConfigError(f"scales must be one of {', '.join(Scales)}, not {self.scales!r}")
 
@@ -123,9 +122,10 @@ def run_qat(
         NonFiniteLossError: a loss was not finite.
     """
     run = _Run(source, settings, training, held_out, on_phase)
-    before = run.copied()
+    plain, before = run.quantised_plainly(source.model), run.copied()  # what cannot be prepared shows at once
     run.measure(BEFORE, before)
-    run.measure(PLAIN_FP8, run.quantised_plainly(source.model))
+    run.measure(PLAIN_FP8, plain)
+    del plain
     if settings.baseline:
         tuned = run.copied()
         run.tune(BASELINE, tuned, before)
