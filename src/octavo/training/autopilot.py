@@ -72,7 +72,7 @@ class Autopilot:
         self.journal = Journal(self.patience)
         self.lines: list[Line] = []
         self.layers: tuple[str, ...] = ()
-        self.shadows: list[Shadow] = []
+        self.shadows: list[tuple[Act, Shadow]] = []
         self.ill: list[str] = []
         for line in lines:
             self.see(dict(line))
@@ -95,12 +95,12 @@ class Autopilot:
     def looking(self, model: nn.Module, step: int, look: AbstractContextManager[StepNotes]) -> Iterator[StepNotes]:
         """``look``, around a step; the tensors of layers on probation are seen too."""
         self.shadows = [
-            Shadow(path, layer, layer_recipe(path, training, step=step), self._window(path))
-            for path, training in self._on_probation(step)
+            (act, Shadow(path, layer, layer_recipe(path, training, step=step), self._window(path)))
+            for act, path, training in self._on_probation(step)
             if isinstance(layer := model.get_submodule(path), Linear)
         ]
         with ExitStack() as stack:
-            for shadow in self.shadows:
+            for _, shadow in self.shadows:
                 stack.enter_context(shadow.watching())
             yield stack.enter_context(look)
 
@@ -109,10 +109,11 @@ class Autopilot:
 
         ``log`` must let this object see what it writes.
         """
-        for shadow in self.shadows:
+        for act, shadow in self.shadows:
             sample = shadow.sample(step)
             if sample is not None:
-                log.write("probation", step, path=shadow.path, names=sample.names(), values=sample.values())
+                numbers = {"names": sample.names(), "values": sample.values()}
+                log.write("probation", step, path=shadow.path, number=act.number, **numbers)
         self.shadows = []
         self.ill, has_changed = [], False
         for line in self._decisions(step):
@@ -184,15 +185,20 @@ class Autopilot:
         fp8, own = (replace(one, precision_schedule=()) for one in (wanted, now))
         return any(layer_recipe(path, fp8) != layer_recipe(path, own) for path in self.layers)
 
-    def _on_probation(self, step: int) -> Iterator[tuple[str, TrainingConfig]]:
-        """Paths of layers under acts that helped, and what the run would train with without the act."""
-        for act in self.journal.in_force:
+    def _on_probation(self, step: int) -> Iterator[tuple[Act, str, TrainingConfig]]:
+        """Acts that helped, paths of their layers, and what the run would train with without the act.
+
+        A layer of two such acts is there for the newer: one trial of a layer at a time.
+        """
+        seen: set[str] = set()
+        for act in reversed(self.journal.in_force):
             if not self._may_be_taken_back(act):
                 continue
             without = training_after(self.config, [one for one in self.journal.in_force if one is not act])
             for path in self._layers(act):
-                if not layer_recipe(path, without, step=step).is_high_precision:
-                    yield path, without
+                if path not in seen and not layer_recipe(path, without, step=step).is_high_precision:
+                    seen.add(path)
+                    yield act, path, without
 
     def _may_be_taken_back(self, act: Act) -> bool:
         is_for_layers = act.code in SHOWN_BY_TENSORS and act.remedy.changes.keys() <= {"overrides", "skip"}
@@ -210,10 +216,11 @@ class Autopilot:
         if not self._may_be_taken_back(act):
             return False
         paths = self._layers(act)
-        return bool(paths) and all(self._is_healthy(path, since=act.judged or 0) for path in paths)
+        return bool(paths) and all(self._is_healthy(path, without=act) for path in paths)
 
-    def _is_healthy(self, path: str, *, since: int) -> bool:
-        trials = [line for line in self._probations(path) if line["step"] > since][-(self.patience + 1) :]
+    def _is_healthy(self, path: str, *, without: Act) -> bool:
+        own = [line for line in self._probations(path) if line.get("number") == without.number]
+        trials = own[-(self.patience + 1) :]
         if len(trials) <= self.patience:
             return False
         lines = [line for trial in trials for line in _as_look(trial)]

@@ -21,6 +21,7 @@ HEALTHY = {
     "underflow_fraction": 0.001,
 }  # fmt: skip
 LOST = {"underflow_fraction": 0.6, "flushed_energy": 1e-6}
+CLIPPED = {"saturation_fraction": 0.01}
 LAYERS = ("layers.0.q_proj", "layers.0.down_proj")
 FIRST, SECOND = "rowwise_hp_grad_weight", "blockwise"  # what is known for a bulk that underflows, in this order
 
@@ -39,16 +40,20 @@ class Run:
         self.pilot = Autopilot(self.config, lines)
         self.log = MetricsLog(folder, after_step=step or None, on_line=self.pilot.see)
 
-    def look(self, *ill: str, trials: dict[str, dict] | None = None, loss_scale: float | None = None) -> list[dict]:
+    def look(
+        self, *ill: str, lost=LOST, trials: dict[str, dict] | None = None, loss_scale: float | None = None
+    ) -> list[dict]:
         """The next look, at which these layers are ill; what was decided."""
         self.step += 10
         extra = {} if loss_scale is None else {"loss_scale": loss_scale}
         self.log.write("step", self.step, loss=3.0, lr=1e-3, grad_norm=1.0, **extra)
-        casts = {CastKey(path, "input", "output"): row({**HEALTHY, **(LOST if path in ill else {})}) for path in LAYERS}
+        casts = {CastKey(path, "input", "output"): row({**HEALTHY, **(lost if path in ill else {})}) for path in LAYERS}
         self.log.write_sample(self.sample(casts))
         for path, numbers in (trials or {}).items():
             sample = self.sample({CastKey(path, "input", "output"): row({**HEALTHY, **numbers})})
-            self.log.write("probation", self.step, path=path, names=sample.names(), values=sample.values())
+            number = max(act.number for act in self.pilot.journal.acts if act.path == path)
+            line = {"path": path, "number": number, "names": sample.names(), "values": sample.values()}
+            self.log.write("probation", self.step, **line)
         before = len(read_metrics(self.folder))
         self.pilot.act(self.step, self.log, self.said.append)
         return [line for line in read_metrics(self.folder)[before:] if line["kind"] == "autopilot"]
@@ -160,8 +165,8 @@ def test_what_helped_is_taken_back_after_healthy_trials_and_returns(begin):
     assert not list(run.pilot._on_probation(60)), "not before it was judged"
     for _ in range(3):
         run.look()
-    assert [path for path, _ in run.pilot._on_probation(70)] == [Q]
-    assert [training.overrides for _, training in run.pilot._on_probation(70)] == [{}]
+    assert [(act.number, path) for act, path, _ in run.pilot._on_probation(70)] == [(1, Q)]
+    assert [training.overrides for _, _, training in run.pilot._on_probation(70)] == [{}]
     for numbers in ({}, {}, LOST, {}, {}, {}):
         assert run.look(trials={Q: numbers}) == []
     (line,) = run.look(trials={Q: {}})
@@ -171,6 +176,25 @@ def test_what_helped_is_taken_back_after_healthy_trials_and_returns(begin):
     assert [line["changes"] for line in again] == [{"overrides": {Q: FIRST}}], "it had helped: not in vain"
     assert [run.look() for _ in range(4)] == [[]] * 4
     assert not list(run.pilot._on_probation(200)), "the trial was no proof"
+
+
+def test_of_two_acts_at_one_layer_the_newer_is_on_probation(begin):
+    """Both have helped; one trial a look decides, and what the older one's trials said is none of the newer's."""
+    run = begin()
+    for _ in range(3):
+        run.look(Q)
+    for _ in range(3):
+        run.look()
+    lines = [line for numbers in ({}, {}, {}) for line in run.look(Q, lost=CLIPPED, trials={Q: numbers})]
+    assert [line["changes"] for line in lines] == [{"overrides": {Q: SECOND}}]
+    for _ in range(3):
+        run.look()
+    (trial,) = run.pilot._on_probation(130)
+    assert (trial[0].number, trial[1], trial[2].overrides) == (2, Q, {Q: FIRST})
+    assert [run.look(trials={Q: {}}) for _ in range(3)] == [[], [], []]
+    (line,) = run.look(trials={Q: {}})
+    assert (line["takes_back"], line["helped"]) == (2, True)
+    assert run.pilot.training.overrides == {Q: FIRST}
 
 
 def test_no_layer_flips_more_often_than_allowed(begin):
@@ -214,7 +238,7 @@ def test_the_lines_bring_back_every_decision(begin, tmp_path, cut):
 
     def follow(run, looks):
         for paths in looks:
-            run.look(*paths, trials={path: {} for path, _ in run.pilot._on_probation(run.step + 10)})
+            run.look(*paths, trials={path: {} for _, path, _ in run.pilot._on_probation(run.step + 10)})
         return run
 
     whole = follow(begin(), ill)
