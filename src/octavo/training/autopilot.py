@@ -6,7 +6,8 @@ take up on its way and that changes anything. Causes come before consequences: w
 acted on only where no act at a layer is on trial.
 
 *Judgement.* ``autopilot_patience`` looks after the last act, those on trial are judged. Where the finding is still
-there, the act is taken back and the next remedy is tried.
+there, the act is taken back and the next remedy is tried. A finding about the loss shows in the whole run only: it is
+still there where the whole run shows it, and half of what the loss had risen by at the act is not gone.
 
 *Probation.* Where an act that gave a few layers a finer recipe for their tensors' sake has helped, these are measured
 at each look under the recipe that they would run without it (:mod:`octavo.doctor.shadow`), and the numbers are written
@@ -23,12 +24,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import inf, nan
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.doctor import Finding, Severity, StepNotes, Thresholds, diagnose, series_of
+from octavo.doctor.remedies import remedies_for
+from octavo.doctor.rules import divergence
+from octavo.doctor.rules.steps import learning_rate
 from octavo.doctor.shadow import Shadow
 from octavo.nn import Linear
 from octavo.observers import ROLES
@@ -50,6 +56,8 @@ SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another ten
     "scale-oscillation",
     "biased-accumulation",
 }
+SHOWN_BY_LOSS = {"divergence": divergence, "learning-rate": learning_rate}
+LOSSES = 5  # steps whose median stands for a time
 OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that say no more than which recipe a layer runs
 AT_A_SINGLE_LOOK = Thresholds(persistent_looks=1, persistent_looks_fail=1)
 Line = dict[str, Any]
@@ -124,8 +132,9 @@ class Autopilot:
 
     def _decisions(self, step: int) -> Iterator[Line]:
         """Lines to write; each is seen before the next is decided."""
-        findings = self._current()
-        for act in [one for one in self.journal.in_force if one.judged == step]:
+        judged = [one for one in self.journal.in_force if one.judged == step]
+        findings = [*self._current(), *self._of_the_loss(judged)]
+        for act in judged:
             still = next((one for one in findings if one.code == act.code and one.is_at(act.path)), None)
             if still is not None:
                 why = f"Taken back, it did not help: {act.remedy.text}"
@@ -145,6 +154,23 @@ class Autopilot:
         before = looks[-2] if len(looks) > 1 else 0
         found = diagnose(series_of(self._since_last_act()))
         return [one for one in found if one.severity != Severity.NOTE and one.last_step > before]
+
+    def _of_the_loss(self, judged: list[Act]) -> Iterator[Finding]:
+        """Of the findings for whose sake acts were made, those that the losses of the whole run still show."""
+        for act in judged:
+            series = series_of(line for line in self.lines if line["kind"] != "probation")
+            for one in SHOWN_BY_LOSS[act.code](series, Thresholds()) if act.code in SHOWN_BY_LOSS else ():
+                if one.evidence.get("loss_rise") != 0 and not self._comes_back(one, act):
+                    yield replace(one, remedies=remedies_for(one, series))
+
+    def _comes_back(self, finding: Finding, act: Act) -> bool:
+        """Whether half of what the loss had risen by when the act was made is gone."""
+        before, then, now = (self._loss(until) for until in (finding.first_step - 1, act.step, inf))
+        return now - before < (then - before) / 2
+
+    def _loss(self, until: float) -> float:
+        losses = [line["loss"] for line in self.lines if line["kind"] == "step" and line["step"] <= until]
+        return median(losses[-LOSSES:]) if losses else nan
 
     def _may_act(self, finding: Finding) -> bool:
         on_trial = self.journal.on_trial

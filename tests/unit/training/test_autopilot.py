@@ -41,12 +41,17 @@ class Run:
         self.log = MetricsLog(folder, after_step=step or None, on_line=self.pilot.see)
 
     def look(
-        self, *ill: str, lost=LOST, trials: dict[str, dict] | None = None, loss_scale: float | None = None
+        self,
+        *ill: str,
+        lost=LOST,
+        trials: dict[str, dict] | None = None,
+        loss: float = 3.0,
+        loss_scale: float | None = None,
     ) -> list[dict]:
         """The next look, at which these layers are ill; what was decided."""
         self.step += 10
         extra = {} if loss_scale is None else {"loss_scale": loss_scale}
-        self.log.write("step", self.step, loss=3.0, lr=1e-3, grad_norm=1.0, **extra)
+        self.log.write("step", self.step, loss=loss, lr=1e-3, grad_norm=1.0, **extra)
         casts = {CastKey(path, "input", "output"): row({**HEALTHY, **(lost if path in ill else {})}) for path in LAYERS}
         self.log.write_sample(self.sample(casts))
         for path, numbers in (trials or {}).items():
@@ -57,6 +62,12 @@ class Run:
         before = len(read_metrics(self.folder))
         self.pilot.act(self.step, self.log, self.said.append)
         return [line for line in read_metrics(self.folder)[before:] if line["kind"] == "autopilot"]
+
+    def ten_steps(self, loss: float, *, lr: float = 1e-3) -> list[dict]:
+        """The next look, after ten steps of this loss; what was decided."""
+        for step in range(1, 10):
+            self.log.write("step", self.step + step, loss=loss, lr=lr, grad_norm=1.0)
+        return self.look(loss=loss)
 
     def sample(self, casts):
         recipes = {path: self.recipe(path) for path in LAYERS}
@@ -147,6 +158,26 @@ def test_when_nothing_is_left_it_is_said_once(begin):
     assert lines[-1]["act"].startswith("Nothing is left that a run could change")
 
 
+def test_what_was_tried_in_vain_is_not_tried_when_the_finding_returns(begin):
+    run = begin()
+    for _ in range(6):
+        run.look(Q)
+    assert run.pilot.training.overrides == {Q: SECOND}
+    for _ in range(3):
+        run.look()
+    (back,) = [line for _ in range(4) for line in run.look(trials={Q: {}})]
+    assert (back["takes_back"], back["helped"]) == (2, True)
+    again = [line for _ in range(3) for line in run.look(Q)]
+    assert [line["changes"] for line in again] == [{"overrides": {Q: SECOND}}]
+
+
+def test_what_is_over_at_the_newest_look_was_mended(begin):
+    run = begin(config_of(autopilot_patience=4))
+    lines = [line for paths in ((Q,), (Q,), (Q,), (Q,), (Q,), (Q,), ()) for line in run.look(*paths)]
+    assert [line.get("takes_back") for line in lines] == [None]
+    assert [act.judged for act in run.pilot.journal.acts] == [70]
+
+
 def test_two_layers_at_once_and_one_on_trial(begin):
     run = begin()
     lines = [line for _ in range(3) for line in run.look(Q, DOWN)]
@@ -185,7 +216,7 @@ def test_of_two_acts_at_one_layer_the_newer_is_on_probation(begin):
         run.look(Q)
     for _ in range(3):
         run.look()
-    lines = [line for numbers in ({}, {}, {}) for line in run.look(Q, lost=CLIPPED, trials={Q: numbers})]
+    lines = [line for _ in range(3) for line in run.look(Q, lost=CLIPPED, trials={Q: {}})]
     assert [line["changes"] for line in lines] == [{"overrides": {Q: SECOND}}]
     for _ in range(3):
         run.look()
@@ -229,6 +260,45 @@ def test_the_whole_run_comes_after_its_layers(begin):
     lines = [line for _ in range(3) for line in look()]
     assert [line["changes"] for line in lines] == [{"loss_scale": "dynamic"}]
     assert run.pilot.training.loss_scale == "dynamic"
+
+
+def test_the_whole_run_waits_for_its_layers(begin):
+    run = begin(config_of(loss_scale=2.0**24))
+    for _ in range(3):
+        run.look(Q, loss_scale=2.0**24)
+    lines = []
+    for _ in range(3):
+        for _ in range(9):
+            run.log.write("overflow", run.step + 9, loss_scale=2.0**24)
+        lines += run.look(loss_scale=2.0**24)
+    assert [(line["step"], line["changes"]) for line in lines] == [(60, {"loss_scale": "dynamic"})], "when it is judged"
+
+
+@pytest.mark.parametrize(("later", "helped"), [(44.0, False), (17.0, False), (15.5, True)])
+def test_what_is_done_for_the_loss_is_judged_by_the_loss(begin, later, helped):
+    """After the act it only goes on from where it is: that it is far above its beginning shows in the whole run."""
+    run = begin()
+    lines = [line for loss in (7.6, 7.6, 7.6, 24.0) for line in run.ten_steps(loss)]
+    assert [(line["finding"], line["changes"]) for line in lines] == [("divergence", {"lr": 5e-4})]
+    assert run.pilot.training.lr == 5e-4
+    assert run.ten_steps(24.0) == run.ten_steps(later) == []
+    lines = run.ten_steps(later)
+    assert [(line.get("takes_back"), line.get("helped")) for line in lines[:1]] == ([] if helped else [(1, False)])
+    assert [line["changes"] for line in lines[1:]] == ([] if helped else [{}]), "what was tried in vain is not again"
+    assert run.pilot.training.lr == (5e-4 if helped else 3e-3)
+
+
+@pytest.mark.parametrize(("later", "helped"), [(3.0, True), (3.5, False)])
+def test_a_learning_rate_that_jumped_is_judged_by_the_loss_if_it_rose(begin, later, helped):
+    run = begin()
+    for _ in range(3):
+        run.ten_steps(3.0)
+    run.log.write("precision", 31, recipe="tensorwise")
+    (act,) = run.ten_steps(later, lr=4e-3)
+    assert (act["finding"], act["changes"]) == ("learning-rate", {"lr": 1e-3})
+    lines = [line for _ in range(3) for line in run.ten_steps(later)]
+    assert [line.get("takes_back") for line in lines] == ([] if helped else [1, None])
+    assert [sorted(line["changes"]) for line in lines] == ([] if helped else [["lr"], ["warmup"]])
 
 
 @pytest.mark.parametrize("cut", range(10, 230, 30))
