@@ -32,6 +32,7 @@ OPERANDS = {  # roles of a GEMM's operands, left and right
     "grad_weight": ("grad_output", "input"),
 }
 DIGITS = 5  # of a number in a file
+LATER_FIELDS = ("least_stale_ratio",)  # which older files do not have
 _NEEDED = {"overflow": ("loss_scale",)}  # of a line of a kind, beside its step
 _READ: dict[str, Any] = {
     "step": int | float,
@@ -277,7 +278,8 @@ def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:
 def _rows(
     keys: Sequence[Key], names: tuple[str, ...], columns: Mapping[str, Sequence[float | None]]
 ) -> dict[Key, Floats]:
-    table = np.array([[_number(x) for x in columns[name]] for name in names]).reshape(len(names), -1)
+    unknown = {name: [None] * len(keys) for name in LATER_FIELDS}
+    table = np.array([[_number(x) for x in {**unknown, **columns}[name]] for name in names]).reshape(len(names), -1)
     if table.shape[1] != len(keys):
         raise ValueError(f"{table.shape[1]} columns for {len(keys)} names")
     return {key: table[:, index] for index, key in enumerate(keys)}
