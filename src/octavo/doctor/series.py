@@ -40,6 +40,7 @@ _READ: dict[str, Any] = {
     "loss": int | float | None,
     "tensor": str | None,
 }
+_FACTS: dict[str, Any] = {"recipe": str, "in_features": int, "out_features": int, "casts": Mapping}  # of a layer
 Floats = NDArray[np.float64]
 Key = TypeVar("Key")
 
@@ -266,13 +267,23 @@ def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:
             parameters=_rows(names["parameters"], PARAMETER_FIELDS, line["parameters"]),
             modules={name: {path: _number(x) for path, x in found.items()} for name, found in line["modules"].items()},
             scalars={name: _number(value) for name, value in line.items() if name not in known},
-            layers={path: dict(facts) for path, facts in names["layers"].items()},
+            layers={path: _facts(path, facts) for path, facts in names["layers"].items()},
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise TrainingError(
             f"the statistics of step {line.get('step')} do not fit the names before them ({error}); "
             "they are another model's or were edited: remove the line"
         ) from error
+
+
+def _facts(path: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's facts, as the rules and the report read them."""
+    for name, kind in _FACTS.items():
+        if not isinstance(facts[name], kind):
+            raise ValueError(f"{path}'s {name} is {facts[name]!r}")
+    if not all(isinstance(cast, Mapping) for cast in facts["casts"].values()):
+        raise ValueError(f"{path}'s casts are {facts['casts']!r}")
+    return dict(facts)
 
 
 def _rows(
