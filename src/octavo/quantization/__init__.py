@@ -1,4 +1,4 @@
-"""From a trained model to one in FP8: scales from calibration, training that knows of the rounding, and text for both."""
+"""From a trained model to one in FP8: scales by calibration, training that knows of the rounding, and text for both."""
 
 from octavo.quantization.calibrate import LayerCoverage, calibrate, coverage
 from octavo.quantization.calibration import Calibration, SeenData, load_calibration
