@@ -19,7 +19,7 @@ from octavo.nn import Linear
 from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
 
-__all__ = ["ConversionReport", "choose_layers", "convert", "hold_weights", "restore"]
+__all__ = ["ConversionReport", "choose_layers", "convert", "heads_of", "hold_weights", "restore"]
 
 _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
@@ -435,6 +435,16 @@ def _reason_to_skip(
     if module.weight.numel() < min_weight_elements:
         return f"shape: {module.weight.numel()} weights, fewer than {min_weight_elements}"
     return None
+
+
+def heads_of(model: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of what :func:`convert` takes for language-model heads.
+
+    Example:
+        >>> heads_of(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "lm_head": torch.nn.Linear(8, 16)}))
+        ('lm_head',)
+    """
+    return tuple(_heads(dict(_candidates(model))))
 
 
 def _heads(candidates: dict[str, torch.nn.Module]) -> dict[str, str]:

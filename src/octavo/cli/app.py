@@ -22,6 +22,7 @@ from octavo.cli.doctor import doctor
 from octavo.cli.evaluate import evaluate
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
+from octavo.cli.qat import qat
 from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.errors import OctavoError
@@ -115,8 +116,8 @@ add_command(
 add_command(
     evaluate,
     "eval",
-    short="Measure a run's loss and perplexity on text.",
-    example="runs/demo/tensorwise --data novel.txt",
+    short="Measure a model's perplexity, or compare formats of it.",
+    example="model.gguf --compare bf16,int8,fp8-dynamic,fp8-static",
 )
 add_command(
     calibrate,
@@ -129,6 +130,12 @@ add_command(
     "generate",
     short="Continue a prompt with a trained model.",
     example="runs/demo/tensorwise --prompt 'def main('",
+)
+add_command(
+    qat,
+    "qat",
+    short="Fine-tune a language model so that it loses less in FP8.",
+    example="model.gguf --data novel.txt --steps 200 --baseline --out runs/qat",
 )
 app.add_typer(
     doctor,

@@ -23,6 +23,8 @@ The presets (sources: the published recipes named in each docstring):
 | `static`                 | E4M3   | E4M3             | –           | tensor, the input's from calibration; the    |
 |                          |        |                  |             | weight's also row or 128x128; the gradients' |
 |                          |        |                  |             | GEMMs in high precision                      |
+| `weight_only`            | –      | E4M3             | –           | row of the weight; decoded again before the  |
+|                          |        |                  |             | GEMM, which is in high precision as are all  |
 """
 
 from octavo.recipes.presets import get, names

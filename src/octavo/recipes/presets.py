@@ -178,6 +178,13 @@ def _static(
     )
 
 
+def _weight_only(*, granularity: str = "row") -> Recipe:
+    """Weights are codes and one FP32 scale a row (or tensor, or 128x128 block); all GEMMs are in high precision."""
+    check_member("granularity", granularity, tuple(WEIGHT_GRANULARITIES))
+    weight = CastSpec(format=E4M3, granularity=WEIGHT_GRANULARITIES[granularity])
+    return Recipe(name="weight_only", output=GemmSpec(a=None, b=weight), grad_input=_PLAIN, grad_weight=_PLAIN)
+
+
 def _from_history(name: str, history: History, margin: int, emulate_tensor_cores: bool) -> Recipe:
     forward = CastSpec(format=E4M3, scaling=Scaling.DELAYED, margin=margin)
     backward = CastSpec(format=E5M2, scaling=Scaling.DELAYED, margin=margin)
@@ -219,4 +226,5 @@ _PRESETS: dict[str, Callable[..., Recipe]] = {
     "blockwise": _blockwise,
     "mxfp8": _mxfp8,
     "static": _static,
+    "weight_only": _weight_only,
 }
