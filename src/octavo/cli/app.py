@@ -21,6 +21,7 @@ from octavo.cli.doctor import doctor
 from octavo.cli.evaluate import evaluate
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
+from octavo.cli.sensitivity import show_sensitivity
 from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.errors import OctavoError
@@ -122,6 +123,12 @@ add_command(
     "generate",
     short="Continue a prompt with a trained model.",
     example="runs/demo/tensorwise --prompt 'def main('",
+)
+add_command(
+    show_sensitivity,
+    "sensitivity",
+    short="Rank layers by what FP8 costs them; find the best mix.",
+    example="model.gguf --budget-perplexity 1.0% --budget-bytes 0.60 --out runs/mix",
 )
 app.add_typer(
     doctor,
