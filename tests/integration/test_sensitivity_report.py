@@ -1,4 +1,4 @@
-"""The sensitivity page in a real browser: it draws its figures, says nothing on the console and asks nobody for anything."""
+"""The sensitivity page in a real browser: it draws its figures, complains of nothing and asks nobody for anything."""
 
 import shutil
 
