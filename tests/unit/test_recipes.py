@@ -65,7 +65,7 @@ def test_weight_only_casts_the_weight_for_the_output_and_nothing_else(granularit
 def test_weight_only_sums_nothing_in_fp8():
     with pytest.raises(ConfigError, match="cannot emulate tensor cores: it casts no input"):
         replace(get("weight_only"), emulate_tensor_cores=True)
-    with pytest.raises(ConfigError, match="granularity must be one of row, tensor, 128x128, not 'channel'"):
+    with pytest.raises(ConfigError, match="granularity must be one of tensor, row, 128x128, not 'channel'"):
         get("weight_only", granularity="channel")
 
 
