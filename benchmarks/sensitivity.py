@@ -22,7 +22,7 @@ from benchmarks.measure import hardware, verdict, write_result
 from benchmarks.smollm2 import model_path, text_tokens
 from octavo.language_model import load_language_model
 from octavo.quantization import text_windows
-from octavo.quantization.sensitivity import Budget, Found, Sensitivity, save_mix, sensitivity
+from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
 
 CONTEXT, PERPLEXITY, BYTES = 512, 0.01, 0.60
 
@@ -51,7 +51,7 @@ def main() -> None:
                 tasks[phase] = progress.add_task(phase, total=total)
             progress.update(tasks[phase], completed=done)
 
-        found = sensitivity(
+        found = measure_sensitivity(
             model.model,
             chosen_on,
             verified_on,

@@ -11,7 +11,19 @@ from typing import Any
 from octavo.curves import Curve
 from octavo.errors import ConfigError
 
-__all__ = ["GRID", "INK", "MUTED", "STYLE", "legend", "level", "line", "plotly_script", "points", "step_figure"]
+__all__ = [
+    "GRID",
+    "INK",
+    "MUTED",
+    "STYLE",
+    "figure_html",
+    "legend",
+    "level",
+    "line",
+    "plotly_script",
+    "points",
+    "step_figure",
+]
 
 INK, MUTED, GRID = "#1f2328", "#6b7280", "#e7e5e0"
 
@@ -79,6 +91,17 @@ def step_figure(unit: str) -> Any:
     drawn.update_xaxes(title="step", gridcolor=GRID, zeroline=False, ticks="", linecolor=MUTED, rangemode="tozero")
     drawn.update_yaxes(title=unit, gridcolor=GRID, zeroline=False, ticks="", automargin=True)
     return drawn
+
+
+def figure_html(drawn: Any) -> str:
+    """A figure as HTML that fills its place, in a page that holds plotly's script."""
+    import plotly.io
+
+    config = {"displayModeBar": False, "responsive": True}
+    text: str = plotly.io.to_html(
+        drawn, full_html=False, include_plotlyjs=False, config=config, default_width="100%", default_height="100%"
+    )
+    return text
 
 
 def line(drawn: Any, curve: Curve, name: str, colour: str, *, width: float, opacity: float = 0.5) -> None:

@@ -23,6 +23,7 @@ from octavo.cli.evaluate import evaluate
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
 from octavo.cli.qat import qat
+from octavo.cli.sensitivity import show_sensitivity
 from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.errors import OctavoError
@@ -136,6 +137,12 @@ add_command(
     "qat",
     short="Fine-tune a language model so that it loses less in FP8.",
     example="model.gguf --data novel.txt --steps 200 --baseline --out runs/qat",
+)
+add_command(
+    show_sensitivity,
+    "sensitivity",
+    short="Rank layers by what FP8 costs them; find the best mix.",
+    example="model.gguf --budget-perplexity 1.0% --budget-bytes 0.60 --out runs/mix",
 )
 app.add_typer(
     doctor,

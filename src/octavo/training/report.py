@@ -10,7 +10,7 @@ from string import Template
 from typing import Any
 
 from octavo.curves import difference, smoothed
-from octavo.pages import MUTED, STYLE, legend, level, line, plotly_script, points, step_figure
+from octavo.pages import MUTED, STYLE, figure_html, legend, level, line, plotly_script, points, step_figure
 from octavo.training import study_table
 from octavo.training.comparison import GAP_BAR_NATS, RunMeasures, Study
 from octavo.training.report_style import PAGE
@@ -39,9 +39,9 @@ def render(study: Study, *, device: str = "cpu") -> str:
         standfirst=escape(_standfirst(study)),
         cards=_cards(study),
         loss_legend=legend((study_table.title_of(run.recipe), _colours(study)[run.recipe]) for run in study.runs),
-        loss_figure=_html(_loss_figure(study)),
+        loss_figure=figure_html(_loss_figure(study)),
         gap_legend=legend((_gap_name(run, base), colour) for run, base, colour in _pairs(study)),
-        gap_figure=_html(_gap_figure(study)) if len(study.runs) > 1 else "<p>One run has no gap.</p>",
+        gap_figure=figure_html(_gap_figure(study)) if len(study.runs) > 1 else "<p>One run has no gap.</p>",
         gap_bar=f"{GAP_BAR_NATS:.4f}",
         table=_table(study, device),
         yardstick=escape(study_table.yardstick(study) or ""),
@@ -113,16 +113,6 @@ def _gap_name(run: RunMeasures, base: RunMeasures) -> str:
 
 def _bases(run: RunMeasures, colours: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return (("bf16", colours[run.recipe]), ("fp32", colours["fp32"]))
-
-
-def _html(figure: Any) -> str:
-    import plotly.io
-
-    config = {"displayModeBar": False, "responsive": True}
-    text: str = plotly.io.to_html(
-        figure, full_html=False, include_plotlyjs=False, config=config, default_width="100%", default_height="100%"
-    )
-    return text
 
 
 def _standfirst(study: Study) -> str:

@@ -1,7 +1,7 @@
 """What each layer of a language model costs in FP8, and the best mix of precisions."""
 
 from octavo.quantization.sensitivity.mix import Mix, load_mix, save_mix
-from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity, sensitivity
+from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity, measure_sensitivity
 from octavo.quantization.sensitivity.truth import Increase
 from octavo.quantization.sensitivity.units import CHOICES, Unit, units_of
 
@@ -14,7 +14,7 @@ __all__ = [
     "Sensitivity",
     "Unit",
     "load_mix",
+    "measure_sensitivity",
     "save_mix",
-    "sensitivity",
     "units_of",
 ]

@@ -45,9 +45,9 @@ def cheapest(units: Sequence[Sequence[Option]], limit: float) -> tuple[str, ...]
         ConfigError: a unit without options, a negative ``limited``, or a negative limit.
 
     Example:
-        >>> good, bad = Option(choice="bf16", limited=0, cost=2), Option(choice="fp8", limited=3, cost=1)
-        >>> cheapest([[good, bad], [good, bad]], limit=4)
-        ('bf16', 'fp8')
+        >>> high, low = Option(choice="bf16", limited=0, cost=2), Option(choice="fp8", limited=3, cost=1)
+        >>> cheapest([[high, low], [high]], limit=4), cheapest([[high, low], [high]], limit=2)
+        (('fp8', 'bf16'), ('bf16', 'bf16'))
     """
     if any(not options for options in units):
         raise ConfigError("every unit needs an option; give it bf16 at least")

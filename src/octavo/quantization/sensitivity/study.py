@@ -8,7 +8,8 @@
    it, the search is asked for another sum, as much smaller or larger, up to REPAIRS times; the best mix within is kept.
    The increase is the larger of that of the loss, which has the luck of few windows, and of the divergence beyond the
    floor.
-5. Verification: that mix, mixes of other sizes and the presets by themselves, on windows none of them was chosen on.
+5. Verification: that mix on windows it was not chosen on; mixes of other sizes and the presets by themselves on the
+   first FRONT_WINDOWS of them.
 """
 
 import math
@@ -25,12 +26,13 @@ from octavo.quantization.sensitivity.surroundings import in_bf16
 from octavo.quantization.sensitivity.truth import Increase, compare, floor_of, measure
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, bytes_of, recipe_of, units_of
 
-__all__ = ["Budget", "Found", "Sensitivity", "sensitivity"]
+__all__ = ["Budget", "Found", "Sensitivity", "measure_sensitivity"]
 
 REPAIRS = 4
 NEAR, AIM = 0.8, 0.92  # of the budget: what is close enough, and what the next attempt is to reach
 FRONT_SHARES = (0.0, 0.1, 0.3, 0.6)  # of the bytes between the smallest mix and BF16
 MOST_TRUTH_WINDOWS = 4
+FRONT_WINDOWS = 8
 Progress = Callable[[str, int, int], None]
 
 
@@ -87,7 +89,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """What :func:`sensitivity` found.
+    """What :func:`measure_sensitivity` found.
 
     Attributes:
         units: in the model's order.
@@ -133,7 +135,7 @@ class Sensitivity:
         return limit is None or self.best.verified.nats <= limit
 
 
-def sensitivity(
+def measure_sensitivity(
     model: nn.Module,
     chosen_on: Tensor,
     verified_on: Tensor,
@@ -196,9 +198,9 @@ class _Study:
         factor = _factor(estimates, measured, floor)
         costs = {key: factor * nats for key, nats in estimates.items()}
         best, attempts = self._repaired(costs, floor)
-        others = [*self._front(costs), *self._presets(costs)]
-        nats, verified = self._verified([] if best is None else [best], others)
-        sizes = len(verified) - len([one for one in verified if one.name in CHOICES])
+        nats, best = self._verified(best)
+        front, presets = self._front(costs), self._presets(costs)
+        others = self._verified_too([*front, *presets])
         return Sensitivity(
             units=self.units,
             estimates=estimates,
@@ -207,9 +209,9 @@ class _Study:
             factor=factor,
             rank_correlation=_rank_correlation(estimates, measured, floor),
             budget=self.budget,
-            best=None if best is None else verified[0],
-            front=tuple(verified[best is not None : sizes]),
-            presets=tuple(verified[sizes:]),
+            best=best,
+            front=others[: len(front)],
+            presets=others[len(front) :],
             bf16_bytes=bytes_of(self.model, self.units, {}),
             bf16_nats=nats,
             attempts=attempts,
@@ -259,7 +261,8 @@ class _Study:
                 kept = replace(self._found("budget", chosen, costs), on_chosen=true)
             if NEAR * limit <= cost <= limit or len({step[0] for step in attempts}) < len(attempts):
                 break
-            asked *= min(2.0, max(0.25, AIM * limit / max(cost, limit / 8)))
+            whole = min(asked, attempts[-1][0]) if cost > limit else asked
+            asked = whole * min(2.0, max(0.25, AIM * limit / max(cost, limit / 8)))
         return kept, tuple(attempts)
 
     def _increases(self, mixes: Sequence[Mapping[str, str]], on_forward: Callable[[int], None]) -> list[Increase]:
@@ -285,12 +288,18 @@ class _Study:
             for name in names
         ]
 
-    def _verified(self, best: Sequence[Found], others: Sequence[Found]) -> tuple[float, list[Found]]:
-        found = [*best, *others]
-        forwards = self._phase("verify", len(self.verified_on) * (1 + len(found)))
-        mixes = [one.chosen for one in found]
-        nats, increases = compare(self.model, self.units, mixes, self.verified_on, on_forward=forwards)
-        return nats, [replace(one, verified=increase) for one, increase in zip(found, increases, strict=True)]
+    def _verified(self, best: Found | None) -> tuple[float, Found | None]:
+        """The reference's loss on the verification windows, and the best mix with its increase there."""
+        mixes = [] if best is None else [best.chosen]
+        on_forward = self._phase("verify the mix", len(self.verified_on) * (1 + len(mixes)))
+        nats, increases = compare(self.model, self.units, mixes, self.verified_on, on_forward=on_forward)
+        return nats, None if best is None else replace(best, verified=increases[0])
+
+    def _verified_too(self, some: Sequence[Found]) -> tuple[Found, ...]:
+        few = self.verified_on[:FRONT_WINDOWS]
+        on_forward = self._phase("verify others", len(few) * (1 + len(some)))
+        _, increases = compare(self.model, self.units, [one.chosen for one in some], few, on_forward=on_forward)
+        return tuple(replace(one, verified=true) for one, true in zip(some, increases, strict=True))
 
 
 def _pairs_to_measure(estimates: Mapping[Key, float], count: int) -> list[Key]:

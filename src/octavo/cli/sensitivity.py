@@ -1,0 +1,202 @@
+"""``octavo sensitivity MODEL``: what each layer costs in FP8, and the mix of precisions that meets a budget."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli import options
+from octavo.cli.console import print_json, print_table, stdout
+from octavo.cli.progress import open_display, phases
+from octavo.errors import ConfigError
+from octavo.files import write_atomically
+from octavo.language_model import load_language_model
+from octavo.pages import plotly_script
+from octavo.quantization import text_windows
+from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
+from octavo.quantization.sensitivity.page import render
+from octavo.quantization.sensitivity.telling import FORMAT, cost_of, headline, name_of, notes, record, worst_first
+from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
+from octavo.training.config import MOST_SEED
+from octavo.training.held_out import ALL
+from octavo.training.text import BUILTIN
+
+__all__ = ["show_sensitivity"]
+
+RECORD, MIX, PAGE = "sensitivity.json", "mix.toml", "report.html"
+DEFAULT_PERPLEXITY = "1%"
+NO_MIX = 1  # exit code
+WORST = 15  # layers of the printed table
+
+
+def show_sensitivity(
+    *,
+    source_of_model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for mix.toml, sensitivity.json and report.html.")],
+    source: options.Source = None,
+    split: Annotated[str, typer.Option(help="What to choose on: train, validation, test or all.")] = "train",
+    windows: Annotated[int, typer.Option(help="Windows to choose on, 2 or more.")] = 8,
+    verify_source: Annotated[
+        str | None, typer.Option("--verify-data", help="Text to verify on. [default: that of --data]")
+    ] = None,
+    verify_split: Annotated[str, typer.Option(help="What of it: train, validation, test or all.")] = "test",
+    verify_windows: Annotated[int, typer.Option(help="Windows to verify on, 2 or more.")] = 8,
+    context: Annotated[int | None, typer.Option(help="Tokens of a window. [default: 512, or what it reads]")] = None,
+    budget_perplexity: Annotated[
+        str | None,
+        typer.Option(help="Most that perplexity may rise, such as 0.5%. [default: 1%, or with bytes any]"),
+    ] = None,
+    budget_bytes: Annotated[
+        str | None, typer.Option(help="Most bytes over BF16's, such as 0.60. [default: any]")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="How many (layer, choice) to run for real, beside the estimates.")] = 24,
+    seed: Annotated[int, typer.Option(help="Seed of the windows and of the estimate.")] = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Rank a language model's layers by what FP8 costs them, and find the best mix of precisions for a budget.
+
+    Exit code 1 says that no mix was found within it.
+    """
+    budget = _budget(budget_perplexity, budget_bytes)
+    _check_numbers(windows=windows, verify_windows=verify_windows, pairs=pairs, seed=seed)
+    text = BUILTIN if source is None else source
+    other = text if verify_source is None else verify_source
+    _check_apart((text, split), (other, verify_split))
+    _check_folder(out)
+    plotly_script(PAGE)  # refused now, if plotly is missing, and not after the work
+    model = load_language_model(source_of_model)
+    length = min(512, model.context) if context is None else context
+    chosen_on = text_windows(model, text, split, count=windows, length=length, seed=seed)
+    verified_on = text_windows(model, other, verify_split, count=verify_windows, length=length, seed=seed)
+    with open_display() as display:
+        found = measure_sensitivity(
+            model.model,
+            chosen_on,
+            verified_on,
+            budget=budget,
+            true_pairs=pairs,
+            seed=seed,
+            on_progress=phases(display),
+        )
+    facts = {
+        "model": source_of_model,
+        "chosen on": f"{text}, {split} split, {windows} windows of {length} tokens",
+        "verified on": f"{other}, {verify_split} split, {verify_windows} windows of {length} tokens",
+    }
+    kept = record(found, facts)
+    _write(out, found, kept, facts)
+    if as_json:
+        print_json(kept)
+    else:
+        _print(found)
+        stdout().print(f"\nIn {out}: {', '.join(_files(found))}", markup=False, soft_wrap=True)
+    if found.best is None:
+        raise typer.Exit(NO_MIX)
+
+
+def _budget(perplexity: str | None, bytes_share: str | None) -> Budget:
+    if perplexity is None and bytes_share is None:
+        perplexity = DEFAULT_PERPLEXITY
+    return Budget(
+        perplexity=_share("--budget-perplexity", perplexity), bytes_share=_share("--budget-bytes", bytes_share)
+    )
+
+
+def _share(option: str, text: str | None) -> float | None:
+    """A share, from percent or as a number below 1 (at most 1 for bytes)."""
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise ConfigError(f"{option} takes a share such as 1.0% or 0.01, above 0 and at most 100%, not {text!r}")
+    return value
+
+
+def _check_numbers(*, windows: int, verify_windows: int, pairs: int, seed: int) -> None:
+    least = {"--windows": (windows, 2), "--verify-windows": (verify_windows, 2), "--pairs": (pairs, 0)}
+    for option, (value, lowest) in least.items():
+        if value < lowest:
+            raise ConfigError(f"{option} must be at least {lowest}, not {value}")
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
+
+
+def _check_apart(chosen: tuple[str, str], verified: tuple[str, str]) -> None:
+    """Refuse to verify on what was chosen on."""
+    if chosen[0] == verified[0] and (chosen[1] == verified[1] or ALL in (chosen[1], verified[1])):
+        raise ConfigError(
+            f"the mix would be verified on text it was chosen on ({chosen[0]}, {chosen[1]} and {verified[1]}); name "
+            "another --verify-split or --verify-data"
+        )
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder that holds what this command did not write, and one that cannot be made or written to."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out: {str(out)!r} is a file; name a folder")
+    if out.is_dir() and any(out.iterdir()) and not _is_ours(out / RECORD):
+        raise ConfigError(f"--out: {str(out)!r} holds other files; name a new folder, or one of octavo sensitivity's")
+    above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out: you may not write into {str(above)!r}; name a folder elsewhere")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(known, dict) and known.get("format") == FORMAT
+
+
+def _files(found: Sensitivity) -> list[str]:
+    return [RECORD, PAGE] if found.mix is None else [MIX, RECORD, PAGE]
+
+
+def _write(out: Path, found: Sensitivity, kept: dict[str, Any], facts: dict[str, str]) -> None:
+    """The record first: it marks the folder as this command's. A mix of before that no longer holds goes."""
+    page = render(found, facts)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / RECORD, json.dumps(kept, indent=1, allow_nan=False) + "\n")
+    write_atomically(out / PAGE, page)
+    if found.mix is None:
+        (out / MIX).unlink(missing_ok=True)
+    else:
+        lines = [headline(found), *(f"{name}: {value}" for name, value in facts.items())]
+        save_mix(found.mix, out / MIX, comment="\n".join(lines))
+
+
+def _print(found: Sensitivity) -> None:
+    title = "What layers cost alone, in thousandths of a nat (estimated; worst first)"
+    print_table(
+        title, ["layer", *CHOICES[:-1], "the mix"], [_layer(found, unit) for unit in worst_first(found)[:WORST]]
+    )
+    if len(found.units) > WORST:
+        stdout().print(f"and {len(found.units) - WORST} more in {RECORD}\n")
+    mixes = [] if found.best is None else [found.best]
+    head = ["mix", "bytes / BF16", "FP8 products", "perplexity", "nats", "KL"]
+    print_table("Verified on other text", head, [_mix(one) for one in (*mixes, *found.front, *found.presets)])
+    for sentence in (f"{headline(found)}.", *notes(found)):
+        stdout().print(sentence, markup=False, soft_wrap=True)
+
+
+def _layer(found: Sensitivity, unit: Unit) -> list[str]:
+    costs = (cost_of(found, unit, choice) for choice in CHOICES[:-1])
+    chosen = BF16 if found.best is None else found.best.chosen[unit.path]
+    return [unit.path, *("–" if nats is None else f"{1000 * nats:.3f}" for nats in costs), chosen]
+
+
+def _mix(one: Found) -> list[str]:
+    true = one.verified
+    if true is None:
+        return [name_of(one), f"{one.bytes_share:.3f}", f"{one.fp8_products:.0%}", "–", "–", "–"]
+    increase, nats = f"{true.perplexity_increase:+.2%}", f"{true.nats:+.4f} ± {true.error:.4f}"
+    return [name_of(one), f"{one.bytes_share:.3f}", f"{one.fp8_products:.0%}", increase, nats, f"{true.divergence:.4f}"]

@@ -1,0 +1,114 @@
+"""``octavo sensitivity`` on a finished run: a table, a mix that can be applied, a record, a page; or one sentence."""
+
+import json
+
+import pytest
+
+from octavo.language_model import load_language_model
+from octavo.quantization import load_mix
+from octavo.quantization.sensitivity import units_of
+
+
+@pytest.fixture(scope="module")
+def small(text):
+    return ["--data", text, "--windows", 2, "--verify-windows", 2, "--pairs", 3]
+
+
+@pytest.fixture
+def on_run(octavo, finished_run, small):
+    return lambda *arguments: octavo("sensitivity", finished_run, *small, *arguments)
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory, finished_run, small):
+    from tests.unit.cli.conftest import run_octavo
+
+    out = tmp_path_factory.mktemp("sensitivity") / "mix"
+    arguments = ["sensitivity", finished_run, *small, "--budget-perplexity", "30%", "--budget-bytes", "0.6"]
+    result = run_octavo(*arguments, "--out", out)
+    assert result.exit_code == 0, result.output
+    return out, result, arguments
+
+
+def test_it_prints_the_worst_layers_and_the_mixes(studied):
+    _, result, _ = studied
+    assert "What layers cost alone" in result.stdout
+    assert "model.layers.0.mlp.down_proj" in result.stdout
+    assert "the mix" in result.stdout
+    assert "weight_only in every block" in result.stdout
+    assert "rank correlation" in result.stdout
+    assert "estimate" not in result.stdout.split("What layers cost")[0], "progress goes to stderr"
+
+
+def test_the_mix_is_applied_to_the_model_it_was_made_for(studied, finished_run):
+    out, _, _ = studied
+    model = load_language_model(finished_run).model
+    mix = load_mix(out / "mix.toml")
+    linears = {unit.path for unit in units_of(model) if not unit.is_table}
+    assert set(mix.overrides) == linears
+    report = mix.apply(model)
+    assert set(report.converted) == linears
+
+
+def test_the_record_and_the_page(studied, finished_run):
+    out, _, _ = studied
+    kept = json.loads((out / "sensitivity.json").read_text())
+    assert kept["format"] == "octavo sensitivity"
+    assert kept["model"] == str(finished_run)
+    assert kept["best"]["bytes_share"] <= 0.6
+    assert kept["budget"] == {"perplexity": 0.3, "bytes_share": 0.6}
+    assert len(kept["layers"]) == 9
+    page = (out / "report.html").read_text()
+    assert "What layers cost" in page
+    assert "model.layers.0.mlp.down_proj" in page
+    assert "$" not in page.split("<body>")[1].split("<h2>")[0]
+    assert sorted(path.name for path in out.iterdir()) == ["mix.toml", "report.html", "sensitivity.json"]
+
+
+def test_json_is_the_record_and_its_own_folder_may_be_written_again(octavo, studied):
+    out, _, arguments = studied
+    result = octavo(*arguments, "--out", out, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((out / "sensitivity.json").read_text())
+
+
+def test_a_budget_out_of_reach_leaves_no_mix_behind(on_run, tmp_path):
+    out = tmp_path / "mix"
+    result = on_run("--budget-bytes", "0.2", "--out", out)
+    assert result.exit_code == 1, result.output
+    assert "No mix was found with at most 0.2 of its bytes" in result.stdout
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "sensitivity.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget-perplexity", "one"], "--budget-perplexity takes a share such as 1.0% or 0.01"),
+        (["--budget-perplexity", "2"], "--budget-perplexity takes a share"),
+        (["--budget-bytes", "-1%"], "--budget-bytes takes a share"),
+        (["--windows", "1"], "--windows must be at least 2, not 1"),
+        (["--pairs", "-1"], "--pairs must be at least 0, not -1"),
+        (["--seed", "-1"], "seed must be from 0 to"),
+        (["--verify-split", "train"], "the mix would be verified on text it was chosen on"),
+        (["--verify-split", "all"], "the mix would be verified on text it was chosen on"),
+        (["--split", "half"], "split must be one of train, validation, test, all, not 'half'"),
+        (["--context", "4096"], "this model reads at most 32 tokens at once"),
+    ],
+)
+def test_bad_input_is_one_sentence(on_run, tmp_path, arguments, said):
+    result = on_run("--out", tmp_path / "mix", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.strip().count("\n") == 0
+    assert not (tmp_path / "mix").exists()
+
+
+def test_other_folders_and_files_are_left_alone(octavo, on_run, small, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for out, said in ((tmp_path, "holds other files"), (tmp_path / "notes.txt", "is a file; name a folder")):
+        result = on_run("--out", out)
+        assert result.exit_code == 2
+        assert said in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    result = octavo("sensitivity", tmp_path / "nothing", *small, "--out", tmp_path / "mix")
+    assert (result.exit_code, "there is no" in result.stderr) == (2, True)

@@ -1,0 +1,113 @@
+"""The knapsack against every combination there is, and what the budgets ask of it."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.errors import ConfigError
+from octavo.quantization.sensitivity.choosing import best_mix, fp8_products_share, predicted
+from octavo.quantization.sensitivity.search import STEPS, Option, cheapest
+from octavo.quantization.sensitivity.units import CHOICES, Unit
+
+NUMBERS = st.integers(0, 1000).map(float)
+UNIT = st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=4).map(
+    lambda pairs: [Option(choice=str(i), limited=a, cost=b) for i, (a, b) in enumerate(pairs)]
+)
+
+
+def sums(options):
+    return math.fsum(one.limited for one in options), math.fsum(one.cost for one in options)
+
+
+def chosen_options(units, found):
+    return [next(o for o in options if o.choice == choice) for options, choice in zip(units, found, strict=True)]
+
+
+@given(st.lists(UNIT, min_size=1, max_size=4), st.integers(0, 4000))
+def test_no_combination_is_better(units, limit):
+    """But for what rounding up to whole steps may lose: less than a step a unit."""
+    everything = [sums(combination) for combination in itertools.product(*units)]
+    found = cheapest(units, limit)
+    within = [cost for limited, cost in everything if limited <= limit]
+    if found is None:
+        assert not within
+        return
+    limited, cost = sums(chosen_options(units, found))
+    assert limited <= limit
+    assert cost >= min(within)
+    slack = len(units) * limit / STEPS
+    assert cost <= min((cost for limited, cost in everything if limited <= limit - slack), default=math.inf)
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ConfigError, match="every unit needs an option"):
+        cheapest([[]], 1)
+    with pytest.raises(ConfigError, match="0 or more"):
+        cheapest([[Option(choice="a", limited=-1, cost=0)]], 1)
+
+
+UNITS = tuple(
+    Unit(
+        path=f"layers.{i}.{role}",
+        paths=(f"layers.{i}.{role}",),
+        shape=shape,
+        choices=CHOICES,
+        products=shape[0] * shape[1],
+    )
+    for i, (role, shape) in enumerate([("up", (64, 32)), ("down", (32, 64)), ("up", (64, 32)), ("down", (32, 64))])
+)
+COSTS = {
+    (unit.path, choice): cost * factor
+    for unit, factor in zip(UNITS, (1.0, 40.0, 2.0, 0.5), strict=True)
+    for choice, cost in zip(CHOICES, (0.003, 0.0035, 0.0032, 0.001, 0.0), strict=True)
+}
+
+
+def every_mix():
+    for choices in itertools.product(CHOICES, repeat=len(UNITS)):
+        yield dict(zip((unit.path for unit in UNITS), choices, strict=True))
+
+
+def size(mix):
+    return sum(unit.bytes_as(mix[unit.path]) for unit in UNITS)
+
+
+@pytest.mark.parametrize("nats", [0.0, 0.002, 0.004, 0.01, 0.05, 1.0])
+def test_the_fewest_bytes_for_a_loss(nats):
+    found = best_mix(UNITS, COSTS, nats=nats)
+    assert found is not None
+    assert predicted(COSTS, found) <= nats
+    assert size(found) == min(size(mix) for mix in every_mix() if predicted(COSTS, mix) <= nats)
+
+
+@pytest.mark.parametrize("share", [0.55, 0.6, 0.75, 0.9, 1.0])
+def test_the_least_loss_for_bytes(share):
+    limit = int(share * sum(unit.bytes_as("bf16") for unit in UNITS))
+    found = best_mix(UNITS, COSTS, byte_limit=limit)
+    assert found is not None
+    assert size(found) <= limit
+    least = min(predicted(COSTS, mix) for mix in every_mix() if size(mix) <= limit)
+    assert predicted(COSTS, found) == pytest.approx(least)
+
+
+def test_both_budgets_spend_what_is_left_on_fp8_products():
+    whole = sum(unit.bytes_as("bf16") for unit in UNITS)
+    limit, nats = int(0.7 * whole), 0.009
+    found = best_mix(UNITS, COSTS, byte_limit=limit, nats=nats)
+    least = best_mix(UNITS, COSTS, byte_limit=limit)
+    assert found is not None
+    assert least is not None
+    assert size(found) <= limit
+    assert predicted(COSTS, found) <= nats
+    assert fp8_products_share(UNITS, least) == 0, "bytes alone never ask for them"
+    assert fp8_products_share(UNITS, found) == 0.5
+    assert found["layers.1.down"] in ("weight_only", "bf16"), "the sensitive layer"
+
+
+def test_budgets_that_exclude_each_other():
+    whole = sum(unit.bytes_as("bf16") for unit in UNITS)
+    assert best_mix(UNITS, COSTS, byte_limit=int(0.55 * whole), nats=0.001) is None
+    assert best_mix(UNITS, COSTS, byte_limit=int(0.4 * whole)) is None

@@ -1,0 +1,174 @@
+"""The whole study on a small model: what is sensitive is found, budgets are kept or said to be out of reach."""
+
+import math
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.quantization import Budget, measure_sensitivity
+from octavo.quantization.sensitivity import screen, study
+from octavo.quantization.sensitivity.study import _pairs_to_measure, _rank_correlation
+from octavo.quantization.sensitivity.telling import FORMAT, asked, headline, notes, record, worst_first
+from octavo.quantization.sensitivity.truth import Increase
+from octavo.quantization.sensitivity.units import bytes_of, units_of
+from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
+
+
+@pytest.fixture(scope="module")
+def sensitive():
+    """A model one of whose layers has a row of its weight so loud that one scale for all rows flushes the others to
+    zero. What it makes is all but ignored by the next layer.
+    """
+    model = small_llama()
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[5] *= 2**18
+        model.get_parameter("model.layers.1.mlp.down_proj.weight")[:, 5] *= 2**-38
+    return model, windows_of(model, 6), windows_of(model, 6, seed=9)
+
+
+@pytest.fixture(scope="module")
+def found(sensitive):
+    phases = []
+    result = measure_sensitivity(
+        *sensitive,
+        budget=Budget(perplexity=0.02, bytes_share=0.6),
+        true_pairs=6,
+        on_progress=lambda name, done, total: phases.append((name, done, total)),
+    )
+    return result, phases
+
+
+def test_a_layer_built_to_be_sensitive_is_found_and_spared(found):
+    result, _ = found
+    path = "model.layers.1.mlp.up_proj"
+    per_tensor = {key[0]: nats for key, nats in result.estimates.items() if key[1] == "tensorwise"}
+    assert max(per_tensor, key=lambda one: per_tensor[one]) == path
+    assert per_tensor[path] > 1.5 * sorted(per_tensor.values())[-2]
+    assert result.estimates[path, "rowwise"] < 0.05 * per_tensor[path], "a scale a row is the remedy"
+    assert result.measured[path, "tensorwise"].divergence > 0.3 * per_tensor[path]
+    assert result.best is not None
+    assert result.best.chosen[path] != "tensorwise"
+
+
+def test_the_mix_is_within_its_budgets_and_its_bytes_are_counted(sensitive, found):
+    model, result = sensitive[0], found[0]
+    assert result.best is not None
+    assert result.best.bytes == bytes_of(model, result.units, result.best.chosen)
+    assert result.best.bytes_share == result.best.bytes / result.bf16_bytes <= 0.6
+    assert result.best.on_chosen is not None
+    assert result.best.on_chosen.nats <= math.log(1.02)
+    assert result.best.verified is not None
+    assert result.is_met == (result.best.verified.nats <= math.log(1.02))
+    assert result.best.fp8_products > 0
+
+
+def test_the_front_and_the_presets_stand_beside_it(found):
+    result, phases = found
+    shares = [one.bytes_share for one in result.front]
+    assert shares == sorted(shares)
+    predictions = [one.predicted for one in result.front]
+    assert predictions == sorted(predictions, reverse=True)
+    smallest = sum(min(map(unit.bytes_as, unit.choices)) for unit in result.units)
+    rest = result.bf16_bytes - sum(unit.bytes_as("bf16") for unit in result.units)
+    assert result.front[0].bytes == smallest + rest
+    assert [one.name for one in result.presets] == ["tensorwise", "rowwise", "blockwise", "weight_only"]
+    assert all(one.verified is not None for one in (*result.front, *result.presets))
+    assert all(0 < done <= total for _, done, total in phases)
+    ends = {name: (done, total) for name, done, total in phases}
+    assert all(done == total for done, total in ends.values())
+    assert list(ends)[:2] == ["estimate", "measure layers"]
+
+
+def test_what_is_told_is_what_was_found(found):
+    result, _ = found
+    told = record(result, {"model": "m"})
+    assert (told["format"], told["model"]) == (FORMAT, "m")
+    assert told["best"]["bytes"] == result.best.bytes
+    assert len(told["layers"]) == len(result.units)
+    assert told["layers"][0]["path"] == worst_first(result)[0].path
+    measured = [c for layer in told["layers"] for c in layer["choices"].values() if "divergence" in c]
+    assert len(measured) == len(result.measured) == 6
+    assert f"{result.best.bytes_share:.3f} of BF16's bytes" in headline(result)
+    assert "rank correlation" in " ".join(notes(result))
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (Budget(bytes_share=0.3), "The smallest mix has more bytes than that"),
+        (Budget(perplexity=1e-9, bytes_share=0.52), "The nearest mix costs"),
+    ],
+)
+def test_a_budget_that_cannot_be_met_says_so(sensitive, budget, said):
+    result = measure_sensitivity(*sensitive, budget=budget, true_pairs=0)
+    assert result.best is None
+    assert result.mix is None
+    assert not result.is_met
+    assert headline(result) == f"No mix was found with {asked(budget)}"
+    assert any(line.startswith(said) for line in notes(result))
+    assert record(result, {})["best"] is None
+
+
+def test_a_sum_that_misleads_is_repaired(sensitive, monkeypatch):
+    """Estimates a hundredth of the truth: the first mix costs too much, a later one does not."""
+    model, chosen_on, verified_on = sensitive
+    true_estimate = screen.estimate
+
+    def hundredth(*args, **options):
+        units, found = true_estimate(*args, **options)
+        return units, {key: nats / 100 for key, nats in found.items()}
+
+    monkeypatch.setattr(study, "estimate", hundredth)
+    budget, limit = Budget(perplexity=0.003), math.log(1.003)
+    result = measure_sensitivity(model, chosen_on, verified_on, budget=budget, true_pairs=0)
+    first, last = result.attempts[0], result.attempts[-1]
+    assert first[1].divergence > limit
+    assert len(result.attempts) > 1
+    assert last[0] < first[0]
+    assert result.best is not None
+    assert result.best.on_chosen is not None
+    assert result.best.on_chosen.nats <= limit
+
+
+def test_which_pairs_are_run():
+    estimates = {(str(index), "tensorwise"): float(index) for index in range(100)}
+    estimates |= {("table", "weight_only:0.5"): 1e3, ("0", "bf16"): 0.0}
+    pairs = _pairs_to_measure(estimates, 10)
+    assert [int(path) for path, _ in pairs[:5]] == [99, 98, 97, 96, 95]
+    assert len(set(pairs)) == 10
+    assert {int(path) // 19 for path, _ in pairs[5:]} == {0, 1, 2, 3, 4}, "spread through the rest"
+    assert _pairs_to_measure(estimates, 0) == []
+    assert len(_pairs_to_measure(estimates, 1000)) == 100
+
+
+def test_the_rank_correlation_is_spearmans():
+    def of(divergence):
+        return Increase(nats=0, error=0, divergence=divergence, windows=2)
+
+    estimates = {(str(index), "rowwise"): value for index, value in enumerate((1.0, 2.0, 3.0, 4.0))}
+    same = dict(zip(estimates, map(of, (10.0, 20.0, 30.0, 40.0)), strict=True))
+    turned = dict(zip(estimates, map(of, (40.0, 30.0, 20.0, 10.0)), strict=True))
+    swapped = dict(zip(estimates, map(of, (20.0, 10.0, 30.0, 40.0)), strict=True))
+    assert _rank_correlation(estimates, same, of(0)) == 1
+    assert _rank_correlation(estimates, turned, of(0)) == -1
+    assert _rank_correlation(estimates, swapped, of(0)) == pytest.approx(0.8)
+
+
+def test_bad_arguments(sensitive):
+    model, windows, _ = sensitive
+    budget = Budget(perplexity=0.01)
+    with pytest.raises(ConfigError, match="two windows of two tokens at least to choose on, not 1 x 24"):
+        measure_sensitivity(model, windows[:1], windows, budget=budget)
+    with pytest.raises(ConfigError, match="to verify on"):
+        measure_sensitivity(model, windows, windows[0], budget=budget)
+    with pytest.raises(ConfigError, match="true_pairs must be 0 or more"):
+        measure_sensitivity(model, windows, windows, budget=budget, true_pairs=-1)
+    for options, said in (
+        ({}, "says perplexity, bytes_share or both"),
+        ({"perplexity": 0.0}, "a share above 0"),
+        ({"bytes_share": 1.5}, "at most 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Budget(**options)
+    assert len(units_of(model)) == 15
