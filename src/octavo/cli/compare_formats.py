@@ -27,7 +27,7 @@ from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
 
-WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 8, 128
+WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 4, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,14 +141,10 @@ def _calibration(
         return _found("load_calibration", STATIC)(question.calibration), {"calibration": str(question.calibration)}
     batches = _training_windows(model, question, question.samples)
     advance = display.phase("calibrate", len(batches))
-
-    def counted() -> Iterator[Tensor]:
-        for done, window in enumerate(batches, 1):
-            yield window[None]
-            advance(done)
-
     source = _own_source(question.model) or LIBRARY_SOURCES
-    found = _found("calibrate", STATIC)(model.model, counted())
+    found = _found("calibrate", STATIC)(
+        model.model, [window[None] for window in batches], on_batch=lambda done, _: advance(done)
+    )
     return found, {"calibration": f"{len(batches)} windows of {source}, train"}
 
 
