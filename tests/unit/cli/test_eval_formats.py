@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo import convert, load_scaling_state, quantization
-from octavo.cli import compare_formats
+from octavo.cli import compare_formats, console
 from octavo.language_model import load_language_model
 from octavo.quantization import text_windows
 from octavo.quantization.comparison import compare
@@ -60,14 +60,22 @@ def test_formats_of_a_file(octavo, gguf):
 
 def test_formats_as_a_table(octavo, gguf):
     shown = octavo("eval", gguf, "--compare", "bf16,fp8-rowwise", *FEW).stdout
-    for word in ("fp8-rowwise", "vs BF16", "top-1", "±", "3 windows of 16 tokens", "paired with bf16"):
+    for word in ("fp8-rowwise", "vs BF16", "top-1", "±", "3 windows of 16 tokens", "paired with bf16", "file, MB"):
         assert word in shown
     assert "tokens/s" not in shown
 
 
+def test_tables_are_whole_in_eighty_columns(octavo, monkeypatch, gguf):
+    monkeypatch.setattr(console, "PIPE_WIDTH", 80)
+    shown = octavo("eval", gguf, "--compare", "fp8-kv-searched", "--speed", *FEW).stdout.splitlines()
+    rows = [line.split() for line in shown if line.startswith(" fp8-kv-searched")]
+    assert [len(row) for row in rows] == [8, 4, 5], shown  # "±" and "%" are words of the first
+
+
 def test_speed_is_said_to_be_emulated(octavo, gguf):
     shown = octavo("eval", gguf, "--compare", "bf16,fp8-dynamic", "--speed", *FEW).stdout
-    assert "latency, ms" in shown
+    assert "ms at 1 " in shown
+    assert "ms at 16" in shown
     assert "instructions" in shown or "of this GPU" in shown
     record = json.loads(octavo("eval", gguf, "--compare", "bf16", "--speed", *FEW, "--json").stdout)
     assert [(row["name"], row["batch"], row["length"]) for row in record["passes"]] == [
