@@ -1,19 +1,18 @@
 """``octavo eval MODEL --compare …``: one model in several formats, beside BF16."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from octavo import quantization
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
-from octavo.quantization import text_windows
+from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
 from octavo.quantization.cache_formats import key_means
 from octavo.quantization.comparison import Comparison, compare
 from octavo.quantization.contestants import BF16, CENTRED, FP32, STATIC, TUNED, Contestant, Scales
@@ -87,7 +86,7 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
         model = load_language_model(question.model)
         windows, text = _windows(model, question)
         calibration, calibrated_on = _calibration(model, question, names, display)
-        tuned = _found("load_qat", TUNED)(question.tuned) if question.tuned is not None else None
+        tuned = load_qat(question.tuned) if question.tuned is not None else None
         means = _means(model, question, display) if CENTRED in names else None
         show = display.phase("prepare formats", len(names))
         contestants = line_up(
@@ -138,22 +137,12 @@ def _calibration(
     if STATIC not in names:
         return None, {}
     if question.calibration is not None:
-        return _found("load_calibration", STATIC)(question.calibration), {"calibration": str(question.calibration)}
+        return load_calibration(question.calibration), {"calibration": str(question.calibration)}
     batches = _training_windows(model, question, question.samples)
     advance = display.phase("calibrate", len(batches))
     source = _own_source(question.model) or LIBRARY_SOURCES
-    found = _found("calibrate", STATIC)(
-        model.model, [window[None] for window in batches], on_batch=lambda done, _: advance(done)
-    )
+    found = calibrate(model, [window[None] for window in batches], on_batch=lambda done, _: advance(done))
     return found, {"calibration": f"{len(batches)} windows of {source}, train"}
-
-
-def _found(function: str, name: str) -> Callable[..., Any]:
-    """A function of octavo.quantization that this version may not have yet."""
-    if function not in quantization.__all__:
-        raise ConfigError(f"{name} needs octavo.quantization.{function}, which this version has not; leave {name} out")
-    found: Callable[..., Any] = getattr(quantization, function)
-    return found
 
 
 def _means(model: LanguageModel, question: Question, display: Display) -> dict[int, Tensor]:

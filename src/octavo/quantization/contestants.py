@@ -64,7 +64,7 @@ RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise
 class Scales(Protocol):
     """What a calibration found."""
 
-    def apply(self, model: nn.Module, *, hold_weights: bool = False) -> object:
+    def apply(self, model: nn.Module, *, hold_weights: bool | None = None) -> object:
         """Convert the model, in place, to a static recipe with those scales."""
 
 

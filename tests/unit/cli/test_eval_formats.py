@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo import convert, load_scaling_state, quantization
+from octavo import convert
 from octavo.cli import compare_formats, console
 from octavo.language_model import load_language_model
-from octavo.quantization import text_windows
+from octavo.quantization import calibrate, text_windows
 from octavo.quantization.comparison import compare
 from octavo.quantization.evaluation_text import evaluation_windows
 from octavo.quantization.lineup import line_up
@@ -101,59 +101,39 @@ def test_other_text_for_a_run(octavo, finished_run, tmp_path):
     assert record["split"] == "all"
 
 
-class OneScale:
-    """A calibration that gives every layer the same scale."""
-
-    def apply(self, model, *, hold_weights=False):
-        paths = convert(model, "static", frozen="fp8" if hold_weights else None).converted
-        load_scaling_state(model, {f"{path}.input.scale": torch.tensor(0.01) for path in paths})
-
-
 def test_static_is_calibrated_now_or_from_a_folder(octavo, gguf, tmp_path, monkeypatch):
-    """On text that the evaluation does not have; both give the contestant of those scales."""
-    batches, folders = [], []
-
-    def calibrate(model, given, *, on_batch):
-        batches.extend(given)
-        on_batch(len(batches), len(batches))
-        return OneScale()
-
-    def load_calibration(folder):
-        folders.append(folder)
-        return OneScale()
-
-    monkeypatch.setattr(quantization, "calibrate", calibrate, raising=False)
-    monkeypatch.setattr(quantization, "load_calibration", load_calibration, raising=False)
-    monkeypatch.setattr(quantization, "__all__", [*quantization.__all__, "calibrate", "load_calibration"])
+    """On text that the evaluation does not have; both are the contestant of those scales."""
     (sources := tmp_path / "sources").mkdir()
     (sources / "some.txt").write_text("some words that are read before\n" * 300)
     monkeypatch.setattr(compare_formats, "LIBRARY_SOURCES", str(sources))
+    model = load_language_model(gguf)
+    batches = [window[None] for window in text_windows(model, sources, "train", count=2, length=16)]
+    calibration = calibrate(model, batches)
+    windows = evaluation_windows(model, TOPICS, "all", count=3, length=16)
+    wanted = compare(line_up(model, ["bf16", "fp8-static"], calibration=calibration), windows).entry("fp8-static")
     now = octavo("eval", gguf, "--compare", "fp8-static", "--samples", 2, *FEW, "--json")
     assert "calibrate" in now.stderr
-    model = load_language_model(gguf)
-    expected = text_windows(model, sources, "train", count=2, length=16)
-    assert torch.equal(torch.cat(batches), expected)
-    windows = evaluation_windows(model, TOPICS, "all", count=3, length=16)
-    wanted = compare(line_up(model, ["bf16", "fp8-static"], calibration=OneScale()), windows).entry("fp8-static")
     record = json.loads(now.stdout)
     assert record["calibration"] == f"2 windows of {sources}, train"
     assert record["formats"][1]["nats"] == wanted.scores.nats
-    from_folder = octavo("eval", gguf, "--compare", "fp8-static", "--calibration", tmp_path, *FEW)
-    assert f"fp8-static is calibrated on {tmp_path}" in from_folder.stdout.replace("\n", "")
-    assert folders == [tmp_path]
+    calibration.save(tmp_path / "scales")
+    arguments = ["--compare", "fp8-static", "--calibration", tmp_path / "scales", *FEW]
+    assert json.loads(octavo("eval", gguf, *arguments, "--json").stdout)["formats"][1]["nats"] == wanted.scores.nats
+    assert "fp8-static is calibrated on" in octavo("eval", gguf, *arguments).stdout
 
 
 def test_a_tuned_model_comes_from_its_folder(octavo, gguf, tmp_path, monkeypatch):
     def load_qat(folder):
         made = load_language_model(gguf)
-        OneScale().apply(made.model)
+        convert(made.model, "tensorwise")
         assert folder == tmp_path
         return made
 
-    monkeypatch.setattr(quantization, "load_qat", load_qat, raising=False)
-    monkeypatch.setattr(quantization, "__all__", [*quantization.__all__, "load_qat"])
-    result = octavo("eval", gguf, "--compare", "fp8-qat", "--qat", tmp_path, *FEW, "--json")
-    assert json.loads(result.stdout)["formats"][1]["layers"] == 14
+    monkeypatch.setattr(compare_formats, "load_qat", load_qat)
+    names = "fp8-dynamic,fp8-qat"
+    rows = json.loads(octavo("eval", gguf, "--compare", names, "--qat", tmp_path, *FEW, "--json").stdout)["formats"]
+    assert rows[2]["layers"] == 14
+    assert rows[2]["nats"] == rows[1]["nats"]
 
 
 @pytest.mark.parametrize(
