@@ -18,18 +18,16 @@ import argparse
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.measure import bf16_note, hardware, verdict, write_result
-from octavo import quantization
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.errors import DataError
 from octavo.language_model import LanguageModel, load_language_model
-from octavo.quantization import text_windows
+from octavo.quantization import calibrate, text_windows
 from octavo.quantization.cache_formats import key_means, vector_bytes
 from octavo.quantization.comparison import Comparison, compare
 from octavo.quantization.contestants import CACHES, CENTRED, STATIC
@@ -74,9 +72,8 @@ def main() -> None:
 
 def format_lines(model: LanguageModel, windows: int, samples: int, *, speed: bool) -> list[str]:
     """The formats' table, what the bars say to it, and times if they are asked for."""
-    calibration = _calibration(model, samples)
-    names = [name for name in FORMATS if name != STATIC or calibration is not None]
-    contestants = line_up(model, names, calibration=calibration)
+    calibration = calibrate(model, [window[None] for window in _training_text(model, samples, WINDOW)])
+    contestants = line_up(model, FORMATS, calibration=calibration)
     text = evaluation_windows(model, TOPICS, "all", count=windows, length=WINDOW)
     found = compare(contestants, text)
     lines = [f"{windows} windows of {WINDOW} tokens; differences are paired.", "", *comparison_table(found), ""]
@@ -104,14 +101,6 @@ def cache_lines(model: LanguageModel, windows: int) -> list[str]:
     ]
 
 
-def _calibration(model: LanguageModel, samples: int) -> Any:
-    """Scales of fp8-static; None where this version cannot calibrate."""
-    if "calibrate" not in quantization.__all__:
-        return None
-    text = _training_text(model, samples, WINDOW)
-    return getattr(quantization, "calibrate")(model.model, [window[None] for window in text])  # noqa: B009
-
-
 def _training_text(model: LanguageModel, count: int, length: int) -> Tensor:
     return text_windows(model, LIBRARY_SOURCES, "train", count=count, length=length)
 
@@ -136,19 +125,14 @@ def comparison_table(found: Comparison, *, sizes: bool = True) -> list[str]:
 
 def format_bars(found: Comparison) -> list[str]:
     """What the bars say to fp8-dynamic and fp8-static."""
-    names = [entry.name for entry in found.entries]
     gap = found.gap("fp8-dynamic")
     off, allowed = gap.nats - REFERENCE_NATS, STANDARD_ERRORS * gap.standard_error
     lines = [
         f"- fp8-dynamic: {verdict(abs(off) <= allowed)}; {off:+.4f} nats from the reference's {REFERENCE_NATS:+.4f}"
     ]
     lines[0] += f", and {STANDARD_ERRORS:g} standard errors are {allowed:.4f}"
-    if STATIC in names:
-        gap = found.gap(STATIC)
-        lines.append(f"- {STATIC}: {verdict(gap.nats <= STATIC_NATS)}; {gap.percent:+.2f} %, at most +3.0 %")
-    else:
-        lines.append(f"- {STATIC}: not measured; this version cannot calibrate")
-    return lines
+    gap = found.gap(STATIC)
+    return [*lines, f"- {STATIC}: {verdict(gap.nats <= STATIC_NATS)}; {gap.percent:+.2f} %, at most +3.0 %"]
 
 
 def cache_bars(found: Comparison, head_dim: int) -> list[str]:

@@ -1,19 +1,18 @@
 """``octavo eval MODEL --compare …``: one model in several formats, beside BF16."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from octavo import quantization
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
-from octavo.cli.progress import Display, open_display
+from octavo.cli.progress import Display, open_display, phases
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
-from octavo.quantization import text_windows
+from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
 from octavo.quantization.cache_formats import key_means
 from octavo.quantization.comparison import Comparison, compare
 from octavo.quantization.contestants import BF16, CENTRED, FP32, STATIC, TUNED, Contestant, Scales
@@ -27,7 +26,7 @@ from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
 
-WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 8, 128
+WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 4, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
         model = load_language_model(question.model)
         windows, text = _windows(model, question)
         calibration, calibrated_on = _calibration(model, question, names, display)
-        tuned = _found("load_qat", TUNED)(question.tuned) if question.tuned is not None else None
+        tuned = load_qat(question.tuned) if question.tuned is not None else None
         means = _means(model, question, display) if CENTRED in names else None
         show = display.phase("prepare formats", len(names))
         contestants = line_up(
@@ -138,26 +137,12 @@ def _calibration(
     if STATIC not in names:
         return None, {}
     if question.calibration is not None:
-        return _found("load_calibration", STATIC)(question.calibration), {"calibration": str(question.calibration)}
+        return load_calibration(question.calibration), {"calibration": str(question.calibration)}
     batches = _training_windows(model, question, question.samples)
     advance = display.phase("calibrate", len(batches))
-
-    def counted() -> Iterator[Tensor]:
-        for done, window in enumerate(batches, 1):
-            yield window[None]
-            advance(done)
-
     source = _own_source(question.model) or LIBRARY_SOURCES
-    found = _found("calibrate", STATIC)(model.model, counted())
+    found = calibrate(model, [window[None] for window in batches], on_batch=lambda done, _: advance(done))
     return found, {"calibration": f"{len(batches)} windows of {source}, train"}
-
-
-def _found(function: str, name: str) -> Callable[..., Any]:
-    """A function of octavo.quantization that this version may not have yet."""
-    if function not in quantization.__all__:
-        raise ConfigError(f"{name} needs octavo.quantization.{function}, which this version has not; leave {name} out")
-    found: Callable[..., Any] = getattr(quantization, function)
-    return found
 
 
 def _means(model: LanguageModel, question: Question, display: Display) -> dict[int, Tensor]:
@@ -181,44 +166,55 @@ def _compared(
 
 
 def _timed(display: Display, contestants: Sequence[Contestant], windows: Tensor) -> list[PassTime]:
-    advance = display.phase("time passes", None)
+    show = phases(display)
     return pass_times(
         {contestant.name: contestant for contestant in contestants},
         windows[0, :SPEED_LENGTH],
-        advance=lambda done, total: advance(done, f"of {total}"),
+        advance=lambda done, total: show("time passes", done, total),
     )
 
 
-HEADER = ["format", "perplexity", "vs BF16", "nats more", "top-1", "KL", "file, MB", "of BF16", "memory, MB"]
+QUALITY = ["format", "perplexity", "vs BF16", "nats more", "top-1", "KL"]
+SIZES = ["format", "file, MB", "of BF16's", "memory, MB"]
 
 
 def _print(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> None:
-    print_table(f"{facts['model']} on {facts['data']}", HEADER, [_row(found, entry.name) for entry in found.entries])
-    say = stdout()
+    """Tables that are whole on a terminal of 80 columns, each for one question."""
+    names = [entry.name for entry in found.entries]
+    print_table(f"{facts['model']} on {facts['data']}", QUALITY, [_quality(found, name) for name in names])
     for line in _notes(facts, found):
-        say.print(line, markup=False, soft_wrap=True)
+        stdout().print(line, markup=False, soft_wrap=True)
+    print_table("Weights", SIZES, [_sizes(found, name) for name in names])
     if times:
-        rows = [(t.name, str(t.batch), number(t.latency_ms, 3), number(round(t.tokens_per_second), 4)) for t in times]
-        columns = ["format", "batch", "latency, ms", "tokens/s"]
-        print_table(f"A pass over {times[0].length} tokens a sequence", columns, rows)
-        say.print(emulation_note(), markup=False, soft_wrap=True)
+        columns = [word for batch in sorted({time.batch for time in times}) for word in (f"ms at {batch}", "tokens/s")]
+        title = f"A pass over {times[0].length} tokens a sequence, by batch"
+        print_table(title, ["format", *columns], [[name, *_times(times, name)] for name in names])
+        stdout().print(emulation_note(), markup=False, soft_wrap=True)
 
 
-def _row(found: Comparison, name: str) -> list[str]:
-    entry, gap = found.entry(name), found.gap(name)
-    scores, storage = entry.scores, entry.storage
-    own = name == found.reference
+def _quality(found: Comparison, name: str) -> list[str]:
+    scores, gap = found.entry(name).scores, found.gap(name)
+    if name == found.reference:
+        return [name, f"{scores.perplexity:.4f}", *[""] * 4]
     return [
         name,
         f"{scores.perplexity:.4f}",
-        "" if own else f"{gap.percent:+.2f} %",
-        "" if own else f"{gap.nats:+.4f} ± {gap.standard_error:.4f}",
-        "" if own else f"{scores.agreement:.2%}",
-        "" if own else f"{scores.divergence:.5f}",
-        f"{storage.file_bytes / 1e6:,.1f}",
-        f"{found.share_of_bytes(name):.3f}",
-        f"{storage.memory_bytes / 1e6:,.1f}",
+        f"{gap.percent:+.2f} %",
+        f"{gap.nats:+.4f} ± {gap.standard_error:.4f}",
+        f"{scores.agreement:.2%}",
+        f"{scores.divergence:.5f}",
     ]
+
+
+def _sizes(found: Comparison, name: str) -> list[str]:
+    storage = found.entry(name).storage
+    megabytes = [f"{size / 1e6:,.1f}" for size in (storage.file_bytes, storage.memory_bytes)]
+    return [name, megabytes[0], f"{found.share_of_bytes(name):.3f}", megabytes[1]]
+
+
+def _times(times: Sequence[PassTime], name: str) -> list[str]:
+    own = sorted((time for time in times if time.name == name), key=lambda time: time.batch)
+    return [cell for time in own for cell in (f"{time.latency_ms:,.1f}", f"{time.tokens_per_second:,.0f}")]
 
 
 def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:

@@ -64,7 +64,7 @@ RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise
 class Scales(Protocol):
     """What a calibration found."""
 
-    def apply(self, model: nn.Module, *, hold_weights: bool = False) -> object:
+    def apply(self, model: nn.Module, *, hold_weights: bool | None = None) -> object:
         """Convert the model, in place, to a static recipe with those scales."""
 
 
@@ -136,7 +136,7 @@ def with_scales(model: LanguageModel, calibration: Scales) -> Contestant:
 
 def tuned(model: LanguageModel) -> Contestant:
     """A model that quantisation-aware training has made, in FP8 already ("fp8-qat")."""
-    return _in_fp8(model, TUNED, lambda _: None)
+    return _in_fp8(model, TUNED, _hold_weights)
 
 
 def int8(model: LanguageModel) -> Contestant:
@@ -160,6 +160,13 @@ def _in_fp8(model: LanguageModel, name: str, quantize: Callable[[nn.Module], obj
     )
     _finish(made.model, paths)
     return Contestant(name=name, language_model=made, quantized=paths)
+
+
+def _hold_weights(model: nn.Module) -> None:
+    """Make codes of weights that a recipe casts in every call, before they are rounded to BF16."""
+    for layer in model.modules():
+        if isinstance(layer, Linear) and not layer.recipe.is_high_precision:
+            layer.hold_weight_as_codes()
 
 
 def _copy_of(model: LanguageModel) -> LanguageModel:

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from octavo import convert
+from octavo.cli import compare_formats, console
 from octavo.language_model import load_language_model
-from octavo.quantization import text_windows
+from octavo.quantization import calibrate, text_windows
 from octavo.quantization.comparison import compare
 from octavo.quantization.evaluation_text import evaluation_windows
 from octavo.quantization.lineup import line_up
@@ -58,14 +60,22 @@ def test_formats_of_a_file(octavo, gguf):
 
 def test_formats_as_a_table(octavo, gguf):
     shown = octavo("eval", gguf, "--compare", "bf16,fp8-rowwise", *FEW).stdout
-    for word in ("fp8-rowwise", "vs BF16", "top-1", "±", "3 windows of 16 tokens", "paired with bf16"):
+    for word in ("fp8-rowwise", "vs BF16", "top-1", "±", "3 windows of 16 tokens", "paired with bf16", "file, MB"):
         assert word in shown
     assert "tokens/s" not in shown
 
 
+def test_tables_are_whole_in_eighty_columns(octavo, monkeypatch, gguf):
+    monkeypatch.setattr(console, "PIPE_WIDTH", 80)
+    shown = octavo("eval", gguf, "--compare", "fp8-kv-searched", "--speed", *FEW).stdout.splitlines()
+    rows = [line.split() for line in shown if line.startswith(" fp8-kv-searched")]
+    assert [len(row) for row in rows] == [9, 4, 5], shown  # "±" and "%" are words of the first
+
+
 def test_speed_is_said_to_be_emulated(octavo, gguf):
     shown = octavo("eval", gguf, "--compare", "bf16,fp8-dynamic", "--speed", *FEW).stdout
-    assert "latency, ms" in shown
+    assert "ms at 1 " in shown
+    assert "ms at 16" in shown
     assert "instructions" in shown or "of this GPU" in shown
     record = json.loads(octavo("eval", gguf, "--compare", "bf16", "--speed", *FEW, "--json").stdout)
     assert [(row["name"], row["batch"], row["length"]) for row in record["passes"]] == [
@@ -89,6 +99,41 @@ def test_other_text_for_a_run(octavo, finished_run, tmp_path):
     arguments = ["--data", tmp_path / "other.txt", "--windows", 2, "--json"]
     record = json.loads(octavo("eval", finished_run, "--compare", "bf16", *arguments).stdout)
     assert record["split"] == "all"
+
+
+def test_static_is_calibrated_now_or_from_a_folder(octavo, gguf, tmp_path, monkeypatch):
+    """On text that the evaluation does not have; both are the contestant of those scales."""
+    (sources := tmp_path / "sources").mkdir()
+    (sources / "some.txt").write_text("some words that are read before\n" * 300)
+    monkeypatch.setattr(compare_formats, "LIBRARY_SOURCES", str(sources))
+    model = load_language_model(gguf)
+    batches = [window[None] for window in text_windows(model, sources, "train", count=2, length=16)]
+    calibration = calibrate(model, batches)
+    windows = evaluation_windows(model, TOPICS, "all", count=3, length=16)
+    wanted = compare(line_up(model, ["bf16", "fp8-static"], calibration=calibration), windows).entry("fp8-static")
+    now = octavo("eval", gguf, "--compare", "fp8-static", "--samples", 2, *FEW, "--json")
+    assert "calibrate" in now.stderr
+    record = json.loads(now.stdout)
+    assert record["calibration"] == f"2 windows of {sources}, train"
+    assert record["formats"][1]["nats"] == wanted.scores.nats
+    calibration.save(tmp_path / "scales")
+    arguments = ["--compare", "fp8-static", "--calibration", tmp_path / "scales", *FEW]
+    assert json.loads(octavo("eval", gguf, *arguments, "--json").stdout)["formats"][1]["nats"] == wanted.scores.nats
+    assert "fp8-static is calibrated on" in octavo("eval", gguf, *arguments).stdout
+
+
+def test_a_tuned_model_comes_from_its_folder(octavo, gguf, tmp_path, monkeypatch):
+    def load_qat(folder):
+        made = load_language_model(gguf)
+        convert(made.model, "tensorwise")
+        assert folder == tmp_path
+        return made
+
+    monkeypatch.setattr(compare_formats, "load_qat", load_qat)
+    names = "fp8-dynamic,fp8-qat"
+    rows = json.loads(octavo("eval", gguf, "--compare", names, "--qat", tmp_path, *FEW, "--json").stdout)["formats"]
+    assert rows[2]["layers"] == 14
+    assert rows[2]["nats"] == rows[1]["nats"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from octavo.quantization.contestants import (
     RECIPES,
     from_recipe,
     high_precision,
+    tuned,
     with_cache,
     with_scales,
 )
@@ -39,10 +40,10 @@ class Scales:
 def everything(model):
     """A contestant of every format whose library is there."""
     pytest.importorskip("torchao", reason="torchao is not installed")
-    tuned = replace(model, model=copy.deepcopy(model.model))
-    Scales().apply(tuned.model)
+    made = replace(model, model=copy.deepcopy(model.model))
+    Scales().apply(made.model)
     means = key_means(model, windows())
-    return line_up(model, FORMATS, calibration=Scales(), tuned_model=tuned, means=means)
+    return line_up(model, FORMATS, calibration=Scales(), tuned_model=made, means=means)
 
 
 def rounded(model) -> Any:
@@ -104,6 +105,18 @@ def test_static_scales_are_applied():
     first: Any = made.language_model.model.get_submodule("model.layers.0.self_attn.q_proj")
     assert first.recipe.name == "static"
     assert first.weight.dtype == torch.float8_e4m3fn
+
+
+def test_a_tuned_model_keeps_its_codes():
+    """Its weights are cast as they are, not after a rounding to BF16: what a calibration of the same scales gives."""
+    model = language_model()
+    expected = with_scales(model, Scales())
+    made = replace(model, model=copy.deepcopy(model.model))
+    Scales().apply(made.model)
+    found = tuned(made)
+    assert found.quantized == expected.quantized
+    assert found.storage == expected.storage
+    assert torch.equal(found.logits(TOKENS), expected.logits(TOKENS))
 
 
 def test_int8_runs_on_the_layers_that_fp8_runs_on():
