@@ -102,6 +102,24 @@ def test_gradients_are_those_of_torchs_operations(name, shape, clip, seed):
         assert (x.grad[~passes] == 0).all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_under_bf16_are_those_of_fp32_rounded(name):
+    """Codes decode exactly or to BF16, products are summed in FP32: each gradient within BF16's step of its scale."""
+    recipe = recipes.get(name)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias, g = tensors(16, 130, 33, dtype=torch.bfloat16)
+        wide = x.detach().to(dtype).requires_grad_()
+        straight_through_linear(wide, weight, bias, recipe, tap=tap_for(recipe, 0.01)).backward(g.to(dtype))
+        assert wide.grad is not None
+        assert wide.grad.dtype is dtype
+        assert weight.grad is not None
+        assert weight.grad.dtype is torch.float32
+        found.append((wide.grad.float(), weight.grad, bias.grad))
+    for exact, narrow in zip(*found, strict=True):
+        assert (exact - narrow).abs().max() <= 2**-7 * exact.abs().max()
+
+
 def test_what_merely_rounds_to_the_largest_value_keeps_its_gradient():
     recipe = recipes.get("static")
     x = torch.tensor([[448.0, 449.0, 464.0, 464.1, -464.0, -465.0, torch.inf]], requires_grad=True)
