@@ -319,7 +319,7 @@ def test_dtype_and_device_moves_keep_the_state():
     [
         ({"recipe": "delayed"}, "takes its scales from training steps"),
         ({"overrides": {"0": "delayed"}}, "takes its scales from training steps"),
-        ({"recipe": "bf16"}, "casts no input"),
+        ({"recipe": "bf16"}, "casts no weight"),
         ({"scales": "guessed"}, "tracked, learned, frozen, not 'guessed'"),
         ({"decay": 0.0}, "decay must be above 0"),
         ({"decay": 1.5}, "at most 1"),
