@@ -189,7 +189,9 @@ class WeightOperands:
             made_by = wanted if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
             if _serves_both_ways(output, made_by, wanted):
                 return output, True
-            self._grad_input = cast_operand(_high_precision(self._weight).t(), wanted, self._tap)
+            weight = self._weight
+            decoded = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            self._grad_input = cast_operand(decoded.t(), wanted, self._tap)
         return self._grad_input, False
 
 
@@ -336,12 +338,15 @@ def multiply(
             a, b, out_dtype=computed, bias=bias, accumulate=accumulate, fast_accumulation=fast and not emulate
         )
         return product.to(out_dtype)
-    assert isinstance(a, Tensor), "a GemmSpec casts both operands or neither"
-    return high_precision_mm(a, _high_precision(b).to(a.dtype), bias).to(out_dtype)
+    assert isinstance(a, Tensor), "a GemmSpec casts both operands, neither, or b alone"
+    return high_precision_mm(a, _high_precision(b, a.dtype), bias).to(out_dtype)
 
 
-def _high_precision(operand: Operand) -> Tensor:
-    return operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
+def _high_precision(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """``operand`` in ``dtype``, to which codes are decoded by one rounding, whatever they were made of."""
+    if isinstance(operand, QuantizedTensor):
+        return QuantizedTensor(operand.data, operand.scale, operand.granularity, dtype).dequantize()
+    return operand.to(dtype)
 
 
 def _input_operands(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) -> InputOperands:

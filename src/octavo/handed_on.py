@@ -1,7 +1,7 @@
 """Public names from rows below the package itself, loaded when somebody first asks for one.
 
 ``import octavo`` brings torch and nothing else; quantization brings language models, tokenizers' readers and the
-training loop's parts. ``octavo.prepare_qat`` is therefore looked up here (PEP 562: a module's ``__getattr__``).
+training loop's parts. ``octavo.calibrate`` is therefore looked up here (PEP 562: a module's ``__getattr__``).
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["LATER", "__getattr__"]
 
-LATER = {"convert_qat": "quantization", "prepare_qat": "quantization"}  # name → the part of octavo that defines it
+LATER = dict.fromkeys(("calibrate", "convert_qat", "load_calibration", "prepare_qat"), "quantization")  # name → where
 
 
 def __getattr__(name: str) -> Any:

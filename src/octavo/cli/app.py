@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from octavo.cli.bench import bench
+from octavo.cli.calibrate import calibrate
 from octavo.cli.console import complain
 from octavo.cli.data import data
 from octavo.cli.demo import demo
@@ -115,8 +116,14 @@ add_command(
 add_command(
     evaluate,
     "eval",
-    short="Measure a run's loss and perplexity on text.",
-    example="runs/demo/tensorwise --data novel.txt",
+    short="Measure a model's perplexity, or compare formats of it.",
+    example="model.gguf --compare bf16,int8,fp8-dynamic,fp8-static",
+)
+add_command(
+    calibrate,
+    "calibrate",
+    short="Find static FP8 scales for a trained model.",
+    example="model.gguf --samples 128 --out calibrated/",
 )
 add_command(
     generate,

@@ -14,7 +14,7 @@ import numpy as np
 from octavo.doctor.findings import Finding, Severity, worst_first
 from octavo.doctor.mended import MENDED_AT, after_mending
 from octavo.doctor.remedies import remedies_for
-from octavo.doctor.rules import RULES, divergence, loss_gap
+from octavo.doctor.rules import RULES, loss_gap
 from octavo.doctor.run_wide import run_wide
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
@@ -23,7 +23,9 @@ __all__ = ["diagnose"]
 
 _BY_SCALE = frozenset({"saturation", "gradient-underflow", "bulk-underflow"})
 _SCALES = frozenset({"stale-scale", "frozen-scale", "inexact-amax", "scale-oscillation"})
-_LATER = _SCALES | _BY_SCALE | {"nonfinite", "outlier-growth", "gradient-below-noise", "loss-gap", "batch-norm"}
+_LATER = _SCALES | _BY_SCALE
+_LATER |= {"nonfinite", "outlier-growth", "gradient-below-noise", "divergence", "loss-gap", "batch-norm"}
+_LOSS = frozenset({"divergence", "loss-gap"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class _Reach:
 
     Attributes:
         here: at the same tensor, or within the same module.
-        later: anywhere, if the cause breaks training (severity fail) and came first.
+        later: anywhere, if the cause breaks training (severity fail, or a loss that diverges) and came first.
         anyhow: anywhere, whatever its severity and whenever.
     """
 
@@ -44,21 +46,22 @@ class _Reach:
 _NOISE = frozenset({"gradient-below-noise"})
 EXPLAINS = {
     "loss-scale": _Reach(later=_LATER, anyhow=frozenset({"nonfinite", "zero-tensor", "gradient-underflow"})),
-    "learning-rate": _Reach(later=_LATER, anyhow=frozenset({"outlier-growth", "loss-gap"})),
+    "learning-rate": _Reach(later=_LATER, anyhow=_LOSS | {"outlier-growth"}),
     "stale-weight": _Reach(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
     "rank-mismatch": _Reach(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
     "scale-oscillation": _Reach(here=_SCALES | _BY_SCALE, later=_LATER, anyhow=_NOISE),
     "frozen-scale": _Reach(here=_SCALES | _BY_SCALE, later=_LATER - {"frozen-scale"}, anyhow=_NOISE),
     "inexact-amax": _Reach(here=_BY_SCALE, later=_LATER - {"inexact-amax"}, anyhow=_NOISE),
-    "stale-scale": _Reach(here=_BY_SCALE, later=_BY_SCALE | {"nonfinite", "loss-gap"}, anyhow=_NOISE),
+    "stale-scale": _Reach(here=_BY_SCALE, later=_BY_SCALE | _LOSS | {"nonfinite"}, anyhow=_NOISE),
     "nonfinite": _Reach(later=_LATER | {"zero-tensor", "learning-rate"}),
     "sensitive-module": _Reach(here=_BY_SCALE, later=frozenset({"loss-gap"}), anyhow=_NOISE),
     "outlier-growth": _Reach(here=_SCALES - {"inexact-amax"} | _BY_SCALE, anyhow=_NOISE),
     "zero-tensor": _Reach(here=_BY_SCALE, anyhow=frozenset({"zero-tensor"})),
-    "saturation": _Reach(later=frozenset({"nonfinite", "loss-gap"}), anyhow=_NOISE),
-    "bulk-underflow": _Reach(later=frozenset({"loss-gap"}), anyhow=_NOISE),
+    "saturation": _Reach(later=_LOSS | {"nonfinite"}, anyhow=_NOISE),
+    "bulk-underflow": _Reach(later=_LOSS, anyhow=_NOISE),
     "gradient-underflow": _Reach(later=frozenset({"loss-gap"}), anyhow=_NOISE),
-    "biased-accumulation": _Reach(later=frozenset({"loss-gap"})),
+    "biased-accumulation": _Reach(later=_LOSS),
+    "divergence": _Reach(later=_BY_SCALE | {"stale-scale", "scale-oscillation", "gradient-below-noise", "loss-gap"}),
 }
 
 
@@ -81,8 +84,6 @@ def diagnose(series: Series, thresholds: Thresholds | None = None, *, reference:
         if reference is not None:
             found += loss_gap(series, reference, limits)
         causes = run_wide(_causes(_one_a_place(found), series), {key.path for key in series.casts.keys})
-        if all(one.severity is Severity.NOTE for one in causes):
-            causes = [*divergence(series, limits), *causes]
     return [replace(finding, remedies=remedies_for(finding, series)) for finding in causes]
 
 
@@ -115,7 +116,7 @@ def _explains(cause: Finding, other: Finding, order: dict[tuple[str, str], int])
         return True
     if other.code in reach.anyhow and (other.code != cause.code or _is_before(cause, other, order)):
         return True
-    breaks = cause.severity in (Severity.FAIL, Severity.NOTE)  # a note is mended here, and so is the other
+    breaks = cause.severity is not Severity.WARN or cause.code == "divergence"  # a note is mended here, as the other
     return breaks and other.code in reach.later and _is_before(cause, other, order)
 
 

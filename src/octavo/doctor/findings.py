@@ -35,7 +35,7 @@ CAUSES = {
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
     "learning-rate": "the learning rate or its updates jumped, as where the precision changes",
-    "divergence": "the loss rises far above its beginning, and no tensor shows why",
+    "divergence": "the loss rises far above its beginning, or loses what it had gained",
     "loss-gap": "the loss leaves that of the reference",
     "nondeterministic": "the same micro-batch gives other numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",

@@ -6,7 +6,7 @@ import numpy as np
 
 from octavo.doctor.series import Floats, Series
 
-__all__ = ["Gap", "common_losses", "newest_gap"]
+__all__ = ["Gap", "common_losses", "newest_gap", "warmup"]
 
 NEWEST_SHARE = 3  # a third of the steps
 
@@ -46,6 +46,12 @@ def newest_gap(series: Series, reference: Series) -> Gap | None:
     nats = float(np.mean(ours[-count:])) - mean
     relative = nats / mean if mean else 0.0
     return Gap(relative=relative, nats=nats, first_step=int(steps[-count]), last_step=int(steps[-1]))
+
+
+def warmup(series: Series) -> float:
+    """The step at which the learning rate is first at its peak; 0 where it is not known."""
+    steps, rates = series.curve("lr")
+    return float(steps[int(np.argmax(rates))]) if steps.size else 0.0
 
 
 def common_losses(series: Series, reference: Series) -> tuple[Floats, Floats, Floats]:

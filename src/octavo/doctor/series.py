@@ -32,6 +32,7 @@ OPERANDS = {  # roles of a GEMM's operands, left and right
     "grad_weight": ("grad_output", "input"),
 }
 DIGITS = 5  # of a number in a file
+LATER_FIELDS = ("least_stale_ratio",)  # which older files do not have
 _NEEDED = {"overflow": ("loss_scale",)}  # of a line of a kind, beside its step
 _READ: dict[str, Any] = {
     "step": int | float,
@@ -39,6 +40,7 @@ _READ: dict[str, Any] = {
     "loss": int | float | None,
     "tensor": str | None,
 }
+_FACTS: dict[str, Any] = {"recipe": str, "in_features": int, "out_features": int, "casts": Mapping}  # of a layer
 Floats = NDArray[np.float64]
 Key = TypeVar("Key")
 
@@ -265,7 +267,7 @@ def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:
             parameters=_rows(names["parameters"], PARAMETER_FIELDS, line["parameters"]),
             modules={name: {path: _number(x) for path, x in found.items()} for name, found in line["modules"].items()},
             scalars={name: _number(value) for name, value in line.items() if name not in known},
-            layers={path: dict(facts) for path, facts in names["layers"].items()},
+            layers={path: _facts(path, facts) for path, facts in names["layers"].items()},
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise TrainingError(
@@ -274,10 +276,21 @@ def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:
         ) from error
 
 
+def _facts(path: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's facts, as the rules and the report read them."""
+    for name, kind in _FACTS.items():
+        if not isinstance(facts[name], kind):
+            raise ValueError(f"{path}'s {name} is {facts[name]!r}")
+    if not all(isinstance(cast, Mapping) for cast in facts["casts"].values()):
+        raise ValueError(f"{path}'s casts are {facts['casts']!r}")
+    return dict(facts)
+
+
 def _rows(
     keys: Sequence[Key], names: tuple[str, ...], columns: Mapping[str, Sequence[float | None]]
 ) -> dict[Key, Floats]:
-    table = np.array([[_number(x) for x in columns[name]] for name in names]).reshape(len(names), -1)
+    unknown = {name: [None] * len(keys) for name in LATER_FIELDS}
+    table = np.array([[_number(x) for x in {**unknown, **columns}[name]] for name in names]).reshape(len(names), -1)
     if table.shape[1] != len(keys):
         raise ValueError(f"{table.shape[1]} columns for {len(keys)} names")
     return {key: table[:, index] for index, key in enumerate(keys)}

@@ -9,6 +9,7 @@ not see saturation, and neither sees codes that belong to another tensor.
 | nonfinite           | NaN and ±Inf elements, before the cast                                        | all elements  |
 | saturation_fraction | beyond the largest value that the scale provides for                          | all elements  |
 | stale_ratio         | g = amax now / amax the scale was made for, the largest of all scaling groups | all elements  |
+| least_stale_ratio   | the smallest g of scaling groups whose amax is more than 1e-11                | all elements  |
 | scale               | decode scale, the largest of all scaling groups                               | all groups    |
 | rms                 | sqrt(mean x²)                                                                 | sampled rows  |
 | kurtosis            | mean x⁴ / (mean x²)²: 3 for a Gaussian                                        | sampled rows  |
@@ -80,11 +81,13 @@ CAST_FIELDS = (
     "scale",
     "stale_ratio",
     "code_mismatch",
+    "least_stale_ratio",
 )
 CAST_SUMS = (  # in the order of kernels/native/kernels.h
     *("elements", "nonfinite", "saturated", "amax", "scale", "stale_ratio"),  # of all elements
     *("finite", "nonzeros", "flushed", "mismatched"),  # of sampled rows, as all that follow
     *("energy", "fourth_powers", "flushed_energy", "noise", "product", "decoded_energy", "magnitude", "signed_error"),
+    "least_stale_ratio",  # of all elements, and not one of the kernel's
 )
 PRODUCT_FIELDS = ("sqnr_db", "accumulation_bias")
 PRODUCT_SUMS = ("energy", "noise", "magnitude", "signed_error")  # in the order of native/comparison.h
@@ -139,6 +142,7 @@ def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice) -> Tensor:
         "amax": found.amax.amax(),
         "scale": scale.amax(),
         "stale_ratio": (found.amax / (scale * made.format.max)).amax(),
+        "least_stale_ratio": summing.least_stale_ratio(found.amax, scale, made.format),
     }
     sums = whole | _sampled_sums(x[rows], take_rows(made, rows))
     return torch.stack([sums[name].double() for name in CAST_SUMS])
@@ -198,6 +202,7 @@ def cast_numbers(sums: Floats) -> Floats:
             "cosine": of["product"] / np.sqrt(energy * of["decoded_energy"]),
             "signed_error": of["signed_error"] / of["magnitude"],
             "code_mismatch": of["mismatched"] / finite,
+            "least_stale_ratio": np.where(of["least_stale_ratio"] < np.inf, of["least_stale_ratio"], np.nan),
         }
     return np.stack([numbers[name] if name in numbers else of[name] for name in CAST_FIELDS], axis=-1)
 

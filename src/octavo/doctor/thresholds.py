@@ -72,7 +72,9 @@ class Thresholds:
     harmful_peak: float = _ours(4096.0, "measured: SQNR is flat until amax/rms = 2^13; one binade before that")
     accumulation_bias: float = _ours(0.01, "zero-mean data: 1.3e-3 at K = 4096; same-sign data: 7 %")
     accumulation_bias_fail: float = _ours(0.1, "between the 7 % of K = 4096 and the 22 % of K = 16384, same sign")
-    head_widening: float = _ours(6.0, "vocabularies are 7 to 60 times as wide as their models, MLPs at most 5 times")
+    head_widening: float = _ours(
+        6.0, "vocabularies are 7 to 60 times as wide as models; MLPs, 8 times at most, lead back"
+    )
     router_narrowing: float = _ours(4.0, "published routers narrow 8x or more, gates of an MLP widen or narrow 3.5x")
     batch_norm_binades: float = _ours(2.0, "a batch's variance 4x off the running one, beyond its scatter")
     batch_norm_steps: float = _ours(20, "running statistics of momentum 0.1 lose 88 % of an error in 20 steps")
@@ -92,6 +94,14 @@ class Thresholds:
     switch_window: float = _ours(20, "steps before and after a switch that are compared")
     loss_rise: float = _ours(0.02, "of the loss before; two standard deviations are asked for too")
     diverged_loss: float = _ours(2.0, "of the loss at the beginning; healthy runs end below it")
+    lost_gain: float = _ours(0.5, "of what the loss had gained; overshoots of a warm-up and restarted rates come back")
+    least_gain: float = _ours(0.1, "of the loss at the beginning: fine-tuning gains less, and a restart may cost that")
+    lasting_rise: float = _ours(
+        20.0, "steps; a tenth of the run and its warm-up, if longer: healthy spikes come back sooner"
+    )
+    loss_noise: float = _ours(
+        5.0, "standard deviations; of losses that wander for ten steps but have no trend 1 % seem to rise"
+    )
     loss_gap: float = _published(0.0025, "DeepSeek-V3, arXiv 2412.19437: relative loss error below 0.25 %")
     loss_gap_fail: float = _ours(0.01, "four times what is published of a good run")
     gap_steps: float = _ours(10, "fewer steps after warm-up show no trend")

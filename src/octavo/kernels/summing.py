@@ -7,10 +7,18 @@ import torch
 from torch import Tensor
 
 from octavo.errors import BackendError
+from octavo.formats import Format
 from octavo.kernels import cpu
 from octavo.numerics import QuantizedTensor
 
-__all__ = ["cast_sums", "sums"]
+__all__ = ["cast_sums", "least_stale_ratio", "sums"]
+
+SMALLEST_AMAX = 1e-11  # below it the amax floor of 1e-12 may be what the scale was made for
+
+
+def least_stale_ratio(amaxes: Tensor, scale: Tensor, form: Format) -> Tensor:
+    """The smallest g of scaling groups that are not as good as zero: [], infinite where all are."""
+    return (amaxes / (scale * form.max)).where(amaxes > SMALLEST_AMAX, torch.inf).amin()
 
 
 def sums(x: Tensor, made: QuantizedTensor) -> bool:
@@ -52,4 +60,4 @@ def cast_sums(x: Tensor, made: QuantizedTensor, rows: slice, *, level: str | Non
         measured.data_ptr(),
         out.data_ptr(),
     )
-    return out
+    return torch.cat([out, least_stale_ratio(measured, scale, made.format).double().reshape(1)])

@@ -13,7 +13,8 @@ from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
 from octavo.errors import TrainingError
 
 KEYS = [CastKey("a", "input", "output"), CastKey("a", "weight", "output"), CastKey("b.c", "grad_output", "grad_input")]
-FACTS = {"a": {"recipe": "tensorwise"}, "b.c": {"recipe": "delayed"}}
+SHAPE = {"in_features": 64, "out_features": 32, "casts": {"input output": {"format": "E4M3"}}}
+FACTS = {"a": {"recipe": "tensorwise", **SHAPE}, "b.c": {"recipe": "delayed", **SHAPE}}
 
 
 def numbers(rng, count):
@@ -79,11 +80,12 @@ def test_names_hold_until_others_follow():
 
 
 def test_a_layer_that_changes_has_periods():
-    later = {**FACTS, "a": {"recipe": "bf16"}}
+    bf16 = {"recipe": "bf16", **SHAPE}
+    later = {**FACTS, "a": bf16}
     series = series_of([], [sample(10), sample(20), sample(30, layers=later)])
-    assert series.layers["a"] == {"recipe": "bf16"}
-    assert series.periods["a"] == [(10.0, 0, {"recipe": "tensorwise"}), (30.0, 2, {"recipe": "bf16"})]
-    assert series.periods["b.c"] == [(10.0, 0, {"recipe": "delayed"})]
+    assert series.layers["a"] == bf16
+    assert series.periods["a"] == [(10.0, 0, FACTS["a"]), (30.0, 2, bf16)]
+    assert series.periods["b.c"] == [(10.0, 0, FACTS["b.c"])]
 
 
 def test_steps_are_curves_and_all_other_lines_events():
@@ -137,10 +139,20 @@ EDITS = {
     "no layers": lambda watched, statistics: watched.pop("layers"),
     "layers are a list": lambda watched, statistics: watched.update(layers=["a"]),
     "a layer's facts are a word": lambda watched, statistics: watched.update(layers={"a": "tensorwise"}),
+    "no recipe": lambda watched, statistics: watched["layers"]["a"].pop("recipe"),
+    "no shape": lambda watched, statistics: watched["layers"]["a"].pop("in_features"),
+    "a shape is a word": lambda watched, statistics: watched["layers"]["a"].update(out_features="many"),
+    "casts are a number": lambda watched, statistics: watched["layers"]["a"].update(casts=5),
+    "a cast is a number": lambda watched, statistics: watched["layers"]["a"].update(casts={"input output": 5}),
     "no step": lambda watched, statistics: statistics.pop("step"),
     "a step is a word": lambda watched, statistics: statistics.update(step="ten"),
     "no kind": lambda watched, statistics: statistics.pop("kind"),
 }
+
+
+def test_a_number_that_older_files_lack_is_unknown():
+    lines = edited(lambda _, statistics: statistics["casts"].pop("least_stale_ratio"))
+    assert np.isnan(series_of(lines).casts.of("least_stale_ratio")).all()
 
 
 @pytest.mark.parametrize("change", EDITS.values(), ids=EDITS.keys())

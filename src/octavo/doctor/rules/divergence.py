@@ -1,35 +1,89 @@
-"""A loss that leaves where it began, in a run in which nothing else is found."""
+"""A loss that leaves where it began, or loses what it had gained.
+
+The end of a run is compared with its beginning and with its best, each as a median, and by how much the losses scatter.
+What a warm-up overshoots, or a restarted learning rate, comes back: only what lasts is said to be lost.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.series import Series
+from octavo.doctor.losses import warmup
+from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["divergence"]
 
 EDGE = 5  # steps whose median stands for the beginning or the end
+OF_A_NORMAL = 0.954  # the median of the distance of two, in standard deviations
+
+
+@dataclass(frozen=True, slots=True)
+class _Rise:
+    """A loss that ends too high: from which number to which, since which step, and what that is called."""
+
+    began: float
+    ended: float
+    left: float
+    story: str
 
 
 def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A loss that ends far above its beginning. It is asked for where no other rule says more than a note."""
+    """A loss that ends far above its beginning, or far above its best; from the first look on that can show why."""
     steps, losses = series.curve("loss")
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
     if len(losses) < 3 * EDGE:
         return
-    began, ended = float(np.median(losses[:EDGE])), float(np.median(losses[-EDGE:]))
-    if began <= 0 or ended < limits.diverged_loss * began:
+    rise = _above_its_beginning(steps, losses, limits) or _above_its_best(steps, losses, warmup(series), limits)
+    if rise is None:
         return
-    left = steps[np.flatnonzero(losses <= began)[-1] + 1]  # the median's own step is one of them, the last is not
+    looks = series.casts.steps
     yield Finding(
         code="divergence",
         severity=Severity.WARN,
-        first_step=int(left),
+        first_step=int(min(looks[looks >= rise.left], default=rise.left)),
         last_step=int(steps[-1]),
-        evidence={"loss_began": began, "loss_ended": ended},
-        cause=f"the loss began at {began:.3g} and ends at {ended:.3g}, above its beginning since step {left:.0f}; no "
-        "cast, scale or GEMM that was looked at shows why, so look at the learning rate and the data",
-        weight=ended / began,
+        evidence={"loss_began": rise.began, "loss_ended": rise.ended},
+        cause=f"{rise.story} since step {rise.left:.0f}; what FP8 shows from there on follows from it, so look at the "
+        "learning rate and the data",
+        weight=rise.ended / rise.began,
     )
+
+
+def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _Rise | None:
+    """The first loss is that of a run whose first updates blew it up."""
+    began, ended = min(float(losses[0]), float(np.median(losses[:EDGE]))), float(np.median(losses[-EDGE:]))
+    if began <= 0 or ended < limits.diverged_loss * began or ended - began <= _noise(losses, 1, limits):
+        return None
+    left = float(steps[np.flatnonzero(losses <= began)[-1] + 1])  # the last is not one of them
+    return _Rise(began, ended, left, f"the loss began at {began:.3g} and ends at {ended:.3g}, above its beginning")
+
+
+def _above_its_best(steps: Floats, losses: Floats, warm: float, limits: Thresholds) -> _Rise | None:
+    """Where a share of what was gained is lost for as long as the warm-up took, or a tenth of the run."""
+    lasting = max(int(limits.lasting_rise), len(losses) // 10)
+    warming = int((steps <= warm).sum())
+    since = len(losses) - max(lasting, warming)
+    if since < max(warming, 1):
+        return None
+    began, best = float(np.median(losses[:EDGE])), float(_medians(losses, lasting).min())
+    level, smooth = best + limits.lost_gain * (began - best), _medians(losses, EDGE)
+    if began - best < max(limits.least_gain * began, _noise(losses, EDGE, limits)) or (smooth[since:] < level).any():
+        return None
+    below = np.flatnonzero(smooth < level)
+    left = float(steps[below[-1] + EDGE // 2 + 1])
+    ended = float(np.median(losses[-EDGE:]))
+    story = f"the loss fell from {began:.3g} to {best:.3g} and ends at {ended:.3g}, having lost what it had gained"
+    return _Rise(began, ended, left, story)
+
+
+def _noise(losses: Floats, apart: int, limits: Thresholds) -> float:
+    """What a rise must exceed: so many standard deviations of the losses, from those so many steps apart."""
+    return limits.loss_noise * float(np.median(np.abs(losses[apart:] - losses[:-apart]))) / OF_A_NORMAL
+
+
+def _medians(losses: Floats, window: int) -> Floats:
+    found: Floats = np.median(np.lib.stride_tricks.sliding_window_view(losses, window), axis=1)
+    return found

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.losses import common_losses
+from octavo.doctor.losses import common_losses, warmup
 from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -21,8 +21,8 @@ def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[
         limits: with ``loss_gap``.
     """
     steps, ours, theirs = common_losses(series, reference)
-    warmup = _warmup(series)
-    steps, ours, theirs = (values[steps > warmup] for values in (steps, ours, theirs))
+    known = steps > warmup(series)
+    steps, ours, theirs = (values[known] for values in (steps, ours, theirs))
     if len(steps) < limits.gap_steps:
         return
     window = max(3, len(steps) // 10)
@@ -39,12 +39,6 @@ def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[
             cause=f"the loss lies {late:.2%} above the reference's and the gap grows: it was {early:.2%} after warm-up",
             weight=late,
         )
-
-
-def _warmup(series: Series) -> float:
-    """The step at which the learning rate is first at its peak; 0 where it is not known."""
-    steps, rates = series.curve("lr")
-    return float(steps[int(np.argmax(rates))]) if steps.size else 0.0
 
 
 def _smoothed(values: Floats, window: int) -> Floats:

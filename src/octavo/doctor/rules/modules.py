@@ -36,9 +36,9 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
             lost[path] = max(lost.get(path, 0.0), usual)
     typical = np.median([facts["in_features"] for facts in series.layers.values()]) if series.layers else 0.0
     for path, (first, last, facts) in seen.items():
-        what = _what_it_is(path, {**series.layers, path: facts}, limits, typical)
+        underflow = lost.get(path, 0.0)
+        what = _what_it_is(path, {**series.layers, path: facts}, limits, typical if underflow else np.inf)
         if what is not None:
-            underflow = lost.get(path, 0.0)
             ran = "it runs" if facts == series.layers.get(path, facts) else f"until step {last:.0f} it ran"
             yield Finding(
                 code="sensitive-module",
@@ -55,7 +55,11 @@ def sensitive_module(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _what_it_is(path: str, layers: Mapping[str, Mapping[str, Any]], limits: Thresholds, typical: float) -> str | None:
-    """None of an ordinary layer; an adapter's second matrix widens as a head does, but from fewer features."""
+    """None of an ordinary layer; an adapter's second matrix widens as a head does, but from fewer features.
+
+    What widens an MLP has what narrows it beside it. Where no gradient is lost (``typical`` is infinite) width harms
+    nothing.
+    """
     name, facts = path.rpartition(".")[2], layers.get(path, {})
     if name in SENSITIVE:
         return SENSITIVE[name]
@@ -64,9 +68,16 @@ def _what_it_is(path: str, layers: Mapping[str, Mapping[str, Any]], limits: Thre
     inputs, outputs = facts["in_features"], facts["out_features"]
     if name == "gate" and limits.router_narrowing * outputs <= inputs and not _has_twin(path, layers):
         return ROUTER
-    if outputs >= limits.head_widening * inputs >= limits.head_widening * typical:
+    if outputs >= limits.head_widening * inputs >= limits.head_widening * typical and not _widens_an_mlp(path, layers):
         return f"as wide as a head ({inputs} to {outputs})"
     return None
+
+
+def _widens_an_mlp(path: str, layers: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a layer beside it leads back from as many features, or from half of them, as of a fused gate and up."""
+    parent, inputs, outputs = path.rpartition(".")[0], layers[path]["in_features"], layers[path]["out_features"]
+    beside = [facts for other, facts in layers.items() if other.rpartition(".")[0] == parent]
+    return any(facts["out_features"] == inputs and facts["in_features"] in (outputs, outputs / 2) for facts in beside)
 
 
 def _has_twin(path: str, layers: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -17,7 +17,7 @@ __all__ = ["nonfinite"]
 WORST = 1e6  # nothing else weighs as much
 
 
-def nonfinite(series: Series, _: Thresholds) -> Iterator[Finding]:
+def nonfinite(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """One finding at most: what else is not finite comes after it; a note where the run got over all of it."""
     table, over = series.casts, survived_steps(series)
     bad = np.nan_to_num(table.of("nonfinite")) > 0
@@ -29,6 +29,8 @@ def nonfinite(series: Series, _: Thresholds) -> Iterator[Finding]:
         yield _at_casts(series, lasting, final)
     elif final is not None:
         yield _elsewhere(final)
+    elif (since := _lost_since(series, limits)) is not None:
+        yield _in_the_loss(series, since)
     elif bad.any() or failures:
         found = _at_casts(series, bad, failures[0]) if bad.any() else _elsewhere(failures[0])
         yield mended(found, max(over))
@@ -158,6 +160,29 @@ def _step_that_broke(series: Series, look: _FirstLook) -> int | None:
     steps, losses = series.curve("loss")
     broken = steps[~np.isfinite(losses) & (steps >= look.since) & (steps <= look.step)]
     return int(broken[0]) if broken.size and look.since < look.step else None
+
+
+def _lost_since(series: Series, limits: Thresholds) -> float | None:
+    """The first step from which on no loss is finite, where those are several; None where the last one is."""
+    steps, losses = series.curve("loss")
+    finite = np.flatnonzero(np.isfinite(losses))
+    lost = steps[finite[-1] + 1 if finite.size else 0 :]
+    return float(lost[0]) if len(lost) >= limits.persistent_looks else None
+
+
+def _in_the_loss(series: Series, since: float) -> Finding:
+    """A run that goes on with a loss that is no number, though every cast is finite."""
+    steps = series.curve("loss")[0]
+    return Finding(
+        code="nonfinite",
+        severity=Severity.FAIL,
+        first_step=int(since),
+        last_step=int(steps[-1]),
+        evidence={"nonfinite": float((steps >= since).sum())},
+        cause=f"the loss is NaN or ±Inf since step {since:.0f}, though every cast that was looked at is finite: "
+        "it breaks behind the last of them",
+        weight=WORST,
+    )
 
 
 def _elsewhere(failure: dict[str, Any]) -> Finding:

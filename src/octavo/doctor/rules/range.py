@@ -53,13 +53,13 @@ def bulk_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """
     for track in tracks(series):
         if track.key.role != "grad_output":
-            yield from _underflow(track, limits, "bulk-underflow", "the bulk", _gemms(track, series))
+            yield from _underflow(track, limits, "bulk-underflow", "the bulk", series)
 
 
-def _gemms(track: Track, series: Series) -> list[Floats]:
-    """The SQNR, in dB, of each GEMM that reads what is cast, at the looks that know it."""
+def _gemms(track: Track, where: slice, series: Series) -> list[Floats]:
+    """The SQNR, in dB, of each GEMM that reads what is cast, at those of the looks that know it."""
     table = series.products
-    chosen = np.isin(table.steps, track.steps)
+    chosen = np.isin(table.steps, track.steps[where])
     ratios = [
         table.of("sqnr_db")[chosen, column]
         for column, key in enumerate(table.keys)
@@ -69,7 +69,7 @@ def _gemms(track: Track, series: Series) -> list[Floats]:
 
 
 def _underflow(
-    track: Track, limits: Thresholds, code: str, what: str, gemms: Sequence[Floats] = ()
+    track: Track, limits: Thresholds, code: str, what: str, series: Series | None = None
 ) -> Iterator[Finding]:
     lost = track.of("underflow_fraction")
     where = longest(lost >= limits.underflow_fraction)
@@ -81,6 +81,7 @@ def _underflow(
     sqnr = track.of("sqnr_db")[where].min()
     most = worst >= limits.underflow_fraction_fail
     severity, spared = Severity.FAIL if most else Severity.WARN, ""
+    gemms = [] if series is None else _gemms(track, where, series)
     if energy <= limits.harmless_flush and sqnr >= limits.healthy_cast_db and _are_healthy(gemms, limits):
         severity, spared = Severity.WARN if most else Severity.NOTE, f"; they carried {energy:.2g} of the energy"
     reach = f" of {track.spec('format')}" if track.spec("format") else ""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from octavo.doctor.findings import Finding
+from octavo.doctor.rules.divergence import divergence
 from octavo.doctor.rules.modules import batch_norm, sensitive_module, slow_layer
 from octavo.doctor.rules.nonfinite import nonfinite
 from octavo.doctor.rules.outliers import outlier_growth
@@ -37,5 +38,6 @@ RULES: tuple[Rule, ...] = (
     gradient_underflow,
     biased_accumulation,
     gradient_below_noise,
+    divergence,
     slow_layer,
 )

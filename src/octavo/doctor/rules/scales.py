@@ -12,11 +12,11 @@ from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.rules.tracks import Mask, Track, longest, tracks
 from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
+from octavo.kernels.summing import SMALLEST_AMAX
 
 __all__ = ["frozen_scale", "inexact_amax", "rank_mismatch", "scale_oscillation", "stale_scale"]
 
 LAST_DIGIT = 1e-6  # of a logarithm
-SMALLEST_AMAX = 1e-11  # below it the amax floor of 1e-12 may be what the scale was made for
 
 
 def frozen_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
@@ -176,9 +176,9 @@ def inexact_amax(series: Series, limits: Thresholds) -> Iterator[Finding]:
         low, high = _exact_range(track, limits)
         g = track.growth
         seen = (track.of("amax") > SMALLEST_AMAX) & (g > 0)
-        wrong = np.flatnonzero(seen & ((g < low) | (g > high)))
+        wrong = np.flatnonzero(seen & ((g < low) | (g > high) | (track.least_growth < low)))
         if wrong.size:
-            yield _inexact(track, wrong, limits)
+            yield _inexact(track, wrong, (low, high), limits)
 
 
 def _exact_range(track: Track, limits: Thresholds) -> tuple[float, float]:
@@ -192,8 +192,11 @@ def _exact_range(track: Track, limits: Thresholds) -> tuple[float, float]:
     return 0.5 * (1 - slack), 2 * (1 + slack)
 
 
-def _inexact(track: Track, wrong: np.typing.NDArray[np.intp], limits: Thresholds) -> Finding:
-    g = track.growth[wrong]
+def _inexact(
+    track: Track, wrong: np.typing.NDArray[np.intp], exact: tuple[float, float], limits: Thresholds
+) -> Finding:
+    found = np.concatenate([track.growth[wrong], track.least_growth[wrong]])
+    g = found[(found > 0) & ((found < exact[0]) | (found > exact[1]))]
     worst = float(g[np.argmax(np.abs(np.log2(g)))])
     off = max(worst, 1 / worst)
     rounded = off <= limits.rounded_amax

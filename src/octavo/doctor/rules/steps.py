@@ -112,15 +112,15 @@ def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
         rise = _rise(series, switch, limits)
         severity = Severity.WARN if rise is None else Severity.FAIL
         yield from _jump(series, limits, (switch, f"the switch at step {switch:.0f}"), rise, severity)
-    if not switches:
-        steps, rates = series.curve("lr")
-        with np.errstate(all="ignore"):
-            jumps = np.flatnonzero(rates[1:] / rates[:-1] >= limits.lr_jump) + 1
-        for step in steps[jumps[jumps > limits.lr_settled]]:
-            rise = _rise(series, float(step), limits)
-            if rise is not None and _rise(series, float(step), limits, newest=True) is not None:
-                yield from _jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN)
-                return
+    steps, rates = series.curve("lr")
+    with np.errstate(all="ignore"):
+        jumps = np.flatnonzero(rates[1:] / rates[:-1] >= limits.lr_jump) + 1
+    at_switches = np.searchsorted(steps, switches)  # the first step of another precision
+    for step in steps[jumps[(jumps > limits.lr_settled) & ~np.isin(jumps, at_switches)]]:
+        rise = _rise(series, float(step), limits)
+        if rise is not None and _rise(series, float(step), limits, newest=True) is not None:
+            yield from _jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN)
+            return
 
 
 def _jump(

@@ -46,6 +46,11 @@ class Track:
         return self.of("stale_ratio") * 2.0 ** (self.spec("margin") or 0)
 
     @property
+    def least_growth(self) -> Floats:
+        """The smallest of all scaling groups', [T]; :attr:`growth` is the largest."""
+        return self.of("least_stale_ratio") * 2.0 ** (self.spec("margin") or 0)
+
+    @property
     def memory(self) -> int:
         """Steps for which a delayed scale may stay what it is though its tensor moves."""
         window = self.facts.get("history_length", 1) if self.facts.get("statistic") == "max" else 1

@@ -1,18 +1,18 @@
-"""A loss that leaves its beginning: both sides of the threshold, and only where nothing else is found."""
+"""A loss that leaves its beginning or loses its gain: both sides of each threshold, and what it explains."""
 
 import numpy as np
 import pytest
 
 from octavo.doctor import Severity, Thresholds, diagnose
-from octavo.doctor.rules import divergence
-from tests.unit.doctor.synthetic_series import FIRST, looks, steps
+from octavo.doctor.rules.divergence import divergence
+from tests.unit.doctor.synthetic_series import FIRST, SECOND, looks, steps
 
 LIMITS = Thresholds()
 BLOWN = [1.11] * 10 + [2.0**n for n in range(15)]
 
 
-def found(losses):
-    return list(divergence(looks(lines=steps(losses)), LIMITS))
+def found(losses, **numbers):
+    return list(divergence(looks(lines=steps(losses, **numbers)), LIMITS))
 
 
 @pytest.mark.parametrize(
@@ -27,22 +27,91 @@ def found(losses):
         ([-1.0] * 10 + [5.0] * 10, 0),
         ([1.0] * 10 + [np.nan, np.inf] * 10, 0),
         (list(np.geomspace(8, 0.01, 40)), 0),
+        ([1.0, *np.geomspace(30, 10, 29)], 1),  # of which only the first loss is older than the damage
+        ([1.0] * 9 + [0.5, 1.5] * 10 + [2.0, 3.0] * 3, 0),  # 2.5 in the mean, of a scatter of 0.5
     ],
 )
 def test_a_loss_that_ends_at_twice_its_beginning(losses, count):
     assert len(found(losses)) == count
 
 
+def falling(*, least=3.0, length=60):
+    return list(least + (7.6 - least) * np.exp(-np.arange(length) / 6))
+
+
+@pytest.mark.parametrize(
+    ("losses", "count"),
+    [
+        (falling() + [8.0] * 24, 1),
+        (falling() + [8.0] * 17, 0),  # not for long
+        (falling(least=2.0) + [8.0] * 24, 1),
+        (falling(least=6.12) + [7.65] * 24, 1),
+        (falling() + [4.75] * 24, 1),  # 53 % of the gain
+        (falling() + [4.55] * 24, 0),
+        (falling() + [8.0] * 30 + [3.0] * 10, 0),  # it comes back
+        (falling(length=400) + [8.0] * 30, 0),  # less than a tenth of the run
+        (falling(length=400) + [8.0] * 60, 1),
+        (falling(least=6.7) + [7.65] * 24, 0),  # a gain of 9 %
+        (falling(least=6.5) + [7.65] * 24, 1),
+        ([3.0] * 60, 0),
+        (falling(length=200), 0),
+    ],
+)
+def test_a_loss_that_loses_what_it_had_gained(losses, count):
+    assert len(found(losses)) == count
+
+
+def test_what_a_warm_up_overshoots_comes_back():
+    """The rate rises for 40 steps; a rise of 30 steps after it is none yet, one of 60 is."""
+    losses = falling(length=50) + [7.6] * 60
+    rates = np.minimum(np.arange(1, 111) / 40, 1.0)
+    assert not found(losses[:80], lr=rates)
+    assert found(losses, lr=rates)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("length", [15, 40, 200])
+def test_noise_is_quiet(seed, length):
+    """Scatter without a trend, each loss alone or with its neighbours; and a rate that restarts and comes back."""
+    rng = np.random.default_rng(seed)
+    alone = rng.normal(size=length)
+    together = np.convolve(rng.normal(size=length + 4), np.ones(5) / 5**0.5, mode="valid")
+    step = np.arange(length)
+    cycle = length // 3
+    restarted = 2 + 5 * np.exp(-5 * step / length) + np.where(step >= cycle, 2 * (1 - step % cycle / cycle), 0)
+    for losses in (np.exp(0.5 * alone), np.abs(2 + 0.4 * together), restarted + 0.1 * alone):
+        assert not found(list(losses))
+
+
 def test_its_story():
     (one,) = found(BLOWN)
-    assert (one.severity, one.path, one.first_step, one.last_step) == (Severity.WARN, "", 12, 25)
+    assert (one.severity, one.path, one.first_step, one.last_step) == (Severity.WARN, "", 15, 25)
     assert one.cause.startswith("the loss began at 1.11 and ends at 4.1e+03, above its beginning since step 12;")
+    (one,) = found(falling() + [8.0] * 24)
+    assert (one.first_step, one.last_step) == (61, 84)  # no look is later
+    assert one.cause.startswith(
+        "the loss fell from 6.3 to 3 and ends at 8, having lost what it had gained since step 61;"
+    )
 
 
-def test_it_is_asked_where_nothing_else_is_found():
+def test_it_stands_beside_what_came_before_it():
     lines = steps(BLOWN, lr=1.0)
     (one,) = diagnose(looks(lines=lines))
     assert one.code == "divergence"
     assert [remedy.changes for remedy in one.remedies] == [{"lr": 0.5}, {}]
     cause = {(FIRST, "grad_output"): {"underflow_fraction": 0.2}}
-    assert [one.code for one in diagnose(looks(lines=lines, casts=cause))] == ["gradient-underflow"]
+    assert {one.code for one in diagnose(looks(lines=lines, casts=cause))} == {"divergence", "gradient-underflow"}
+
+
+def test_what_shows_once_the_loss_has_left_follows_from_it():
+    """The loss leaves at step 12; the looks are at 5, 10, 15 and so on."""
+    later = {"underflow_fraction": [0, 0, 0.6, 0.6, 0.6, 0.6]}
+    stale = {"stale_ratio": [1, 1, 1 / 20, 1 / 20, 1 / 20, 1 / 20], "underflow_fraction": [0, 0, 0.2, 0.2, 0.2, 0.2]}
+    series = looks("delayed", lines=steps(BLOWN), casts={(FIRST, "grad_output"): later, (SECOND, "weight"): stale})
+    assert [one.code for one in diagnose(series)] == ["divergence"]
+
+
+@pytest.mark.parametrize(("since", "code"), [(2, "stale-scale"), (3, "divergence")])
+def test_what_breaks_training_by_the_next_look_is_the_cause(since, code):
+    casts = {(FIRST, "input"): {"stale_ratio": [1.0] * since + [16.0] * (6 - since)}}
+    assert [one.code for one in diagnose(looks("delayed", lines=steps(BLOWN), casts=casts))] == [code]

@@ -53,6 +53,14 @@ def test_noise_without_a_gap_is_quiet():
     assert not findings(noise)
 
 
+def test_the_warm_up_is_not_compared():
+    """A gap of its first steps is no early gap of the run's, beside which the later one would not have grown."""
+    gap = np.where(np.arange(LENGTH) < WARMUP, 0.1, GROWING * 0.02)
+    (found,) = findings(gap)
+    assert found.first_step > WARMUP
+    assert found.evidence["early_gap"] < 0.01
+
+
 def test_too_few_common_steps_show_no_trend():
     lines = steps([3.0] * 9)
     assert not list(loss_gap(series_of(lines), series_of(steps([2.0] * 9)), Thresholds()))

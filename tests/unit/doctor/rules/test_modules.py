@@ -64,12 +64,25 @@ def test_what_runs_in_high_precision_is_not_sensitive():
         ({SECOND: (64, 384)}, [SECOND]),
         ({SECOND: (64, 383)}, []),
         ({SECOND: (16, 96)}, []),
+        ({SECOND: (64, 512), FIRST: (512, 64)}, []),
+        ({SECOND: (64, 1024), FIRST: (512, 64)}, []),
+        ({SECOND: (64, 512), FIRST: (512, 65)}, [SECOND]),
     ],
 )
 def test_what_is_as_wide_as_a_head(sizes, found):
-    """An adapter's matrix of 16 to 96 is none: other layers of its model have more inputs."""
-    result = sensitive_module(looks(shaped(healthy_sample("tensorwise"), **sizes)), LIMITS)
+    """An adapter's matrix of 16 to 96 is none: other layers of its model have more inputs; nor what widens an MLP."""
+    sample = healthy_sample("tensorwise")
+    attention = {f"attention.{name}": sample.layers[FIRST] for name in "qkvo"}
+    sample = shaped(replace(sample, layers=sample.layers | attention), **sizes)
+    result = sensitive_module(looks(sample, casts={(SECOND, "grad_output"): {"underflow_fraction": 0.01}}), LIMITS)
     assert [one.path for one in result] == found
+
+
+def test_a_wide_layer_that_loses_nothing_is_healthy():
+    """In another module than its down projection, say; a head by its name is named all the same."""
+    sample = shaped(healthy_sample("tensorwise"), **{SECOND: (64, 512)})
+    changes = {(SECOND, "grad_output"): {"underflow_fraction": 0}}
+    assert not list(sensitive_module(looks(sample, casts=changes), LIMITS))
 
 
 @pytest.mark.parametrize(

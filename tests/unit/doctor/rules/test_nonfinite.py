@@ -2,7 +2,9 @@
 
 import math
 
-from octavo.doctor import Thresholds, series_of
+import pytest
+
+from octavo.doctor import Severity, Thresholds, series_of
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.rules.nonfinite import nonfinite
 from tests.unit.doctor.synthetic_series import FIRST, SECOND, looks, steps
@@ -44,6 +46,23 @@ def test_the_first_in_the_order_of_a_step():
 EVERYWHERE = {
     (path, role): {"nonfinite": [0, 0, 7, 7, 7, 7]} for path in (FIRST, SECOND) for role in ("weight", "input")
 }
+
+
+@pytest.mark.parametrize(
+    ("losses", "since"),
+    [
+        ([math.nan] * 30, 1),
+        ([2.0] * 10 + [math.inf] * 3, 11),
+        ([2.0] * 10 + [math.nan] * 2, None),
+        ([2.0] * 10 + [math.nan] * 10 + [2.0], None),
+        ([], None),
+    ],
+)
+def test_a_loss_that_stays_no_number(losses, since):
+    """Every cast is finite."""
+    found = findings(lines=steps(losses))
+    assert [(one.path, one.severity, one.first_step) for one in found] == [("", Severity.FAIL, since)] * bool(since)
+    assert all(f"the loss is NaN or ±Inf since step {since}, though every cast" in one.cause for one in found)
 
 
 def test_what_an_update_spread_between_looks_names_no_layer():

@@ -10,7 +10,7 @@ from octavo.doctor.findings import CAUSES
 from octavo.doctor.rules import RULES
 from tests.unit.doctor.synthetic_series import looks, steps
 
-ELSEWHERE = {"divergence", "loss_gap", "slow_layers"}  # asked where others are quiet; of two series; without a run
+ELSEWHERE = {"loss_gap", "slow_layers"}  # of two series; without a run
 OF_PREFLIGHT = {"nondeterministic", "checkpoint", "memory"}
 
 

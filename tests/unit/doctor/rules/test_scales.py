@@ -163,6 +163,14 @@ class TestInexact:
         assert words in found.cause
         assert "6 of 6 looks" in found.cause
 
+    def test_the_scale_of_some_groups(self):
+        """Other groups have the scale that is theirs, so that the largest g is right."""
+        place = (*PLACE, "output")
+        (found,) = inexact_amax(looks("rowwise", casts={place: {"least_stale_ratio": 1 / 256}}), LIMITS)
+        assert (found.severity, found.evidence["stale_ratio"]) == (Severity.FAIL, 1 / 256)
+        assert not list(inexact_amax(looks("rowwise", casts={place: {"least_stale_ratio": 0.501}}), LIMITS))
+        assert not list(inexact_amax(looks("rowwise", casts={place: {"least_stale_ratio": np.nan}}), LIMITS))
+
     def test_an_amax_near_the_floor_is_not_judged(self):
         series = looks("tensorwise", casts={PLACE: {"stale_ratio": 0.5, "amax": 5e-13}})
         assert not list(inexact_amax(series, LIMITS))

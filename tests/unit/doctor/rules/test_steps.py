@@ -113,6 +113,24 @@ def test_every_switch_is_looked_at():
     assert found.first_step == 20
 
 
+def test_a_jump_elsewhere_is_looked_at_in_a_run_that_switches():
+    series = switching(rate=10.0, rise=1.0, event=False)
+    switch = {"kind": "precision", "step": 10, "recipe": "bf16"}
+    (found,) = learning_rate(replace(series, events=(switch,)), LIMITS)
+    assert (found.severity, found.first_step) == (Severity.WARN, 20)
+    assert "since step 20" in found.cause
+
+
+@pytest.mark.parametrize(("swing", "found"), [(0.2, [Severity.FAIL]), (0.9, [Severity.WARN])])
+def test_a_rise_within_the_scatter_of_the_losses_is_none(swing, found):
+    """One nat, of losses that scatter by this much."""
+    series = switching(rate=10.0)
+    steps, losses = series.curve("loss")
+    losses = losses + np.where(steps >= 20, 1.0, 0.0) + np.where(steps % 2, swing, -swing)
+    series = replace(series, curves={**series.curves, "loss": (steps, losses)})
+    assert [one.severity for one in learning_rate(series, LIMITS)] == found
+
+
 def test_the_story_of_a_jump():
     (found,) = learning_rate(switching(rate=10.0, rise=1.0), LIMITS)
     assert (found.path, found.first_step, found.last_step) == ("", 20, 30)
