@@ -18,7 +18,7 @@ from octavo.quantization import convert_qat, freeze_scales, parameter_groups, pr
 from octavo.quantization.qat_linear import QATLinear
 from octavo.recipes import CastSpec
 
-RECIPES = ("static", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
+RECIPES = ("static", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "weight_only")
 LLAMA = LlamaConfig(
     vocab_size=64,
     hidden_size=32,
