@@ -178,6 +178,14 @@ def test_checkpointing_changes_nothing(scales):
     assert plain_state == again_state
 
 
+def test_checkpointing_counts_nan_once():
+    model = nn.Sequential(nn.Linear(4, 4))
+    prepare_qat(model, "tensorwise")
+    x = torch.tensor([[torch.nan, 1.0, 1.0, 1.0]])
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert octavo.nonfinite_counts(model) == {"0.input": 1}
+
+
 def test_learned_scales_begin_at_the_first_amax_and_are_learned():
     model = nn.Sequential(nn.Linear(4, 2))
     prepare_qat(model, "static", scales="learned")
