@@ -9,6 +9,8 @@ of 512 tokens. The bar: FP8 at most 0.5 % of perplexity above BF16, both tuned, 
 
 import argparse
 import json
+import shlex
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -37,6 +39,7 @@ def main() -> None:
     settings = QATSettings(
         recipe=recipes.get(arguments.recipe),
         scales=arguments.scales,
+        skip=tuple(arguments.skip),
         baseline=True,
         tuning=TuneSettings(
             steps=arguments.steps,
@@ -56,10 +59,8 @@ def main() -> None:
     lines = table(result)
     print("\n".join(lines))
     if not arguments.quick:
-        given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(arguments).items() if value)
-        path = write_result(
-            "qat", lines, title="Trained for FP8", command=f"python -m benchmarks.qat {given}", machine=machine
-        )
+        command = shlex.join(["python", "-m", "benchmarks.qat", *sys.argv[1:]])
+        path = write_result("qat", lines, title="Trained for FP8", command=command, machine=machine)
         print(f"written to {path}")
 
 
@@ -94,7 +95,7 @@ def table(result: QATResult) -> list[str]:
     lines.append(
         f"- {tuning.steps} steps of {tuning.batch_size} windows of {tuning.context} tokens, peak learning rate "
         f"{tuning.learning_rate}, distillation weight {tuning.distill}, recipe {result.settings.recipe.name}, "
-        f"{result.settings.scales} scales"
+        f"{result.settings.scales} scales, skipped: {', '.join(result.settings.skip) or 'the head alone'}"
     )
     for name, steps in result.steps.items():
         seconds = sorted(step.seconds for step in steps)[len(steps) // 2]
@@ -124,6 +125,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--distill", type=float, default=DEFAULTS.distill)
     parser.add_argument("--recipe", default="static")
     parser.add_argument("--scales", default="tracked")
+    parser.add_argument("--skip", nargs="*", default=[], help="patterns of layers that stay in BF16")
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="prints, writes no result")
     return parser.parse_args()

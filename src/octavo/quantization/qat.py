@@ -98,7 +98,7 @@ def prepare_qat(
     for path in report.converted:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        if layer.recipe.output.a is not None:
+        if layer.recipe.output.b is not None:
             layer.__class__ = QATLinear
             assert isinstance(layer, QATLinear)
             layer.begin(how, decay=decay, clip_gradients=clip_gradients)
@@ -218,8 +218,8 @@ def _of_overrides(overrides: object) -> Iterator[Recipe]:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise ConfigError unless a model can be trained for the recipe."""
-    if recipe.output.a is None:
-        raise ConfigError(f"recipe {recipe.name!r} casts no input; use 'static', or a recipe with dynamic scales")
+    if recipe.output.b is None:
+        raise ConfigError(f"recipe {recipe.name!r} casts no weight; use 'static', or a recipe with dynamic scales")
     _check_not_delayed(recipe)
 
 

@@ -44,7 +44,7 @@ def test_the_table_says_what_stands_beside_what(octavo, finished_run, text, tmp_
     ("options", "words"),
     [
         (["--steps", 0], "steps must be at least 1"),
-        (["--recipe", "bf16"], "casts no input"),
+        (["--recipe", "bf16"], "casts no weight"),
         (["--device", "tpu"], "device must be one of"),
         (["--recipe", "delayed"], "takes its scales from training steps"),
         (["--recipe", "tensorwise", "--scales", "tracked"], "leave --scales out"),

@@ -18,7 +18,7 @@ from octavo.quantization import convert_qat, freeze_scales, parameter_groups, pr
 from octavo.quantization.qat_linear import QATLinear
 from octavo.recipes import CastSpec
 
-RECIPES = ("static", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
+RECIPES = ("static", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "weight_only")
 LLAMA = LlamaConfig(
     vocab_size=64,
     hidden_size=32,
@@ -178,6 +178,14 @@ def test_checkpointing_changes_nothing(scales):
     assert plain_state == again_state
 
 
+def test_checkpointing_counts_nan_once():
+    model = nn.Sequential(nn.Linear(4, 4))
+    prepare_qat(model, "tensorwise")
+    x = torch.tensor([[torch.nan, 1.0, 1.0, 1.0]])
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert octavo.nonfinite_counts(model) == {"0.input": 1}
+
+
 def test_learned_scales_begin_at_the_first_amax_and_are_learned():
     model = nn.Sequential(nn.Linear(4, 2))
     prepare_qat(model, "static", scales="learned")
@@ -319,7 +327,7 @@ def test_dtype_and_device_moves_keep_the_state():
     [
         ({"recipe": "delayed"}, "takes its scales from training steps"),
         ({"overrides": {"0": "delayed"}}, "takes its scales from training steps"),
-        ({"recipe": "bf16"}, "casts no input"),
+        ({"recipe": "bf16"}, "casts no weight"),
         ({"scales": "guessed"}, "tracked, learned, frozen, not 'guessed'"),
         ({"decay": 0.0}, "decay must be above 0"),
         ({"decay": 1.5}, "at most 1"),

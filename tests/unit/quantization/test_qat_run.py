@@ -235,7 +235,7 @@ def test_a_claimed_folder_gives_way_to_the_result(result, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"scales": "guessed"}, "scales must be one of"), ({"recipe": recipes.get("bf16")}, "casts no input")],
+    [({"scales": "guessed"}, "scales must be one of"), ({"recipe": recipes.get("bf16")}, "casts no weight")],
 )
 def test_settings_that_make_no_sense(options, words):
     with pytest.raises(ConfigError, match=words):
