@@ -20,20 +20,19 @@ Every decision is a function of metrics.jsonl as it is written: its lines, read 
 decisions, to the last digit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from math import inf, nan
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.doctor import Finding, Severity, StepNotes, Thresholds, diagnose, series_of
+from octavo.doctor import Finding, Series, Severity, StepNotes, Thresholds, diagnose, series_of
 from octavo.doctor.remedies import remedies_for
-from octavo.doctor.rules import divergence
+from octavo.doctor.rules.divergence import divergence
 from octavo.doctor.rules.steps import learning_rate
 from octavo.doctor.shadow import Shadow
 from octavo.nn import Linear
@@ -56,7 +55,8 @@ SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another ten
     "scale-oscillation",
     "biased-accumulation",
 }
-SHOWN_BY_LOSS = {"divergence": divergence, "learning-rate": learning_rate}
+Rule = Callable[[Series, Thresholds], Iterator[Finding]]
+SHOWN_BY_LOSS: dict[str, Rule] = {"divergence": divergence, "learning-rate": learning_rate}
 LOSSES = 5  # steps whose median stands for a time
 OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that say no more than which recipe a layer runs
 AT_A_SINGLE_LOOK = Thresholds(persistent_looks=1, persistent_looks_fail=1)
@@ -158,19 +158,19 @@ class Autopilot:
     def _of_the_loss(self, judged: list[Act]) -> Iterator[Finding]:
         """Of the findings for whose sake acts were made, those that the losses of the whole run still show."""
         for act in judged:
-            series = series_of(line for line in self.lines if line["kind"] != "probation")
-            for one in SHOWN_BY_LOSS[act.code](series, Thresholds()) if act.code in SHOWN_BY_LOSS else ():
-                if one.evidence.get("loss_rise") != 0 and not self._comes_back(one, act):
-                    yield replace(one, remedies=remedies_for(one, series))
+            if act.code in SHOWN_BY_LOSS and not self._comes_back(act.step):
+                series = series_of(line for line in self.lines if line["kind"] != "probation")
+                for one in SHOWN_BY_LOSS[act.code](series, Thresholds()):
+                    if one.evidence.get("loss_rise") != 0:
+                        yield replace(one, remedies=remedies_for(one, series))
 
-    def _comes_back(self, finding: Finding, act: Act) -> bool:
-        """Whether half of what the loss had risen by when the act was made is gone."""
-        before, then, now = (self._loss(until) for until in (finding.first_step - 1, act.step, inf))
-        return now - before < (then - before) / 2
-
-    def _loss(self, until: float) -> float:
-        losses = [line["loss"] for line in self.lines if line["kind"] == "step" and line["step"] <= until]
-        return median(losses[-LOSSES:]) if losses else nan
+    def _comes_back(self, since: int) -> bool:
+        """Whether half of what the loss had risen by at a step, from its best until then, is gone."""
+        losses = [(line["step"], line["loss"]) for line in self.lines if line["kind"] == "step"]
+        until = [loss for step, loss in losses if step <= since]
+        medians = [median(until[end - LOSSES : end]) for end in range(LOSSES, len(until) + 1)]
+        now = median(loss for _, loss in losses[-LOSSES:])
+        return bool(medians) and now - min(medians) < (medians[-1] - min(medians)) / 2
 
     def _may_act(self, finding: Finding) -> bool:
         on_trial = self.journal.on_trial

@@ -18,7 +18,7 @@ from octavo.training.precision import layer_recipe
 
 HEALTHY = {
     "amax": 4.0, "rms": 1.0, "kurtosis": 3.0, "stale_ratio": 1.0, "scale": 4.0 / 448, "sqnr_db": 31.5, "cosine": 1.0,
-    "underflow_fraction": 0.001,
+    "underflow_fraction": 0.001, "least_stale_ratio": 1.0,
 }  # fmt: skip
 LOST = {"underflow_fraction": 0.6, "flushed_energy": 1e-6}
 CLIPPED = {"saturation_fraction": 0.01}

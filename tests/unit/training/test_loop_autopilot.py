@@ -142,7 +142,8 @@ def test_a_layer_is_captured_as_it_was_before_it_is_mended(tmp_path, data, loud,
 
 def test_a_capture_leaves_no_amax_behind(tmp_path, data, loud, monkeypatch):
     """What delayed layers record in that pass is of no step: its layer ran another recipe, and it may be no step's."""
-    real, left = loop.Trainer._capture, []
+    real = loop.Trainer._capture
+    left: list[float] = []
 
     def capture(self, paths):
         real(self, paths)
