@@ -4,6 +4,7 @@ from octavo import nn, recipes
 from octavo.context import autocast
 from octavo.convert import convert, restore
 from octavo.formats import E4M3, E5M2
+from octavo.handed_on import __getattr__ as __getattr__
 from octavo.kernels import fake_quantize, quantize, scaled_mm
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize
 from octavo.state import load_scaling_state, nonfinite_counts, scaling_state, update_scales
@@ -16,12 +17,16 @@ __all__ = [
     "PerTensor",
     "QuantizedTensor",
     "autocast",
+    "calibrate",
     "convert",
+    "convert_qat",
     "dequantize",
     "fake_quantize",
+    "load_calibration",
     "load_scaling_state",
     "nn",
     "nonfinite_counts",
+    "prepare_qat",
     "quantize",
     "recipes",
     "restore",

@@ -6,7 +6,7 @@ modules, and references that optimizers hold all stay as they are, and so do the
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -19,7 +19,7 @@ from octavo.nn import Linear
 from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
 
-__all__ = ["ConversionReport", "convert", "restore"]
+__all__ = ["ConversionReport", "choose_layers", "convert", "heads_of", "hold_weights", "restore"]
 
 _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
@@ -124,18 +124,17 @@ def convert(
     resolved = recipes.get(recipe)
     _check_words(skip, scale_updates, frozen)
     overriding = _looked_up(overrides)
-    candidates = dict(_candidates(model))
     paths = _all_paths(model)
-    _check_patterns([*skip, *overriding], candidates, paths)
-    kept = _heads(candidates) if not convert_head else {}
-    kept |= _outer_blocks(model, candidates, keep_first_blocks, keep_last_blocks)
-    chosen, skipped = {}, {}
-    for path, module in candidates.items():  # all decided before the first change: a filter may raise
-        reason = _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements) or kept.get(path)
-        if reason is None:
-            chosen[path] = module
-        else:
-            skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
+    _check_patterns(overriding, dict(_candidates(model)), paths)
+    chosen, skipped = choose_layers(
+        model,
+        skip=skip,
+        layer_filter=layer_filter,
+        convert_head=convert_head,
+        min_weight_elements=min_weight_elements,
+        keep_first_blocks=keep_first_blocks,
+        keep_last_blocks=keep_last_blocks,
+    )
     _check_effect(overriding, paths, skipped, chosen)
     updates = ScaleUpdates(manual=scale_updates == "manual")
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
@@ -144,7 +143,8 @@ def convert(
         assert isinstance(module, Linear)
         module.set_recipe(followed[path], updates, path=path)
         module.weight_cache = WeightCache() if cache_weights else None
-    held, not_held = _held(model, chosen, hold_frozen=frozen is not None)
+    not_held = hold_weights(model, chosen if frozen is not None else ())[1]
+    held = tuple(path for path, layer in chosen.items() if isinstance(layer, Linear) and layer.held)
     return ConversionReport(
         recipe=resolved.name,
         converted=tuple(chosen),
@@ -155,6 +155,43 @@ def convert(
         parameters=dict(_bare_projections(model)),
         notes=dict(_notes(model)),
     )
+
+
+def choose_layers(
+    model: torch.nn.Module,
+    *,
+    skip: Sequence[str] = (),
+    layer_filter: Callable[[str, torch.nn.Linear], bool] | None = None,
+    convert_head: bool = False,
+    min_weight_elements: int = 1,
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
+    """Which layers :func:`convert` would take, with the arguments that it has; nothing is changed.
+
+    Returns:
+        The layers by path; and the path of every other linear or embedding layer, with the reason why it stays.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
+        >>> chosen, left = choose_layers(model)
+        >>> list(chosen), left["2"]
+        (['1'], 'head: has the shape of an embedding')
+    """
+    candidates = dict(_candidates(model))
+    paths = _all_paths(model)
+    _check_patterns(skip, candidates, paths)
+    kept = _heads(candidates) if not convert_head else {}
+    kept |= _outer_blocks(model, candidates, keep_first_blocks, keep_last_blocks)
+    chosen, skipped = {}, {}
+    for path, module in candidates.items():  # all decided before the first change: a filter may raise
+        reason = _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements) or kept.get(path)
+        if reason is None:
+            assert isinstance(module, torch.nn.Linear)
+            chosen[path] = module
+        else:
+            skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
+    return chosen, skipped
 
 
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
@@ -217,7 +254,7 @@ def _check_effect(
     overriding: dict[str, Recipe],
     paths: dict[torch.nn.Module, list[str]],
     skipped: dict[str, str],
-    chosen: dict[str, torch.nn.Module],
+    chosen: Mapping[str, torch.nn.Module],
 ) -> None:
     """Refuse an override whose layers all stay as they are."""
     for pattern in overriding:
@@ -305,20 +342,26 @@ def _ends(
     return kept
 
 
-def _held(
-    model: torch.nn.Module, chosen: dict[str, torch.nn.Module], *, hold_frozen: bool
+def hold_weights(
+    model: torch.nn.Module, paths: Iterable[str], *, scales: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Hold the chosen layers' frozen weights, if asked to.
+    """Let converted layers hold their frozen weights as FP8 codes; see :meth:`octavo.nn.Linear.hold_weight_as_codes`.
+
+    Args:
+        model: converted.
+        paths: of the layers; those whose weight is still trained are passed over.
+        scales: decode scales to use instead of those that the recipe makes, by path.
 
     Returns:
-        The paths of all that are held now, and why other frozen ones are not.
+        The paths of those that now hold codes; and of those that could not, with the reason.
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
     fast_path = _read_by_fast_path(model)
-    not_held = {}
-    for path, layer in chosen.items():
+    held, not_held = [], {}
+    for path in paths:
+        layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        if not hold_frozen or layer.weight.requires_grad or layer.held is not None:
+        if layer.weight.requires_grad or layer.held is not None:
             continue
         if layer in fast_path:
             not_held[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
@@ -327,8 +370,9 @@ def _held(
         elif layer.recipe.output.b is None:
             not_held[path] = f"{layer.recipe.name} casts no weight"
         else:
-            layer.hold_weight_as_codes()
-    return tuple(path for path, layer in chosen.items() if isinstance(layer, Linear) and layer.held), not_held
+            layer.hold_weight_as_codes(scale=(scales or {}).get(path))
+            held.append(path)
+    return tuple(held), not_held
 
 
 def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:
@@ -362,7 +406,7 @@ def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
 
 
 def _check_patterns(
-    patterns: Sequence[str], candidates: dict[str, torch.nn.Module], paths: dict[torch.nn.Module, list[str]]
+    patterns: Iterable[str], candidates: dict[str, torch.nn.Module], paths: dict[torch.nn.Module, list[str]]
 ) -> None:
     for pattern in patterns:
         if not any(_matches(pattern, paths[module]) for module in candidates.values()):
@@ -391,6 +435,16 @@ def _reason_to_skip(
     if module.weight.numel() < min_weight_elements:
         return f"shape: {module.weight.numel()} weights, fewer than {min_weight_elements}"
     return None
+
+
+def heads_of(model: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of what :func:`convert` takes for language-model heads.
+
+    Example:
+        >>> heads_of(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "lm_head": torch.nn.Linear(8, 16)}))
+        ('lm_head',)
+    """
+    return tuple(_heads(dict(_candidates(model))))
 
 
 def _heads(candidates: dict[str, torch.nn.Module]) -> dict[str, str]:

@@ -22,7 +22,16 @@ from octavo.numerics.cast import can_be_asked
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, Operand, Operands, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
 
-__all__ = ["InputOperands", "WeightCache", "WeightOperands", "cast_operand", "fp8_linear"]
+__all__ = [
+    "InputOperands",
+    "WeightCache",
+    "WeightOperands",
+    "cast_operand",
+    "fp8_linear",
+    "keep_operands",
+    "kept_operands",
+    "multiply",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +189,9 @@ class WeightOperands:
             made_by = wanted if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
             if _serves_both_ways(output, made_by, wanted):
                 return output, True
-            self._grad_input = cast_operand(_high_precision(self._weight).t(), wanted, self._tap)
+            weight = self._weight
+            decoded = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            self._grad_input = cast_operand(decoded.t(), wanted, self._tap)
         return self._grad_input, False
 
 
@@ -274,7 +285,7 @@ class _ScaledLinear(torch.autograd.Function):
         inputs = input_operands or _input_operands(x, recipe, input_tap, learning=needs_grad_weight)
         emulate = recipe.emulate_tensor_cores
         right = weights.output(and_kept=needs_grad_input)
-        y = _multiply(inputs.output, right, recipe.output, x.dtype, emulate=emulate, bias=bias)
+        y = multiply(inputs.output, right, recipe.output, x.dtype, emulate=emulate, bias=bias)
         kept: list[Operand | None] = [None, None]
         if needs_grad_input:
             kept[0], ctx.transpose_weight = weights.kept()
@@ -282,7 +293,7 @@ class _ScaledLinear(torch.autograd.Function):
             kept[1] = _transpose_of(inputs)
         if tap.watch is not None:
             tap.watch.forward(recipe, x, weight, (inputs.output, right), (kept[0], kept[1]))
-        _keep(ctx, kept, tap.amaxes)
+        keep_operands(ctx, kept, tap.amaxes)
         ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return y
@@ -292,7 +303,7 @@ class _ScaledLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        (weight_t, input_t), amaxes = _kept(ctx)
+        (weight_t, input_t), amaxes = kept_operands(ctx)
         tap = replace(ctx.tap, amaxes=amaxes).of(GRAD_OUTPUT)
         emulate = recipe.emulate_tensor_cores
         grad_input = grad_weight = grad_bias = None
@@ -300,9 +311,9 @@ class _ScaledLinear(torch.autograd.Function):
         if weight_t is not None:
             if ctx.transpose_weight:
                 weight_t = weight_t.t()
-            grad_input = _multiply(grad_operand, weight_t, recipe.grad_input, input_dtype, emulate=emulate)
+            grad_input = multiply(grad_operand, weight_t, recipe.grad_input, input_dtype, emulate=emulate)
         if input_t is not None:
-            grad_weight = _multiply(grad_t, input_t, recipe.grad_weight, weight_dtype, emulate=emulate)
+            grad_weight = multiply(grad_t, input_t, recipe.grad_weight, weight_dtype, emulate=emulate)
         if ctx.tap.watch is not None:
             to_input, to_weight = _pair(grad_operand, weight_t), _pair(grad_t, input_t)
             ctx.tap.watch.backward(recipe, grad_output, to_input, to_weight)
@@ -315,9 +326,10 @@ def _pair(left: Operand, right: Operand | None) -> Operands | None:
     return None if right is None else (left, right)
 
 
-def _multiply(
+def multiply(
     a: Operand, b: Operand, gemm: GemmSpec, out_dtype: torch.dtype, *, emulate: bool, bias: Tensor | None = None
 ) -> Tensor:
+    """``a @ b.T + bias`` as ``gemm`` says; in high precision, in ``a``'s dtype, where ``a`` is no code."""
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         computed = torch.float32 if out_dtype is torch.float64 else out_dtype
         accumulate = gemm.accumulate if emulate else Accumulate.FP32
@@ -326,12 +338,15 @@ def _multiply(
             a, b, out_dtype=computed, bias=bias, accumulate=accumulate, fast_accumulation=fast and not emulate
         )
         return product.to(out_dtype)
-    assert isinstance(a, Tensor), "a GemmSpec casts both operands or neither"
-    return high_precision_mm(a, _high_precision(b).to(a.dtype), bias).to(out_dtype)
+    assert isinstance(a, Tensor), "a GemmSpec casts both operands, neither, or b alone"
+    return high_precision_mm(a, _high_precision(b, a.dtype), bias).to(out_dtype)
 
 
-def _high_precision(operand: Operand) -> Tensor:
-    return operand.dequantize() if isinstance(operand, QuantizedTensor) else operand
+def _high_precision(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """``operand`` in ``dtype``, to which codes are decoded by one rounding, whatever they were made of."""
+    if isinstance(operand, QuantizedTensor):
+        return QuantizedTensor(operand.data, operand.scale, operand.granularity, dtype).dequantize()
+    return operand.to(dtype)
 
 
 def _input_operands(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) -> InputOperands:
@@ -360,7 +375,7 @@ def _serves_both_ways(operand: Operand | None, made_by: CastSpec | None, wanted:
     return isinstance(operand, QuantizedTensor) and made_by == wanted and operand.granularity.orientation_free
 
 
-def _keep(ctx: Any, operands: Sequence[Operand | None], amaxes: Tensor | None) -> None:
+def keep_operands(ctx: Any, operands: Sequence[Operand | None], amaxes: Tensor | None) -> None:
     """Save operands for backward as plain tensors, which activation checkpointing and saved-tensor hooks see."""
     tensors: list[Tensor | None] = [amaxes]
     ctx.layouts = []
@@ -374,8 +389,8 @@ def _keep(ctx: Any, operands: Sequence[Operand | None], amaxes: Tensor | None) -
     ctx.save_for_backward(*tensors)
 
 
-def _kept(ctx: Any) -> tuple[list[Operand | None], Tensor | None]:
-    """What :func:`_keep` saved."""
+def kept_operands(ctx: Any) -> tuple[list[Operand | None], Tensor | None]:
+    """What :func:`keep_operands` saved."""
     amaxes, *pairs = ctx.saved_tensors
     operands: list[Operand | None] = []
     for layout, data, scale in zip(ctx.layouts, pairs[::2], pairs[1::2], strict=True):

@@ -9,6 +9,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
+from octavo.kernels import high_precision_mm
 from octavo.nn import Linear
 from octavo.recipes import Recipe
 from tests.contract.gemm_oracle import assert_same_operand, recorded_products
@@ -50,6 +51,19 @@ def test_output_and_input_gradient_are_those_of_the_decoded_weight(recipe):
         assert (one - other).norm() <= 0.02 * other.norm()
     exact = nn.functional.linear(x.detach().double(), plain.weight.double(), plain.bias.double())
     assert (results[0][0].double() - exact).norm() <= 0.06 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_held_weight_computes_what_weight_only_computes_of_the_weight_itself(dtype):
+    """The codes decode in FP32 and are rounded once, to the input's dtype, whatever they were made of."""
+    plain, layer = _held("weight_only", dtype=torch.bfloat16)
+    unheld = Linear(48, 40, recipe="weight_only", dtype=torch.bfloat16)
+    unheld.load_state_dict(plain.state_dict())
+    x, held = torch.randn(6, 48, dtype=dtype), layer.held_weight()
+    assert held is not None
+    assert torch.equal(layer(x), unheld(x))
+    decoded = (held.data.float() * held.scale).to(dtype)
+    assert torch.equal(layer(x), high_precision_mm(x, decoded, plain.bias))
 
 
 @pytest.mark.parametrize("surroundings", ["autocast", "disabled", "rowwise inside"])

@@ -38,7 +38,8 @@ _MX, _MX_FLOOR, _MX_EVEN = (
     for rounding in (ScaleRounding.RCEIL, ScaleRounding.FLOOR, ScaleRounding.EVEN)
 )
 _T4_POWER = Operand(rounding=ScaleRounding.RCEIL)
-Pair = tuple[Operand, Operand] | None  # None: in high precision
+_FP32_ROW = Operand(granularity=PerRow())
+Pair = tuple[Operand | None, Operand] | None  # None: in high precision
 
 # recipe: the operands of output, grad_input, grad_weight
 TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
@@ -53,12 +54,17 @@ TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
     "mxfp8, floor": ((_MX_FLOOR, _MX_FLOOR), (_MX_FLOOR, _MX_FLOOR), (_MX_FLOOR, _MX_FLOOR)),
     "mxfp8, even": ((_MX_EVEN, _MX_EVEN), (_MX_EVEN, _MX_EVEN), (_MX_EVEN, _MX_EVEN)),
     "static": ((_T4, _T4), None, None),
+    "weight_only": ((None, _FP32_ROW), None, None),
+    "weight_only, tensor": ((None, _T4), None, None),
+    "weight_only, blocks": ((None, _FP32_BLOCK), None, None),
 }
 DELAYED = ("delayed", "delayed_te")
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise, any scale": {"power_of_two": False},
     "mxfp8, floor": {"scale_rounding": "floor"},
     "mxfp8, even": {"scale_rounding": "even"},
+    "weight_only, tensor": {"granularity": "tensor"},
+    "weight_only, blocks": {"granularity": "128x128"},
 }
 STATIC_SCALE = torch.tensor(0.01)
 FP8_RECIPES = tuple(TABLE)
@@ -139,10 +145,14 @@ def _check(recipe: str, layer: Linear, x: Tensor, grad_output: Tensor) -> None:
         if pair is None:
             _check_high_precision(result, *(source for source, _ in sources))
             continue
+        left, right = pair
+        if left is None:
+            _check_weight_only(result, rows, expected_operand(right, weight), bias)
+            continue
         held = (STATIC_SCALE.item() if recipe == "static" else None, None)
         a, b = (
             expected_operand(row, source, past_amax=past, scale=scale)
-            for row, (source, past), scale in zip(pair, sources, held, strict=True)
+            for row, (source, past), scale in zip((left, right), sources, held, strict=True)
         )
         product = next(recorded)
         assert_same_operand(product.a, a)
@@ -157,6 +167,15 @@ def _check_high_precision(result: Tensor, a: Tensor, b: Tensor) -> None:
     computed = torch.float32 if a.dtype is torch.float64 else a.dtype
     assert torch.equal(result.to(computed).to(result.dtype), result)
     assert_product(result.to(computed), a.to(computed), b.to(computed))
+
+
+def _check_weight_only(result: Tensor, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> None:
+    """The product of ``x`` and the codes, decoded in FP32 and rounded to the input's dtype."""
+    computed = torch.float32 if x.dtype is torch.float64 else x.dtype
+    decoded = decode(weight).float().to(computed)
+    if bias is not None and not needs_widening(x):
+        bias = bias.to(computed)
+    assert_product(_float64_is_float32(result), x.to(computed), decoded, bias=bias)
 
 
 def _float64_is_float32(computed: Tensor) -> Tensor:
@@ -280,7 +299,7 @@ def test_a_non_finite_element_shows_in_its_row_and_nowhere_else(recipe, value, r
             reached[REACHED[role][name]] = True
         assert not result[reached].isfinite().any()
         assert torch.equal(result[~reached], clean[name][~reached]), name
-    is_cast = role != "grad_output" or recipe != "static"
+    is_cast = role == "weight" or ("weight_only" not in recipe and (role == "input" or recipe != "static"))
     assert nonfinite_counts(layer) == ({role: 1} if is_cast else {}), "counted once a call, where it is cast"
 
 
@@ -301,7 +320,7 @@ def test_all_zero_tensors_give_zeros(recipe):
     torch.nn.init.zeros_(layer.weight)
     with recorded_products() as products:
         results = _results(layer, torch.zeros(4, 16), torch.zeros(4, 8))
-    assert products
+    assert bool(products) != recipe.startswith("weight_only")
     _assert_scales_are_positive_and_finite(products)
     for result in results.values():
         assert torch.equal(result, torch.zeros_like(result))

@@ -290,16 +290,15 @@ def _broken_step(layer: nn.Module, *, checkpointed: bool | None = None) -> None:
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_non_finite_elements_are_counted_once_a_call(recipe):
     layer = _linear(16, 8, recipe)
-    counted = [] if octavo.recipes.get(recipe).grad_input.a is None else ["grad_output"]
+    gemms = octavo.recipes.get(recipe)
+    counted = {"input": 2} if gemms.output.a is not None else {}
+    counted |= {"grad_output": 1} if gemms.grad_input.a is not None else {}
     for calls, checkpointed in enumerate((None, False, True), start=1):
         _broken_step(layer, checkpointed=checkpointed)
-        assert octavo.nonfinite_counts(layer) == {
-            "input": 2 * calls,
-            **dict.fromkeys(counted, calls),
-        }
+        assert octavo.nonfinite_counts(layer) == {role: count * calls for role, count in counted.items()}
     layer.eval()
     layer(torch.full((1, 16), float("nan")))
-    assert octavo.nonfinite_counts(layer)["input"] == 6, "evaluation counts nothing"
+    assert octavo.nonfinite_counts(layer).get("input", 0) == counted.get("input", 0) * 3, "evaluation counts nothing"
     with torch.no_grad():
         layer.train().weight[0, 0] = float("inf")
     layer(torch.ones(1, 16))
@@ -309,7 +308,9 @@ def test_non_finite_elements_are_counted_once_a_call(recipe):
 def test_compiled_layers_count_too():
     model = Parallel()
     torch.compile(model, fullgraph=True)(torch.full((2, 32), float("inf")))
-    assert octavo.nonfinite_counts(model) == {f"layers.{recipe}.input": 64 for recipe in FP8_RECIPES}
+    assert octavo.nonfinite_counts(model) == {
+        f"layers.{recipe}.input": 64 for recipe in FP8_RECIPES if octavo.recipes.get(recipe).output.a is not None
+    }
 
 
 def test_compiled_with_dynamic_shapes_layers_may_share_a_recipe():

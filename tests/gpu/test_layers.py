@@ -127,7 +127,7 @@ def without_waiting(run: Callable[[], object]) -> None:
 @pytest.mark.parametrize("recipe", PRESETS)
 def test_a_step_counts_what_is_not_finite_and_never_waits(recipe):
     if octavo.recipes.get(recipe).output.a is None:
-        pytest.skip("the recipe casts nothing, so that it counts nothing")
+        pytest.skip("the recipe casts no input, so that it counts none")
     layer = ready(recipe)
     x, grad = batch()
     layer(x.requires_grad_()).backward(grad)

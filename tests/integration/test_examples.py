@@ -61,3 +61,25 @@ def test_on_one_fixed_batch_the_articles_program_learns(monkeypatch, capsys):
     assert losses[-1] < 0.5 * math.log(1000) < losses[0]  # half of what a uniform guess costs
     program["inference_example"](model)
     assert "Inference Output Shape: torch.Size([8, 64])" in capsys.readouterr().out
+
+
+def test_the_articles_quantisation_aware_training_learns_and_leaves_fp8():
+    result = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / "qat_simple_lm.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    losses = re.findall(r"^Epoch \d, Batch \d+, Loss: (\d+\.\d+)$", result.stdout, re.MULTILINE)
+    assert len(losses) == 12
+    assert float(losses[0]) > 4.5  # log(128) is 4.85
+    fp8, fp32 = map(float, re.findall(r"^Held-out loss [^:]+: +(\d\.\d+)", result.stdout, re.MULTILINE))
+    assert fp8 < 2.8  # letters alone, by their frequencies, cost about 3.0
+    assert fp8 != fp32
+    assert abs(fp8 - fp32) < 0.02
+    assert "2 layers run static, 3 stay as they are" in result.stdout
+    assert "transformer.self_attn.out_proj: subclass NonDynamicallyQuantizableLinear" in result.stdout
+    assert "transformer.self_attn.in_proj_weight: stays as it is" in result.stdout
+    assert "note: transformer evaluates without gradients on torch's fast path" in result.stdout
+    assert len(re.findall(r"transformer\.linear[12]\.input\.scale 0\.\d+", result.stdout)) == 2

@@ -19,6 +19,7 @@ ROWS = (
     "nn",
     "convert",
     "state",
+    "handed_on",
     "octavo",
     "models",
     "doctor",

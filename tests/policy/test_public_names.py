@@ -19,6 +19,10 @@ PUBLIC = {
     "autocast", "convert", "recipes", "restore",
     # delayed scaling's state
     "load_scaling_state", "nonfinite_counts", "scaling_state", "update_scales",
+    # calibration
+    "calibrate", "load_calibration",
+    # quantisation-aware training
+    "convert_qat", "prepare_qat",
     # modules
     "nn",
 }  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import octavo
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, E4M3_FNUZ, E5M2, E8M0
-from octavo.numerics import Accumulate, PerRow, PerTensor, ScaleRounding
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling, Statistic, from_toml, get, names, to_toml
 
 
@@ -22,6 +22,7 @@ def test_the_presets():
         "blockwise",
         "mxfp8",
         "static",
+        "weight_only",
     )
     for name in names():
         assert get(name).name == name
@@ -45,6 +46,27 @@ def test_a_preset_is_its_row_of_the_table(name, gradient, granularity, scaling, 
     assert recipe.grad_weight == GemmSpec(a=backward, b=forward, accumulate=Accumulate.HOPPER_SLOW)
     assert recipe.is_delayed == (scaling is Scaling.DELAYED)
     assert not recipe.is_high_precision
+
+
+@pytest.mark.parametrize(
+    ("granularity", "wanted"), [("row", PerRow()), ("tensor", PerTensor()), ("128x128", PerBlock(128, 128))]
+)
+def test_weight_only_casts_the_weight_for_the_output_and_nothing_else(granularity, wanted):
+    recipe = get("weight_only", granularity=granularity)
+    weight, plain = CastSpec(format=E4M3, granularity=wanted), GemmSpec(a=None, b=None)
+    assert recipe.casts == (weight,)
+    assert recipe.output == GemmSpec(a=None, b=weight)
+    assert (recipe.grad_input, recipe.grad_weight) == (plain, plain)
+    assert not recipe.is_high_precision
+    assert not recipe.has_static_input
+    assert get("weight_only") == get("weight_only", granularity="row")
+
+
+def test_weight_only_sums_nothing_in_fp8():
+    with pytest.raises(ConfigError, match="cannot emulate tensor cores: it casts no input"):
+        replace(get("weight_only"), emulate_tensor_cores=True)
+    with pytest.raises(ConfigError, match="granularity must be one of row, tensor, 128x128, not 'channel'"):
+        get("weight_only", granularity="channel")
 
 
 def test_bf16_casts_nothing():
@@ -120,7 +142,7 @@ def test_options_do_not_go_with_a_finished_recipe():
 def test_specifications_that_contradict_themselves_are_refused():
     dynamic, delayed = CastSpec(format=E4M3), CastSpec(format=E4M3, scaling=Scaling.DELAYED)
     plain, fp8 = GemmSpec(a=None, b=None), GemmSpec(a=dynamic, b=dynamic)
-    with pytest.raises(ConfigError, match="both operands or neither"):
+    with pytest.raises(ConfigError, match="casts both operands, neither, or b alone"):
         GemmSpec(a=dynamic, b=None)
     with pytest.raises(ConfigError, match=r"cannot cast to BF16; use one of octavo\.formats\.E4M3"):
         CastSpec(format=BF16)
@@ -179,6 +201,7 @@ VARIANTS = [
     get("delayed", history_length=3, statistic="mean", margin=2, update_interval=4, backoff=0.99),
     get("tensorwise", emulate_tensor_cores=True),
     get("rowwise", gradient_format="E5M2"),
+    get("weight_only", granularity="128x128"),
 ]
 
 

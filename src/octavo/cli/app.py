@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from octavo.cli.bench import bench
+from octavo.cli.calibrate import calibrate
 from octavo.cli.console import complain
 from octavo.cli.data import data
 from octavo.cli.demo import demo
@@ -21,6 +22,7 @@ from octavo.cli.doctor import doctor
 from octavo.cli.evaluate import evaluate
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
+from octavo.cli.qat import qat
 from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.errors import OctavoError
@@ -114,14 +116,26 @@ add_command(
 add_command(
     evaluate,
     "eval",
-    short="Measure a run's loss and perplexity on text.",
-    example="runs/demo/tensorwise --data novel.txt",
+    short="Measure a model's perplexity, or compare formats of it.",
+    example="model.gguf --compare bf16,int8,fp8-dynamic,fp8-static",
+)
+add_command(
+    calibrate,
+    "calibrate",
+    short="Find static FP8 scales for a trained model.",
+    example="model.gguf --samples 128 --out calibrated/",
 )
 add_command(
     generate,
     "generate",
     short="Continue a prompt with a trained model.",
     example="runs/demo/tensorwise --prompt 'def main('",
+)
+add_command(
+    qat,
+    "qat",
+    short="Fine-tune a language model so that it loses less in FP8.",
+    example="model.gguf --data novel.txt --steps 200 --baseline --out runs/qat",
 )
 app.add_typer(
     doctor,

@@ -11,8 +11,8 @@ from octavo.training.text import BUILTIN, divide, load_documents
 __all__ = ["DATA_HELP", "data"]
 
 DATA_HELP = (
-    "'builtin' (the running Python's library sources and language reference), a text file, a folder of "
-    ".txt/.md/.jsonl/.parquet, or a Hugging Face dataset name."
+    "'builtin' (the running Python's library sources and language reference; 'library-sources' and 'language-topics' "
+    "are its parts), a text file, a folder of .txt/.md/.jsonl/.parquet, or a Hugging Face dataset name."
 )
 
 

@@ -1,37 +1,90 @@
-"""``octavo eval``: a run's loss on text."""
+"""``octavo eval``: a model's loss on text, as it was trained, or in several formats side by side."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from octavo.cli import options
+from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, Question, compare_formats, evaluate_model
 from octavo.cli.console import number, print_json, print_table
+from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
+from octavo.quantization.contestants import STATIC, TUNED
+from octavo.quantization.lineup import FORMATS
 from octavo.training.corpus import Split
 from octavo.training.evaluate import evaluate as measure
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, held_out, watching_forwards
-from octavo.training.run_folder import load_run
+from octavo.training.run_folder import has_run, load_run
 
 __all__ = ["evaluate"]
 
 
 def evaluate(
     *,
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    source: options.Source = None,
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file."),
+    ],
+    source: Annotated[
+        str | None,
+        typer.Option("--data", help=f"{DATA_HELP} [default: a run's own; language-topics for other models]"),
+    ] = None,
     split: Annotated[
         str | None,
-        typer.Option(help="train, validation, test or all. [default: test of the run's own data, all of other data]"),
+        typer.Option(help="train, validation, test or all. [default: test of a run's own data, all of other data]"),
     ] = None,
+    formats: Annotated[
+        str | None, typer.Option("--compare", help=f"Compare formats, by commas: {', '.join(FORMATS)}.")
+    ] = None,
+    windows: Annotated[int | None, typer.Option(help=f"Windows of text. [default: {WINDOWS}]")] = None,
+    context: Annotated[int | None, typer.Option(help=f"Tokens of a window. [default: {LENGTH}, or fewer]")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help=f"For {STATIC}: a folder of octavo calibrate. [default: calibrate now]")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help=f"Windows to calibrate with now. [default: {SAMPLES}]")] = None,
+    tuned: Annotated[Path | None, typer.Option("--qat", help=f"For {TUNED}: a folder of octavo qat.")] = None,
+    speed: Annotated[bool, typer.Option("--speed", help="Time a pass of each format too, at batch 1 and 16.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Print a run's loss and perplexity on text; without --data on the test split of its own."""
-    check_is_run(run_dir)
+    """Print a model's loss and perplexity on text, or those of several formats of it beside BF16."""
+    check_is_run(model)
     if source == "":
         raise ConfigError("--data is empty; give a file, a folder or a data set, or leave it out")
+    question = Question(
+        model=model,
+        source=source,
+        split=split,
+        windows=WINDOWS if windows is None else windows,
+        length=context,
+        calibration=calibration,
+        samples=SAMPLES if samples is None else samples,
+        tuned=tuned,
+        speed=speed,
+    )
+    given = {"--calibration": calibration, "--samples": samples, "--qat": tuned, "--speed": speed or None}
+    if formats is not None:
+        compare_formats(question, [name.strip() for name in formats.split(",")], as_json=as_json)
+        return
+    _refuse(given, "goes with --compare; name the formats there, or leave it out")
+    if not has_run(model):
+        evaluate_model(question, as_json=as_json)
+        return
+    _refuse({"--windows": windows, "--context": context}, "is not for a run as it was trained; add --compare")
+    _evaluate_run(model, source, split, as_json=as_json)
+
+
+def _refuse(given: Mapping[str, object], reason: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{option} {reason}")
+
+
+def _evaluate_run(run_dir: Path, source: str | None, split: str | None, *, as_json: bool) -> None:
+    """A run's loss with its own recipe; without a source on the test split of its own."""
     run = load_run(run_dir)
     context = run.config.training.context
     with open_display() as display:

@@ -1,13 +1,12 @@
 """Which of a layer's captures shows what a finding is about."""
 
-from collections.abc import Iterable, Iterator
-from math import inf
+from collections.abc import Iterable
 from typing import Any
 
 from octavo.doctor.capture import Capture, Captures
-from octavo.doctor.facts import recipe_facts
+from octavo.doctor.facts import facts_during, recipe_facts
 from octavo.doctor.findings import Finding
-from octavo.doctor.series import Period, Series
+from octavo.doctor.series import Series
 
 __all__ = ["capture_for"]
 
@@ -36,22 +35,13 @@ def capture_for(
         True
     """
     own = captures.of(path) if isinstance(captures, Captures) else [one for one in captures if one.path == path]
-    ran = list(_facts_during(finding, series.periods.get(path, [])))
+    ran = list(facts_during(finding, series.periods.get(path, [])))
     fitting = [one for one in own if any(_is_of(one, facts) for facts in ran)]
 
     def place(capture: Capture) -> tuple[bool, int]:
         return finding.first_step <= capture.step <= finding.last_step, capture.step
 
     return max(fitting, key=place, default=None)
-
-
-def _facts_during(finding: Finding, periods: list[Period]) -> Iterator[dict[str, Any]]:
-    """The layer's facts in the finding's steps; what it had at its first look holds before that too."""
-    for index, period in enumerate(periods):
-        until = periods[index + 1].step if index + 1 < len(periods) else inf
-        is_over = max(until, period.step + 1) <= finding.first_step  # a step made again was looked at under both
-        if not is_over and (period.step <= finding.last_step or not index):
-            yield period.facts
 
 
 def _is_of(capture: Capture, facts: dict[str, Any]) -> bool:

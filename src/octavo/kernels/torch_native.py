@@ -85,7 +85,8 @@ def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
     """``a @ b.T + bias`` of unquantized operands, summed in FP32 and rounded once to their dtype.
 
     Torch falls back to a scalar loop for 16-bit operands on a CPU without instructions for them, eight times and more
-    slower than FP32. Widening the operands, which is exact, gives the same product at FP32's speed.
+    slower than FP32. Widening the operands, which is exact, gives the same product at FP32's speed. Elsewhere a bias of
+    another dtype is rounded to the operands' first, as ``torch.autocast`` does.
 
     Example:
         >>> high_precision_mm(torch.ones(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bfloat16))
@@ -95,7 +96,7 @@ def high_precision_mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tenso
         with torch.autocast("cpu", enabled=False):  # it would narrow the operands again
             product = torch.mm(a.float(), b.float().t())
         return (product if bias is None else product + bias.float()).to(a.dtype)
-    return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
+    return torch.mm(a, b.t()) if bias is None else torch.addmm(bias.to(a.dtype), a, b.t())
 
 
 def needs_widening(a: Tensor) -> bool:

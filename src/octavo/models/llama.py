@@ -17,7 +17,7 @@ dropout, no cache and no padding mask; a training batch is always full.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -167,13 +167,19 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [B, T] to the normalised residual stream [B, T, H]."""
-        length = tokens.shape[1]
-        cos, sin = self.cos[:length], self.sin[:length]
         hidden = self.embed_tokens(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
+        for stream in self.streams(hidden):
+            hidden = stream
         normed: Tensor = self.norm(hidden)
         return normed
+
+    def streams(self, hidden: Tensor, *, first: int = 0) -> Iterator[Tensor]:
+        """The residual stream [B, T, H] after each layer from the ``first`` on, which reads ``hidden``."""
+        length = hidden.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        for layer in self.layers[first:]:
+            hidden = layer(hidden, cos, sin)
+            yield hidden
 
 
 class Llama(nn.Module):

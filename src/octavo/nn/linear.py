@@ -14,7 +14,7 @@ from octavo.context import active_recipe, autocast_region
 from octavo.errors import ConfigError
 from octavo.formats import FP8_FORMATS
 from octavo.functional import InputOperands, WeightCache, WeightOperands, cast_operand, fp8_linear
-from octavo.kernels import needs_widening, probe_cpu
+from octavo.kernels import needs_widening, probe_cpu, quantize
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import can_be_asked, check_float
 from octavo.observers import (
@@ -167,14 +167,17 @@ class Linear(StatefulModule, torch.nn.Linear):
         return recipe
 
     @torch.no_grad()
-    def hold_weight_as_codes(self) -> None:
+    def hold_weight_as_codes(self, *, scale: Tensor | None = None) -> None:
         """Replace a frozen weight by its FP8 codes, one byte an element, and their scale.
 
         The codes are those of the recipe's output GEMM and stay what they are under every recipe. ``weight`` becomes
         them, and the ``state_dict`` gains ``weight_scale``.
 
+        Args:
+            scale: decodes; float32 in the shape of the recipe's granularity. None makes it as the recipe says.
+
         Raises:
-            ConfigError: the weight is still trained, or the recipe casts no weight.
+            ConfigError: the weight is still trained, the recipe casts no weight, or the scale has another shape.
         """
         spec = self.recipe.output.b
         if self.weight.requires_grad:
@@ -187,7 +190,17 @@ class Linear(StatefulModule, torch.nn.Linear):
             raise ConfigError(
                 f"the weight of {self._called} holds NaN or infinity; mend it before it is held as FP8 codes"
             )
-        codes = cast_operand(self.weight, replace(spec, scaling=Scaling.DYNAMIC))
+        if scale is None:
+            codes = cast_operand(self.weight, replace(spec, scaling=Scaling.DYNAMIC))
+        else:
+            codes = quantize(
+                self.weight,
+                spec.format,
+                granularity=spec.granularity,
+                scale=scale.to(self.weight.device),
+                scale_format=spec.scale_format,
+                nonfinite=spec.nonfinite,
+            )
         assert isinstance(codes, QuantizedTensor)
         self.held = HeldWeight(codes.granularity, codes.hp_dtype)
         self.weight = torch.nn.Parameter(codes.data, requires_grad=False)

@@ -21,7 +21,10 @@ The presets (sources: the published recipes named in each docstring):
 | `blockwise`              | E4M3   | E4M3             | E4M3        | 1x128; weight 128x128; a power of two        |
 | `mxfp8`                  | E4M3   | E4M3             | E4M3        | 1x32 of each GEMM's operand, an E8M0 byte    |
 | `static`                 | E4M3   | E4M3             | –           | tensor, the input's from calibration; the    |
-|                          |        |                  |             | gradients' GEMMs in high precision           |
+|                          |        |                  |             | weight's also row or 128x128; the gradients' |
+|                          |        |                  |             | GEMMs in high precision                      |
+| `weight_only`            | –      | E4M3             | –           | row of the weight; decoded again before the  |
+|                          |        |                  |             | GEMM, which is in high precision as are all  |
 """
 
 from octavo.recipes.presets import get, names

@@ -5,12 +5,17 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0
-from octavo.numerics import Accumulate, PerBlock, PerRow, ScaleRounding
+from octavo.numerics import Accumulate, Granularity, PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.recipes.specs import CastSpec, Close, GemmSpec, History, Recipe, Scaling, Statistic, check_member
 
 __all__ = ["get", "names"]
 
 GRADIENT_FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
+WEIGHT_GRANULARITIES: dict[str, Granularity] = {
+    "tensor": PerTensor(),
+    "row": PerRow(),
+    "128x128": PerBlock(128, 128),
+}
 
 
 def get(name: str | Recipe, **options: Any) -> Recipe:
@@ -151,9 +156,19 @@ def _mxfp8(*, scale_rounding: str = "rceil", gradient_format: str = "E4M3") -> R
     return _with_gradients_in(Recipe(name="mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm), gradient_format)
 
 
-def _static(*, emulate_tensor_cores: bool = False) -> Recipe:
-    """The input's scale comes from calibration, the weight's from the weight; for inference."""
-    held, measured = CastSpec(format=E4M3, scaling=Scaling.STATIC), CastSpec(format=E4M3)
+def _static(
+    *, weight_granularity: str = "tensor", power_of_two: bool = False, emulate_tensor_cores: bool = False
+) -> Recipe:
+    """The input's scale comes from calibration, the weight's from the weight; for inference.
+
+    An input has one scale: scales along the dimension that is summed over cannot leave the sum. A weight may have one
+    for each row, which leaves it with the output's column, or for each 128x128 block.
+    """
+    check_member("weight_granularity", weight_granularity, tuple(WEIGHT_GRANULARITIES))
+    check_member("power_of_two", power_of_two, (False, True))
+    rounding = ScaleRounding.RCEIL if power_of_two else ScaleRounding.FP32
+    held = CastSpec(format=E4M3, scaling=Scaling.STATIC, scale_rounding=rounding)
+    measured = CastSpec(format=E4M3, granularity=WEIGHT_GRANULARITIES[weight_granularity], scale_rounding=rounding)
     return Recipe(
         name="static",
         output=GemmSpec(a=held, b=measured, accumulate=Accumulate.HOPPER_FAST),
@@ -161,6 +176,13 @@ def _static(*, emulate_tensor_cores: bool = False) -> Recipe:
         grad_weight=_PLAIN,
         emulate_tensor_cores=emulate_tensor_cores,
     )
+
+
+def _weight_only(*, granularity: str = "row") -> Recipe:
+    """Weights are codes and one FP32 scale a row (or tensor, or 128x128 block); all GEMMs are in high precision."""
+    check_member("granularity", granularity, tuple(_WEIGHT_GRANULARITIES))
+    weight = CastSpec(format=E4M3, granularity=_WEIGHT_GRANULARITIES[granularity])
+    return Recipe(name="weight_only", output=GemmSpec(a=None, b=weight), grad_input=_PLAIN, grad_weight=_PLAIN)
 
 
 def _from_history(name: str, history: History, margin: int, emulate_tensor_cores: bool) -> Recipe:
@@ -194,6 +216,7 @@ def _with_gradients_in(recipe: Recipe, gradient_format: str) -> Recipe:
 
 
 _PLAIN = GemmSpec(a=None, b=None)
+_WEIGHT_GRANULARITIES: dict[str, Granularity] = {"row": PerRow(), "tensor": PerTensor(), "128x128": PerBlock(128, 128)}
 _PRESETS: dict[str, Callable[..., Recipe]] = {
     "bf16": _bf16,
     "tensorwise": _tensorwise,
@@ -204,4 +227,5 @@ _PRESETS: dict[str, Callable[..., Recipe]] = {
     "blockwise": _blockwise,
     "mxfp8": _mxfp8,
     "static": _static,
+    "weight_only": _weight_only,
 }

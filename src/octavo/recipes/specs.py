@@ -81,7 +81,13 @@ class CastSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmSpec:
-    """How the operands of ``a @ b.T`` are cast (None leaves both in high precision), and how a tensor core sums them.
+    """How the operands of ``a @ b.T`` are cast, and how a tensor core sums them.
+
+    | a        | b        | the GEMM                                                                     |
+    |----------|----------|------------------------------------------------------------------------------|
+    | CastSpec | CastSpec | of codes, in FP8                                                             |
+    | None     | None     | in high precision                                                            |
+    | None     | CastSpec | in high precision, of ``a`` and the codes of ``b``, decoded to ``a``'s dtype |
 
     ``accumulate`` says whether cuBLAS may use its fast accumulation, and what a recipe that emulates tensor cores
     computes; otherwise the sums are FP32.
@@ -92,8 +98,8 @@ class GemmSpec:
     accumulate: Accumulate = Accumulate.HOPPER_SLOW
 
     def __post_init__(self) -> None:
-        if (self.a is None) != (self.b is None):
-            raise ConfigError("a GEMM casts both operands or neither; give both a CastSpec or both None")
+        if self.a is not None and self.b is None:
+            raise ConfigError("a GEMM casts both operands, neither, or b alone; give b a CastSpec too, or a None")
         check_member("a GEMM's accumulate", self.accumulate, tuple(Accumulate))
 
 
@@ -189,6 +195,11 @@ class Recipe:
         return self if found == self else replace(found, name=f"{self.name.partition(', ')[0]}, {fmt} gradients")
 
     def _check_tensor_cores_take_it(self) -> None:
+        if self.output.a is None and self.output.b is not None:
+            raise ConfigError(
+                f"recipe {self.name!r} cannot emulate tensor cores: it casts no input, and so sums nothing in FP8; "
+                "leave it False"
+            )
         for cast in self.casts:
             reason = ""
             if cast.format not in (E4M3, E5M2):
@@ -219,7 +230,7 @@ class Recipe:
     @property
     def is_high_precision(self) -> bool:
         """Whether nothing is cast to FP8."""
-        return self.output.a is None and self.grad_input.a is None and self.grad_weight.a is None
+        return self.output.b is None and self.grad_input.b is None and self.grad_weight.b is None
 
 
 def check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:

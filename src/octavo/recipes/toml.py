@@ -11,8 +11,8 @@
     granularity = "row"                   "tensor", "row", or a block such as "1x128"
     ...
 
-A GEMM in high precision is a table without ``a`` and ``b``. Everything is written out, and everything but the names and
-formats has its default when read.
+A GEMM in high precision is a table without ``a`` and ``b``, one that casts its weight alone has no ``a``. Everything is
+written out, and everything but the names and formats has its default when read.
 """
 
 import re

@@ -6,7 +6,8 @@ take up on its way and that changes anything. Causes come before consequences: w
 acted on only where no act at a layer is on trial.
 
 *Judgement.* ``autopilot_patience`` looks after the last act, those on trial are judged. Where the finding is still
-there, the act is taken back and the next remedy is tried.
+there, the act is taken back and the next remedy is tried. A finding about the loss shows in the whole run only: it is
+still there where the whole run shows it, and half of what the loss had risen by at the act is not gone.
 
 *Probation.* Where an act that gave a few layers a finer recipe for their tensors' sake has helped, these are measured
 at each look under the recipe that they would run without it (:mod:`octavo.doctor.shadow`), and the numbers are written
@@ -23,12 +24,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import inf, nan
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.doctor import Finding, Severity, StepNotes, Thresholds, diagnose, series_of
+from octavo.doctor.remedies import remedies_for
+from octavo.doctor.rules import divergence
+from octavo.doctor.rules.steps import learning_rate
 from octavo.doctor.shadow import Shadow
 from octavo.nn import Linear
 from octavo.observers import ROLES
@@ -50,6 +56,8 @@ SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another ten
     "scale-oscillation",
     "biased-accumulation",
 }
+SHOWN_BY_LOSS = {"divergence": divergence, "learning-rate": learning_rate}
+LOSSES = 5  # steps whose median stands for a time
 OF_LAYERS = ("recipe", "recipe_options", "overrides", "skip")  # keys that say no more than which recipe a layer runs
 AT_A_SINGLE_LOOK = Thresholds(persistent_looks=1, persistent_looks_fail=1)
 Line = dict[str, Any]
@@ -72,7 +80,7 @@ class Autopilot:
         self.journal = Journal(self.patience)
         self.lines: list[Line] = []
         self.layers: tuple[str, ...] = ()
-        self.shadows: list[Shadow] = []
+        self.shadows: list[tuple[Act, Shadow]] = []
         self.ill: list[str] = []
         for line in lines:
             self.see(dict(line))
@@ -95,12 +103,12 @@ class Autopilot:
     def looking(self, model: nn.Module, step: int, look: AbstractContextManager[StepNotes]) -> Iterator[StepNotes]:
         """``look``, around a step; the tensors of layers on probation are seen too."""
         self.shadows = [
-            Shadow(path, layer, layer_recipe(path, training, step=step), self._window(path))
-            for path, training in self._on_probation(step)
+            (act, Shadow(path, layer, layer_recipe(path, training, step=step), self._window(path)))
+            for act, path, training in self._on_probation(step)
             if isinstance(layer := model.get_submodule(path), Linear)
         ]
         with ExitStack() as stack:
-            for shadow in self.shadows:
+            for _, shadow in self.shadows:
                 stack.enter_context(shadow.watching())
             yield stack.enter_context(look)
 
@@ -109,10 +117,11 @@ class Autopilot:
 
         ``log`` must let this object see what it writes.
         """
-        for shadow in self.shadows:
+        for act, shadow in self.shadows:
             sample = shadow.sample(step)
             if sample is not None:
-                log.write("probation", step, path=shadow.path, names=sample.names(), values=sample.values())
+                numbers = {"names": sample.names(), "values": sample.values()}
+                log.write("probation", step, path=shadow.path, number=act.number, **numbers)
         self.shadows = []
         self.ill, has_changed = [], False
         for line in self._decisions(step):
@@ -123,8 +132,9 @@ class Autopilot:
 
     def _decisions(self, step: int) -> Iterator[Line]:
         """Lines to write; each is seen before the next is decided."""
-        findings = self._current()
-        for act in [one for one in self.journal.in_force if one.judged == step]:
+        judged = [one for one in self.journal.in_force if one.judged == step]
+        findings = [*self._current(), *self._of_the_loss(judged)]
+        for act in judged:
             still = next((one for one in findings if one.code == act.code and one.is_at(act.path)), None)
             if still is not None:
                 why = f"Taken back, it did not help: {act.remedy.text}"
@@ -144,6 +154,23 @@ class Autopilot:
         before = looks[-2] if len(looks) > 1 else 0
         found = diagnose(series_of(self._since_last_act()))
         return [one for one in found if one.severity != Severity.NOTE and one.last_step > before]
+
+    def _of_the_loss(self, judged: list[Act]) -> Iterator[Finding]:
+        """Of the findings for whose sake acts were made, those that the losses of the whole run still show."""
+        for act in judged:
+            series = series_of(line for line in self.lines if line["kind"] != "probation")
+            for one in SHOWN_BY_LOSS[act.code](series, Thresholds()) if act.code in SHOWN_BY_LOSS else ():
+                if one.evidence.get("loss_rise") != 0 and not self._comes_back(one, act):
+                    yield replace(one, remedies=remedies_for(one, series))
+
+    def _comes_back(self, finding: Finding, act: Act) -> bool:
+        """Whether half of what the loss had risen by when the act was made is gone."""
+        before, then, now = (self._loss(until) for until in (finding.first_step - 1, act.step, inf))
+        return now - before < (then - before) / 2
+
+    def _loss(self, until: float) -> float:
+        losses = [line["loss"] for line in self.lines if line["kind"] == "step" and line["step"] <= until]
+        return median(losses[-LOSSES:]) if losses else nan
 
     def _may_act(self, finding: Finding) -> bool:
         on_trial = self.journal.on_trial
@@ -184,15 +211,20 @@ class Autopilot:
         fp8, own = (replace(one, precision_schedule=()) for one in (wanted, now))
         return any(layer_recipe(path, fp8) != layer_recipe(path, own) for path in self.layers)
 
-    def _on_probation(self, step: int) -> Iterator[tuple[str, TrainingConfig]]:
-        """Paths of layers under acts that helped, and what the run would train with without the act."""
-        for act in self.journal.in_force:
+    def _on_probation(self, step: int) -> Iterator[tuple[Act, str, TrainingConfig]]:
+        """Acts that helped, paths of their layers, and what the run would train with without the act.
+
+        A layer of two such acts is there for the newer: one trial of a layer at a time.
+        """
+        seen: set[str] = set()
+        for act in reversed(self.journal.in_force):
             if not self._may_be_taken_back(act):
                 continue
             without = training_after(self.config, [one for one in self.journal.in_force if one is not act])
             for path in self._layers(act):
-                if not layer_recipe(path, without, step=step).is_high_precision:
-                    yield path, without
+                if path not in seen and not layer_recipe(path, without, step=step).is_high_precision:
+                    seen.add(path)
+                    yield act, path, without
 
     def _may_be_taken_back(self, act: Act) -> bool:
         is_for_layers = act.code in SHOWN_BY_TENSORS and act.remedy.changes.keys() <= {"overrides", "skip"}
@@ -210,10 +242,11 @@ class Autopilot:
         if not self._may_be_taken_back(act):
             return False
         paths = self._layers(act)
-        return bool(paths) and all(self._is_healthy(path, since=act.judged or 0) for path in paths)
+        return bool(paths) and all(self._is_healthy(path, without=act) for path in paths)
 
-    def _is_healthy(self, path: str, *, since: int) -> bool:
-        trials = [line for line in self._probations(path) if line["step"] > since][-(self.patience + 1) :]
+    def _is_healthy(self, path: str, *, without: Act) -> bool:
+        own = [line for line in self._probations(path) if line.get("number") == without.number]
+        trials = own[-(self.patience + 1) :]
         if len(trials) <= self.patience:
             return False
         lines = [line for trial in trials for line in _as_look(trial)]

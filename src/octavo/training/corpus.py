@@ -19,13 +19,23 @@ import platform
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from octavo.errors import DataError
 
-__all__ = ["CorpusSummary", "Document", "Split", "builtin_documents", "content_hash", "corpus_summary", "split_of"]
+__all__ = [
+    "CorpusSummary",
+    "Document",
+    "Split",
+    "builtin_documents",
+    "content_hash",
+    "corpus_summary",
+    "library_documents",
+    "split_of",
+    "topic_documents",
+]
 
 LICENCE = "PSF-2.0 (Python Software Foundation License)"
 HELD_OUT_SHARE = 0.03  # of the paths, for validation and for test each
@@ -94,6 +104,27 @@ def builtin_documents() -> list[Document]:
             "train on your own text with --data, or use a Python that is not zipped"
         )
     return sorted(documents, key=lambda document: document.path)
+
+
+def topic_documents() -> list[Document]:
+    """The language reference alone, in the order of ``pydoc_data.topics``: one text, cut by topic.
+
+    Raises:
+        DataError: this Python was distributed without it.
+    """
+    topics = list(_topics())
+    if not topics:
+        raise DataError(f"this Python has no {TOPICS}; evaluate on your own text with --data")
+    return topics
+
+
+def library_documents() -> list[Document]:
+    """The corpus without its language reference, each document in its split: what may precede a test on the topics.
+
+    Most topics are in the corpus's training split, so a model that was tuned on all of that has seen them.
+    """
+    found = (document for document in builtin_documents() if not document.path.startswith(f"{TOPICS}/"))
+    return [replace(document, split=split_of(document.path)) for document in found]
 
 
 def split_of(path: str, held_out_share: float = HELD_OUT_SHARE) -> Split:

@@ -16,8 +16,8 @@ described in octavo/doctor/series.py. A run that broke ends with {"kind": "failu
 "grad_norm": null, "tensor": "output of …"}: the first non-finite tensor, where a replay of the step found one.
 
 With the autopilot there are "autopilot" lines, described in octavo/training/autopilot_journal.py, and lines {"kind":
-"probation", "step": 90, "path": …, "names": …, "values": …} that have what "watched" and "statistics" have, of one
-layer under the recipe that it does not run.
+"probation", "step": 90, "path": …, "number": 1, "names": …, "values": …} that have what "watched" and "statistics"
+have, of one layer under the recipe that it would run without the act of that number.
 
 ``seconds`` is the one field that depends on the machine's mood; all others of a run that was interrupted and resumed
 with the same number of CPU ``threads`` equal those of an uninterrupted one. Lines after the checkpoint that a run

@@ -3,6 +3,8 @@
 | source                                 | documents                                                        |
 |----------------------------------------|------------------------------------------------------------------|
 | ``builtin``                            | the corpus of :mod:`octavo.training.corpus`                      |
+| ``language-topics``                    | its language reference alone, topic by topic                     |
+| ``library-sources``                    | the rest of it, in the same splits: nothing of the topics        |
 | a .txt, .md or other text file         | the file                                                         |
 | a .jsonl or .parquet file              | one a row, from its column ``text``                              |
 | a folder                               | all .txt, .md, .jsonl and .parquet files below it, in name order |
@@ -21,11 +23,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from octavo.errors import DataError
-from octavo.training.corpus import Document, Split, builtin_documents, path_fraction, split_of
+from octavo.training.corpus import (
+    Document,
+    Split,
+    builtin_documents,
+    library_documents,
+    path_fraction,
+    split_of,
+    topic_documents,
+)
 
-__all__ = ["BUILTIN", "divide", "is_unicode", "load_documents"]
+__all__ = ["BUILTIN", "LIBRARY_SOURCES", "TOPICS", "divide", "is_unicode", "load_documents"]
 
-BUILTIN = "builtin"
+BUILTIN, TOPICS, LIBRARY_SOURCES = "builtin", "language-topics", "library-sources"
 TEXT_COLUMN = "text"
 PLAIN = {".txt", ".md"}
 SUFFIXES = {*PLAIN, ".jsonl", ".parquet"}
@@ -48,8 +58,9 @@ def load_documents(source: str | Path) -> list[Document]:
     Raises:
         DataError: a path or data set that does not exist, holds no text, or holds something else than text.
     """
-    if str(source) == BUILTIN:
-        return builtin_documents()
+    own = {BUILTIN: builtin_documents, TOPICS: topic_documents, LIBRARY_SOURCES: library_documents}
+    if str(source) in own:
+        return own[str(source)]()
     if not str(source):
         raise DataError("the source is empty; give a file, a folder or a data set, or 'builtin'")
     path = Path(source).expanduser()

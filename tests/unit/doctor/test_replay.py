@@ -75,6 +75,17 @@ def test_sqnr_is_that_of_the_products(tmp_path):
     assert ran.error == pytest.approx((squares / 3) ** 0.5, rel=1e-3)
 
 
+def test_what_is_exact_is_exact_in_float64(tmp_path):
+    """The surrounding precision's own rounding counts: by FP32 products its own would be without an error."""
+    capture = captured(tmp_path, "tensorwise", **gaussian())
+    bf16 = tried(capture, "bf16")["bf16"]
+    found = capture.input @ capture.weight.t()
+    exact = capture.input.double() @ capture.weight.double().t()
+    ratio = exact.square().sum() / (found - exact).square().sum()
+    assert 100 < bf16.sqnr_db["output"] < 200
+    assert bf16.sqnr_db["output"] == pytest.approx(float(10 * ratio.log10()), abs=0.5)
+
+
 def test_rowwise_wins_over_tensorwise_where_one_row_is_loud(tmp_path):
     capture = captured(tmp_path, "tensorwise", **outlier_row())
     ran, *others = replay(capture, rounds=1)

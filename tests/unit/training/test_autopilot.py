@@ -21,6 +21,7 @@ HEALTHY = {
     "underflow_fraction": 0.001,
 }  # fmt: skip
 LOST = {"underflow_fraction": 0.6, "flushed_energy": 1e-6}
+CLIPPED = {"saturation_fraction": 0.01}
 LAYERS = ("layers.0.q_proj", "layers.0.down_proj")
 FIRST, SECOND = "rowwise_hp_grad_weight", "blockwise"  # what is known for a bulk that underflows, in this order
 
@@ -39,19 +40,34 @@ class Run:
         self.pilot = Autopilot(self.config, lines)
         self.log = MetricsLog(folder, after_step=step or None, on_line=self.pilot.see)
 
-    def look(self, *ill: str, trials: dict[str, dict] | None = None, loss_scale: float | None = None) -> list[dict]:
+    def look(
+        self,
+        *ill: str,
+        lost=LOST,
+        trials: dict[str, dict] | None = None,
+        loss: float = 3.0,
+        loss_scale: float | None = None,
+    ) -> list[dict]:
         """The next look, at which these layers are ill; what was decided."""
         self.step += 10
         extra = {} if loss_scale is None else {"loss_scale": loss_scale}
-        self.log.write("step", self.step, loss=3.0, lr=1e-3, grad_norm=1.0, **extra)
-        casts = {CastKey(path, "input", "output"): row({**HEALTHY, **(LOST if path in ill else {})}) for path in LAYERS}
+        self.log.write("step", self.step, loss=loss, lr=1e-3, grad_norm=1.0, **extra)
+        casts = {CastKey(path, "input", "output"): row({**HEALTHY, **(lost if path in ill else {})}) for path in LAYERS}
         self.log.write_sample(self.sample(casts))
         for path, numbers in (trials or {}).items():
             sample = self.sample({CastKey(path, "input", "output"): row({**HEALTHY, **numbers})})
-            self.log.write("probation", self.step, path=path, names=sample.names(), values=sample.values())
+            number = max(act.number for act in self.pilot.journal.acts if act.path == path)
+            line = {"path": path, "number": number, "names": sample.names(), "values": sample.values()}
+            self.log.write("probation", self.step, **line)
         before = len(read_metrics(self.folder))
         self.pilot.act(self.step, self.log, self.said.append)
         return [line for line in read_metrics(self.folder)[before:] if line["kind"] == "autopilot"]
+
+    def ten_steps(self, loss: float, *, lr: float = 1e-3) -> list[dict]:
+        """The next look, after ten steps of this loss; what was decided."""
+        for step in range(1, 10):
+            self.log.write("step", self.step + step, loss=loss, lr=lr, grad_norm=1.0)
+        return self.look(loss=loss)
 
     def sample(self, casts):
         recipes = {path: self.recipe(path) for path in LAYERS}
@@ -142,6 +158,26 @@ def test_when_nothing_is_left_it_is_said_once(begin):
     assert lines[-1]["act"].startswith("Nothing is left that a run could change")
 
 
+def test_what_was_tried_in_vain_is_not_tried_when_the_finding_returns(begin):
+    run = begin()
+    for _ in range(6):
+        run.look(Q)
+    assert run.pilot.training.overrides == {Q: SECOND}
+    for _ in range(3):
+        run.look()
+    (back,) = [line for _ in range(4) for line in run.look(trials={Q: {}})]
+    assert (back["takes_back"], back["helped"]) == (2, True)
+    again = [line for _ in range(3) for line in run.look(Q)]
+    assert [line["changes"] for line in again] == [{"overrides": {Q: SECOND}}]
+
+
+def test_what_is_over_at_the_newest_look_was_mended(begin):
+    run = begin(config_of(autopilot_patience=4))
+    lines = [line for paths in ((Q,), (Q,), (Q,), (Q,), (Q,), (Q,), ()) for line in run.look(*paths)]
+    assert [line.get("takes_back") for line in lines] == [None]
+    assert [act.judged for act in run.pilot.journal.acts] == [70]
+
+
 def test_two_layers_at_once_and_one_on_trial(begin):
     run = begin()
     lines = [line for _ in range(3) for line in run.look(Q, DOWN)]
@@ -160,8 +196,8 @@ def test_what_helped_is_taken_back_after_healthy_trials_and_returns(begin):
     assert not list(run.pilot._on_probation(60)), "not before it was judged"
     for _ in range(3):
         run.look()
-    assert [path for path, _ in run.pilot._on_probation(70)] == [Q]
-    assert [training.overrides for _, training in run.pilot._on_probation(70)] == [{}]
+    assert [(act.number, path) for act, path, _ in run.pilot._on_probation(70)] == [(1, Q)]
+    assert [training.overrides for _, _, training in run.pilot._on_probation(70)] == [{}]
     for numbers in ({}, {}, LOST, {}, {}, {}):
         assert run.look(trials={Q: numbers}) == []
     (line,) = run.look(trials={Q: {}})
@@ -171,6 +207,25 @@ def test_what_helped_is_taken_back_after_healthy_trials_and_returns(begin):
     assert [line["changes"] for line in again] == [{"overrides": {Q: FIRST}}], "it had helped: not in vain"
     assert [run.look() for _ in range(4)] == [[]] * 4
     assert not list(run.pilot._on_probation(200)), "the trial was no proof"
+
+
+def test_of_two_acts_at_one_layer_the_newer_is_on_probation(begin):
+    """Both have helped; one trial a look decides, and what the older one's trials said is none of the newer's."""
+    run = begin()
+    for _ in range(3):
+        run.look(Q)
+    for _ in range(3):
+        run.look()
+    lines = [line for _ in range(3) for line in run.look(Q, lost=CLIPPED, trials={Q: {}})]
+    assert [line["changes"] for line in lines] == [{"overrides": {Q: SECOND}}]
+    for _ in range(3):
+        run.look()
+    (trial,) = run.pilot._on_probation(130)
+    assert (trial[0].number, trial[1], trial[2].overrides) == (2, Q, {Q: FIRST})
+    assert [run.look(trials={Q: {}}) for _ in range(3)] == [[], [], []]
+    (line,) = run.look(trials={Q: {}})
+    assert (line["takes_back"], line["helped"]) == (2, True)
+    assert run.pilot.training.overrides == {Q: FIRST}
 
 
 def test_no_layer_flips_more_often_than_allowed(begin):
@@ -207,6 +262,45 @@ def test_the_whole_run_comes_after_its_layers(begin):
     assert run.pilot.training.loss_scale == "dynamic"
 
 
+def test_the_whole_run_waits_for_its_layers(begin):
+    run = begin(config_of(loss_scale=2.0**24))
+    for _ in range(3):
+        run.look(Q, loss_scale=2.0**24)
+    lines = []
+    for _ in range(3):
+        for _ in range(9):
+            run.log.write("overflow", run.step + 9, loss_scale=2.0**24)
+        lines += run.look(loss_scale=2.0**24)
+    assert [(line["step"], line["changes"]) for line in lines] == [(60, {"loss_scale": "dynamic"})], "when it is judged"
+
+
+@pytest.mark.parametrize(("later", "helped"), [(44.0, False), (17.0, False), (15.5, True)])
+def test_what_is_done_for_the_loss_is_judged_by_the_loss(begin, later, helped):
+    """After the act it only goes on from where it is: that it is far above its beginning shows in the whole run."""
+    run = begin()
+    lines = [line for loss in (7.6, 7.6, 7.6, 24.0) for line in run.ten_steps(loss)]
+    assert [(line["finding"], line["changes"]) for line in lines] == [("divergence", {"lr": 5e-4})]
+    assert run.pilot.training.lr == 5e-4
+    assert run.ten_steps(24.0) == run.ten_steps(later) == []
+    lines = run.ten_steps(later)
+    assert [(line.get("takes_back"), line.get("helped")) for line in lines[:1]] == ([] if helped else [(1, False)])
+    assert [line["changes"] for line in lines[1:]] == ([] if helped else [{}]), "what was tried in vain is not again"
+    assert run.pilot.training.lr == (5e-4 if helped else 3e-3)
+
+
+@pytest.mark.parametrize(("later", "helped"), [(3.0, True), (3.5, False)])
+def test_a_learning_rate_that_jumped_is_judged_by_the_loss_if_it_rose(begin, later, helped):
+    run = begin()
+    for _ in range(3):
+        run.ten_steps(3.0)
+    run.log.write("precision", 31, recipe="tensorwise")
+    (act,) = run.ten_steps(later, lr=4e-3)
+    assert (act["finding"], act["changes"]) == ("learning-rate", {"lr": 1e-3})
+    lines = [line for _ in range(3) for line in run.ten_steps(later)]
+    assert [line.get("takes_back") for line in lines] == ([] if helped else [1, None])
+    assert [sorted(line["changes"]) for line in lines] == ([] if helped else [["lr"], ["warmup"]])
+
+
 @pytest.mark.parametrize("cut", range(10, 230, 30))
 def test_the_lines_bring_back_every_decision(begin, tmp_path, cut):
     """From any look on, an autopilot that has read the lines decides what the one that wrote them did."""
@@ -214,7 +308,7 @@ def test_the_lines_bring_back_every_decision(begin, tmp_path, cut):
 
     def follow(run, looks):
         for paths in looks:
-            run.look(*paths, trials={path: {} for path, _ in run.pilot._on_probation(run.step + 10)})
+            run.look(*paths, trials={path: {} for _, path, _ in run.pilot._on_probation(run.step + 10)})
         return run
 
     whole = follow(begin(), ill)

@@ -140,6 +140,21 @@ def test_a_layer_is_captured_as_it_was_before_it_is_mended(tmp_path, data, loud,
     assert comparable(read_metrics(tmp_path / "without")) == comparable(read_metrics(tmp_path / "run"))
 
 
+def test_a_capture_leaves_no_amax_behind(tmp_path, data, loud, monkeypatch):
+    """What delayed layers record in that pass is of no step: its layer ran another recipe, and it may be no step's."""
+    real, left = loop.Trainer._capture, []
+
+    def capture(self, paths):
+        real(self, paths)
+        histories = [module for module in self.model.modules() if isinstance(module, AmaxHistory)]
+        left.extend(history.pending.max().item() for history in histories)
+
+    monkeypatch.setattr(loop.Trainer, "_capture", capture)
+    train(tiny_config(**SETTING, steps=16, autopilot=True), tmp_path / "run", data=data)
+    assert lines_of(tmp_path / "run", "autopilot")
+    assert set(left) == {-1.0}
+
+
 def test_a_step_that_broke_is_made_again_where_a_remedy_is_known(tmp_path, data):
     """A fixed loss scale that no gradient survives: one that follows them takes its place, and no step is lost."""
     setting = {**SETTING, "precision": "fp16", "loss_scale": 2.0**40, "steps": 6}

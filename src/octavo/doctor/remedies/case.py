@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.doctor.facts import facts_during
 from octavo.doctor.findings import Finding, Remedy
 from octavo.doctor.gated import gated_linears
 from octavo.doctor.series import PARAMETER_FIELDS, Series
@@ -61,12 +62,13 @@ class Case:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the layer, of most layers the worst one; empty where the finding is about no layer."""
-        return self.series.layers.get(next(iter(self.finding.places), self.path), {})
+        """Of the layer when it was last found, of most layers the worst one; empty where it is about no layer."""
+        periods = self.series.periods.get(next(iter(self.finding.places), self.path), ())
+        return next(reversed(list(facts_during(self.finding, periods))), {})
 
     @property
     def recipe(self) -> str:
-        """The preset that the layer runs; "" where it is not known."""
+        """The preset that the layer ran then; "" where it is not known."""
         return _base(str(self.facts.get("recipe", "")))
 
     @property

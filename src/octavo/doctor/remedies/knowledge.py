@@ -59,7 +59,8 @@ def _gradient_underflow(case: Case) -> Iterable[Remedy]:
         yield case.override("tensorwise")
     elif case.gradient_format == "E4M3":
         yield _options("Cast gradients to E5M2, which reaches 2^14 times as far down.", gradient_format="E5M2")
-    yield from case.finer("mxfp8", "bf16")
+        yield from case.finer("mxfp8")
+    yield from case.finer("bf16")  # finer presets than those with E5M2 gradients cast them to E4M3
 
 
 def _bulk_underflow(case: Case) -> Iterable[Remedy]:
@@ -170,7 +171,8 @@ def _divergence(case: Case) -> Iterable[Remedy]:
 
 
 def _loss_gap(case: Case) -> Iterable[Remedy]:
-    coarsest = min((fineness(str(facts.get("recipe", ""))) for facts in case.series.layers.values()), default=-1)
+    ran = [str(period.facts.get("recipe", "")) for periods in case.series.periods.values() for period in periods]
+    coarsest = min(map(fineness, ran), default=-1)
     for name in ("rowwise", "blockwise"):
         if coarsest < fineness(name):
             yield Remedy(text=f"Run all layers {WORDS[name]}.", changes={"recipe": name, "recipe_options": {}})

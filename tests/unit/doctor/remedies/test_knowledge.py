@@ -61,6 +61,22 @@ def test_an_override_is_finer_than_what_the_layer_runs():
     assert changes_of("saturation", run_of(recipe="bf16")) == []
 
 
+@pytest.mark.parametrize("newest", ["bf16", "mxfp8"])
+def test_what_the_layer_runs_later_mends_nothing_that_was_found_before(newest):
+    """A last phase of BF16, and a finer recipe: the remedy is for what the layer ran when it was found."""
+    samples = [
+        Sample(step=step, casts={}, products={}, parameters={}, layers={"mlp.0": LAYER | {"recipe": recipe}})
+        for step, recipe in ((5, "delayed"), (30, "tensorwise"), (40, newest))
+    ]
+    series = series_of([], samples)
+    assert changes_of("saturation", series, first_step=5, last_step=25)[0] == {"overrides": {"mlp.0": "tensorwise"}}
+    assert changes_of("saturation", series, first_step=5, last_step=35)[0] == {"overrides": {"mlp.0": "blockwise"}}
+    assert changes_of("gradient-underflow", series, first_step=30, last_step=35) == [{"overrides": {"mlp.0": "bf16"}}]
+    merged = changes_of("saturation", series, path="", places=("mlp.0",), first_step=5, last_step=25)
+    assert merged[0] == {"overrides": {"*": "tensorwise"}}
+    assert changes_of("loss-gap", series, path="")[0] == {"recipe": "rowwise", "recipe_options": {}}
+
+
 def test_a_module_stands_for_its_layers_and_the_run_for_all():
     assert changes_of("saturation", run_of(), path="mlp")[-1] == {"overrides": {"mlp.*": "bf16"}}
     assert changes_of("saturation", run_of(), path="")[-1] == {"overrides": {"*": "bf16"}}
@@ -90,7 +106,7 @@ def test_gradients_get_range_before_they_get_precision():
     assert changes_of("gradient-underflow", run_of(recipe="tensorwise, E4M3 gradients", **e4m3))[0] == wider
     own = run_of(recipe="narrow gradients", **e4m3)
     assert changes_of("gradient-underflow", own)[0] == {"overrides": {"mlp.0": "tensorwise"}}
-    assert changes_of("gradient-underflow", run_of())[0] == {"overrides": {"mlp.0": "mxfp8"}}
+    assert changes_of("gradient-underflow", run_of()) == [{"overrides": {"mlp.0": "bf16"}}], "no FP8 has more range"
 
 
 def test_a_history_is_shortened_or_given_room():

@@ -69,6 +69,17 @@ def test_a_log_normal_gradient_is_best_served_by_range(tmp_path):
     assert all(remedy.error_removed is not None for remedy in remedies)
 
 
+def test_what_the_rules_know_first_of_an_e5m2_gradient_is_what_a_replay_proves(tmp_path):
+    captured(tmp_path, "tensorwise", **gaussian(gradient=torch.exp(6 * torch.randn(64, 96))))
+    one = diagnosed("gradient-underflow", role="grad_output")
+    remedies = proven(one, Captures(tmp_path))
+    assert remedies[0].changes == one.remedies[0].changes == {"overrides": {"0": "bf16"}}
+    removed = dict(zip(names(remedies), (remedy.error_removed for remedy in remedies), strict=True))
+    assert removed["bf16"] == pytest.approx(1, abs=0.01)
+    assert removed["mxfp8"] is not None
+    assert removed["mxfp8"] < 0.5
+
+
 def test_a_history_with_a_past_outlier_is_cut_or_given_up(tmp_path):
     captured(tmp_path, "delayed", **gaussian(), before=lambda step: 1e6 if step == 2 else 1.0, steps=9)
     one = diagnosed("stale-scale", "delayed", evidence={"stale_ratio": 1e-6})

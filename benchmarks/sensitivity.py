@@ -1,0 +1,111 @@
+"""The best mix on SmolLM2-135M: how many bytes it takes to stay within one percent of BF16's perplexity.
+
+    python -m benchmarks.sensitivity [--windows 8] [--verify 40] [--pairs 24] [--threads 0] [--no-write]
+
+Everything is chosen on windows of the built-in corpus's training split, and verified on the first tokens of Python's
+language topics (benchmarks/smollm2.py), windows of 512 without overlap. Weights are rounded to BF16 first: FP8 codes
+are made of what a BF16 checkpoint holds.
+
+Bar: perplexity within 1.0 % of BF16's at no more than 0.60 of its bytes, codes, scales and all.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from benchmarks.measure import hardware, verdict, write_result
+from benchmarks.smollm2 import model_path, text_tokens
+from octavo.language_model import load_language_model
+from octavo.quantization import text_windows
+from octavo.quantization.sensitivity import Budget, Found, Sensitivity, save_mix, sensitivity
+
+CONTEXT, PERPLEXITY, BYTES = 512, 0.01, 0.60
+
+
+def main() -> None:
+    """Choose, verify, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--verify", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's own number")
+    parser.add_argument("--mix", type=Path, help="write the mix there")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    machine, started = hardware(), time.monotonic()
+    model = load_language_model(model_path())
+    chosen_on = text_windows(model, "builtin", "train", count=arguments.windows, length=CONTEXT)
+    verified_on = torch.tensor(text_tokens(model.tokenizer)[: arguments.verify * CONTEXT]).view(-1, CONTEXT)
+    with Progress() as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total)
+            progress.update(tasks[phase], completed=done)
+
+        found = sensitivity(
+            model.model,
+            chosen_on,
+            verified_on,
+            budget=Budget(perplexity=PERPLEXITY, bytes_share=BYTES),
+            true_pairs=arguments.pairs,
+            on_progress=show,
+        )
+    lines = [*_table(found), "", *_notes(found, time.monotonic() - started)]
+    for line in lines:
+        Console().print(line, markup=False, soft_wrap=True)
+    if arguments.mix is not None and found.mix is not None:
+        save_mix(found.mix, arguments.mix)
+    if not arguments.no_write:
+        title = "SmolLM2-135M: the best mix of precisions"
+        print(
+            write_result("sensitivity", lines, title=title, command="python -m benchmarks.sensitivity", machine=machine)
+        )
+
+
+def _table(found: Sensitivity) -> Iterator[str]:
+    yield "| mix | bytes ÷ BF16 | FP8 products | − BF16, nats (± standard error) | perplexity | KL, nats | verdict |"
+    yield "|---" * 7 + "|"
+    if found.best is not None:
+        reached = found.is_met and found.best.bytes_share <= BYTES
+        yield _row("best within 1.0 % and 0.60", found.best, verdict(reached))
+    for one in (*found.front, *found.presets):
+        name = "least loss for its bytes" if one.name == "front" else f"`{one.name}`, head in BF16"
+        yield _row(name, one, "–")
+
+
+def _row(name: str, one: Found, judged: str) -> str:
+    true = one.verified
+    assert true is not None
+    return (
+        f"| {name} | {one.bytes_share:.4f} | {one.fp8_products:.0%} | {true.nats:+.4f} ± {true.error:.4f} | "
+        f"{true.perplexity_increase:+.2%} | {true.divergence:.4f} | {judged} |"
+    )
+
+
+def _notes(found: Sensitivity, seconds: float) -> Iterator[str]:
+    yield (
+        f"Of {len(found.measured)} (layer, choice) run alone, estimate and divergence beyond the floor of "
+        f"{found.floor.divergence:.5f} nats agree with rank correlation {found.rank_correlation:.2f}; together they "
+        f"are {found.factor:.2f} times the estimates."
+    )
+    for number, (guessed, true) in enumerate(found.attempts, 1):
+        yield (
+            f"Attempt {number}: parts add up to {guessed:.4f} nats; on the windows it was chosen on "
+            f"{true.nats:+.4f} ± {true.error:.4f}, divergence {true.divergence:.4f}."
+        )
+    if found.best is None:
+        yield "No mix was within both budgets on the windows it was chosen on: missed."
+    yield f"{seconds:.0f} s in all, {torch.get_num_threads()} threads."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""``octavo calibrate``: static FP8 scales for a model, from text it reads or from the run it was trained in."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import Tensor
+
+from octavo.cli import options
+from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.data import DATA_HELP
+from octavo.cli.progress import Display, open_display, phases
+from octavo.errors import ConfigError
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.quantization import (
+    Calibration,
+    LayerCoverage,
+    LayerHealth,
+    calibration_from_run,
+    coverage,
+    text_windows,
+)
+from octavo.quantization import calibrate as find_scales
+from octavo.quantization.calibration_folder import check_own_folder
+from octavo.training.corpus import Split
+from octavo.training.held_out import ALL
+from octavo.training.text import BUILTIN
+
+__all__ = ["calibrate"]
+
+LONGEST, CHECK_SAMPLES, ROWS = 512, 32, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Which windows of which text, and how many tokens each; a context of None is 512, or what the model reads."""
+
+    source: str
+    split: str
+    samples: int
+    context: int | None
+    seed: int = 0
+
+
+def calibrate(
+    *,
+    model: Annotated[str, typer.Argument(help="A run's folder, a Hugging Face folder, or a .gguf file.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the scales go; an older calibration is replaced.")],
+    source: Annotated[str, typer.Option("--data", help=DATA_HELP)] = BUILTIN,
+    split: Annotated[str, typer.Option(help="train, validation, test or all.")] = Split.TRAIN,
+    samples: Annotated[int, typer.Option(help="Windows of text, spread evenly over it.")] = 128,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a window. [default: 512, or what the model reads]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the windows' places.")] = 0,
+    method: Annotated[str, typer.Option(help="Ranges of inputs: max, percentile, mse or entropy.")] = "max",
+    percentile: Annotated[float, typer.Option(help="Of the method percentile.")] = 99.99,
+    granularity: Annotated[str, typer.Option(help="Scales of weights: tensor, row or 128x128.")] = "tensor",
+    weights: Annotated[str, typer.Option(help="Ranges of weights: max or mse.")] = "max",
+    power_of_two: Annotated[bool, typer.Option("--power-of-two", help="Round scales up to powers of two.")] = False,
+    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Scales of keys and values too.")] = False,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave out, such as '*.o_proj'; may repeat.")
+    ] = None,
+    head: Annotated[bool, typer.Option("--head", help="Calibrate the language-model head too.")] = False,
+    from_run: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Take the amaxes that this delayed run has kept; reads no text.")
+    ] = None,
+    check: Annotated[
+        str | None, typer.Option(metavar="DATA", help="See what saturates on other text: as --data; its test split.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find static FP8 scales for a model's linear layers and write them to a folder."""
+    check_own_folder(out)
+    if from_run is not None:
+        _refuse_beside_run({"--method": method != "max", "--kv-cache": kv_cache, "--skip": skip, "--head": head})
+    how: dict[str, Any] = {"granularity": granularity, "weight_method": weights, "power_of_two": power_of_two}
+    with open_display() as display:
+        display.phase("load", None)
+        loaded = load_language_model(model)
+        if from_run is not None:
+            found = calibration_from_run(from_run, **how)
+            found.check_fit(loaded.model)
+        else:
+            how |= {"method": method, "percentile": percentile, "kv_cache": kv_cache, "skip": skip or ()}
+            text = Text(source, split, samples, context, seed)
+            found = _from_text(loaded, text, display, how | {"convert_head": head})
+        beyond = None if check is None else _checked(loaded, found, check, context, display)
+    found.save(out)
+    if as_json:
+        print_json(_record(found, beyond, out))
+    else:
+        _print(found, beyond, out)
+
+
+def _refuse_beside_run(given: dict[str, object]) -> None:
+    for option, value in given.items():
+        if value:
+            raise ConfigError(
+                f"--from-run takes the amaxes that the run has kept, and no {option}; leave one of them out"
+            )
+
+
+def _from_text(model: LanguageModel, text: Text, display: Display, how: dict[str, Any]) -> Calibration:
+    batches = _windows(model, text, display)
+    show = phases(display)
+    source = f"{text.source}, {text.split}"
+    return find_scales(
+        model, batches, source=source, on_batch=lambda done, total: show("calibrate", done, total or 0), **how
+    )
+
+
+def _checked(
+    model: LanguageModel, found: Calibration, source: str, context: int | None, display: Display
+) -> tuple[LayerCoverage, ...]:
+    split = Split.TEST if source == BUILTIN else ALL
+    batches = _windows(model, Text(source, split, CHECK_SAMPLES, context), display)
+    show = phases(display)
+    return coverage(model, found, batches, on_batch=lambda done, total: show("check", done, total or 0))
+
+
+def _windows(model: LanguageModel, text: Text, display: Display) -> tuple[Tensor, ...]:
+    """Batches of one window."""
+    display.phase("read text", None)
+    length = min(LONGEST, model.context) if text.context is None else text.context
+    windows = text_windows(model, text.source, text.split, count=text.samples, length=length, seed=text.seed)
+    return windows.split(1)  # type: ignore[no-any-return]
+
+
+def _record(found: Calibration, beyond: Sequence[LayerCoverage] | None, out: Path) -> dict[str, Any]:
+    checked = None if beyond is None else [asdict(each) for each in beyond]
+    keys_and_values = {layer: [float(scale) for scale in pair] for layer, pair in found.kv_scales.items()}
+    return {"out": str(out), **found.to_record(), "kv_cache": keys_and_values, "check": checked}
+
+
+def _print(found: Calibration, beyond: Sequence[LayerCoverage] | None, out: Path) -> None:
+    rows = _rows(found)
+    shown = "" if len(rows) <= ROWS else f", the {ROWS} of lowest SQNR among {len(rows)} inputs"
+    columns = ["input of", "amax", "scale", "SQNR dB", "to zero", "clipped", "amax/rms", "moved", "weight dB"]
+    print_table(f"Inputs and their scales{shown}", columns, rows[:ROWS])
+    lines = [_clipped(found), *(f"warning: {sentence}" for sentence in found.warnings())]
+    lines += _lines_of_check(beyond)
+    lines.append(f"{out} holds the scales of {len(found.input_scales)} layers; octavo.load_calibration reads it")
+    stdout().print("\n".join(filter(None, lines)), markup=False, soft_wrap=True)
+
+
+def _rows(found: Calibration) -> list[list[str]]:
+    """A row an input, the lowest SQNR first; layers that share one stand together."""
+    sharing = {group[0]: len(group) - 1 for group in found.groups}
+    followers = {path for group in found.groups for path in group[1:]}
+    inputs = [each for each in found.health if each.path not in followers]
+    inputs.sort(key=lambda each: float("inf") if each.sqnr_db is None else each.sqnr_db)
+    return [_cells(each, sharing.get(each.path, 0)) for each in inputs]
+
+
+def _cells(layer: LayerHealth, others: int) -> list[str]:
+    name = (layer.path or "the model") + (f" +{others}" if others else "")
+    shares = [_percent(each) for each in (layer.underflow_fraction, layer.clipped_fraction)]
+    return [
+        name,
+        *(number(each, 4) for each in (layer.amax, layer.scale)),
+        _decibels(layer.sqnr_db),
+        *shares,
+        number(layer.peak, 3),
+        _percent(layer.moved),
+        _decibels(layer.weight_sqnr_db),
+    ]
+
+
+def _clipped(found: Calibration) -> str:
+    """What the method clips, in a sentence; empty where it clips nothing."""
+    worst = max(found.health, key=lambda each: each.clipped_fraction or 0.0)
+    if not worst.clipped_fraction:
+        return ""
+    return (
+        f"{found.rule.method} clips up to {_percent(worst.clipped_fraction)} of an input's elements, with "
+        f"{_percent(worst.clipped_energy)} of its energy ({worst.path})"
+    )
+
+
+def _lines_of_check(beyond: Sequence[LayerCoverage] | None) -> Iterator[str]:
+    if beyond is None:
+        return
+    outside = [each for each in beyond if each.goes_beyond]
+    if not outside:
+        yield "the checked text stays within the scales"
+        return
+    worst = outside[0]
+    yield (
+        f"warning: the checked text goes beyond the scales of {len(outside)} layers, most in {worst.path!r}: amax "
+        f"{worst.ratio:.2f} times what its scale provides for, {_percent(worst.saturation_fraction)} saturated; "
+        "calibrate on text of that kind"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return number(None) if share is None else "0" if share == 0 else f"{100 * share:.2g} %"
+
+
+def _decibels(value: float | None) -> str:
+    return number(None) if value is None else f"{value:.1f}"

@@ -1,0 +1,258 @@
+"""``octavo eval MODEL --compare …``: one model in several formats, beside BF16."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from octavo import quantization
+from octavo.bench.latency import PassTime, emulation_note, pass_times
+from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.progress import Display, open_display
+from octavo.errors import ConfigError
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.quantization import text_windows
+from octavo.quantization.cache_formats import key_means
+from octavo.quantization.comparison import Comparison, compare
+from octavo.quantization.contestants import BF16, CENTRED, FP32, STATIC, TUNED, Contestant, Scales
+from octavo.quantization.evaluation_text import evaluation_windows
+from octavo.quantization.lineup import check_formats, line_up
+from octavo.training.config import load_config
+from octavo.training.corpus import Split
+from octavo.training.held_out import ALL
+from octavo.training.run_folder import CONFIG, has_run
+from octavo.training.text import LIBRARY_SOURCES, TOPICS
+
+__all__ = ["Question", "compare_formats", "evaluate_model"]
+
+WINDOWS, LENGTH, SAMPLES, MEAN_WINDOWS, SPEED_LENGTH = 40, 512, 128, 8, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the command line asks.
+
+    Attributes:
+        source: of the text; None is the run's own, or Python's language reference for other models.
+        split: of the source; None is the run's test split, or all of it.
+        windows: how many.
+        length: tokens of each; None is the model's context, at most 512.
+        calibration: folder of ``octavo calibrate``; None calibrates on the spot.
+        samples: windows to calibrate with then.
+        tuned: folder of ``octavo qat``.
+        speed: whether to time a pass.
+    """
+
+    model: Path
+    source: str | None = None
+    split: str | None = None
+    windows: int = WINDOWS
+    length: int | None = None
+    calibration: Path | None = None
+    samples: int = SAMPLES
+    tuned: Path | None = None
+    speed: bool = False
+
+
+def evaluate_model(question: Question, *, as_json: bool) -> None:
+    """Print the loss of a model that is no run, in FP32."""
+    with open_display() as display:
+        model = load_language_model(question.model)
+        windows, text = _windows(model, question)
+        found = _compared(display, line_up(model, [FP32]), windows, reference=FP32)
+    entry = found.entry(FP32)
+    record = {
+        "model": str(question.model),
+        **text,
+        "windows": found.windows,
+        "context": found.length,
+        "tokens": found.tokens,
+        "nats": entry.scores.nats,
+        "perplexity": entry.scores.perplexity,
+    }
+    if as_json:
+        print_json(record)
+        return
+    rows = [(name, number(value, 6) if isinstance(value, int | float) else value) for name, value in record.items()]
+    print_table("Evaluation", ["", ""], rows)
+
+
+def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) -> None:
+    """Print how a model fares in each format."""
+    names = check_formats(names)
+    _check_folders(question, names)
+    with open_display() as display:
+        model = load_language_model(question.model)
+        windows, text = _windows(model, question)
+        calibration, calibrated_on = _calibration(model, question, names, display)
+        tuned = _found("load_qat", TUNED)(question.tuned) if question.tuned is not None else None
+        means = _means(model, question, display) if CENTRED in names else None
+        show = display.phase("prepare formats", len(names))
+        contestants = line_up(
+            model,
+            names,
+            calibration=calibration,
+            tuned_model=tuned,
+            means=means,
+            advance=lambda done, _: show(done),
+        )
+        found = _compared(display, contestants, windows)
+        times = _timed(display, contestants, windows) if question.speed else []
+    facts = {"model": str(question.model), **text, **calibrated_on}
+    if as_json:
+        print_json(_record(facts, found, times))
+        return
+    _print(facts, found, times)
+
+
+def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str, Any]]:
+    """The windows to score, and what they are of."""
+    own = _own_source(question.model)
+    source = question.source or own or TOPICS
+    split = question.split or (str(Split.TEST) if source == own else ALL)
+    length = question.length or min(LENGTH, model.context)
+    windows = evaluation_windows(model, source, split, count=question.windows, length=length)
+    return windows, {"data": source, "split": split}
+
+
+def _own_source(path: Path) -> str | None:
+    """What a run was trained on."""
+    return load_config(path / CONFIG).data.source if has_run(path) else None
+
+
+def _check_folders(question: Question, names: Sequence[str]) -> None:
+    """Refuse a folder that no format uses, and a format that lacks its folder, before anything is computed."""
+    for option, folder, name in (("--calibration", question.calibration, STATIC), ("--qat", question.tuned, TUNED)):
+        if folder is not None and name not in names:
+            raise ConfigError(f"{option} is for {name}, which is not compared; add it to --compare, or leave it out")
+    if TUNED in names and question.tuned is None:
+        raise ConfigError(f"{TUNED} needs --qat: the folder that octavo qat has written; name it, or leave it out")
+
+
+def _calibration(
+    model: LanguageModel, question: Question, names: Sequence[str], display: Display
+) -> tuple[Scales | None, dict[str, Any]]:
+    """The scales of fp8-static: those in a folder, or of text that the evaluation does not have."""
+    if STATIC not in names:
+        return None, {}
+    if question.calibration is not None:
+        return _found("load_calibration", STATIC)(question.calibration), {"calibration": str(question.calibration)}
+    batches = _training_windows(model, question, question.samples)
+    advance = display.phase("calibrate", len(batches))
+
+    def counted() -> Iterator[Tensor]:
+        for done, window in enumerate(batches, 1):
+            yield window[None]
+            advance(done)
+
+    source = _own_source(question.model) or LIBRARY_SOURCES
+    found = _found("calibrate", STATIC)(model.model, counted())
+    return found, {"calibration": f"{len(batches)} windows of {source}, train"}
+
+
+def _found(function: str, name: str) -> Callable[..., Any]:
+    """A function of octavo.quantization that this version may not have yet."""
+    if function not in quantization.__all__:
+        raise ConfigError(f"{name} needs octavo.quantization.{function}, which this version has not; leave {name} out")
+    found: Callable[..., Any] = getattr(quantization, function)
+    return found
+
+
+def _means(model: LanguageModel, question: Question, display: Display) -> dict[int, Tensor]:
+    """Of the keys of some of the text that fp8-static would be calibrated on."""
+    display.phase("means of keys", None)
+    return key_means(model, _training_windows(model, question, MEAN_WINDOWS))
+
+
+def _training_windows(model: LanguageModel, question: Question, count: int) -> Tensor:
+    """Text that the evaluation does not have, in windows of the same length."""
+    source = _own_source(question.model) or LIBRARY_SOURCES
+    length = question.length or min(LENGTH, model.context)
+    return text_windows(model, source, str(Split.TRAIN), count=count, length=length)
+
+
+def _compared(
+    display: Display, contestants: Sequence[Contestant], windows: Tensor, reference: str = BF16
+) -> Comparison:
+    advance = display.phase("evaluate", len(windows) * len(contestants))
+    return compare(contestants, windows, reference=reference, advance=lambda done, _: advance(done))
+
+
+def _timed(display: Display, contestants: Sequence[Contestant], windows: Tensor) -> list[PassTime]:
+    advance = display.phase("time passes", None)
+    return pass_times(
+        {contestant.name: contestant for contestant in contestants},
+        windows[0, :SPEED_LENGTH],
+        advance=lambda done, total: advance(done, f"of {total}"),
+    )
+
+
+HEADER = ["format", "perplexity", "vs BF16", "nats more", "top-1", "KL", "file, MB", "of BF16", "memory, MB"]
+
+
+def _print(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> None:
+    print_table(f"{facts['model']} on {facts['data']}", HEADER, [_row(found, entry.name) for entry in found.entries])
+    say = stdout()
+    for line in _notes(facts, found):
+        say.print(line, markup=False, soft_wrap=True)
+    if times:
+        rows = [(t.name, str(t.batch), number(t.latency_ms, 3), number(round(t.tokens_per_second), 4)) for t in times]
+        columns = ["format", "batch", "latency, ms", "tokens/s"]
+        print_table(f"A pass over {times[0].length} tokens a sequence", columns, rows)
+        say.print(emulation_note(), markup=False, soft_wrap=True)
+
+
+def _row(found: Comparison, name: str) -> list[str]:
+    entry, gap = found.entry(name), found.gap(name)
+    scores, storage = entry.scores, entry.storage
+    own = name == found.reference
+    return [
+        name,
+        f"{scores.perplexity:.4f}",
+        "" if own else f"{gap.percent:+.2f} %",
+        "" if own else f"{gap.nats:+.4f} ± {gap.standard_error:.4f}",
+        "" if own else f"{scores.agreement:.2%}",
+        "" if own else f"{scores.divergence:.5f}",
+        f"{storage.file_bytes / 1e6:,.1f}",
+        f"{found.share_of_bytes(name):.3f}",
+        f"{storage.memory_bytes / 1e6:,.1f}",
+    ]
+
+
+def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:
+    yield (
+        f"{found.windows} windows of {found.length} tokens ({facts['data']}, {facts['split']}). Differences are paired "
+        f"with {found.reference}, window by window, ± their standard error; top-1: how often the likeliest next token "
+        f"is {found.reference}'s; KL: of its predictions from the format's, in nats."
+    )
+    if "calibration" in facts:
+        yield f"{STATIC} is calibrated on {facts['calibration']}."
+
+
+def _record(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> dict[str, Any]:
+    return {
+        **facts,
+        "windows": found.windows,
+        "context": found.length,
+        "tokens": found.tokens,
+        "reference": found.reference,
+        "formats": [
+            {
+                "name": entry.name,
+                "layers": entry.quantized,
+                "nats": entry.scores.nats,
+                "perplexity": entry.scores.perplexity,
+                "gap": asdict(gap) | {"percent": gap.percent},
+                "agreement": entry.scores.agreement,
+                "divergence": entry.scores.divergence,
+                **asdict(entry.storage),
+                "share_of_bytes": found.share_of_bytes(entry.name),
+            }
+            for entry in found.entries
+            for gap in (found.gap(entry.name),)
+        ],
+        "passes": [asdict(time) | {"tokens_per_second": time.tokens_per_second} for time in times],
+        **({"passes_note": emulation_note()} if times else {}),
+    }

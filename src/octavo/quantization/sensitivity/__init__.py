@@ -1,0 +1,20 @@
+"""What each layer of a language model costs in FP8, and the best mix of precisions."""
+
+from octavo.quantization.sensitivity.mix import Mix, load_mix, save_mix
+from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity, sensitivity
+from octavo.quantization.sensitivity.truth import Increase
+from octavo.quantization.sensitivity.units import CHOICES, Unit, units_of
+
+__all__ = [
+    "CHOICES",
+    "Budget",
+    "Found",
+    "Increase",
+    "Mix",
+    "Sensitivity",
+    "Unit",
+    "load_mix",
+    "save_mix",
+    "sensitivity",
+    "units_of",
+]

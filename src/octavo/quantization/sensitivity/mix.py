@@ -1,0 +1,146 @@
+"""A mix: which recipe each layer of a model runs, as a TOML file that is read and applied again.
+
+    format = "octavo mix"
+    version = 1
+
+    [overrides]                              shell patterns of paths → recipe: octavo.convert's overrides
+    "model.layers.0.self_attn.q_proj" = "weight_only"
+    ...
+
+    [tables."model.embed_tokens"]            an embedding, and the head that shares its weight: rows of FP8 codes,
+    bf16_rows = [0, 28, 198]                 but these
+
+Layers that no pattern matches run in BF16. A table is applied by putting what its codes decode to in its place:
+``octavo.convert`` leaves embeddings as they are.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.convert import ConversionReport, convert
+from octavo.errors import ConfigError
+from octavo.files import write_atomically
+from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, decoded_table
+
+__all__ = ["Mix", "load_mix", "save_mix"]
+
+FORMAT, VERSION = "octavo mix", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Recipes of a model's layers.
+
+    Attributes:
+        overrides: shell patterns of the paths of linear layers, and their recipes; the first that matches counts.
+        tables: paths of embeddings that are rows of FP8 codes, and the numbers of those rows that are in BF16.
+    """
+
+    overrides: Mapping[str, str]
+    tables: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for path, choice in self.overrides.items():
+            if choice not in CHOICES:
+                raise ConfigError(f"a mix gives {path!r} one of {', '.join(CHOICES)}, not {choice!r}")
+        for path, rows in self.tables.items():
+            if any(type(row) is not int or row < 0 for row in rows):
+                raise ConfigError(f"bf16_rows of table {path!r} are whole numbers of at least 0, not {rows!r}")
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], chosen: Mapping[str, str]) -> "Mix":
+        """What a search chose, by unit's path; BF16 where it says nothing."""
+        return cls(
+            overrides={unit.path: chosen.get(unit.path, BF16) for unit in units if not unit.is_table},
+            tables={
+                unit.path: tuple(unit.kept_rows(chosen[unit.path]).tolist())
+                for unit in units
+                if unit.is_table and chosen.get(unit.path, BF16) != BF16
+            },
+        )
+
+    def apply(self, model: nn.Module, *, cache_weights: bool = True) -> ConversionReport:
+        """Convert a model as the mix says, in place; run it under BF16 autocast.
+
+        Args:
+            model: with the layers that the mix names. A table's values are replaced by those its codes decode to.
+            cache_weights: see :func:`octavo.convert`.
+
+        Raises:
+            ConfigError: a pattern matches no layer of this model, or a table is no embedding of it.
+        """
+        tables = [
+            (_table(model, path, rows), torch.tensor(rows, dtype=torch.int64)) for path, rows in self.tables.items()
+        ]
+        report = convert(model, BF16, convert_head=True, overrides=dict(self.overrides), cache_weights=cache_weights)
+        for table, rows in tables:
+            table.data = decoded_table(table, rows)
+        return report
+
+
+def save_mix(mix: Mix, path: Path, *, comment: str = "") -> None:
+    """Write the TOML file; every line of ``comment`` becomes one of its head."""
+    import tomli_w  # here, so that "import octavo" needs torch alone
+
+    head = "".join(f"# {line}\n" for line in comment.splitlines())
+    body: dict[str, Any] = {"format": FORMAT, "version": VERSION, "overrides": dict(mix.overrides)}
+    if mix.tables:
+        body["tables"] = {path: {"bf16_rows": list(rows)} for path, rows in mix.tables.items()}
+    write_atomically(path, f"{head}\n{tomli_w.dumps(body)}" if head else tomli_w.dumps(body))
+
+
+def load_mix(path: str | Path) -> Mix:
+    """Read a mix that ``octavo sensitivity`` or :func:`save_mix` wrote, or somebody by hand.
+
+    Raises:
+        ConfigError: there is no such file, it is no mix, or it names an unknown recipe.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "mix.toml"
+        >>> save_mix(Mix(overrides={"*.down_proj": "bf16", "*": "tensorwise"}), path)
+        >>> load_mix(path).overrides
+        {'*.down_proj': 'bf16', '*': 'tensorwise'}
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no mix {str(path)!r}; octavo sensitivity writes one as mix.toml")
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
+    if given.get("format") != FORMAT or given.get("version") != VERSION:
+        raise ConfigError(f'{str(path)!r} is no mix of version {VERSION}; it needs format = "{FORMAT}" and version')
+    unknown = sorted(given.keys() - {"format", "version", "overrides", "tables"})
+    if unknown:
+        raise ConfigError(f"a mix has no {unknown[0]!r}; it has format, version, overrides, tables")
+    tables = {path: _rows(path, table) for path, table in _mapping(given, "tables").items()}
+    return Mix(overrides=_mapping(given, "overrides"), tables=tables)
+
+
+def _mapping(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = given.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"a mix's {name} is a table by paths, not {table!r}")
+    return dict(table)
+
+
+def _rows(path: str, table: object) -> tuple[int, ...]:
+    if not isinstance(table, dict) or table.keys() != {"bf16_rows"} or not isinstance(table["bf16_rows"], list):
+        raise ConfigError(f"table {path!r} of a mix says bf16_rows, a list of row numbers, and nothing else")
+    return tuple(table["bf16_rows"])
+
+
+def _table(model: nn.Module, path: str, rows: Sequence[int]) -> Tensor:
+    found = dict(model.named_modules()).get(path)
+    if not isinstance(found, nn.Embedding):
+        raise ConfigError(f"this model has no embedding {path!r}; the mix was made for another model")
+    if max(rows, default=0) >= found.num_embeddings:
+        raise ConfigError(f"table {path!r} has {found.num_embeddings} rows, and the mix names row {max(rows)}")
+    return found.weight

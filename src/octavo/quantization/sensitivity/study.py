@@ -1,0 +1,331 @@
+"""The whole question in one call: what each layer costs in FP8, and the mix that meets a budget.
+
+1. Screen (screen.py): every layer under every choice, estimated from one backward pass a window.
+2. Truth (truth.py): the costliest pairs and others spread through the ranking, run for real. How far the estimates
+   agree is part of the result, and their sum is scaled by what the truth says they miss.
+3. Search (choosing.py): the best mix if costs add up.
+4. Repair: the mix is run on the windows it was chosen on. Where the increase is not within the budget, or far below
+   it, the search is asked for another sum, as much smaller or larger, up to REPAIRS times; the best mix within is kept.
+   The increase is the larger of that of the loss, which has the luck of few windows, and of the divergence beyond the
+   floor.
+5. Verification: that mix, mixes of other sizes and the presets by themselves, on windows none of them was chosen on.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.quantization.sensitivity.choosing import best_mix, fp8_products_share, predicted
+from octavo.quantization.sensitivity.mix import Mix
+from octavo.quantization.sensitivity.screen import Key, estimate
+from octavo.quantization.sensitivity.surroundings import in_bf16
+from octavo.quantization.sensitivity.truth import Increase, compare, floor_of, measure
+from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, bytes_of, recipe_of, units_of
+
+__all__ = ["Budget", "Found", "Sensitivity", "sensitivity"]
+
+REPAIRS = 4
+NEAR, AIM = 0.8, 0.92  # of the budget: what is close enough, and what the next attempt is to reach
+FRONT_SHARES = (0.0, 0.1, 0.3, 0.6)  # of the bytes between the smallest mix and BF16
+MOST_TRUTH_WINDOWS = 4
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a mix may cost, one of them at least.
+
+    Attributes:
+        perplexity: the increase over BF16, as a share: 0.01 is one percent.
+        bytes_share: the model's bytes over those in BF16.
+    """
+
+    perplexity: float | None = None
+    bytes_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.perplexity is None and self.bytes_share is None:
+            raise ConfigError("a budget says perplexity, bytes_share or both; give one of them")
+        if self.perplexity is not None and not 0 < self.perplexity < math.inf:
+            raise ConfigError(f"a budget of perplexity is a share above 0, such as 0.01, not {self.perplexity}")
+        if self.bytes_share is not None and not 0 < self.bytes_share <= 1:
+            raise ConfigError(f"a budget of bytes is a share of BF16's above 0 and at most 1, not {self.bytes_share}")
+
+    @property
+    def nats(self) -> float | None:
+        """The budget of perplexity in nats."""
+        return None if self.perplexity is None else math.log1p(self.perplexity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A mix and what is known of it.
+
+    Attributes:
+        name: how it was found.
+        chosen: from unit's path to choice.
+        bytes: of the whole model.
+        bytes_share: over those in BF16.
+        fp8_products: the share of the multiplications by weights that are in FP8.
+        predicted: nats that its parts cost together, by the estimates.
+        on_chosen: its increase on the windows it was chosen on; None where nobody looked.
+        verified: its increase on windows it was not chosen on.
+    """
+
+    name: str
+    chosen: Mapping[str, str]
+    bytes: int
+    bytes_share: float
+    fp8_products: float
+    predicted: float
+    on_chosen: Increase | None = None
+    verified: Increase | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What :func:`sensitivity` found.
+
+    Attributes:
+        units: in the model's order.
+        estimates: nats a token by (unit's path, choice), as the screen says.
+        measured: the true increase of those that were run alone.
+        floor: what the smallest change of a BF16 computation does.
+        factor: truth over estimate, by which the search multiplies.
+        rank_correlation: of estimate and true divergence beyond the floor (Spearman's); NaN for fewer than three.
+        budget: what was asked for.
+        best: the mix for it; None where no mix was within it.
+        front: best mixes of several sizes, smallest first.
+        presets: each preset by itself in every linear layer it may have, tables in BF16.
+        bf16_bytes: of the model.
+        bf16_nats: the reference's loss on the verification windows.
+        attempts: what the repair tried: predicted nats and true increase.
+    """
+
+    units: tuple[Unit, ...]
+    estimates: Mapping[Key, float]
+    measured: Mapping[Key, Increase]
+    floor: Increase
+    factor: float
+    rank_correlation: float
+    budget: Budget
+    best: Found | None
+    front: tuple[Found, ...]
+    presets: tuple[Found, ...]
+    bf16_bytes: int
+    bf16_nats: float
+    attempts: tuple[tuple[float, Increase], ...]
+
+    @property
+    def mix(self) -> Mix | None:
+        """The best mix, to be saved and applied."""
+        return None if self.best is None else Mix.of(self.units, self.best.chosen)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the best mix kept the budget on windows it was not chosen on too."""
+        if self.best is None or self.best.verified is None:
+            return False
+        limit = self.budget.nats
+        return limit is None or self.best.verified.nats <= limit
+
+
+def sensitivity(
+    model: nn.Module,
+    chosen_on: Tensor,
+    verified_on: Tensor,
+    *,
+    budget: Budget,
+    choices: Sequence[str] = CHOICES,
+    true_pairs: int = 24,
+    seed: int = 0,
+    on_progress: Progress = lambda *_: None,
+) -> Sensitivity:
+    """What each layer of a language model costs in FP8, and the best mix within a budget.
+
+    Args:
+        model: token ids [B, T] → logits, octavo's Llama or transformers'; untouched afterwards.
+        chosen_on: tokens [W, T] that everything is chosen on.
+        verified_on: tokens [V, T] of other text.
+        budget: what the mix may cost.
+        choices: what a layer may be, besides BF16.
+        true_pairs: how many (layer, choice) are run for real; 0 trusts the screen.
+        seed: of the labels that the screen draws.
+        on_progress: called with a phase's name, what is done and what there is to do.
+
+    Raises:
+        ConfigError: no two windows of two tokens to choose on, an unknown choice, layers that are octavo's already.
+    """
+    for name, windows in (("choose", chosen_on), ("verify", verified_on)):
+        if windows.ndim != 2 or len(windows) < 2 or windows.shape[1] < 2:
+            raise ConfigError(
+                f"sensitivity needs two windows of two tokens at least to {name} on, not {_size(windows)}"
+            )
+    if true_pairs < 0:
+        raise ConfigError(f"true_pairs must be 0 or more, not {true_pairs}")
+    found = units_of(model, choices)
+    with in_bf16(model):
+        return _Study(model, found, chosen_on, verified_on, budget, on_progress).run(true_pairs=true_pairs, seed=seed)
+
+
+def _size(windows: Tensor) -> str:
+    return " x ".join(map(str, windows.shape))
+
+
+@dataclass(slots=True)
+class _Study:
+    model: nn.Module
+    units: tuple[Unit, ...]
+    chosen_on: Tensor
+    verified_on: Tensor
+    budget: Budget
+    on_progress: Progress
+
+    def run(self, *, true_pairs: int, seed: int) -> Sensitivity:
+        self.units, estimates = estimate(
+            self.model, self.units, self.chosen_on, seed=seed, on_window=self._phase("estimate", len(self.chosen_on))
+        )
+        few = self.chosen_on[:MOST_TRUTH_WINDOWS]
+        pairs = _pairs_to_measure(estimates, true_pairs)
+        floor = floor_of(self.model, self.units, few)
+        on_pair = self._phase("measure layers", len(pairs) * len(few))
+        measured = measure(self.model, self.units, pairs, few, on_pair=on_pair)
+        factor = _factor(estimates, measured, floor)
+        costs = {key: factor * nats for key, nats in estimates.items()}
+        best, attempts = self._repaired(costs, floor)
+        others = [*self._front(costs), *self._presets(costs)]
+        nats, verified = self._verified([] if best is None else [best], others)
+        sizes = len(verified) - len([one for one in verified if one.name in CHOICES])
+        return Sensitivity(
+            units=self.units,
+            estimates=estimates,
+            measured=measured,
+            floor=floor,
+            factor=factor,
+            rank_correlation=_rank_correlation(estimates, measured, floor),
+            budget=self.budget,
+            best=None if best is None else verified[0],
+            front=tuple(verified[best is not None : sizes]),
+            presets=tuple(verified[sizes:]),
+            bf16_bytes=bytes_of(self.model, self.units, {}),
+            bf16_nats=nats,
+            attempts=attempts,
+        )
+
+    def _phase(self, name: str, total: int) -> Callable[[int], None]:
+        return lambda done: self.on_progress(name, done, total)
+
+    def _found(self, name: str, chosen: Mapping[str, str], costs: Mapping[Key, float]) -> Found:
+        size, whole = bytes_of(self.model, self.units, chosen), bytes_of(self.model, self.units, {})
+        return Found(
+            name=name,
+            chosen=chosen,
+            bytes=size,
+            bytes_share=size / whole,
+            fp8_products=fp8_products_share(self.units, chosen),
+            predicted=predicted(costs, chosen),
+        )
+
+    def _limit(self, share: float) -> int:
+        """Bytes that the units together may have for the model to have this share of BF16's."""
+        whole = bytes_of(self.model, self.units, {})
+        return int(share * whole) - (whole - sum(unit.bytes_as(BF16) for unit in self.units))
+
+    def _repaired(
+        self, costs: Mapping[Key, float], floor: Increase
+    ) -> tuple[Found | None, tuple[tuple[float, Increase], ...]]:
+        """The best mix that the windows it was chosen on find within the budget, and what was tried."""
+        limit = self.budget.nats
+        byte_limit = None if self.budget.bytes_share is None else self._limit(self.budget.bytes_share)
+        if byte_limit is not None and byte_limit < 0:
+            return None, ()
+        if limit is None:
+            chosen = best_mix(self.units, costs, byte_limit=byte_limit)
+            return (None if chosen is None else self._found("budget", chosen, costs)), ()
+        asked, kept, attempts = limit, None, []
+        for attempt in range(REPAIRS):
+            chosen = best_mix(self.units, costs, nats=asked, byte_limit=byte_limit)
+            if chosen is None:  # by the sum of the parts; the least that the bytes allow may still do
+                chosen = best_mix(self.units, costs, byte_limit=byte_limit)
+            if chosen is None:
+                break
+            (true,) = self._increases([chosen], self._phase(f"try a mix ({attempt + 1})", 2 * len(self.chosen_on)))
+            attempts.append((predicted(costs, chosen), true))
+            cost = max(true.nats, _beyond(true, floor))
+            if cost <= limit and (kept is None or kept.bytes > bytes_of(self.model, self.units, chosen)):
+                kept = replace(self._found("budget", chosen, costs), on_chosen=true)
+            if NEAR * limit <= cost <= limit or len({step[0] for step in attempts}) < len(attempts):
+                break
+            asked *= min(2.0, max(0.25, AIM * limit / max(cost, limit / 8)))
+        return kept, tuple(attempts)
+
+    def _increases(self, mixes: Sequence[Mapping[str, str]], on_forward: Callable[[int], None]) -> list[Increase]:
+        return compare(self.model, self.units, mixes, self.chosen_on, on_forward=on_forward)[1]
+
+    def _front(self, costs: Mapping[Key, float]) -> list[Found]:
+        """The least loss for several sizes, from the smallest there is."""
+        whole = sum(unit.bytes_as(BF16) for unit in self.units)
+        smallest = sum(min(unit.bytes_as(choice) for choice in unit.choices) for unit in self.units)
+        found = []
+        for share in FRONT_SHARES:
+            chosen = best_mix(self.units, costs, byte_limit=math.ceil(smallest + share * (whole - smallest)))
+            if chosen is not None:
+                found.append(self._found("front", chosen, costs))
+        return found
+
+    def _presets(self, costs: Mapping[Key, float]) -> list[Found]:
+        names = [name for name in CHOICES[:-1] if any(name in unit.choices for unit in self.units)]
+        return [
+            self._found(
+                name, {u.path: name for u in self.units if name in u.choices and not (u.is_table or u.is_head)}, costs
+            )
+            for name in names
+        ]
+
+    def _verified(self, best: Sequence[Found], others: Sequence[Found]) -> tuple[float, list[Found]]:
+        found = [*best, *others]
+        forwards = self._phase("verify", len(self.verified_on) * (1 + len(found)))
+        mixes = [one.chosen for one in found]
+        nats, increases = compare(self.model, self.units, mixes, self.verified_on, on_forward=forwards)
+        return nats, [replace(one, verified=increase) for one, increase in zip(found, increases, strict=True)]
+
+
+def _pairs_to_measure(estimates: Mapping[Key, float], count: int) -> list[Key]:
+    """The costliest half of ``count``, and as many spread evenly through the rest of the ranking."""
+    ranked = sorted((key for key in estimates if key[1] != BF16), key=lambda key: -estimates[key])
+    ranked = [key for key in ranked if recipe_of(key[1]) == key[1]]  # a table as a whole says enough
+    first = ranked[: (count + 1) // 2]
+    rest, wanted = ranked[len(first) :], min(count, len(ranked)) - len(first)
+    return first + [rest[(2 * index + 1) * len(rest) // (2 * wanted)] for index in range(wanted)]
+
+
+def _beyond(increase: Increase, floor: Increase) -> float:
+    return max(0.0, increase.divergence - floor.divergence)
+
+
+def _factor(estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase) -> float:
+    """By what to multiply an estimate for the truth; 1 where nothing was measured or estimated."""
+    true = sum(_beyond(increase, floor) for increase in measured.values())
+    guessed = sum(estimates[key] for key in measured)
+    return true / guessed if true > 0 and guessed > 0 else 1.0
+
+
+def _rank_correlation(estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase) -> float:
+    """Spearman's, of those measured."""
+    if len(measured) < 3:
+        return math.nan
+    guessed = _ranks([estimates[key] for key in measured])
+    true = _ranks([_beyond(increase, floor) for increase in measured.values()])
+    count = len(guessed)
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(guessed, true, strict=True)) / (count * (count**2 - 1))
+
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    ranks = [0] * len(values)
+    for rank, index in enumerate(order):
+        ranks[index] = rank
+    return ranks

@@ -1,0 +1,110 @@
+"""Windows of text, in a model's own tokens: what it is calibrated, tuned and evaluated on.
+
+A few windows must stand for a whole text. The first ones would be its first documents, so the text is cut into as many
+equal parts as windows are wanted, and one window is taken from each part, at a place that the seed draws:
+
+    part i = [i · characters / count, (i + 1) · characters / count)        moved on to the next space
+
+Windows never overlap, whatever the seed. Only what they hold is tokenised, not the whole text. Documents follow each
+other with the tokenizer's end-of-text token between them, or with an empty line where it has none; no other token is
+added.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, DataError
+from octavo.language_model import LanguageModel
+from octavo.training.corpus import Split
+from octavo.training.held_out import ALL
+from octavo.training.text import BUILTIN, divide, load_documents
+from octavo.training.tokenizer import END_OF_TEXT
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["text_windows"]
+
+CHARACTERS_A_TOKEN = 8  # more than most text has; a part with more is tokenised as a whole
+LONGEST_WORD = 256  # characters to look ahead for a space
+
+
+def text_windows(
+    model: LanguageModel, source: str | Path, split: str, *, count: int, length: int, seed: int = 0
+) -> Tensor:
+    """Windows spread evenly over a split's text.
+
+    Args:
+        model: whose tokenizer to use.
+        source: "builtin", a file, a folder or a data set (``octavo.training.text``).
+        split: "train", "validation", "test" or "all".
+        count: how many windows.
+        length: tokens in each; at most ``model.context``.
+        seed: draws each window's place in its part of the text.
+
+    Returns:
+        int64 [count, length], in the text's order; the same for the same arguments.
+
+    Raises:
+        ConfigError: an unknown split, a count or length below 1, or a length that the model does not read.
+        DataError: the source holds no text, or a part of it is too short for a window.
+    """
+    _check(model, split, count, length)
+    documents = load_documents(source)
+    chosen = documents if split == ALL else divide(documents, by_file=str(source) == BUILTIN)[Split(split)]
+    separator = END_OF_TEXT if model.tokenizer.token_to_id(END_OF_TEXT) is not None else "\n\n"
+    text = separator.join(document.text for document in chosen)
+    tokenizer = _unbounded(model.tokenizer)
+    places = np.random.default_rng(seed).random(count)
+    bounds = [_next_space(text, i * len(text) // count) for i in range(count)] + [len(text)]
+    windows = []
+    for part, place in enumerate(places):
+        ids = _window(tokenizer, text[bounds[part] : bounds[part + 1]], length, place)
+        if ids is None:
+            raise DataError(
+                f"the {split} text of {str(source)!r} has too little for {count} windows of {length} tokens: part "
+                f"{part + 1} of {count} is shorter than one; ask for fewer or shorter windows, or give more text"
+            )
+        windows.append(ids)
+    return torch.tensor(windows, dtype=torch.int64)
+
+
+def _check(model: LanguageModel, split: str, count: int, length: int) -> None:
+    if split not in (*Split, ALL):
+        raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {split!r}")
+    if count < 1 or length < 1:
+        raise ConfigError(f"windows and tokens a window must be at least 1, not {count} and {length}")
+    if length > model.context:
+        raise ConfigError(f"this model reads at most {model.context} tokens at once, not {length}; shorten the windows")
+
+
+def _window(tokenizer: "Tokenizer", part: str, length: int, place: float) -> list[int] | None:
+    """``length`` tokens of a part of the text, from about ``place`` of it on; None where it has fewer."""
+    reach = CHARACTERS_A_TOKEN * length
+    start = _next_space(part, int(place * max(0, len(part) - reach)))
+    for piece in (part[start : _next_space(part, start + reach)], part):  # seldom the whole of it
+        ids: list[int] = tokenizer.encode(piece, add_special_tokens=False).ids
+        if len(ids) >= length:
+            return ids[:length]
+    return None
+
+
+def _next_space(text: str, position: int) -> int:
+    """Where the word at ``position`` ends, so that no word and no end-of-text mark is cut; 0 stays."""
+    found = re.compile(r"\s").search(text, position, position + LONGEST_WORD) if position else None
+    return found.start() if found else position
+
+
+def _unbounded(tokenizer: "Tokenizer") -> "Tokenizer":
+    """The tokenizer without the truncation and padding that some files ask for."""
+    from tokenizers import Tokenizer
+
+    copied = Tokenizer.from_str(tokenizer.to_str())
+    copied.no_truncation()
+    copied.no_padding()
+    return copied

@@ -1,0 +1,49 @@
+"""Passes are timed in turn and counted by the token."""
+
+import pytest
+import torch
+
+from octavo.bench import latency
+from octavo.bench.latency import pass_times
+
+
+class Model:
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def logits(self, tokens):
+        self.calls.append((self.name, tuple(tokens.shape)))
+        assert torch.equal(tokens, torch.arange(5).expand_as(tokens))
+        return torch.zeros(1)
+
+
+def test_formats_take_turns_and_the_first_round_does_not_count():
+    calls: list[tuple[str, tuple[int, ...]]] = []
+    seconds = iter([2.0, 30.0, 4.0, 10.0, 3.0, 20.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+
+    def clock(run):
+        run()
+        return next(seconds)
+
+    told: list[tuple[int, int]] = []
+    found = pass_times(
+        {"a": Model("a", calls), "b": Model("b", calls)},
+        torch.arange(5),
+        rounds=3,
+        clock=clock,
+        advance=lambda done, total: told.append((done, total)),
+    )
+    assert calls == [(name, (batch, 5)) for batch in (1, 16) for _ in range(4) for name in "ab"]
+    assert told == [(done, 16) for done in range(16)]
+    assert [(time.name, time.batch, time.length, time.latency_ms) for time in found] == [
+        ("a", 1, 5, 3000.0), ("b", 1, 5, 20_000.0), ("a", 16, 5, 1000.0), ("b", 16, 5, 1000.0)
+    ]  # fmt: skip
+    assert found[0].tokens_per_second == pytest.approx(5 / 3)
+    assert found[2].tokens_per_second == 80.0
+
+
+def test_a_cpu_is_said_to_emulate(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no FP8 instructions" in latency.emulation_note()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert latency.emulation_note() == "Times are of this GPU."

@@ -1,0 +1,118 @@
+"""``octavo calibrate`` as a user runs it."""
+
+import json
+
+import pytest
+import torch
+
+from octavo.language_model import load_language_model
+from octavo.quantization import calibrate, coverage, load_calibration, text_windows
+from tests.unit.models import small_gguf
+
+
+def test_it_writes_what_the_api_finds(octavo, finished_run, text, tmp_path):
+    out = tmp_path / "out"
+    result = octavo(
+        "calibrate", finished_run, "--data", text, "--samples", 40, "--method", "mse", "--granularity", "row",
+        "--kv-cache", "--check", text, "--out", out, "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    model = load_language_model(finished_run)
+    batches = text_windows(model, text, "train", count=40, length=32).split(1)
+    expected = calibrate(model, batches, method="mse", granularity="row", kv_cache=True)
+    found = load_calibration(out)
+    assert found.health == expected.health
+    assert found.seen.source == f"{text}, train"
+    record = json.loads(result.stdout)
+    assert record["layers"][0]["scale"] == float(expected.input_scales[expected.health[0].path])
+    assert record["kv_cache"]["0"] == [float(scale) for scale in expected.kv_scales[0]]
+    assert record["left_out"]["lm_head"] == "head: by its name"
+    checked = coverage(model, expected, text_windows(model, text, "all", count=32, length=32).split(1))
+    assert record["check"][0]["saturation_fraction"] == checked[0].saturation_fraction
+    found.apply(model)
+    with torch.no_grad():
+        assert model.logits(batches[0]).isfinite().all()
+
+
+def test_it_prints_a_table_and_is_quiet_where_nothing_is_wrong(octavo, finished_run, text, tmp_path):
+    arguments = ["calibrate", finished_run, "--data", text, "--out", tmp_path / "out"]
+    result = octavo(*arguments, "--samples", 64)
+    assert result.exit_code == 0, result.output
+    assert "model.layers.0.self_attn.q_proj +2" in result.stdout
+    assert "warning" not in result.stdout
+    assert "holds the scales of 7 layers" in result.stdout
+    few = octavo(*arguments, "--samples", 8, "--method", "percentile", "--percentile", 90)
+    assert "warning: 8 samples are few" in few.stdout
+    assert "percentile clips up to" in few.stdout
+
+
+def test_text_beyond_the_scales_is_said(octavo, finished_run, tmp_path):
+    """Calibrated on one word, the model meets others."""
+    (tmp_path / "one.txt").write_text("of course " * 3000)
+    (tmp_path / "other.txt").write_text("".join(f"{n} times {n % 7}, {n * n}.\n" for n in range(3000)))
+    result = octavo(
+        "calibrate", finished_run, "--data", tmp_path / "one.txt", "--samples", 32, "--check", tmp_path / "other.txt",
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "warning: the checked text goes beyond the scales of" in result.stdout
+
+
+def test_a_gguf_file_is_calibrated_too(octavo, text, tmp_path):
+    path = small_gguf.write(tmp_path / "model.gguf")
+    arguments = ["--data", text, "--samples", 4, "--context", 8, "--split", "all", "--out", tmp_path / "out"]
+    result = octavo("calibrate", path, *arguments)
+    assert result.exit_code == 0, result.output
+    model = load_language_model(path)
+    assert len(load_calibration(tmp_path / "out").apply(model).converted) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--method", "median"], "method must be one of max, percentile, mse, entropy, not 'median'"),
+        (["--granularity", "channel"], "weight_granularity must be one of tensor, row, 128x128"),
+        (["--weights", "best"], "weight_method must be one of max, mse"),
+        (["--method", "percentile", "--percentile", "0"], "percentile must be above 0"),
+        (["--samples", "0"], "at least 1, not 0"),
+        (["--context", "33"], "reads at most 32 tokens"),
+        (["--split", "dev"], "split must be one of train, validation, test, all"),
+        (["--skip", "nothing"], "pattern 'nothing' matches no layer"),
+        (["--data", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
+        (["--from-run", "nowhere"], "holds no run"),
+        (["--from-run", "nowhere", "--kv-cache"], "and no --kv-cache; leave one of them out"),
+        (["--from-run", "nowhere", "--method", "mse"], "and no --method; leave one of them out"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence_and_writes_nothing(octavo, finished_run, tmp_path, options, words):
+    text = tmp_path / "own.txt"
+    text.write_text("of course, it is.\n" * 3000)
+    result = octavo("calibrate", finished_run, "--data", text, "--out", tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_somebody_elses_folder_is_refused_before_anything_is_read(octavo, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    result = octavo("calibrate", "no such model", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "holds other files" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_from_a_run_that_kept_no_amaxes(octavo, finished_run, tmp_path):
+    result = octavo("calibrate", finished_run, "--from-run", finished_run, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "(tensorwise) has kept no amaxes" in result.stderr
+
+
+def test_from_a_delayed_run(octavo, setting, text, tmp_path):
+    assert octavo("train", *setting, "--recipe", "delayed", "--out", tmp_path / "run").exit_code == 0
+    arguments = ["calibrate", tmp_path / "run", "--from-run", tmp_path / "run", "--out", tmp_path / "out"]
+    result = octavo(*arguments, "--check", text)
+    assert result.exit_code == 0, result.output
+    assert "holds the scales of 7 layers" in result.stdout
+    assert "checked text" in result.stdout
+    assert len(load_calibration(tmp_path / "out").input_scales) == 7

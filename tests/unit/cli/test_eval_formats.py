@@ -1,0 +1,129 @@
+"""``octavo eval --compare`` and of models that are no run, as a user's shell would see it."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octavo.language_model import load_language_model
+from octavo.quantization import text_windows
+from octavo.quantization.comparison import compare
+from octavo.quantization.evaluation_text import evaluation_windows
+from octavo.quantization.lineup import line_up
+from octavo.training.text import TOPICS
+from tests.unit.models import small_gguf
+
+FEW = ["--windows", 3, "--context", 16]
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    return small_gguf.write(tmp_path_factory.mktemp("model") / "model.gguf")
+
+
+def test_the_loss_of_a_file(octavo, gguf):
+    """Of the topics, in FP32, from torch alone."""
+    record = json.loads(octavo("eval", gguf, *FEW, "--json").stdout)
+    model = load_language_model(gguf)
+    windows = evaluation_windows(model, TOPICS, "all", count=3, length=16)
+    with torch.no_grad():
+        logits = model.logits(windows[:, :-1])
+    nats = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    assert record["nats"] == pytest.approx(nats, rel=1e-6)
+    assert record["perplexity"] == pytest.approx(math.exp(nats), rel=1e-6)
+    assert (record["data"], record["split"], record["tokens"]) == (TOPICS, "all", 45)
+    assert "perplexity" in octavo("eval", gguf, *FEW).stdout
+
+
+def test_formats_of_a_file(octavo, gguf):
+    record = json.loads(octavo("eval", gguf, "--compare", "fp8-dynamic, fp8-kv-centred", *FEW, "--json").stdout)
+    model = load_language_model(gguf)
+    windows = evaluation_windows(model, TOPICS, "all", count=3, length=16)
+    expected = compare(line_up(model, ["bf16", "fp8-dynamic"]), windows)
+    rows = {row["name"]: row for row in record["formats"]}
+    assert list(rows) == ["bf16", "fp8-dynamic", "fp8-kv-centred"]
+    for entry in expected.entries:
+        row = rows[entry.name]
+        assert row["nats"] == entry.scores.nats
+        assert row["agreement"] == entry.scores.agreement
+        assert row["divergence"] == entry.scores.divergence
+        assert row["file_bytes"] == entry.storage.file_bytes
+        assert row["gap"]["standard_error"] == expected.gap(entry.name).standard_error
+    assert rows["fp8-dynamic"]["layers"] == 14
+    assert rows["fp8-kv-centred"]["divergence"] > 0
+    assert record["passes"] == []
+
+
+def test_formats_as_a_table(octavo, gguf):
+    shown = octavo("eval", gguf, "--compare", "bf16,fp8-rowwise", *FEW).stdout
+    for word in ("fp8-rowwise", "vs BF16", "top-1", "±", "3 windows of 16 tokens", "paired with bf16"):
+        assert word in shown
+    assert "tokens/s" not in shown
+
+
+def test_speed_is_said_to_be_emulated(octavo, gguf):
+    shown = octavo("eval", gguf, "--compare", "bf16,fp8-dynamic", "--speed", *FEW).stdout
+    assert "latency, ms" in shown
+    assert "instructions" in shown or "of this GPU" in shown
+    record = json.loads(octavo("eval", gguf, "--compare", "bf16", "--speed", *FEW, "--json").stdout)
+    assert [(row["name"], row["batch"], row["length"]) for row in record["passes"]] == [
+        ("bf16", 1, 16),
+        ("bf16", 16, 16),
+    ]
+    assert all(row["latency_ms"] > 0 and row["tokens_per_second"] > 0 for row in record["passes"])
+
+
+def test_formats_of_a_run_on_its_own_test_split(octavo, finished_run, text):
+    record = json.loads(octavo("eval", finished_run, "--compare", "bf16,fp8-dynamic", "--windows", 2, "--json").stdout)
+    assert (record["data"], record["split"], record["context"]) == (str(text), "test", 32)
+    model = load_language_model(finished_run)
+    windows = text_windows(model, text, "test", count=2, length=32)
+    expected = compare(line_up(model, ["bf16", "fp8-dynamic"]), windows)
+    assert [row["nats"] for row in record["formats"]] == [entry.scores.nats for entry in expected.entries]
+
+
+def test_other_text_for_a_run(octavo, finished_run, tmp_path):
+    (tmp_path / "other.txt").write_text("nothing like sums at all\n" * 400)
+    arguments = ["--data", tmp_path / "other.txt", "--windows", 2, "--json"]
+    record = json.loads(octavo("eval", finished_run, "--compare", "bf16", *arguments).stdout)
+    assert record["split"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--compare", "fp4"], "there is no format 'fp4' to compare; use some of fp32, bf16"),
+        (["--compare", ""], "there is no format ''"),
+        (["--compare", "bf16,bf16"], "different formats"),
+        (["--compare", "bf16", "--calibration", "x"], "--calibration is for fp8-static, which is not compared"),
+        (["--compare", "bf16", "--qat", "x"], "--qat is for fp8-qat, which is not compared"),
+        (["--compare", "fp8-qat"], "fp8-qat needs --qat"),
+        (["--compare", "bf16", "--windows", "0"], "must be at least 1"),
+        (["--compare", "bf16", "--context", "1"], "from 2 to 32 tokens"),
+        (["--compare", "bf16", "--split", "test"], "language-topics has no splits"),
+        (["--speed"], "--speed goes with --compare"),
+        (["--samples", "4"], "--samples goes with --compare"),
+        (["--data", ""], "--data is empty"),
+    ],
+)
+def test_bad_input_is_one_sentence(octavo, gguf, options, words):
+    result = octavo("eval", gguf, *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+def test_options_that_a_run_as_it_was_trained_does_not_take(octavo, finished_run):
+    for option in ("--windows", "--context"):
+        result = octavo("eval", finished_run, option, 4)
+        assert result.exit_code == 2
+        assert "add --compare" in result.stderr
+
+
+def test_progress_and_results_do_not_mix(octavo, gguf):
+    result = octavo("eval", gguf, "--compare", "bf16", *FEW, "--json")
+    assert "evaluate" in result.stderr
+    assert json.loads(result.stdout)["reference"] == "bf16"

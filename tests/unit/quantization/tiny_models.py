@@ -1,0 +1,41 @@
+"""A decoder of two layers as a language model, and text that it knows nothing of."""
+
+import torch
+
+from octavo.language_model import LanguageModel
+from octavo.models import Llama, LlamaConfig
+from octavo.training.tokenizer import train_tokenizer
+
+VOCABULARY, CONTEXT, HEADS, HEAD_DIM = 300, 64, 2, 16
+LINEARS = 14  # of two layers
+SHAPE = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=4 * HEAD_DIM,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=HEADS,
+    max_positions=CONTEXT,
+    tie_embeddings=True,
+)
+
+
+def language_model(*, tied: bool = True) -> LanguageModel:
+    """Weights large enough that formats differ."""
+    shape = (
+        SHAPE
+        if tied
+        else LlamaConfig(**{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"tie_embeddings": False})
+    )
+    model = Llama(shape, seed=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=VOCABULARY)
+    return LanguageModel(model=model, tokenizer=tokenizer, context=CONTEXT, source="a test")
+
+
+def windows(count: int = 3, length: int = 24) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, VOCABULARY, (count, length), generator=generator)
