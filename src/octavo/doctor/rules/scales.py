@@ -174,9 +174,9 @@ def inexact_amax(series: Series, limits: Thresholds) -> Iterator[Finding]:
         if track.spec("scaling") != "dynamic":
             continue
         low, high = _exact_range(track, limits)
-        g = track.growth
+        g, least = track.growth, track.least_growth
         seen = (track.of("amax") > SMALLEST_AMAX) & (g > 0)
-        wrong = np.flatnonzero(seen & ((g < low) | (g > high) | (track.least_growth < low)))
+        wrong = np.flatnonzero(seen & ((g < low) | (g > high) | ((least > 0) & (least < low))))
         if wrong.size:
             yield _inexact(track, wrong, (low, high), limits)
 

@@ -85,6 +85,7 @@ def cast(noise, role, depth, share, kind):
         "signed_error": 1e-4 * noise[5],
         "scale": amax / ratio / MAX[role],
         "stale_ratio": ratio,
+        "least_stale_ratio": ratio,
         "code_mismatch": 0.0,
     }
     return np.array([found[name] for name in CAST_FIELDS], dtype=np.float64)

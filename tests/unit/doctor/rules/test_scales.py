@@ -170,6 +170,7 @@ class TestInexact:
         assert (found.severity, found.evidence["stale_ratio"]) == (Severity.FAIL, 1 / 256)
         assert not list(inexact_amax(looks("rowwise", casts={place: {"least_stale_ratio": 0.501}}), LIMITS))
         assert not list(inexact_amax(looks("rowwise", casts={place: {"least_stale_ratio": np.nan}}), LIMITS))
+        assert not list(inexact_amax(looks("rowwise", casts={place: {"least_stale_ratio": 0}}), LIMITS))
 
     def test_an_amax_near_the_floor_is_not_judged(self):
         series = looks("tensorwise", casts={PLACE: {"stale_ratio": 0.5, "amax": 5e-13}})
