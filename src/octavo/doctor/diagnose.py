@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity, worst_first
+from octavo.doctor.losses import SEEN_AT
 from octavo.doctor.mended import MENDED_AT, after_mending
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.rules import RULES, loss_gap
@@ -131,6 +132,5 @@ def _is_before(cause: Finding, other: Finding, order: dict[tuple[str, str], int]
     """In time, then in the order of a step's casts; what is about the whole run is after everything of its step."""
     last = len(order)
     places = [order.get((one.path, one.role), last) for one in (cause, other)]
-    return (cause.first_step, places[0]) < (other.first_step, places[1]) or (
-        not cause.path and cause.first_step <= other.first_step
-    )
+    first, then = (one.evidence.get(SEEN_AT, one.first_step) for one in (cause, other))
+    return (first, places[0]) < (then, places[1]) or (not cause.path and first <= then)

@@ -6,8 +6,9 @@ import numpy as np
 
 from octavo.doctor.series import Floats, Series
 
-__all__ = ["Gap", "common_losses", "newest_gap", "warmup"]
+__all__ = ["SEEN_AT", "Gap", "common_losses", "newest_gap", "warmup"]
 
+SEEN_AT = "seen_at"  # in the evidence of a loss that leaves: the first look that can show why
 NEWEST_SHARE = 3  # a third of the steps
 
 

@@ -1,7 +1,8 @@
 """One rule a kind of finding: what the statistics look like when that goes wrong."""
 
+from octavo.doctor.rules.divergence import divergence
 from octavo.doctor.rules.gap import loss_gap
 from octavo.doctor.rules.modules import slow_layers
 from octavo.doctor.rules.registry import RULES
 
-__all__ = ["RULES", "loss_gap", "slow_layers"]
+__all__ = ["RULES", "divergence", "loss_gap", "slow_layers"]

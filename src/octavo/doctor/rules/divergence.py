@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.losses import warmup
+from octavo.doctor.losses import SEEN_AT, warmup
 from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
 
@@ -31,7 +31,7 @@ class _Rise:
 
 
 def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A loss that ends far above its beginning, or far above its best; from the first look on that can show why."""
+    """A loss that ends far above its beginning, or far above its best."""
     steps, losses = series.curve("loss")
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
     if len(losses) < 3 * EDGE:
@@ -43,9 +43,13 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
     yield Finding(
         code="divergence",
         severity=Severity.WARN,
-        first_step=int(min(looks[looks >= rise.left], default=rise.left)),
+        first_step=int(rise.left),
         last_step=int(steps[-1]),
-        evidence={"loss_began": rise.began, "loss_ended": rise.ended},
+        evidence={
+            "loss_began": rise.began,
+            "loss_ended": rise.ended,
+            SEEN_AT: float(min(looks[looks >= rise.left], default=rise.left)),
+        },
         cause=f"{rise.story} since step {rise.left:.0f}; what FP8 shows from there on follows from it, so look at the "
         "learning rate and the data",
         weight=rise.ended / rise.began,

@@ -85,7 +85,8 @@ def test_noise_is_quiet(seed, length):
 
 def test_its_story():
     (one,) = found(BLOWN)
-    assert (one.severity, one.path, one.first_step, one.last_step) == (Severity.WARN, "", 15, 25)
+    assert (one.severity, one.path, one.first_step, one.last_step) == (Severity.WARN, "", 12, 25)
+    assert one.evidence["seen_at"] == 15
     assert one.cause.startswith("the loss began at 1.11 and ends at 4.1e+03, above its beginning since step 12;")
     (one,) = found(falling() + [8.0] * 24)
     assert (one.first_step, one.last_step) == (61, 84)  # no look is later
