@@ -67,6 +67,7 @@ def test_what_a_warm_up_overshoots_comes_back():
     rates = np.minimum(np.arange(1, 111) / 40, 1.0)
     assert not found(losses[:80], lr=rates)
     assert found(losses, lr=rates)
+    assert not found(falling(length=30) + [7.6] * 40, lr=rates[:70]), "it began within the warm-up"
 
 
 @pytest.mark.parametrize("seed", range(20))
