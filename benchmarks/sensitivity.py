@@ -94,8 +94,7 @@ def _row(name: str, one: Found, judged: str) -> str:
 def _notes(found: Sensitivity, seconds: float) -> Iterator[str]:
     yield (
         f"Of {len(found.measured)} (layer, choice) run alone, estimate and divergence beyond the floor of "
-        f"{found.floor.divergence:.5f} nats agree with rank correlation {found.rank_correlation:.2f}; together they "
-        f"are {found.factor:.2f} times the estimates."
+        f"{found.floor.divergence:.5f} nats agree with rank correlation {found.rank_correlation:.2f}."
     )
     for number, (guessed, true) in enumerate(found.attempts, 1):
         yield (

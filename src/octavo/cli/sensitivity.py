@@ -175,7 +175,7 @@ def _write(out: Path, found: Sensitivity, kept: dict[str, Any], facts: dict[str,
 
 
 def _print(found: Sensitivity) -> None:
-    title = "What layers cost alone, in thousandths of a nat (estimated; worst first)"
+    title = "What layers cost alone, in thousandths of a nat (worst first)"
     print_table(
         title, ["layer", *CHOICES[:-1], "the mix"], [_layer(found, unit) for unit in worst_first(found)[:WORST]]
     )

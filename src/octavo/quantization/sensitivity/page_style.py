@@ -38,8 +38,8 @@ Bytes are codes and scales of what is FP8, and two an element of the rest, embed
 <p class="legend">$front_legend</p>
 <div class="plot">$front</div>
 <h2>What layers cost</h2>
-<p class="caption">Each layer alone in FP8, everything else in BF16: the estimated increase of the loss, stacked by
-block.</p>
+<p class="caption">Each layer alone in FP8, everything else in BF16: the increase of the loss, stacked by block:
+estimated, or measured where the layer was run alone.</p>
 <p class="legend">$role_legend</p>
 $bars
 <h2>The mix</h2>
@@ -47,7 +47,8 @@ $bars
 <p class="legend">$map_legend</p>
 $map
 <h2>Every layer</h2>
-<p class="caption">Thousandths of a nat a token, the costliest first: estimated, and for some measured.</p>
+<p class="caption">Thousandths of a nat a token, the costliest first: estimated, or measured where the last column says
+so.</p>
 <div class="wide">$table</div>
 <h2>Setting</h2>
 <dl>$facts</dl>

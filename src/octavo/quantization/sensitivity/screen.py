@@ -14,6 +14,10 @@ that one draw of labels gives for every choice at once
 predicted, that is in nats, and where the model predicts the text as well as it believes to, the expected loss increases
 by as much.
 
+Where g · Δy is a nat or more, no second-order formula holds: what a few tokens with activations a thousand times the
+others' seem to cost would drown the rest, while the norms after them hide most of it. From there on the term grows
+linearly, d − ½ in place of ½ d², as Huber's loss does.
+
 Of a table the cost is wanted row by row. Where it is looked up, a position's term belongs to the row of its token.
 Where the head shares it, word v's logit alone moves by Δ_tv, which costs ½ p_tv (1 − p_tv) Δ_tv², p being the
 reference's probability of the word: the diagonal of the softmax's Fisher matrix, known without a draw.
@@ -145,15 +149,20 @@ def _recording(model: nn.Module, units: Sequence[Unit]) -> Iterator[dict[str, li
             handle.remove()
 
 
+def _half_square(nats: Tensor) -> Tensor:
+    """½ d², and from one nat on linear."""
+    return F.huber_loss(nats, torch.zeros_like(nats), reduction="none", delta=1.0)
+
+
 @torch.no_grad()
 def _noticed(model: nn.Module, unit: Unit, choice: str, calls: Sequence[Call]) -> float:
-    """½ Σ_t (g_t · Δy_t)² over the unit's calls in one window."""
+    """The sum over positions, of the unit's calls in one window."""
     total = 0.0
     with applied(model, unit, choice):
         for call in calls:
             assert call.gradient is not None
             change = call.module(call.x).float() - call.y.float()
-            total += 0.5 * (change * call.gradient.float()).sum(-1).square().sum().item()
+            total += _half_square((change * call.gradient.float()).sum(-1)).sum().item()
     return total
 
 
@@ -166,7 +175,7 @@ def _noticed_rows(model: nn.Module, unit: Unit, calls: Sequence[Call]) -> Tensor
             change = call.module(call.x).float() - call.y.float()
             if isinstance(call.module, nn.Embedding):
                 assert call.gradient is not None
-                noticed = 0.5 * (change * call.gradient.float()).sum(-1).square()
+                noticed = _half_square((change * call.gradient.float()).sum(-1))
                 found.index_add_(0, call.x.flatten().cpu(), noticed.flatten().double().cpu())
             else:
                 probabilities = call.y.float().softmax(-1)

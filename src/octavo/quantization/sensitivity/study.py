@@ -2,7 +2,7 @@
 
 1. Screen (screen.py): every layer under every choice, estimated from one backward pass a window.
 2. Truth (truth.py): the costliest pairs and others spread through the ranking, run for real. How far the estimates
-   agree is part of the result, and their sum is scaled by what the truth says they miss.
+   agree is part of the result. The truth takes the estimate's place where it can be told from the floor.
 3. Search (choosing.py): the best mix if costs add up.
 4. Repair: the mix is run on the windows it was chosen on. Where the increase is not within the budget, or far below
    it, the search is asked for another sum, as much smaller or larger, up to REPAIRS times; the best mix within is kept.
@@ -33,6 +33,7 @@ NEAR, AIM = 0.8, 0.92  # of the budget: what is close enough, and what the next 
 FRONT_SHARES = (0.0, 0.1, 0.3, 0.6)  # of the bytes between the smallest mix and BF16
 MOST_TRUTH_WINDOWS = 4
 FRONT_WINDOWS = 8
+FROM_FLOOR = 0.5  # of the floor's divergence: less than that cannot be told from it
 Progress = Callable[[str, int, int], None]
 
 
@@ -96,7 +97,7 @@ class Sensitivity:
         estimates: nats a token by (unit's path, choice), as the screen says.
         measured: the true increase of those that were run alone.
         floor: what the smallest change of a BF16 computation does.
-        factor: truth over estimate, by which the search multiplies.
+        costs: nats a token that the search counts: the truth where it is known, else the estimate.
         rank_correlation: of estimate and true divergence beyond the floor (Spearman's); NaN for fewer than three.
         budget: what was asked for.
         best: the mix for it; None where no mix was within it.
@@ -111,7 +112,7 @@ class Sensitivity:
     estimates: Mapping[Key, float]
     measured: Mapping[Key, Increase]
     floor: Increase
-    factor: float
+    costs: Mapping[Key, float]
     rank_correlation: float
     budget: Budget
     best: Found | None
@@ -195,8 +196,7 @@ class _Study:
         floor = floor_of(self.model, self.units, few)
         on_pair = self._phase("measure layers", len(pairs) * len(few))
         measured = measure(self.model, self.units, pairs, few, on_pair=on_pair)
-        factor = _factor(estimates, measured, floor)
-        costs = {key: factor * nats for key, nats in estimates.items()}
+        costs = _costs(self.units, estimates, measured, floor)
         best, attempts = self._repaired(costs, floor)
         nats, best = self._verified(best)
         front, presets = self._front(costs), self._presets(costs)
@@ -206,7 +206,7 @@ class _Study:
             estimates=estimates,
             measured=measured,
             floor=floor,
-            factor=factor,
+            costs=costs,
             rank_correlation=_rank_correlation(estimates, measured, floor),
             budget=self.budget,
             best=best,
@@ -315,11 +315,21 @@ def _beyond(increase: Increase, floor: Increase) -> float:
     return max(0.0, increase.divergence - floor.divergence)
 
 
-def _factor(estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase) -> float:
-    """By what to multiply an estimate for the truth; 1 where nothing was measured or estimated."""
-    true = sum(_beyond(increase, floor) for increase in measured.values())
-    guessed = sum(estimates[key] for key in measured)
-    return true / guessed if true > 0 and guessed > 0 else 1.0
+def _costs(
+    units: Sequence[Unit], estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase
+) -> dict[Key, float]:
+    """The truth in place of the estimate, where one of them stands out from the floor; a table's for all its shares."""
+    costs = dict(estimates)
+    tables = {unit.path: unit for unit in units if unit.is_table}
+    for (path, choice), increase in measured.items():
+        true, guessed = _beyond(increase, floor), estimates[path, choice]
+        if max(true, guessed) < FROM_FLOOR * floor.divergence:
+            continue
+        if path in tables and guessed > 0:
+            costs |= {(path, other): true / guessed * estimates[path, other] for other in tables[path].choices}
+        else:
+            costs[path, choice] = true
+    return costs
 
 
 def _rank_correlation(estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase) -> float:

@@ -60,9 +60,8 @@ def notes(found: Sensitivity) -> Iterator[str]:
     if found.measured:
         yield (
             f"Layers are ranked by an estimate from gradients. {len(found.measured)} of {_pairs(found)} (layer, "
-            f"choice) were run too: rank correlation {found.rank_correlation:.2f}, together {found.factor:.2f} times "
-            f"the estimates, beyond the {found.floor.divergence:.5f} nats by which a BF16 computation diverges from "
-            "itself in another order."
+            f"choice) were run too: rank correlation {found.rank_correlation:.2f} beyond the "
+            f"{found.floor.divergence:.5f} nats by which a BF16 computation diverges from itself in another order."
         )
     else:
         yield "Layers are ranked by an estimate from gradients; none was run by itself."
@@ -73,9 +72,8 @@ def _pairs(found: Sensitivity) -> int:
 
 
 def cost_of(found: Sensitivity, unit: Unit, choice: str) -> float | None:
-    """The estimate, as the search used it; None for a choice that the unit has not."""
-    nats = found.estimates.get((unit.path, choice))
-    return None if nats is None or choice == BF16 else found.factor * nats
+    """Nats a token, as the search counted them; None for a choice that the unit has not."""
+    return None if choice == BF16 else found.costs.get((unit.path, choice))
 
 
 def worst_first(found: Sensitivity) -> list[Unit]:
@@ -105,7 +103,6 @@ def record(found: Sensitivity, facts: Mapping[str, Any]) -> dict[str, Any]:
         "bf16_bytes": found.bf16_bytes,
         "bf16_nats": found.bf16_nats,
         "floor": _increase(found.floor),
-        "factor": found.factor,
         "rank_correlation": None if math.isnan(found.rank_correlation) else found.rank_correlation,
         "best": None if found.best is None else _mix(found.best),
         "attempts": [{"predicted": guessed, **_increase(true)} for guessed, true in found.attempts],
@@ -126,7 +123,8 @@ def _layer(found: Sensitivity, unit: Unit, best: Mapping[str, str] | None) -> di
         "choices": {
             choice: {
                 "bytes": unit.bytes_as(choice),
-                "estimated_nats": cost_of(found, unit, choice) or 0.0,
+                "estimated_nats": found.estimates[unit.path, choice],
+                "counted_nats": found.costs[unit.path, choice],
                 **_increase(found.measured.get((unit.path, choice))),
             }
             for choice in unit.choices

@@ -9,6 +9,7 @@ from torch import nn
 
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
+from octavo.quantization.sensitivity import screen
 from octavo.quantization.sensitivity.screen import estimate
 from octavo.quantization.sensitivity.surroundings import in_bf16
 from octavo.quantization.sensitivity.truth import floor_of, measure
@@ -102,6 +103,11 @@ def test_the_estimate_says_what_the_truth_says():
     assert len(large) >= 8
     for key in large:
         assert 0.25 < found[key] / beyond[key] < 4, key
+
+
+def test_from_one_nat_on_it_grows_linearly():
+    half_square = screen._half_square(torch.tensor([-0.5, 1.0, 15.0, -3.0]))
+    assert half_square.tolist() == [0.125, 0.5, 14.5, 2.5]
 
 
 def test_the_same_seed_gives_the_same_estimates():

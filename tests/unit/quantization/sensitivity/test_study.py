@@ -8,7 +8,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.quantization import Budget, measure_sensitivity
 from octavo.quantization.sensitivity import screen, study
-from octavo.quantization.sensitivity.study import _pairs_to_measure, _rank_correlation
+from octavo.quantization.sensitivity.study import _costs, _pairs_to_measure, _rank_correlation
 from octavo.quantization.sensitivity.telling import FORMAT, asked, headline, notes, record, worst_first
 from octavo.quantization.sensitivity.truth import Increase
 from octavo.quantization.sensitivity.units import bytes_of, units_of
@@ -140,6 +140,30 @@ def test_which_pairs_are_run():
     assert {int(path) // 19 for path, _ in pairs[5:]} == {0, 1, 2, 3, 4}, "spread through the rest"
     assert _pairs_to_measure(estimates, 0) == []
     assert len(_pairs_to_measure(estimates, 1000)) == 100
+
+
+def test_the_truth_takes_the_estimates_place_where_it_stands_out():
+    units = units_of(small_llama())
+    table, layer, other = units[0], units[1].path, units[2].path
+    estimates = {(unit.path, choice): 0.01 for unit in units for choice in unit.choices}
+    estimates |= {(table.path, "weight_only"): 0.04, (other, "rowwise"): 0.0001}
+
+    def of(divergence):
+        return Increase(nats=0, error=0, divergence=divergence, windows=2)
+
+    measured = {
+        (table.path, "weight_only"): of(0.021),
+        (layer, "rowwise"): of(0.004),
+        (layer, "tensorwise"): of(0.0005),
+        (other, "rowwise"): of(0.0012),
+    }
+    costs = _costs(units, estimates, measured, of(0.001))
+    assert costs[table.path, "weight_only"] == pytest.approx(0.02)
+    assert costs[table.path, "weight_only:0.75"] == pytest.approx(0.005), "every share by the same factor"
+    assert costs[layer, "rowwise"] == pytest.approx(0.003)
+    assert costs[layer, "tensorwise"] == 0, "less than the floor is nothing"
+    assert costs[other, "rowwise"] == 0.0001, "neither stands out: the estimate stays"
+    assert costs[layer, "weight_only"] == 0.01, "not measured"
 
 
 def test_the_rank_correlation_is_spearmans():
