@@ -1,5 +1,7 @@
 """What may be chosen, and that its bytes are those of real tensors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from octavo import recipes
 from octavo.convert import convert
 from octavo.errors import ConfigError
 from octavo.quantization.sensitivity.units import BF16, CHOICES, WEIGHT_ONLY, bytes_of, decoded_table, units_of
-from tests.unit.quantization.sensitivity.small_models import small_llama
+from tests.unit.quantization.sensitivity.small_models import WORDS, small_llama
 
 
 def test_a_tied_head_is_one_unit_with_its_table_and_counts_once():
@@ -65,6 +67,12 @@ def test_bytes_of_a_model_are_those_of_what_it_would_hold(tied):
     real = sum(p.nbytes if p.itemsize == 1 else p.to(torch.bfloat16).nbytes for p in held.parameters())
     real += sum(scale.nbytes for name, scale in held.named_buffers() if name.endswith("weight_scale"))
     assert bytes_of(model, units, chosen) == real
+
+
+def test_the_rows_that_stay_in_bf16_are_the_costliest():
+    table = replace(units_of(small_llama())[0], row_order=torch.arange(WORDS).flip(0))
+    assert table.kept_rows("weight_only:0.94").tolist() == [0, 1, 2, 3]
+    assert table.kept_rows("weight_only").tolist() == []
 
 
 def test_a_decoded_table_keeps_the_named_rows_in_bf16():
