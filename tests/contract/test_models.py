@@ -21,7 +21,8 @@ SQNR_BARS = {"tensorwise": (28.5, 24.5, 24.4), "delayed": (28.5, 24.5, 24.4), "r
 # Of what bfloat16 autocast keeps for backward. One byte an element is half; blocks and weights add their scales.
 BYTES_BARS = dict.fromkeys(("tensorwise", "delayed", "delayed_te", "rowwise"), 0.505)
 BYTES_BARS |= dict.fromkeys(("blockwise", "mxfp8"), 0.52)
-BYTES_BARS |= dict.fromkeys(("rowwise_hp_grad_weight", "static"), 1.0)  # grad_weight needs the input itself
+# grad_weight needs the input itself
+BYTES_BARS |= dict.fromkeys(("rowwise_hp_grad_weight", "static", "weight_only"), 1.0)
 
 
 def _convert(model: nn.Module, recipe: str) -> ConversionReport:

@@ -44,7 +44,7 @@ def test_a_word_that_is_not_utf_8_is_refused_in_one_sentence(octavo, arguments):
     [
         ("demo", "runs/demo, runs/demo-quick with --quick"),
         ("train", "tensorwise"),
-        ("eval", "test of the run's own data, all of other data"),
+        ("eval", "test of a run's own data, all of other data"),
     ],
 )
 def test_help_shows_the_defaults_it_describes(octavo, command, default):
