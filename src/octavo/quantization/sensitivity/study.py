@@ -6,8 +6,7 @@
 3. Search (choosing.py): the best mix if costs add up.
 4. Repair: the mix is run on the windows it was chosen on. Where the increase is not within the budget, or far below
    it, the search is asked for another sum, as much smaller or larger, up to REPAIRS times; the best mix within is kept.
-   The increase is the larger of that of the loss, which has the luck of few windows, and of the divergence beyond the
-   floor.
+   One standard error is added to the increase: a few windows have their luck.
 5. Verification: that mix on windows it was not chosen on; mixes of other sizes and the presets by themselves on the
    first FRONT_WINDOWS of them.
 """
@@ -197,7 +196,7 @@ class _Study:
         on_pair = self._phase("measure layers", len(pairs) * len(few))
         measured = measure(self.model, self.units, pairs, few, on_pair=on_pair)
         costs = _costs(self.units, estimates, measured, floor)
-        best, attempts = self._repaired(costs, floor)
+        best, attempts = self._repaired(costs)
         nats, best = self._verified(best)
         front, presets = self._front(costs), self._presets(costs)
         others = self._verified_too([*front, *presets])
@@ -236,9 +235,7 @@ class _Study:
         whole = bytes_of(self.model, self.units, {})
         return int(share * whole) - (whole - sum(unit.bytes_as(BF16) for unit in self.units))
 
-    def _repaired(
-        self, costs: Mapping[Key, float], floor: Increase
-    ) -> tuple[Found | None, tuple[tuple[float, Increase], ...]]:
+    def _repaired(self, costs: Mapping[Key, float]) -> tuple[Found | None, tuple[tuple[float, Increase], ...]]:
         """The best mix that the windows it was chosen on find within the budget, and what was tried."""
         limit = self.budget.nats
         byte_limit = None if self.budget.bytes_share is None else self._limit(self.budget.bytes_share)
@@ -256,7 +253,7 @@ class _Study:
                 break
             (true,) = self._increases([chosen], self._phase(f"try a mix ({attempt + 1})", 2 * len(self.chosen_on)))
             attempts.append((predicted(costs, chosen), true))
-            cost = max(true.nats, _beyond(true, floor))
+            cost = true.nats + true.error
             if cost <= limit and (kept is None or kept.bytes > bytes_of(self.model, self.units, chosen)):
                 kept = replace(self._found("budget", chosen, costs), on_chosen=true)
             if NEAR * limit <= cost <= limit or len({step[0] for step in attempts}) < len(attempts):
