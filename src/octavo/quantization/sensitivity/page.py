@@ -103,7 +103,10 @@ def _role_colours(found: Sensitivity) -> dict[str, str]:
 
 
 def _place(unit: Unit) -> str:
-    return unit.role if unit.depth is None else str(unit.depth)
+    """Where a unit stands along the model; short, so that the labels of many blocks fit."""
+    if unit.depth is not None:
+        return str(unit.depth)
+    return "table" if unit.is_table else "head" if unit.is_head else unit.role
 
 
 def _bars(found: Sensitivity, choice: str) -> Any:

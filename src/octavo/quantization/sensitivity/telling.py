@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity
 from octavo.quantization.sensitivity.truth import Increase
-from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, recipe_of
+from octavo.quantization.sensitivity.units import BF16, CHOICES, WEIGHT_ONLY, Unit, recipe_of
 
 __all__ = ["asked", "cost_of", "headline", "name_of", "notes", "record", "worst_first"]
 
@@ -48,6 +48,9 @@ def notes(found: Sensitivity) -> Iterator[str]:
         counts = Counter(recipe_of(choice) for choice in best.chosen.values())
         held = ", ".join(f"{counts[choice]} {choice}" for choice in CHOICES if counts[choice])
         yield f"The mix: {held}; {best.fp8_products:.0%} of the multiplications by weights in FP8."
+        for unit in found.units:
+            if unit.is_table and recipe_of(choice := best.chosen[unit.path]) == WEIGHT_ONLY:
+                yield f"Of the {unit.shape[0]:,} rows of {unit.path} {unit.rows_in_bf16(choice):,} stay in BF16."
         yield (
             f"Loss {best.verified.nats:+.4f} ± {best.verified.error:.4f} nats over BF16's {found.bf16_nats:.4f}, on "
             f"{best.verified.windows} windows it was not chosen on; divergence {best.verified.divergence:.4f} nats."
