@@ -2,9 +2,9 @@
 
     python -m benchmarks.sensitivity [--windows 8] [--verify 40] [--pairs 24] [--threads 0] [--no-write]
 
-Everything is chosen on the library's sources, which have nothing of the text that it is verified on: the first tokens of
-Python's language topics (benchmarks/smollm2.py), in windows of 512 without overlap. Weights are rounded to BF16 first: FP8
-codes are made of what a BF16 checkpoint holds.
+Everything is chosen on the library's sources, which have nothing of the text that it is verified on: the first tokens
+of Python's language topics (benchmarks/smollm2.py), in windows of 512 without overlap. Weights are rounded to BF16
+first: FP8 codes are made of what a BF16 checkpoint holds.
 
 Bar: perplexity within 1.0 % of BF16's at no more than 0.60 of its bytes, codes, scales and all.
 """
