@@ -172,7 +172,8 @@ class Autopilot:
         after = [loss for step, loss in losses if step > since][-LOSSES:]
         if not medians or not after:
             return False
-        return median(after) - min(medians) < (medians[-1] - min(medians)) / 2
+        best = min(medians)
+        return bool(median(after) - best < (medians[-1] - best) / 2)
 
     def _may_act(self, finding: Finding) -> bool:
         on_trial = self.journal.on_trial
