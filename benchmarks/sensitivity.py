@@ -2,9 +2,9 @@
 
     python -m benchmarks.sensitivity [--windows 8] [--verify 40] [--pairs 24] [--threads 0] [--no-write]
 
-Everything is chosen on windows of the built-in corpus's training split, and verified on the first tokens of Python's
-language topics (benchmarks/smollm2.py), windows of 512 without overlap. Weights are rounded to BF16 first: FP8 codes
-are made of what a BF16 checkpoint holds.
+Everything is chosen on the library's sources, which have nothing of the text that it is verified on: the first tokens
+of Python's language topics (benchmarks/smollm2.py), in windows of 512 without overlap. Weights are rounded to BF16
+first: FP8 codes are made of what a BF16 checkpoint holds.
 
 Bar: perplexity within 1.0 % of BF16's at no more than 0.60 of its bytes, codes, scales and all.
 """
@@ -23,6 +23,7 @@ from benchmarks.smollm2 import model_path, text_tokens
 from octavo.language_model import load_language_model
 from octavo.quantization import text_windows
 from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
+from octavo.training.text import LIBRARY_SOURCES
 
 CONTEXT, PERPLEXITY, BYTES = 512, 0.01, 0.60
 
@@ -41,7 +42,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     machine, started = hardware(), time.monotonic()
     model = load_language_model(model_path())
-    chosen_on = text_windows(model, "builtin", "train", count=arguments.windows, length=CONTEXT)
+    chosen_on = text_windows(model, LIBRARY_SOURCES, "train", count=arguments.windows, length=CONTEXT)
     verified_on = torch.tensor(text_tokens(model.tokenizer)[: arguments.verify * CONTEXT]).view(-1, CONTEXT)
     with Progress() as progress:
         tasks: dict[str, TaskID] = {}

@@ -169,8 +169,11 @@ class Autopilot:
         losses = [(line["step"], line["loss"]) for line in self.lines if line["kind"] == "step"]
         until = [loss for step, loss in losses if step <= since]
         medians = [median(until[end - LOSSES : end]) for end in range(LOSSES, len(until) + 1)]
-        now = median(loss for _, loss in losses[-LOSSES:])
-        return bool(medians) and now - min(medians) < (medians[-1] - min(medians)) / 2
+        after = [loss for step, loss in losses if step > since][-LOSSES:]
+        if not medians or not after:
+            return False
+        best = min(medians)
+        return bool(median(after) - best < (medians[-1] - best) / 2)
 
     def _may_act(self, finding: Finding) -> bool:
         on_trial = self.journal.on_trial

@@ -1,6 +1,5 @@
 """The benchmark's text and verdict; the model itself is not run here."""
 
-import json
 from typing import Any
 
 import pytest
@@ -9,7 +8,8 @@ from benchmarks import qat
 from octavo import recipes
 from octavo.quantization import QATResult, QATSettings, TuneSettings
 from octavo.quantization.tuning import TuneStep
-from octavo.training.corpus import TOPICS, builtin_documents
+from octavo.training.corpus import Split
+from octavo.training.text import TOPICS, divide, load_documents
 from tests.unit.quantization.tiny_model import tiny_language_model
 
 SETTINGS = QATSettings(recipe=recipes.get("static"), baseline=True, tuning=TuneSettings(steps=3))
@@ -38,12 +38,12 @@ def test_the_bar_is_half_a_percent_above_the_tuned_bf16_model(above, verdict):
 def test_the_evaluation_text_is_not_trained_on(monkeypatch):
     seen: list[str] = []
 
-    def windows(_model: object, source: Any, split: str, **_: object) -> None:
-        seen.extend(json.loads(line)["text"] for line in source.read_text().splitlines())
+    def windows(_model: object, source: str, split: Split, **_: object) -> None:
+        seen.extend(document.text for document in divide(load_documents(source), by_file=True)[split])
 
     monkeypatch.setattr(qat, "text_windows", windows)
     qat.training_windows(tiny_language_model(), TuneSettings())
-    topics = {document.text for document in builtin_documents() if document.path.startswith(TOPICS)}
+    topics = {document.text for document in load_documents(TOPICS)}
     assert len(seen) > 300
     assert len(topics) > 50
     assert not topics & set(seen)

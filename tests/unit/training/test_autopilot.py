@@ -335,3 +335,13 @@ def test_how_often_it_looks_decides_what_a_run_with_it_computes():
     assert config_of().config_hash() != config_of(statistics_interval=3).config_hash()
     plain = [RunConfig(training=TrainingConfig(statistics_interval=every)).config_hash() for every in (3, 10)]
     assert len(set(plain)) == 1
+
+
+def test_a_loss_is_judged_by_what_came_after_the_act():
+    """Two losses after the act at step 12, both good: those of the rise before it are not among them."""
+    pilot = Autopilot.__new__(Autopilot)
+    losses = [3.0] * 8 + [20.0] * 4 + [3.1] * 2
+    pilot.lines = [{"kind": "step", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    assert pilot._comes_back(12)
+    pilot.lines = pilot.lines[:12]
+    assert not pilot._comes_back(12)

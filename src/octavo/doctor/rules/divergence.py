@@ -61,7 +61,9 @@ def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _
     began, ended = min(float(losses[0]), float(np.median(losses[:EDGE]))), float(np.median(losses[-EDGE:]))
     if began <= 0 or ended < limits.diverged_loss * began or ended - began <= _noise(losses, 1, limits):
         return None
-    left = float(steps[np.flatnonzero(losses <= began)[-1] + 1])  # the last is not one of them
+    if losses[-1] <= began:  # the newest step came back
+        return None
+    left = float(steps[np.flatnonzero(losses <= began)[-1] + 1])
     return _Rise(began, ended, left, f"the loss began at {began:.3g} and ends at {ended:.3g}, above its beginning")
 
 
@@ -74,9 +76,10 @@ def _above_its_best(steps: Floats, losses: Floats, warm: float, limits: Threshol
         return None
     began, best = float(np.median(losses[:EDGE])), float(_medians(losses, lasting).min())
     level, smooth = best + limits.lost_gain * (began - best), _medians(losses, EDGE)
-    if began - best < max(limits.least_gain * began, _noise(losses, EDGE, limits)) or (smooth[since:] < level).any():
-        return None
+    gained = began > 0 and began - best >= max(limits.least_gain * began, _noise(losses, EDGE, limits))
     below = np.flatnonzero(smooth < level)
+    if not gained or not below.size or below[-1] >= since:
+        return None
     left = float(steps[below[-1] + EDGE // 2 + 1])
     ended = float(np.median(losses[-EDGE:]))
     story = f"the loss fell from {began:.3g} to {best:.3g} and ends at {ended:.3g}, having lost what it had gained"

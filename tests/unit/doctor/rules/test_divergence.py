@@ -29,6 +29,7 @@ def found(losses, **numbers):
         (list(np.geomspace(8, 0.01, 40)), 0),
         ([1.0, *np.geomspace(30, 10, 29)], 1),  # of which only the first loss is older than the damage
         ([1.0] * 9 + [0.5, 1.5] * 10 + [2.0, 3.0] * 3, 0),  # 2.5 in the mean, of a scatter of 0.5
+        ([7.0] * 50 + [30.0] * 49 + [6.9], 0),  # the newest step came back
     ],
 )
 def test_a_loss_that_ends_at_twice_its_beginning(losses, count):
@@ -55,6 +56,10 @@ def falling(*, least=3.0, length=60):
         (falling(least=6.5) + [7.65] * 24, 1),
         ([3.0] * 60, 0),
         (falling(length=200), 0),
+        (falling() + [20.0] * 3 + [3.1], 0),
+        ([0.0] * 40, 0),
+        ([-1.0] * 40, 0),
+        ([0.0] * 6 + list(np.linspace(0, -5, 40)) + [-1.0] * 40, 0),  # a beginning without a scale
     ],
 )
 def test_a_loss_that_loses_what_it_had_gained(losses, count):
