@@ -23,8 +23,8 @@ from benchmarks.measure import hardware, interleaved, ratio, verdict, write_resu
 from octavo.convert import choose_layers
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, text_windows
-from octavo.quantization.observing import observe
-from octavo.quantization.ranges import Method
+from octavo.quantization.calibration.observing import observe
+from octavo.quantization.calibration.ranges import Method
 from octavo.training.evaluate import token_loss
 
 BAR, WINDOW, SAMPLES, FEW = 0.7, 512, 128, 8

@@ -22,10 +22,10 @@ from octavo import E4M3, PerRow, quantize
 from octavo.errors import DataError
 from octavo.language_model import KeysAndValues, LanguageModel, load_language_model
 from octavo.quantization import text_windows
-from octavo.quantization.cache_formats import power_of_two_scales, searched_scales
-from octavo.quantization.comparison import compare
-from octavo.quantization.contestants import high_precision
-from octavo.quantization.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.cache_formats import power_of_two_scales, searched_scales
+from octavo.quantization.comparison.comparison import compare
+from octavo.quantization.comparison.contestants import high_precision
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 FIRST = 4  # tokens that a design keeps in BF16

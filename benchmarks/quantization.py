@@ -28,11 +28,11 @@ from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.errors import DataError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, text_windows
-from octavo.quantization.cache_formats import key_means, vector_bytes
-from octavo.quantization.comparison import Comparison, compare
-from octavo.quantization.contestants import CACHES, CENTRED, STATIC
-from octavo.quantization.evaluation_text import evaluation_windows
-from octavo.quantization.lineup import line_up
+from octavo.quantization.comparison.cache_formats import key_means, vector_bytes
+from octavo.quantization.comparison.comparison import Comparison, compare
+from octavo.quantization.comparison.contestants import CACHES, CENTRED, STATIC
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.lineup import line_up
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 WINDOW, CACHE_WINDOW, MEAN_WINDOWS = 512, 2048, 4

@@ -6,6 +6,7 @@ is the ``report`` extra, imported here only, when a page is asked for.
 
 from collections.abc import Iterable
 from html import escape
+from string import Template
 from typing import Any
 
 from octavo.curves import Curve
@@ -15,11 +16,11 @@ __all__ = [
     "GRID",
     "INK",
     "MUTED",
-    "STYLE",
     "figure_html",
     "legend",
     "level",
     "line",
+    "page_template",
     "plotly_script",
     "points",
     "step_figure",
@@ -51,6 +52,30 @@ h2 { font-size: 22px; margin: 46px 0 4px; }
   .plot { height: 340px; padding: 8px 0 0; }
 }
 """
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>{body}</body>
+</html>
+"""
+
+
+def page_template(title: str, *, style: str, body: str) -> Template:
+    """A whole page with the shared look, its ``$places`` still to be filled in.
+
+    Args:
+        title: of the browser's tab.
+        style: CSS after what all pages share.
+        body: HTML.
+    """
+    return Template(PAGE.format(title=title, style=STYLE + style, body=body))
 
 
 def plotly_script(page: str, *, after: str = "") -> str:

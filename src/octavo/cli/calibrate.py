@@ -23,7 +23,7 @@ from octavo.quantization import (
     text_windows,
 )
 from octavo.quantization import calibrate as find_scales
-from octavo.quantization.calibration_folder import check_own_folder
+from octavo.quantization.calibration.folder import check_own_folder
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
 from octavo.training.text import BUILTIN

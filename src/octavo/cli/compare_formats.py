@@ -13,11 +13,11 @@ from octavo.cli.progress import Display, open_display, phases
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
-from octavo.quantization.cache_formats import key_means
-from octavo.quantization.comparison import Comparison, compare
-from octavo.quantization.contestants import BF16, CENTRED, FP32, STATIC, TUNED, Contestant, Scales
-from octavo.quantization.evaluation_text import evaluation_windows
-from octavo.quantization.lineup import check_formats, line_up
+from octavo.quantization.comparison.cache_formats import key_means
+from octavo.quantization.comparison.comparison import Comparison, compare
+from octavo.quantization.comparison.contestants import BF16, CENTRED, FP32, STATIC, TUNED, Contestant, Scales
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.lineup import check_formats, line_up
 from octavo.training.config import load_config
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL

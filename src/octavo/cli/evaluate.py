@@ -13,8 +13,8 @@ from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
-from octavo.quantization.contestants import STATIC, TUNED
-from octavo.quantization.lineup import FORMATS
+from octavo.quantization.comparison.contestants import STATIC, TUNED
+from octavo.quantization.comparison.lineup import FORMATS
 from octavo.training.corpus import Split
 from octavo.training.evaluate import evaluate as measure
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, held_out, watching_forwards

@@ -11,9 +11,9 @@ from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
 from octavo.language_model import load_language_model
-from octavo.quantization.qat_folder import claimed_folder, save_qat
-from octavo.quantization.qat_run import QATResult, QATSettings, run_qat
-from octavo.quantization.tuning import TuneSettings
+from octavo.quantization.qat.folder import claimed_folder, save_qat
+from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
+from octavo.quantization.qat.tuning import TuneSettings
 from octavo.quantization.windows import text_windows
 from octavo.recipes.specs import check_member
 from octavo.training.config import Device

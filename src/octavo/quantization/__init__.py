@@ -1,15 +1,30 @@
 """From a trained model to one in FP8: calibration, training that knows of the rounding, the best mix; text for all."""
 
-from octavo.quantization.calibrate import LayerCoverage, calibrate, coverage
-from octavo.quantization.calibration import Calibration, SeenData, load_calibration
-from octavo.quantization.distillation import distillation_loss
-from octavo.quantization.health import LayerHealth
-from octavo.quantization.qat import convert_qat, freeze_scales, parameter_groups, prepare_qat
-from octavo.quantization.qat_folder import load_qat, save_qat
-from octavo.quantization.qat_run import QATResult, QATSettings, run_qat
-from octavo.quantization.run_history import calibration_from_run
+from octavo.quantization.calibration import (
+    Calibration,
+    LayerCoverage,
+    LayerHealth,
+    SeenData,
+    calibrate,
+    calibration_from_run,
+    coverage,
+    load_calibration,
+)
+from octavo.quantization.qat import (
+    QATResult,
+    QATSettings,
+    TuneSettings,
+    convert_qat,
+    distillation_loss,
+    freeze_scales,
+    load_qat,
+    parameter_groups,
+    prepare_qat,
+    run_qat,
+    save_qat,
+    tune,
+)
 from octavo.quantization.sensitivity import Budget, Mix, Sensitivity, load_mix, measure_sensitivity, save_mix
-from octavo.quantization.tuning import TuneSettings, tune
 from octavo.quantization.windows import text_windows
 
 __all__ = [

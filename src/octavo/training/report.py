@@ -6,11 +6,10 @@ what the figures hang on (facts), and what the models write.
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from string import Template
 from typing import Any
 
 from octavo.curves import difference, smoothed
-from octavo.pages import MUTED, STYLE, figure_html, legend, level, line, plotly_script, points, step_figure
+from octavo.pages import MUTED, figure_html, legend, level, line, plotly_script, points, step_figure
 from octavo.training import study_table
 from octavo.training.comparison import GAP_BAR_NATS, RunMeasures, Study
 from octavo.training.report_style import PAGE
@@ -32,8 +31,7 @@ def render(study: Study, *, device: str = "cpu") -> str:
     Raises:
         ConfigError: plotly is not installed.
     """
-    return Template(PAGE).substitute(
-        style=STYLE,
+    return PAGE.substitute(
         script=plotly_script("report.html"),
         headline=escape(study_table.verdict(study)),
         standfirst=escape(_standfirst(study)),

@@ -1,16 +1,10 @@
 """The report's page: its structure and style, with ``string.Template`` places for what a study fills in."""
 
+from octavo.pages import page_template
+
 __all__ = ["PAGE"]
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>octavo study</title>
-<link rel="icon" href="data:,">
-<style>
-$style
+STYLE = """
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; }
 .card { background: var(--sheet); border: 1px solid var(--rule); border-top: 4px solid var(--accent);
   border-radius: 6px; padding: 14px 18px 12px; }
@@ -45,10 +39,10 @@ pre b { color: #ffb38a; font-weight: 600; }
     vertical-align: top; font-weight: 400; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: 8px; }
 }
-</style>
+"""
+
+BODY = """
 <script>$script</script>
-</head>
-<body>
 <main>
 <p class="eyebrow">octavo study</p>
 <h1>$headline</h1>
@@ -73,6 +67,6 @@ $table
 <p class="caption">The prompt is in colour; the rest is sampled.</p>
 $samples
 </main>
-</body>
-</html>
 """
+
+PAGE = page_template("octavo study", style=STYLE, body=BODY)

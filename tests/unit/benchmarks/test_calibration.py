@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks import calibration
-from octavo.quantization.ranges import Method
-from tests.unit.quantization.test_observing import llama, token_batches
+from octavo.quantization.calibration.ranges import Method
+from tests.unit.quantization.calibration.test_observing import llama, token_batches
 
 
 @pytest.mark.parametrize(("counted", "once", "speed", "verdict"), [

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import kv_cache
 from benchmarks.kv_cache import FIRST, design_lines, designs, key_statistics
-from octavo.quantization.cache_formats import cached, key_means, power_of_two_scales, searched_scales
+from octavo.quantization.comparison.cache_formats import cached, key_means, power_of_two_scales, searched_scales
 from tests.unit.quantization.tiny_models import CONTEXT, language_model, windows
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import qat
 from octavo import recipes
 from octavo.quantization import QATResult, QATSettings, TuneSettings
-from octavo.quantization.tuning import TuneStep
+from octavo.quantization.qat.tuning import TuneStep
 from octavo.training.corpus import Split
 from octavo.training.text import TOPICS, divide, load_documents
 from tests.unit.quantization.tiny_model import tiny_language_model

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks import quantization as benchmark
 from benchmarks.quantization import CACHE_NATS, REFERENCE_NATS, STATIC_NATS, cache_bars, comparison_table, format_bars
-from octavo.quantization.comparison import Comparison, Entry
-from octavo.quantization.scores import Scores, WindowScore
-from octavo.quantization.storage import Storage
+from octavo.quantization.comparison.comparison import Comparison, Entry
+from octavo.quantization.comparison.scores import Scores, WindowScore
+from octavo.quantization.comparison.storage import Storage
 from tests.unit.quantization.tiny_models import CONTEXT, language_model, windows
 
 

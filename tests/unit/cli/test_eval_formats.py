@@ -11,9 +11,9 @@ from octavo import convert
 from octavo.cli import compare_formats, console
 from octavo.language_model import load_language_model
 from octavo.quantization import calibrate, text_windows
-from octavo.quantization.comparison import compare
-from octavo.quantization.evaluation_text import evaluation_windows
-from octavo.quantization.lineup import line_up
+from octavo.quantization.comparison.comparison import compare
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.lineup import line_up
 from octavo.training.text import TOPICS
 from tests.unit.models import small_gguf
 

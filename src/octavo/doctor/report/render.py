@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
-from string import Template
 from typing import Any
 
 from octavo.doctor.findings import Finding, worst_first
@@ -20,7 +19,7 @@ from octavo.doctor.report.shown import STATISTIC_OF_CODE, Statistic, all_statist
 from octavo.doctor.report.style import PAGE
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
-from octavo.pages import STYLE, legend, plotly_script, step_figure
+from octavo.pages import legend, plotly_script, step_figure
 
 __all__ = ["render"]
 
@@ -63,9 +62,8 @@ def render(
     ordered = worst_first(list(findings))
     data = _data(series, ordered, histograms, thresholds or Thresholds()) | _figures(series, reference)
     looks, layers = len(series.casts.steps), len({key.path for key in series.casts.keys})
-    return Template(PAGE).substitute(
+    return PAGE.substitute(
         title=escape(title),
-        style=STYLE,
         headline=escape(said.headline(ordered, looks, layers)),
         standfirst=escape(f"{_scope(series)} {said.counts(ordered)}"),
         findings=said.cards(ordered, [place is not None for place in data["findings"]]),

@@ -1,16 +1,10 @@
 """The page: its structure and style, with ``string.Template`` places for what a run fills in."""
 
+from octavo.pages import page_template
+
 __all__ = ["PAGE"]
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>octavo doctor: $title</title>
-<link rel="icon" href="data:,">
-<style>
-$style
+STYLE = """
 :root { --fail: #a3260f; --warn: #8a5a00; --note: #475569; --focus: #0072b2; }
 main { max-width: 1140px; }
 [hidden] { display: none !important; }
@@ -80,9 +74,9 @@ select { font: 15px/1.3 inherit; font-family: inherit; color: var(--ink); backgr
   .remedies td::before { content: attr(data-label); display: inline-block; width: 9em; color: var(--muted); }
   .show { margin-left: 0; } .plot.short { height: 280px; } select { max-width: 100%; }
 }
-</style>
-</head>
-<body>
+"""
+
+BODY = """
 <main>
 <p class="eyebrow">octavo doctor · $title</p>
 <h1>$headline</h1>
@@ -122,6 +116,6 @@ can put them: the strokes along the axis are the values that its codes stand for
 <script>
 $script
 </script>
-</body>
-</html>
 """
+
+PAGE = page_template("octavo doctor: $title", style=STYLE, body=BODY)

@@ -6,10 +6,9 @@ It answers in this order: what came out (headline), what smaller and larger mixe
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from string import Template
 from typing import Any
 
-from octavo.pages import GRID, INK, MUTED, STYLE, figure_html, legend, plotly_script, step_figure
+from octavo.pages import GRID, INK, MUTED, figure_html, legend, plotly_script, step_figure
 from octavo.quantization.sensitivity.page_style import PAGE
 from octavo.quantization.sensitivity.study import Found, Sensitivity
 from octavo.quantization.sensitivity.telling import asked, cost_of, headline, name_of, notes, worst_first
@@ -32,8 +31,7 @@ def render(found: Sensitivity, facts: Mapping[str, str]) -> str:
         ConfigError: plotly is not installed.
     """
     shown = [choice for choice in ("tensorwise", WEIGHT_ONLY) if any(choice in unit.choices for unit in found.units)]
-    return Template(PAGE).substitute(
-        style=STYLE,
+    return PAGE.substitute(
         script=plotly_script("report.html"),
         headline=escape(headline(found)),
         standfirst=escape(f"Asked for: {asked(found.budget)}."),

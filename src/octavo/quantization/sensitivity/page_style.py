@@ -1,16 +1,10 @@
 """The sensitivity page: its structure and style, with ``string.Template`` places for what a study fills in."""
 
+from octavo.pages import page_template
+
 __all__ = ["PAGE"]
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>octavo sensitivity</title>
-<link rel="icon" href="data:,">
-<style>
-$style
+STYLE = """
 h3 { font-size: 15.5px; margin: 22px 0 6px; font-weight: 600; }
 .said p { margin: 0 0 6px; max-width: 62em; }
 .wide { overflow-x: auto; max-height: 620px; overflow-y: auto; border: 1px solid var(--rule); border-radius: 6px; }
@@ -23,10 +17,10 @@ td:last-child { white-space: normal; min-width: 15em; }
 tbody tr:last-child > * { border-bottom: 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 22px; margin: 10px 0 0; font-size: 14.5px; }
 dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
-</style>
+"""
+
+BODY = """
 <script>$script</script>
-</head>
-<body>
 <main>
 <p class="eyebrow">octavo sensitivity</p>
 <h1>$headline</h1>
@@ -53,6 +47,6 @@ so.</p>
 <h2>Setting</h2>
 <dl>$facts</dl>
 </main>
-</body>
-</html>
 """
+
+PAGE = page_template("octavo sensitivity", style=STYLE, body=BODY)

@@ -1,0 +1,17 @@
+"""Static scales from data: observing.py watches, magnitudes.py counts, ranges.py chooses, health.py judges."""
+
+from octavo.quantization.calibration.calibrate import LayerCoverage, calibrate, coverage
+from octavo.quantization.calibration.health import LayerHealth
+from octavo.quantization.calibration.result import Calibration, SeenData, load_calibration
+from octavo.quantization.calibration.run_history import calibration_from_run
+
+__all__ = [
+    "Calibration",
+    "LayerCoverage",
+    "LayerHealth",
+    "SeenData",
+    "calibrate",
+    "calibration_from_run",
+    "coverage",
+    "load_calibration",
+]

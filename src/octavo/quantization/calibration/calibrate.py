@@ -1,0 +1,259 @@
+"""``octavo.calibrate``: run a model on data of the kind that it will serve, and give its layers static scales.
+
+One pass over the batches serves every method: what is kept of an input are its amax and a histogram
+(``octavo.quantization.calibration.magnitudes``), and no activation outlives its layer's call. Amaxes and counts are
+exact, so neither the order nor the size of the batches changes a scale. Padding counts like anything else: leave it
+out.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from octavo import recipes
+from octavo.convert import choose_layers
+from octavo.doctor.thresholds import Thresholds
+from octavo.errors import ConfigError
+from octavo.formats import Format
+from octavo.language_model import LanguageModel
+from octavo.numerics import QuantizedTensor, sqnr_db
+from octavo.observers import INPUT, ROLES
+from octavo.quantization.calibration.health import LayerHealth, health_of
+from octavo.quantization.calibration.magnitudes import MagnitudeCounts
+from octavo.quantization.calibration.observing import Batch, Observation, module_of, observe
+from octavo.quantization.calibration.ranges import Method, RangeRule, chosen_scale
+from octavo.quantization.calibration.result import (
+    NEVER_REACHED,
+    Calibration,
+    SeenData,
+    check_holds_no_codes,
+    linear_shapes,
+    shape_hash,
+)
+from octavo.quantization.calibration.weight_scales import WeightMethod, quantized_weight
+from octavo.recipes import CastSpec, Recipe
+from octavo.recipes.specs import check_member
+from octavo.training.facts import own_version
+
+__all__ = ["LayerCoverage", "calibrate", "coverage", "weights_of"]
+
+SATURATION = Thresholds().saturation_fraction
+OnBatch = Callable[[int, int | None], None]
+
+
+def calibrate(
+    model: nn.Module | LanguageModel,
+    batches: Iterable[Batch],
+    *,
+    method: str = Method.MAX,
+    percentile: float = 99.99,
+    granularity: str = "tensor",
+    weight_method: str = WeightMethod.MAX,
+    power_of_two: bool = False,
+    kv_cache: bool = False,
+    skip: Sequence[str] = (),
+    convert_head: bool = False,
+    source: str = "",
+    on_batch: OnBatch = lambda _done, _total: None,
+) -> Calibration:
+    """Find static scales for the layers that ``octavo.convert`` would convert; the model stays as it is.
+
+    Args:
+        model: any module, in high precision, or an ``octavo.language_model.LanguageModel``.
+        batches: what the module is called with: a tensor, a tuple of arguments or a dictionary of keywords each; token
+            ids [B, T] for a language model. Where it has no length, ``moved`` of the health is unknown.
+        method: how inputs' ranges are chosen: "max", "percentile", "mse" or "entropy"
+            (``octavo.quantization.calibration.ranges``).
+        percentile: of "percentile".
+        granularity: of the weights' scales: "tensor", "row" or "128x128".
+        weight_method: "max" or "mse".
+        power_of_two: round every scale up to a power of two.
+        kv_cache: give keys and values scales too, one each a decoder layer, by their amax; of a language model only.
+        skip: shell patterns of paths to leave out, as in ``octavo.convert``.
+        convert_head: take the language-model head too.
+        source: what to call the data in the result.
+        on_batch: called after each batch with (done, total or None).
+
+    Raises:
+        ConfigError: an unknown method or granularity, a pattern that matches nothing, or no layer to calibrate.
+        DataError: no batch, or one in which a layer is given NaN or ±Inf.
+
+    Example:
+        >>> import octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> calibration = octavo.calibrate(model, [torch.randn(4, 8) for _ in range(8)])
+        >>> print(calibration.apply(model))
+        2 layers run static, 0 stay as they are
+    """
+    check_member("method", method, tuple(Method))
+    check_member("weight_method", weight_method, tuple(WeightMethod))
+    rule = RangeRule(method=Method(method), percentile=percentile, power_of_two=power_of_two)
+    how = WeightMethod(weight_method)
+    recipe = recipes.get("static", weight_granularity=granularity, power_of_two=power_of_two)
+    module = module_of(model)
+    layers, left_out = choose_layers(module, skip=skip, convert_head=convert_head)
+    if not layers:
+        raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
+    check_holds_no_codes(module, layers)
+    fmt = _input_cast(recipe).format
+
+    def note_early_scales(seen: Observation) -> None:
+        for group in _alike(seen):
+            early = float(chosen_scale(seen.inputs[group[0]].counts.magnitudes(), rule, fmt))
+            for path in group:
+                seen.inputs[path].early_scale = early
+
+    seen = observe(
+        model, batches, layers, kv_cache=kv_cache, before_the_last_quarter=note_early_scales, on_batch=on_batch
+    )
+    reached = {path: layer for path, layer in layers.items() if path in seen.inputs}
+    weights = weights_of(reached, recipe, how)
+    scales, health = _scales_and_health(seen, rule, fmt, reached, weights)
+    return Calibration(
+        recipe=recipe,
+        rule=rule,
+        weight_method=how,
+        input_scales={path: scales[path] for path in reached},
+        weight_scales={path: q.scale for path, (q, _) in weights.items()},
+        kv_scales=_kv_scales(seen, rule, fmt),
+        health=tuple(health[path] for path in reached),
+        groups=tuple(tuple(path for path in reached if path in group) for group in seen.groups()),
+        left_out=left_out | {path: NEVER_REACHED for path in layers if path not in reached},
+        shapes=linear_shapes(module),
+        model_hash=shape_hash(module),
+        seen=SeenData(batches=seen.batches, samples=seen.samples, tokens=seen.tokens, source=source),
+        octavo_version=own_version(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCoverage:
+    """How far other data go beyond what a layer was calibrated for.
+
+    Attributes:
+        path: the layer's.
+        amax: the largest magnitude in the other data.
+        ratio: that over the largest that the scale provides for; above 1, values are clipped.
+        saturation_fraction: share of the elements that are.
+        calibrated_fraction: the same share of the data that were calibrated on: what the method meant to clip.
+    """
+
+    path: str
+    amax: float
+    ratio: float
+    saturation_fraction: float
+    calibrated_fraction: float
+
+    @property
+    def goes_beyond(self) -> bool:
+        """Whether more is clipped than a healthy scale allows, and far more than was meant to be."""
+        return self.saturation_fraction > max(SATURATION, 2 * self.calibrated_fraction)
+
+
+def coverage(
+    model: nn.Module | LanguageModel,
+    calibration: Calibration,
+    batches: Iterable[Batch],
+    *,
+    on_batch: OnBatch = lambda _done, _total: None,
+) -> tuple[LayerCoverage, ...]:
+    """What saturates when other data are run with these scales, the worst layer first.
+
+    Args:
+        model: that was calibrated, in high precision.
+        calibration: its scales.
+        batches: the other data, such as those it is evaluated on.
+        on_batch: called after each batch with (done, total or None).
+
+    Raises:
+        CheckpointError: the calibration is of another model.
+        DataError: no batch, or one in which a layer is given NaN or ±Inf.
+    """
+    module = module_of(model)
+    calibration.check_fit(module)
+    layers = {path: module.get_submodule(path) for path in calibration.input_scales}
+    seen = observe(model, batches, layers, on_batch=on_batch)
+    fmt = _input_cast(calibration.recipe).format
+    meant = {each.path: each.clipped_fraction or 0.0 for each in calibration.health}
+    found = []
+    for path, own in seen.inputs.items():
+        scale, magnitudes = calibration.input_scales[path], own.counts.magnitudes()
+        health = health_of(path, magnitudes, scale, fmt)
+        found.append(
+            LayerCoverage(
+                path=path,
+                amax=health.amax,
+                ratio=health.amax / (float(scale) * fmt.max),
+                saturation_fraction=health.clipped_fraction or 0.0,
+                calibrated_fraction=meant[path],
+            )
+        )
+    return tuple(sorted(found, key=lambda each: (each.saturation_fraction, each.ratio), reverse=True))
+
+
+def weights_of(
+    layers: dict[str, nn.Linear], recipe: Recipe, method: WeightMethod
+) -> dict[str, tuple[QuantizedTensor, float | None]]:
+    """Each layer's weight in FP8, and its SQNR in dB; None without noise.
+
+    Raises:
+        ConfigError: a weight that holds NaN or ±Inf, by name.
+    """
+    spec = recipe.output.b
+    assert spec is not None
+    found = {}
+    for path, layer in layers.items():
+        try:
+            q = quantized_weight(layer.weight, spec, method)
+        except ConfigError as error:
+            raise ConfigError(f"layer {path!r} cannot be calibrated: {error}; mend the model first") from error
+        decibels = sqnr_db(layer.weight.detach().float(), q.dequantize())
+        found[path] = q, decibels if math.isfinite(decibels) else None
+    return found
+
+
+def _scales_and_health(
+    seen: Observation,
+    rule: RangeRule,
+    fmt: Format,
+    layers: dict[str, nn.Linear],
+    weights: dict[str, tuple[QuantizedTensor, float | None]],
+) -> tuple[dict[str, Tensor], dict[str, LayerHealth]]:
+    """Of each layer's input, computed once for layers that are given the same."""
+    scales, health = dict[str, Tensor](), dict[str, LayerHealth]()
+    for group in _alike(seen):
+        first = seen.inputs[group[0]]
+        magnitudes = first.counts.magnitudes()
+        scale = chosen_scale(magnitudes, rule, fmt)
+        for path in group:
+            scales[path] = scale.clone()
+            health[path] = health_of(
+                path, magnitudes, scale, fmt, early_scale=first.early_scale, weight_sqnr_db=weights[path][1]
+            )
+    assert scales.keys() == layers.keys()
+    return scales, health
+
+
+def _alike(seen: Observation) -> list[tuple[str, ...]]:
+    """All layers, those that were given the same tensors together."""
+    groups = seen.groups()
+    grouped = {path for group in groups for path in group}
+    return [*groups, *((path,) for path in seen.inputs if path not in grouped)]
+
+
+def _kv_scales(seen: Observation, rule: RangeRule, fmt: Format) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of keys and values: always by their amax, since no position's may saturate."""
+    largest = RangeRule(power_of_two=rule.power_of_two)
+
+    def scale_of(counts: MagnitudeCounts) -> Tensor:
+        return chosen_scale(counts.magnitudes(), largest, fmt)
+
+    return {i: (scale_of(each.keys), scale_of(each.values)) for i, each in sorted(seen.keys_and_values.items())}
+
+
+def _input_cast(recipe: Recipe) -> CastSpec:
+    spec = recipe.output.a
+    assert spec is not None, f"a static recipe casts the {ROLES[INPUT]}"
+    return spec

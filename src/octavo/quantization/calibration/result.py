@@ -1,0 +1,276 @@
+"""The result of a calibration: a static recipe, its scales, and what is known of how well they fit.
+
+| scale of                    | shape                         | key in scales.safetensors              |
+|-----------------------------|-------------------------------|----------------------------------------|
+| a layer's input             | []                            | ``PATH.input.scale``                   |
+| a layer's weight            | [], [N, 1] or [N/128, K/128]  | ``PATH.weight.scale``                  |
+| a decoder layer's keys      | []                            | ``kv_cache.LAYER.key.scale``           |
+| a decoder layer's values    | []                            | ``kv_cache.LAYER.value.scale``         |
+
+All decode: high precision ≈ codes · scale. An input has one scale: scales along the dimension that a product sums over
+cannot leave the sum, and a scale a row would belong to tokens that nobody has seen yet.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.convert import ConversionReport, convert, hold_weights
+from octavo.errors import CheckpointError, ConfigError
+from octavo.language_model import LanguageModel
+from octavo.nn import Linear
+from octavo.quantization.calibration.folder import read_folder, write_folder
+from octavo.quantization.calibration.health import LayerHealth, health_warnings
+from octavo.quantization.calibration.observing import module_of
+from octavo.quantization.calibration.ranges import Method, RangeRule
+from octavo.quantization.calibration.weight_scales import WeightMethod
+from octavo.recipes import Recipe, from_toml, to_toml
+
+__all__ = [
+    "NEVER_REACHED",
+    "Calibration",
+    "SeenData",
+    "check_holds_no_codes",
+    "linear_shapes",
+    "load_calibration",
+    "shape_hash",
+]
+
+NEVER_REACHED = "no batch reached it"
+KV_CACHE, KV_ROLES = "kv_cache.", ("key", "value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenData:
+    """What a calibration has seen.
+
+    Attributes:
+        batches: how many; None where a training run's history was taken.
+        samples: the sum of the batches' first dimensions; None as above.
+        tokens: token ids among them; None as above.
+        source: where they came from, as far as it is known.
+    """
+
+    batches: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Scales for a model's linear layers.
+
+    Attributes:
+        recipe: static.
+        rule: how the inputs' ranges were chosen.
+        weight_method: how the weights' were.
+        input_scales: float32 [] of each layer's input, by path.
+        weight_scales: float32 of each layer's weight, by path, in the shape of the recipe's granularity.
+        kv_scales: float32 [] of keys and of values, by decoder layer; empty where they were not asked for.
+        health: of each layer.
+        groups: paths of layers that are given the same tensors, and so share their scale.
+        left_out: path of every other linear layer, and why it stays as it is.
+        shapes: [N, K] of the model's linear layers, calibrated or not, by path.
+        model_hash: of the names and shapes of all the model's parameters.
+        seen: the data.
+        octavo_version: that made it.
+    """
+
+    recipe: Recipe
+    rule: RangeRule
+    weight_method: WeightMethod
+    input_scales: Mapping[str, Tensor]
+    weight_scales: Mapping[str, Tensor]
+    kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    health: tuple[LayerHealth, ...]
+    groups: tuple[tuple[str, ...], ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, int]]
+    model_hash: str
+    seen: SeenData
+    octavo_version: str
+
+    def apply(self, model: nn.Module | LanguageModel, *, hold_weights: bool | None = None) -> ConversionReport:
+        """Convert the model these scales were made for, in place: its calibrated layers run the static recipe.
+
+        Args:
+            model: with the weights that it had.
+            hold_weights: freeze the calibrated layers' weights and hold them as FP8 codes, one byte an element. None
+                does so only where the scales were searched for (``weight_method="mse"``): no other layer can know them.
+
+        Returns:
+            Which layers were converted, and why others stay as they are.
+
+        Raises:
+            CheckpointError: the scales were made for another model; it is unchanged then.
+            ConfigError: ``hold_weights=False`` with searched weight scales, or a layer that holds codes already.
+        """
+        module = module_of(model)
+        self.check_fit(module)
+        searched = self.weight_method is not WeightMethod.MAX
+        if searched and hold_weights is False:
+            raise ConfigError(
+                "weight scales that were searched for (mse) need hold_weights=True: a weight in high precision is cast "
+                "with its own amax"
+            )
+        report = convert(module, self.recipe, layer_filter=lambda path, _: path in self.input_scales, convert_head=True)
+        for path, scale in self.input_scales.items():
+            layer = module.get_submodule(path)
+            assert isinstance(layer, Linear)
+            layer.input_scale.copy_(scale)
+        if searched or hold_weights:
+            report = _with_held_weights(module, report, self.weight_scales if searched else {})
+        return replace(report, skipped={path: self.left_out.get(path, why) for path, why in report.skipped.items()})
+
+    def check_fit(self, module: nn.Module) -> None:
+        """Raise unless the scales were made for a model of these names and shapes, which holds no codes."""
+        shapes = linear_shapes(module)
+        missing, extra = sorted(self.shapes.keys() - shapes.keys()), sorted(shapes.keys() - self.shapes.keys())
+        if missing or extra:
+            raise CheckpointError(
+                f"this calibration is of another model: {len(missing)} of its layers are missing here {missing[:3]}, "
+                f"{len(extra)} are unknown to it {extra[:3]}; calibrate this model"
+            )
+        for path, shape in self.shapes.items():
+            if shapes[path] != tuple(shape):
+                raise CheckpointError(
+                    f"this calibration is of another model: the weight of {path!r} is {list(shapes[path])} here and "
+                    f"was {list(shape)}; calibrate this model"
+                )
+        if shape_hash(module) != self.model_hash:
+            raise CheckpointError(
+                "this calibration is of another model: its linear layers are the same, the names or shapes of other "
+                "parameters are not; calibrate this model"
+            )
+        check_holds_no_codes(module, self.input_scales)
+
+    def warnings(self) -> list[str]:
+        """A sentence for each thing that deserves one; empty where all is well."""
+        found = list(health_warnings(self.health, samples=self.seen.samples))
+        unreached = [path for path, why in self.left_out.items() if why == NEVER_REACHED]
+        if unreached:
+            names = ", ".join(map(repr, unreached[:5])) + (" and others" if len(unreached) > 5 else "")
+            found.append(f"no batch reached {names}: {len(unreached)} layers stay as they are")
+        return found
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``recipe.toml``, ``scales.safetensors`` and ``calibration.json``; a folder is whole or not there.
+
+        Raises:
+            ConfigError: the folder holds files, and no calibration.
+        """
+        write_folder(Path(folder), to_toml(self.recipe), _tensors(self), self.to_record())
+
+    def to_record(self) -> dict[str, Any]:
+        """All but the recipe and the scales, as JSON has it."""
+        plain = ("groups", "left_out", "shapes", "model_hash", "octavo_version")
+        return {
+            **{name: getattr(self, name) for name in plain},
+            "seen": asdict(self.seen),
+            "inputs": asdict(self.rule),
+            "weights": str(self.weight_method),
+            "warnings": self.warnings(),
+            "layers": [asdict(each) for each in self.health],
+        }
+
+
+def load_calibration(folder: str | Path) -> Calibration:
+    """Read what :meth:`Calibration.save` wrote.
+
+    Raises:
+        CheckpointError: there is no calibration, or a damaged one.
+
+    Example:
+        >>> import octavo, tempfile
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     octavo.calibrate(model, [torch.randn(4, 8)]).save(folder)
+        ...     print(load_calibration(folder).apply(model))
+        2 layers run static, 0 stay as they are
+    """
+    folder = Path(folder)
+    recipe, tensors, record = read_folder(folder)
+    try:
+        return Calibration(
+            recipe=from_toml(recipe),
+            rule=RangeRule(**{**record["inputs"], "method": Method(record["inputs"]["method"])}),
+            weight_method=WeightMethod(record["weights"]),
+            input_scales=_of_role(tensors, ".input.scale"),
+            weight_scales=_of_role(tensors, ".weight.scale"),
+            kv_scales=_kv_scales(tensors),
+            health=tuple(LayerHealth(**each) for each in record["layers"]),
+            groups=tuple(map(tuple, record["groups"])),
+            left_out=record["left_out"],
+            shapes={path: (n, k) for path, (n, k) in record["shapes"].items()},
+            model_hash=record["model_hash"],
+            seen=SeenData(**record["seen"]),
+            octavo_version=record["octavo_version"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the calibration in {str(folder)!r} is damaged ({error}); calibrate again") from error
+
+
+def _tensors(calibration: Calibration) -> dict[str, Tensor]:
+    """Every scale under its key."""
+    found = {_key(path, "input"): scale for path, scale in calibration.input_scales.items()}
+    found |= {_key(path, "weight"): scale.contiguous() for path, scale in calibration.weight_scales.items()}
+    for layer, pair in calibration.kv_scales.items():
+        found |= {f"{KV_CACHE}{layer}.{role}.scale": scale for role, scale in zip(KV_ROLES, pair, strict=True)}
+    return found
+
+
+def _key(path: str, role: str) -> str:
+    return f"{path}.{role}.scale" if path else f"{role}.scale"
+
+
+def _of_role(tensors: Mapping[str, Tensor], ending: str) -> dict[str, Tensor]:
+    """The scales of one role by path; "" is a model that is a linear layer itself."""
+    return {f".{key}".removesuffix(ending)[1:]: scale for key, scale in tensors.items() if f".{key}".endswith(ending)}
+
+
+def _kv_scales(tensors: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    layers = sorted({int(key.split(".")[1]) for key in tensors if key.startswith(KV_CACHE)})
+    key_role, value_role = (f".{role}.scale" for role in KV_ROLES)
+    return {i: (tensors[f"{KV_CACHE}{i}{key_role}"], tensors[f"{KV_CACHE}{i}{value_role}"]) for i in layers}
+
+
+def linear_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """[N, K] of every linear layer, by path."""
+    return {
+        path: (each.out_features, each.in_features)
+        for path, each in module.named_modules()
+        if isinstance(each, nn.Linear)
+    }
+
+
+def shape_hash(module: nn.Module) -> str:
+    """BLAKE2b over the names and shapes of a model's parameters; 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in sorted(module.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)}\n".encode())
+    return digest.hexdigest()
+
+
+def check_holds_no_codes(module: nn.Module, paths: Iterable[str]) -> None:
+    """Raise ConfigError if one of the layers holds FP8 codes in place of its weight."""
+    for path in paths:
+        layer = module.get_submodule(path)
+        if isinstance(layer, Linear) and layer.held is not None:
+            raise ConfigError(
+                f"layer {path!r} holds its weight as FP8 codes already; start from the model in high precision"
+            )
+
+
+def _with_held_weights(module: nn.Module, report: ConversionReport, scales: Mapping[str, Tensor]) -> ConversionReport:
+    for path in report.converted:
+        layer = module.get_submodule(path)
+        assert isinstance(layer, Linear)
+        layer.weight.requires_grad_(False)
+    held, not_held = hold_weights(module, report.converted, scales=scales)
+    return replace(report, held=held, not_held=not_held)

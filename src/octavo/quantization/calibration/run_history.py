@@ -1,0 +1,89 @@
+"""A calibration out of a training run: the amaxes that delayed scaling has kept become static scales.
+
+A run of a delayed recipe remembers, for each layer's input, the amaxes of its last steps. Their largest is what a
+calibration by `max` over those steps' batches would have found, so no data have to be run again. Nothing else is known
+of them: of the health there is amax and scale alone.
+"""
+
+from pathlib import Path
+
+import torch
+
+from octavo import recipes
+from octavo.errors import ConfigError
+from octavo.nn import Linear
+from octavo.numerics import scale_from_amax
+from octavo.observers import INPUT
+from octavo.quantization.calibration.calibrate import weights_of
+from octavo.quantization.calibration.health import LayerHealth
+from octavo.quantization.calibration.ranges import RangeRule
+from octavo.quantization.calibration.result import NEVER_REACHED, Calibration, SeenData, linear_shapes, shape_hash
+from octavo.quantization.calibration.weight_scales import WeightMethod
+from octavo.recipes.specs import check_member
+from octavo.training.facts import own_version
+from octavo.training.run_folder import load_run
+
+__all__ = ["calibration_from_run"]
+
+
+def calibration_from_run(
+    run_dir: str | Path, *, granularity: str = "tensor", weight_method: str = "max", power_of_two: bool = False
+) -> Calibration:
+    """Static scales from the amax histories in a run's newest checkpoint.
+
+    Args:
+        run_dir: the run's folder.
+        granularity: of the weights' scales: "tensor", "row" or "128x128".
+        weight_method: "max" or "mse".
+        power_of_two: round every scale up to a power of two.
+
+    Raises:
+        CheckpointError: there is no run, or no checkpoint yet.
+        ConfigError: none of its layers has kept an input's amax: its recipe is not a delayed one.
+    """
+    check_member("weight_method", weight_method, tuple(WeightMethod))
+    rule = RangeRule(power_of_two=power_of_two)
+    recipe = recipes.get("static", weight_granularity=granularity, power_of_two=power_of_two)
+    run = load_run(run_dir)
+    layers = {path: layer for path, layer in run.model.named_modules() if isinstance(layer, Linear)}
+    amaxes = {path: amax for path, layer in layers.items() if (amax := _largest(layer)) >= 0}
+    if not amaxes:
+        raise ConfigError(
+            f"the run in {str(run_dir)!r} ({run.config.training.recipe}) has kept no amaxes; train with the recipe "
+            "delayed, or calibrate on data"
+        )
+    assert recipe.output.a is not None
+    fmt = recipe.output.a.format
+    scales = {
+        path: scale_from_amax(torch.tensor(amax), fmt, rounding=rule.rounding) if amax else torch.ones(())
+        for path, amax in amaxes.items()
+    }
+    weights = weights_of({path: layers[path] for path in amaxes}, recipe, WeightMethod(weight_method))
+    shapes = linear_shapes(run.model)
+    return Calibration(
+        recipe=recipe,
+        rule=rule,
+        weight_method=WeightMethod(weight_method),
+        input_scales=scales,
+        weight_scales={path: q.scale for path, (q, _) in weights.items()},
+        health=tuple(
+            LayerHealth(path=path, amax=amax, scale=float(scales[path]), weight_sqnr_db=weights[path][1])
+            for path, amax in amaxes.items()
+        ),
+        left_out={path: _why_not(layers.get(path)) for path in shapes if path not in amaxes},
+        shapes=shapes,
+        model_hash=shape_hash(run.model),
+        seen=SeenData(source=f"the run {run_dir}, step {run.step}"),
+        octavo_version=own_version(),
+    )
+
+
+def _largest(layer: Linear) -> float:
+    """The largest amax in the window of the layer's input; below 0 where there is none."""
+    return -1.0 if layer.amax_history is None else float(layer.amax_history.window[INPUT].max())
+
+
+def _why_not(layer: Linear | None) -> str:
+    if layer is None or layer.recipe.history is None:
+        return "the run kept no amaxes of it"
+    return NEVER_REACHED

@@ -1,0 +1,199 @@
+"""The formats that a language model is compared in, each made from the same weights.
+
+| name            | the linears that ``octavo.convert`` takes             | their inputs                        |
+|-----------------|-------------------------------------------------------|-------------------------------------|
+| fp32            | FP32                                                  | FP32                                |
+| bf16            | BF16                                                  | BF16                                |
+| int8            | torchao's INT8, a scale a row                         | INT8, a scale a token               |
+| fp8-dynamic     | E4M3, a scale a tensor (recipe tensorwise)            | the same, from this tensor          |
+| fp8-rowwise     | E4M3, a power-of-two scale a row (recipe rowwise)     | the same, a scale a token           |
+| fp8-blockwise   | E4M3, a power-of-two scale for 128x128 (blockwise)    | the same for 1x128                  |
+| fp8-static      | E4M3 as a calibration says                            | E4M3, its frozen scale a tensor     |
+| fp8-qat         | E4M3 as quantisation-aware training left them         | as it was trained                   |
+| fp8-kv          | BF16; keys and values as octavo's FP8 cache has them  | BF16                                |
+| fp8-kv-searched | BF16; they have the best of 16 scales instead         | BF16                                |
+| fp8-kv-centred  | BF16; the same, and keys are kept less their mean     | BF16                                |
+
+All but fp32 run in the same surroundings: head, embedding and norms hold BF16 values, everything runs under BF16
+autocast, the residual stream stays FP32, and logits are BF16. So what separates them is the format of those linears
+alone. A contestant is a copy whose codes really take one byte; the model it is made from is left as it was.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.convert import convert, restore
+from octavo.language_model import KeysAndValues, LanguageModel
+from octavo.nn import Linear
+from octavo.quantization.comparison.cache_formats import cached
+from octavo.quantization.comparison.integers import ExactIntegerProducts, quantize_to_int8
+from octavo.quantization.comparison.storage import Storage, storage_of
+
+__all__ = [
+    "BF16",
+    "CACHES",
+    "CENTRED",
+    "FP32",
+    "INT8",
+    "RECIPES",
+    "STATIC",
+    "TUNED",
+    "Contestant",
+    "Scales",
+    "from_recipe",
+    "high_precision",
+    "int8",
+    "tuned",
+    "with_cache",
+    "with_scales",
+]
+
+FP32, BF16 = "fp32", "bf16"
+INT8, STATIC, TUNED = "int8", "fp8-static", "fp8-qat"
+CENTRED = "fp8-kv-centred"
+CACHES = {"fp8-kv": "power-of-two", "fp8-kv-searched": "searched", CENTRED: "centred"}
+RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise": "blockwise"}
+
+
+class Scales(Protocol):
+    """What a calibration found."""
+
+    def apply(self, model: nn.Module, *, hold_weights: bool | None = None) -> object:
+        """Convert the model, in place, to a static recipe with those scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """A language model in one format.
+
+    Attributes:
+        name: of the format.
+        language_model: the copy.
+        surrounding: the dtype of everything but the linears in that format.
+        quantized: paths of those linears.
+        cache: how keys and values are kept; None is as they are.
+    """
+
+    name: str
+    language_model: LanguageModel
+    surrounding: torch.dtype = torch.bfloat16
+    quantized: tuple[str, ...] = ()
+    cache: KeysAndValues | None = None
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, T] → logits [B, T, V] as this format computes them."""
+        with self._surroundings(tokens.device), ExactIntegerProducts() if self._has_integers else nullcontext():
+            if self.cache is None:
+                return self.language_model.logits(tokens)
+            with self.language_model.keys_and_values_through(self.cache) as logits:
+                return logits(tokens)
+
+    @property
+    def storage(self) -> Storage:
+        """Bytes of its weights."""
+        return storage_of(self.language_model.model, self.surrounding)
+
+    @property
+    def _has_integers(self) -> bool:
+        return self.name == INT8
+
+    def _surroundings(self, device: torch.device) -> AbstractContextManager[object]:
+        if self.surrounding == torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.surrounding, cache_enabled=False)
+
+
+def high_precision(model: LanguageModel, name: str) -> Contestant:
+    """The model as it is ("fp32"; no copy), or a copy in BF16 ("bf16")."""
+    if name == FP32:
+        return Contestant(name=name, language_model=model, surrounding=torch.float32)
+    made = _copy_of(model)
+    _finish(made.model, ())
+    return Contestant(name=name, language_model=made)
+
+
+def from_recipe(model: LanguageModel, name: str) -> Contestant:
+    """A copy whose linears run the recipe of that name in :data:`RECIPES`, its weights held as codes."""
+    return _in_fp8(model, name, lambda inner: convert(inner, RECIPES[name], frozen="fp8"))
+
+
+def with_cache(bf16: Contestant, name: str, means: Mapping[int, Tensor] | None = None) -> Contestant:
+    """The BF16 contestant, whose weights it shares, with the cache of that name in :data:`CACHES`."""
+    return replace(bf16, name=name, cache=cached(CACHES[name], means))
+
+
+def with_scales(model: LanguageModel, calibration: Scales) -> Contestant:
+    """A copy whose linears have the frozen input scales of a calibration ("fp8-static")."""
+    return _in_fp8(model, STATIC, lambda inner: calibration.apply(inner, hold_weights=True))
+
+
+def tuned(model: LanguageModel) -> Contestant:
+    """A model that quantisation-aware training has made, in FP8 already ("fp8-qat")."""
+    return _in_fp8(model, TUNED, _hold_weights)
+
+
+def int8(model: LanguageModel) -> Contestant:
+    """A copy whose linears, the ones that FP8 takes, run torchao's INT8."""
+    made = _copy_of(model)
+    paths = convert(made.model, BF16).converted
+    restore(made.model)
+    _round_to_bf16(made.model)
+    quantize_to_int8(made.model, paths)
+    _run_rest_in_bf16(made.model, paths)
+    return Contestant(name=INT8, language_model=made, quantized=paths)
+
+
+def _in_fp8(model: LanguageModel, name: str, quantize: Callable[[nn.Module], object]) -> Contestant:
+    made = _copy_of(model)
+    quantize(made.model)
+    paths = tuple(
+        path
+        for path, layer in made.model.named_modules()
+        if isinstance(layer, Linear) and not layer.recipe.is_high_precision
+    )
+    _finish(made.model, paths)
+    return Contestant(name=name, language_model=made, quantized=paths)
+
+
+def _hold_weights(model: nn.Module) -> None:
+    """Make codes of weights that a recipe casts in every call, before they are rounded to BF16."""
+    for layer in model.modules():
+        if isinstance(layer, Linear) and not layer.recipe.is_high_precision:
+            layer.hold_weight_as_codes()
+
+
+def _copy_of(model: LanguageModel) -> LanguageModel:
+    """Frozen, so that weights may be held as codes."""
+    return replace(model, model=copy.deepcopy(model.model).requires_grad_(False))
+
+
+def _finish(model: nn.Module, quantized: tuple[str, ...]) -> None:
+    """Put all but the layers at ``quantized`` in BF16."""
+    _run_rest_in_bf16(model, quantized)
+    _round_to_bf16(model)
+
+
+def _run_rest_in_bf16(model: nn.Module, quantized: tuple[str, ...]) -> None:
+    """Let every other linear run octavo's "bf16": the same numbers, faster where a CPU has no BF16 instructions."""
+    convert(model, BF16, convert_head=True, layer_filter=lambda path, _: path not in quantized)
+
+
+def _round_to_bf16(model: nn.Module) -> None:
+    """Round all that is no code: matrices become BF16 tensors, vectors stay FP32, which norms may insist on.
+
+    An embedding hands on FP32, so that the residual stream is as wide as under autocast with FP32 weights.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.element_size() > 1:
+            rounded = parameter.data.to(torch.bfloat16)
+            parameter.data = rounded if parameter.ndim > 1 else rounded.float()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda _module, _inputs, output: output.float())

@@ -1,0 +1,147 @@
+"""What ``octavo qat`` leaves: a folder that holds a tuned model and says how it runs in FP8.
+
+| file                                  | content                                                             |
+|---------------------------------------|---------------------------------------------------------------------|
+| config.json, model.safetensors,       | the tuned model in high precision, as a Hugging Face folder, which  |
+| tokenizer.json, tokenizer_config.json | everything that knows those can read                                |
+| recipe.toml                           | the recipe that it was trained for (``octavo.recipes.from_toml``)   |
+| scales.safetensors                    | ``octavo.scaling_state``: the static inputs' scales                 |
+| metrics.jsonl                         | a line for each step and each evaluation                            |
+| qat.json                              | the converted layers, the settings, where the model came from       |
+
+The folder is written beside its place under a hidden name, synced, and renamed: it is whole or not there.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from octavo import recipes
+from octavo.convert import convert
+from octavo.errors import CheckpointError, ConfigError
+from octavo.files import remove_if_empty, sync_file, sync_folder
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models import Llama
+from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
+from octavo.quantization.qat.run import QATResult, QATSettings
+from octavo.state import load_scaling_state, scaling_state
+
+__all__ = ["claimed_folder", "load_qat", "save_qat"]
+
+FORMAT = 1
+MARK, RECIPE, SCALES, METRICS = "qat.json", "recipe.toml", "scales.safetensors", "metrics.jsonl"
+
+
+@contextmanager
+def claimed_folder(folder: Path) -> Iterator[None]:
+    """Make sure that the folder can be written before hours of work; an empty one that is left over is removed.
+
+    Raises:
+        ConfigError: something is there already.
+    """
+    if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+        raise ConfigError(f"{str(folder)!r} is not empty; name a new folder, or remove it first")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            remove_if_empty(folder)
+
+
+def save_qat(folder: Path, result: QATResult) -> None:
+    """Write a run's model and numbers; the folder must not be there, or be empty."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
+    try:
+        temporary.mkdir(parents=True)
+        _write(temporary, result)
+        for path in temporary.iterdir():
+            sync_file(path)
+        sync_folder(temporary)
+        temporary.replace(folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def load_qat(folder: str | Path) -> LanguageModel:
+    """The model that :func:`save_qat` wrote, converted: it computes what the trained one did, to the bit.
+
+    Raises:
+        CheckpointError: the folder is not one of ``octavo qat``, or is damaged.
+    """
+    path = Path(folder)
+    mark = _read_mark(path / MARK)
+    loaded = _read_llama(path) if mark["layout"] == "llama" else load_language_model(path)
+    try:
+        recipe = recipes.from_toml((path / RECIPE).read_text(encoding="utf-8"))
+        scales = load_file(path / SCALES)
+    except (OSError, SafetensorError, ConfigError) as error:
+        raise CheckpointError(f"{str(path)!r} is damaged: {error}; tune the model again") from error
+    layers = set(mark["layers"])
+    report = convert(loaded.model, recipe, layer_filter=lambda name, _: name in layers, convert_head=True)
+    if missing := sorted(layers - set(report.converted)):
+        raise CheckpointError(f"the model in {str(path)!r} has no layer {missing[0]!r}; tune it again")
+    load_scaling_state(loaded.model, scales)
+    return loaded
+
+
+def _write(folder: Path, result: QATResult) -> None:
+    made, model = result.language_model, result.language_model.model
+    if isinstance(model, Llama):
+        write_llama(folder, model)
+    else:
+        writer: Any = model
+        writer.save_pretrained(folder)
+    write_tokenizer(folder, made.tokenizer, context=made.context)
+    (folder / RECIPE).write_text(recipes.to_toml(result.settings.recipe), encoding="utf-8")
+    save_file(scaling_state(model), folder / SCALES)
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in _lines(result)), encoding="utf-8")
+    mark = {
+        "format": FORMAT,
+        "layout": "llama" if isinstance(model, Llama) else "transformers",
+        "source": made.source,
+        "layers": list(result.report.converted),
+        "settings": _plain(result.settings),
+    }
+    (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
+
+
+def _lines(result: QATResult) -> Iterator[dict[str, Any]]:
+    for name, steps in result.steps.items():
+        yield from ({"kind": "step", "model": name, **asdict(step)} for step in steps)
+    for name, losses in result.windows.items():
+        yield {"kind": "evaluation", "model": name, "perplexity": result.perplexity(name), "window_nats": losses}
+
+
+def _plain(settings: QATSettings) -> dict[str, Any]:
+    return {**asdict(settings), "recipe": settings.recipe.name, "scales": str(settings.scales)}
+
+
+def _read_mark(path: Path) -> dict[str, Any]:
+    try:
+        mark = json.loads(path.read_text(encoding="utf-8"))
+        if mark["format"] != FORMAT or mark["layout"] not in ("llama", "transformers"):
+            raise ValueError(f"format {mark['format']!r}, layout {mark['layout']!r}")
+        if not all(isinstance(layer, str) for layer in mark["layers"]):
+            raise ValueError("layers are no paths")
+        return dict(mark)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{str(path.parent)!r} has no {MARK}; name a folder that octavo qat wrote") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}; tune the model again") from error
+
+
+def _read_llama(folder: Path) -> LanguageModel:
+    model = read_llama(folder)
+    tokenizer = read_tokenizer(folder)
+    return LanguageModel(model=model, tokenizer=tokenizer, context=model.config.max_positions, source=str(folder))

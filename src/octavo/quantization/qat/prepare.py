@@ -1,0 +1,231 @@
+"""Quantisation-aware training: ``prepare_qat``, train, ``convert_qat``.
+
+A model that is quantised after training meets a rounding error that no weight was trained for. Prepared, its linear
+layers already compute what the converted model will, to the bit, and training moves the weights to where the rounded
+model is good. The gradients pass through the rounding (``octavo.quantization.qat.straight_through``); the master
+weights stay in high precision.
+
+Which layers take part, and under which recipe, is ``octavo.convert``'s choice and report. Of a recipe only the output
+GEMM counts here: the other two run in high precision. A recipe that is ``static`` needs a scale for each layer's input
+(``octavo.quantization.qat.linear``), and ends with it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from octavo import recipes
+from octavo.convert import ConversionReport, convert, restore
+from octavo.errors import ConfigError
+from octavo.nn import Linear
+from octavo.quantization.qat.linear import DECAY, QATLinear, Scales
+from octavo.recipes import Recipe
+
+__all__ = ["HIGH_PRECISION", "check_recipe", "convert_qat", "freeze_scales", "parameter_groups", "prepare_qat"]
+
+HIGH_PRECISION = "bf16"
+NO_SCALE = "a plain layer again: its input has no scale, since no training forward has reached it"
+
+
+def prepare_qat(
+    model: torch.nn.Module,
+    recipe: str | Recipe = "static",
+    *,
+    scales: str = Scales.TRACKED,
+    clip_gradients: bool = False,
+    decay: float = DECAY,
+    skip: Sequence[str] = (),
+    layer_filter: Callable[[str, torch.nn.Linear], bool] | None = None,
+    convert_head: bool = False,
+    min_weight_elements: int = 1,
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+    overrides: Mapping[str, str | Recipe] | None = None,
+) -> ConversionReport:
+    """Let a model's linear layers compute in training what they will compute in ``recipe``, in place.
+
+    Layers that are static already, such as those of a calibrated model, begin with the scales that they have.
+
+    Args:
+        model: any module.
+        recipe: "static", or one with dynamic scales such as "tensorwise"; not a delayed one.
+        scales: how a static input's scale is found: "tracked", "learned" or "frozen". A frozen one must be there: from
+            a calibrated model, or by ``octavo.load_scaling_state`` after this call. Dynamic inputs need none.
+        clip_gradients: give values that saturate the gradient zero.
+        decay: what is left of a tracked amax after a forward pass; 1 keeps it for good.
+        skip: as in :func:`octavo.convert`, like all that follow.
+        layer_filter: as there.
+        convert_head: as there.
+        min_weight_elements: as there.
+        keep_first_blocks: as there.
+        keep_last_blocks: as there.
+        overrides: as there; a layer whose recipe casts nothing runs it as it is.
+
+    Returns:
+        Which layers take part, and why others do not.
+
+    Raises:
+        ConfigError: what :func:`octavo.convert` refuses; a delayed recipe, or one that casts nothing; unknown
+            ``scales``; a ``decay`` outside of (0, 1]; a model that is prepared already.
+
+    Example:
+        >>> import octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> report = octavo.prepare_qat(model, "static")
+        >>> model(torch.randn(4, 8)).sum().backward()  # a training step, and its optimizer's
+        >>> learned = model.eval()(torch.ones(1, 8))
+        >>> _ = octavo.convert_qat(model)
+        >>> torch.equal(model(torch.ones(1, 8)), learned)
+        True
+    """
+    how = _checked(model, scales, decay)
+    check_recipe(recipes.get(recipe))
+    for other in _of_overrides(overrides):
+        _check_not_delayed(other)
+    report = convert(
+        model,
+        recipe,
+        skip=skip,
+        layer_filter=layer_filter,
+        convert_head=convert_head,
+        min_weight_elements=min_weight_elements,
+        keep_first_blocks=keep_first_blocks,
+        keep_last_blocks=keep_last_blocks,
+        overrides=overrides,
+    )
+    for path in report.converted:
+        layer = model.get_submodule(path)
+        assert isinstance(layer, Linear)
+        if layer.recipe.output.b is not None:
+            layer.__class__ = QATLinear
+            assert isinstance(layer, QATLinear)
+            layer.begin(how, decay=decay, clip_gradients=clip_gradients)
+    return report
+
+
+def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> ConversionReport:
+    """Make a prepared model what ``octavo.convert`` would have made it, with the scales that training found, in place.
+
+    Its outputs are those of the prepared model in evaluation, to the bit. A static layer that no training forward has
+    reached has no scale: it becomes a plain layer again, and the report names it.
+
+    Args:
+        model: prepared by :func:`prepare_qat`.
+        hold_weights: freeze the weights and hold them as FP8 codes, one byte an element; training ends with that.
+
+    Raises:
+        ConfigError: the model is not prepared.
+
+    Example:
+        >>> import octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        >>> _ = octavo.prepare_qat(model, "tensorwise")
+        >>> print(octavo.convert_qat(model, hold_weights=True))
+        1 layers run tensorwise, 0 stay as they are
+        1 hold their weight as FP8 codes
+    """
+    prepared = dict(_prepared(model))
+    if not prepared:
+        raise ConfigError("this model has no layer in quantisation-aware training; call octavo.prepare_qat first")
+    finished = {path: layer.finish() for path, layer in prepared.items()}
+    unreached = [path for path, layer in finished.items() if layer.recipe.has_static_input and not layer.input_scale]
+    for path in unreached:
+        restore(finished.pop(path))
+    if hold_weights:
+        for layer in finished.values():
+            layer.weight.requires_grad_(False)
+    followed = [layer.recipe for layer in finished.values()] or [recipes.get(HIGH_PRECISION)]
+    report = convert(
+        model,
+        followed[0],
+        layer_filter=lambda path, _: path in finished,
+        convert_head=True,
+        overrides={path: layer.recipe for path, layer in finished.items() if layer.recipe != followed[0]},
+        frozen="fp8" if hold_weights else None,
+    )
+    reasons = {path: why.replace("filter", "not prepared", 1) for path, why in report.skipped.items()}
+    return replace(report, skipped={**reasons, **dict.fromkeys(unreached, NO_SCALE)})
+
+
+def freeze_scales(model: torch.nn.Module) -> None:
+    """Let tracked and learned scales stay what they are, so that the last steps train under the final ones.
+
+    Example:
+        >>> import octavo
+        >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        >>> _ = octavo.prepare_qat(layer, "static")
+        >>> _ = layer(torch.ones(1, 4))
+        >>> freeze_scales(layer)
+        >>> _ = layer(torch.full((1, 4), 1000.0))
+        >>> round(octavo.scaling_state(layer)["0.input.scale"].item() * 448, 4)
+        1.0
+    """
+    for _, layer in _prepared(model):
+        layer.freeze()
+
+
+def parameter_groups(
+    model: torch.nn.Module, *, learning_rate: float, weight_decay: float, scale_learning_rate: float = 1e-3
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer: matrices with weight decay; vectors without; learned scales with a rate of their own.
+
+    A scale must not decay: it would move towards 1 whatever the loss says. Its rate is in powers of two a step under
+    Adam, and so does not depend on the weights'.
+
+    Example:
+        >>> import octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        >>> _ = octavo.prepare_qat(model, "static", scales="learned")
+        >>> groups = parameter_groups(model, learning_rate=1e-4, weight_decay=0.1)
+        >>> [(group["lr"], group["weight_decay"], len(group["params"])) for group in groups]
+        [(0.0001, 0.1, 1), (0.0001, 0.0, 1), (0.001, 0.0, 1)]
+    """
+    learned = {id(layer.log2_scale) for _, layer in _prepared(model)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    scales = [parameter for parameter in trained if id(parameter) in learned]
+    others = [parameter for parameter in trained if id(parameter) not in learned]
+    groups = (
+        ([parameter for parameter in others if parameter.ndim >= 2], learning_rate, weight_decay),
+        ([parameter for parameter in others if parameter.ndim < 2], learning_rate, 0.0),
+        (scales, scale_learning_rate, 0.0),
+    )
+    return [{"params": members, "lr": rate, "weight_decay": decay} for members, rate, decay in groups if members]
+
+
+def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, QATLinear]]:
+    for path, module in model.named_modules():
+        if isinstance(module, QATLinear):
+            yield path, module
+
+
+def _checked(model: torch.nn.Module, scales: str, decay: float) -> Scales:
+    if scales not in tuple(Scales):
+        raise ConfigError(f"scales must be one of {', '.join(Scales)}, not {scales!r}")
+    if not 0 < decay <= 1:
+        raise ConfigError(f"decay must be above 0 and at most 1, not {decay}")
+    for path, _ in _prepared(model):
+        raise ConfigError(f"layer {path!r} is in quantisation-aware training already; call octavo.convert_qat first")
+    return Scales(scales)
+
+
+def _of_overrides(overrides: object) -> Iterator[Recipe]:
+    """The recipes named there; what is no mapping is refused by :func:`octavo.convert`."""
+    if isinstance(overrides, Mapping):
+        yield from map(recipes.get, overrides.values())
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ConfigError unless a model can be trained for the recipe."""
+    if recipe.output.b is None:
+        raise ConfigError(f"recipe {recipe.name!r} casts no weight; use 'static', or a recipe with dynamic scales")
+    _check_not_delayed(recipe)
+
+
+def _check_not_delayed(recipe: Recipe) -> None:
+    if recipe.is_delayed:
+        raise ConfigError(
+            f"recipe {recipe.name!r} takes its scales from training steps, which the converted model has not; "
+            "use 'static' with scales='tracked'"
+        )

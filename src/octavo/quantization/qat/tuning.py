@@ -1,0 +1,233 @@
+"""Fine-tuning a language model for a few hundred steps on windows of text, in whatever its layers compute.
+
+One update: the loss of a batch of windows, each token predicted from those before it in its window; gradients clipped
+to a norm; AdamW, with a linear warm-up and half a cosine. The same call tunes a BF16 model and one in
+quantisation-aware training, on the same batches in the same order, so that the two can be compared. For the last share
+of the steps tracked and learned scales stay what they are: the weights settle under those that the converted model has.
+
+A loss or a gradient norm that is not finite stops the run before it reaches the weights, and the step is replayed to
+name the first tensor that broke (``octavo.training.nonfinite``).
+"""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError, NonFiniteLossError
+from octavo.language_model import logits_of
+from octavo.models import Llama
+from octavo.quantization.qat.distillation import check_distillation, distillation_loss
+from octavo.quantization.qat.prepare import freeze_scales, parameter_groups
+from octavo.training.evaluate import token_loss
+from octavo.training.nonfinite import failure_sentence, first_nonfinite
+from octavo.training.schedules import learning_rate
+
+__all__ = ["Teacher", "TuneSettings", "TuneStep", "tune", "window_nats"]
+
+FLOOR = 0.1  # the last update's rate, of the peak
+Teacher = Callable[[Tensor], Tensor]  # token ids [B, T] → logits [B, T, V]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneSettings:
+    """How to fine-tune.
+
+    Attributes:
+        steps: updates.
+        batch_size: windows of an update.
+        context: tokens of a window; the first is not predicted.
+        learning_rate: its peak, for the weights.
+        scale_learning_rate: its peak, for learned scales: powers of two a step.
+        warmup: updates until the peak.
+        weight_decay: of matrices.
+        clip_norm: gradients are scaled down to this norm.
+        freeze_share: share of the steps, at the end, in which scales stay what they are.
+        distill: weight of the divergence from the teacher, from 0 to 1.
+        temperature: of that divergence.
+        seed: of the windows and their order.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    steps: int = 200
+    batch_size: int = 2
+    context: int = 256
+    learning_rate: float = 2e-5
+    scale_learning_rate: float = 1e-3
+    warmup: int = 10
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    freeze_share: float = 0.2
+    distill: float = 0.0
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("batch_size", 1), ("context", 2), ("warmup", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name in ("learning_rate", "scale_learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive and finite, not {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay must be 0 or more and finite, not {self.weight_decay}")
+        if not 0 <= self.freeze_share <= 1:
+            raise ConfigError(f"freeze_share must be from 0 to 1, not {self.freeze_share}")
+        check_distillation(self.distill, self.temperature)
+
+    @property
+    def windows(self) -> int:
+        """How many windows a run takes, each of them once."""
+        return self.steps * self.batch_size
+
+    @property
+    def moving_steps(self) -> int:
+        """How many steps move the scales; they are the first."""
+        return self.steps - round(self.freeze_share * self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneStep:
+    """One finished update: number, loss of its batch before it, rate, gradient norm before clipping, time."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    seconds: float
+
+
+def tune(
+    model: nn.Module,
+    windows: Tensor,
+    settings: TuneSettings,
+    *,
+    surroundings: AbstractContextManager[object] | None = None,
+    teacher: Teacher | None = None,
+    on_step: Callable[[TuneStep], None] = lambda _: None,
+) -> None:
+    """Fine-tune in place; the model is left in evaluation mode.
+
+    Args:
+        model: octavo's or transformers' causal language model, plain, converted or prepared.
+        windows: int64 [at least ``settings.windows``, ``settings.context``].
+        settings: how.
+        surroundings: a reusable context for the forward pass, such as autocast; None for none.
+        teacher: whose logits ``settings.distill`` weighs.
+        on_step: called after each update.
+
+    Raises:
+        ConfigError: too few windows, or distillation without a teacher.
+        NonFiniteLossError: the loss or a gradient was NaN or infinite; the weights are those of the step before.
+    """
+    if settings.distill and teacher is None:
+        raise ConfigError("distillation needs a teacher; give one, or set distill to 0")
+    around = nullcontext() if surroundings is None else surroundings
+    tuned = _logits_module(model).train()
+    groups = parameter_groups(
+        model,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        scale_learning_rate=settings.scale_learning_rate,
+    )
+    optimizer = torch.optim.AdamW(groups)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    for step, batch in enumerate(_batches(windows, settings), start=1):
+        started = time.perf_counter()
+        if step == settings.moving_steps + 1:
+            freeze_scales(model)
+        share = learning_rate(step, peak=1.0, floor=FLOOR, warmup=settings.warmup, steps=settings.steps)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * share
+        loss, norm = _gradients(tuned, batch, settings, around, teacher)
+        if not math.isfinite(loss + norm):
+            found = first_nonfinite(tuned, [(batch[:, :-1], batch[:, 1:])], surroundings=around)
+            raise NonFiniteLossError(
+                f"step {step}: {failure_sentence(loss, norm, found)}; try a lower learning rate, or look at the data"
+            )
+        optimizer.step()
+        seconds = time.perf_counter() - started
+        on_step(TuneStep(step=step, loss=loss, learning_rate=peaks[0] * share, grad_norm=norm, seconds=seconds))
+    tuned.eval()
+
+
+@torch.no_grad()
+def window_nats(
+    model: nn.Module,
+    windows: Tensor,
+    *,
+    surroundings: AbstractContextManager[object] | None = None,
+    on_window: Callable[[int, int], None] = lambda _done, _total: None,
+) -> tuple[float, ...]:
+    """Mean loss of each window, one at a time, in the model's present mode.
+
+    Args:
+        model: as in :func:`tune`.
+        windows: int64 [count, length].
+        surroundings: as in :func:`tune`.
+        on_window: called with (done, total).
+    """
+    losses = []
+    device = next(model.parameters()).device
+    for done, window in enumerate(windows.to(device), start=1):
+        with nullcontext() if surroundings is None else surroundings:
+            logits = logits_of(model, window[None, :-1])
+        losses.append(token_loss(logits, window[None, 1:], reduction="none").double().mean().item())
+        on_window(done, len(windows))
+    return tuple(losses)
+
+
+def _gradients(
+    model: nn.Module,
+    batch: Tensor,
+    settings: TuneSettings,
+    surroundings: AbstractContextManager[object],
+    teacher: Teacher | None,
+) -> tuple[float, float]:
+    """Loss and gradient norm of a batch; the parameters hold the clipped gradients."""
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    model.zero_grad(set_to_none=True)
+    with surroundings:
+        logits = model(inputs)
+    if settings.distill:
+        assert teacher is not None
+        with torch.no_grad():
+            wanted = teacher(inputs)
+        loss = distillation_loss(logits, wanted, targets, weight=settings.distill, temperature=settings.temperature)
+    else:
+        loss = token_loss(logits, targets)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+    return loss.item(), norm.item()
+
+
+def _batches(windows: Tensor, settings: TuneSettings) -> tuple[Tensor, ...]:
+    if windows.ndim != 2 or len(windows) < settings.windows or windows.shape[1] != settings.context:
+        raise ConfigError(
+            f"{settings.steps} steps take {settings.windows} windows of {settings.context} tokens, "
+            f"not {tuple(windows.shape)}; give as many"
+        )
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(settings.seed))
+    chosen: tuple[Tensor, ...] = windows[order[: settings.windows]].split(settings.batch_size)
+    return chosen
+
+
+def _logits_module(model: nn.Module) -> nn.Module:
+    return model if isinstance(model, Llama) else _Logits(model)
+
+
+class _Logits(nn.Module):
+    """A transformers model that gives its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return logits_of(self.model, tokens)

@@ -1,0 +1,153 @@
+import json
+import tomllib
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import octavo
+from octavo.errors import CheckpointError, ConfigError
+from octavo.files import write_atomically
+from octavo.quantization import calibrate, load_calibration
+from tests.unit.quantization.calibration.test_calibrate import mlp, mlp_batches
+from tests.unit.quantization.calibration.test_observing import llama, token_batches
+
+
+@pytest.fixture(scope="module")
+def found():
+    return calibrate(
+        llama(), token_batches(), granularity="row", weight_method="mse", kv_cache=True, method="entropy", source="own"
+    )
+
+
+def test_what_is_saved_is_what_is_loaded(found, tmp_path):
+    found.save(tmp_path / "out")
+    loaded = load_calibration(tmp_path / "out")
+    for name in ("recipe", "rule", "weight_method", "health", "groups", "left_out", "shapes", "model_hash", "seen",
+                 "octavo_version"):  # fmt: skip
+        assert getattr(loaded, name) == getattr(found, name), name
+    for name in ("input_scales", "weight_scales"):
+        mine, theirs = getattr(found, name), getattr(loaded, name)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[path], theirs[path]) for path in mine)
+    assert [[float(s) for s in loaded.kv_scales[i]] for i in (0, 1)] == [
+        [float(s) for s in found.kv_scales[i]] for i in (0, 1)
+    ]
+    assert loaded.warnings() == found.warnings()
+
+
+def test_a_loaded_calibration_computes_the_same(found, tmp_path):
+    found.save(tmp_path)
+    outputs = []
+    for one in (found, load_calibration(tmp_path)):
+        model = llama()
+        one.apply(model)
+        with torch.no_grad():
+            outputs.append(model.logits(token_batches(1)[0]))
+    assert torch.equal(*outputs)
+
+
+def test_the_files_are_what_they_say(found, tmp_path):
+    found.save(tmp_path / "a" / "b")
+    folder = tmp_path / "a" / "b"
+    assert sorted(path.name for path in folder.iterdir()) == ["calibration.json", "recipe.toml", "scales.safetensors"]
+    assert octavo.recipes.from_toml((folder / "recipe.toml").read_text()) == found.recipe
+    assert tomllib.loads((folder / "recipe.toml").read_text())["output"]["b"]["granularity"] == "row"
+    scales = load_file(folder / "scales.safetensors")
+    path = "model.layers.1.mlp.up_proj"
+    assert torch.equal(scales[f"{path}.input.scale"], found.input_scales[path])
+    assert scales[f"{path}.weight.scale"].shape == (64, 1)
+    assert {key for key in scales if key.startswith("kv_cache")} == {
+        f"kv_cache.{i}.{role}.scale" for i in (0, 1) for role in ("key", "value")
+    }
+    assert all(scale.dtype is torch.float32 for scale in scales.values())
+    record = json.loads((folder / "calibration.json").read_text())
+    assert record["seen"] == {"batches": 5, "samples": 10, "tokens": 160, "source": "own"}
+    assert record["warnings"] == found.warnings()
+
+
+def test_the_scales_are_a_scaling_state_of_the_converted_model(tmp_path):
+    model = mlp()
+    found = calibrate(model, mlp_batches())
+    found.save(tmp_path)
+    scales = load_file(tmp_path / "scales.safetensors")
+    octavo.convert(model, found.recipe)
+    octavo.load_scaling_state(model, {key: scales[key] for key in octavo.scaling_state(model)})
+    other = mlp()
+    found.apply(other)
+    x = mlp_batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(model(x), other(x))
+
+
+def test_a_model_that_is_one_layer_has_a_path_too(tmp_path):
+    model = nn.Linear(8, 4)
+    calibrate(model, [torch.ones(2, 8)]).save(tmp_path)
+    assert set(load_file(tmp_path / "scales.safetensors")) == {"input.scale", "weight.scale"}
+    loaded = load_calibration(tmp_path)
+    assert list(loaded.input_scales) == list(loaded.weight_scales) == [""]
+    assert loaded.apply(model).converted == ("",)
+
+
+def test_an_older_calibration_is_replaced_and_other_files_are_not(tmp_path):
+    first, second = (calibrate(mlp(), [x * factor for x in mlp_batches()]) for factor in (1, 2))
+    first.save(tmp_path)
+    second.save(tmp_path)
+    assert load_calibration(tmp_path).input_scales["0"] == second.input_scales["0"] != first.input_scales["0"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("three years")
+    with pytest.raises(ConfigError, match="holds other files; move them"):
+        first.save(other)
+    assert [path.name for path in other.iterdir()] == ["thesis.txt"]
+    with pytest.raises(ConfigError, match="which is a file; name a folder"):
+        first.save(other / "thesis.txt")
+
+
+@pytest.mark.parametrize("damage", ["no record", "no scales", "other scales", "other recipe", "record", "another kind"])
+def test_a_damaged_folder_is_refused(found, tmp_path, damage):
+    found.save(tmp_path)
+    match damage:
+        case "no record":
+            (tmp_path / "calibration.json").unlink()
+        case "no scales":
+            (tmp_path / "scales.safetensors").unlink()
+        case "other scales":
+            save_file({"a.input.scale": torch.ones(())}, tmp_path / "scales.safetensors")
+        case "other recipe":
+            (tmp_path / "recipe.toml").write_text(octavo.recipes.to_toml(octavo.recipes.get("static")))
+        case "record":
+            record = json.loads((tmp_path / "calibration.json").read_text())
+            del record["shapes"]
+            (tmp_path / "calibration.json").write_text(json.dumps(record))
+        case "another kind":
+            (tmp_path / "calibration.json").write_text('{"format": "something else"}')
+    with pytest.raises(CheckpointError, match=r"holds no calibration|is damaged"):
+        load_calibration(tmp_path)
+
+
+def test_an_interrupted_save_leaves_no_half_calibration(found, tmp_path, monkeypatch):
+    """Whatever file it stops at: the older one is whole, or what is there is refused."""
+    older = calibrate(mlp(), mlp_batches())
+    for stop in range(3):
+        older.save(tmp_path)
+        written: list[str] = []
+
+        def write(path, content, written=written, stop=stop):
+            if len(written) == stop:
+                raise OSError("disk full")
+            written.append(path.name)
+            write_atomically(path, content)
+
+        monkeypatch.setattr("octavo.quantization.calibration.folder.write_atomically", write)
+        with pytest.raises(OSError, match="disk full"):
+            found.save(tmp_path)
+        monkeypatch.undo()
+        if stop == 0:
+            assert load_calibration(tmp_path).model_hash == older.model_hash
+        else:
+            with pytest.raises(CheckpointError, match="is damaged"):
+                load_calibration(tmp_path)
+        found.save(tmp_path)
+        assert load_calibration(tmp_path).model_hash == found.model_hash

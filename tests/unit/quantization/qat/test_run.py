@@ -1,0 +1,242 @@
+"""A whole run: what it measures, what it leaves alone, and the folder it writes."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.errors import CheckpointError, ConfigError
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models import Llama
+from octavo.quantization import QATResult, QATSettings, TuneSettings, load_qat, run_qat, save_qat
+from octavo.quantization.qat.folder import claimed_folder
+from octavo.quantization.qat.tuning import window_nats
+from tests.unit.quantization.tiny_model import tiny_language_model, windows
+
+TUNING = TuneSettings(steps=4, batch_size=2, context=16, learning_rate=1e-2, warmup=1)
+TRAINING, HELD_OUT = windows(8), windows(5, seed=1)
+AROUND = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+
+def settings_of(recipe: str = "static", **options: Any) -> QATSettings:
+    return QATSettings(**{"recipe": recipes.get(recipe), "tuning": TUNING, **options})
+
+
+def ran(settings: QATSettings, model: LanguageModel | None = None) -> QATResult:
+    return run_qat(model or tiny_language_model(), settings, training=TRAINING, held_out=HELD_OUT)
+
+
+@pytest.fixture(scope="module")
+def result() -> QATResult:
+    return ran(settings_of(baseline=True))
+
+
+def test_the_model_itself_stays_as_it_is():
+    model = tiny_language_model()
+    before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    ran(settings_of(baseline=True), model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.model.state_dict().items())
+    assert not any(isinstance(module, octavo.nn.Linear) for module in model.model.modules())
+
+
+def test_what_is_measured_is_each_model_in_the_same_surroundings(result):
+    """Perplexities by hand: BF16 as it came, its FP8 with a maximum over the training windows, the one that is left."""
+    assert list(result.windows) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"]
+    assert list(result.steps) == ["bf16-tuned", "fp8-qat"]
+    plain = tiny_language_model().model
+    octavo.convert(plain, "bf16", convert_head=True)
+    assert window_nats(plain, HELD_OUT, surroundings=AROUND) == result.windows["bf16"]
+    assert window_nats(result.language_model.model, HELD_OUT, surroundings=AROUND) == result.windows["fp8-qat"]
+    amaxes: dict[str, float] = {}
+
+    def remember(path: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            amaxes[path] = max(amaxes.get(path, 0.0), inputs[0].bfloat16().abs().max().item())
+
+        return hook
+
+    quantised = tiny_language_model().model
+    report = octavo.convert(quantised, "static")
+    octavo.convert(quantised, "bf16", convert_head=True, layer_filter=lambda path, _: path not in report.converted)
+    observed = tiny_language_model().model
+    octavo.prepare_qat(observed, "static", decay=1.0)
+    octavo.convert(observed, "bf16", convert_head=True)
+    handles = [observed.get_submodule(path).register_forward_pre_hook(remember(path)) for path in report.converted]
+    observed.train()
+    window_nats(observed, TRAINING, surroundings=AROUND)
+    assert len(handles) == len(amaxes) == 14
+    state = {f"{path}.input.scale": octavo.numerics.scale_from_amax(torch.tensor(amax), octavo.E4M3)
+             for path, amax in amaxes.items()}  # fmt: skip
+    octavo.load_scaling_state(quantised, state)
+    assert window_nats(quantised, HELD_OUT, surroundings=AROUND) == result.windows["fp8"]
+
+
+def test_differences_are_paired_with_the_tuned_bf16_model(result):
+    assert result.reference == "bf16-tuned"
+    assert result.gap("bf16-tuned").nats == 0
+    gap = result.gap("fp8-qat")
+    pairs = zip(result.windows["fp8-qat"], result.windows["bf16-tuned"], strict=True)
+    assert gap.nats == pytest.approx(sum(a - b for a, b in pairs) / 5)
+    assert result.perplexity("fp8-qat") < result.perplexity("fp8")  # it has learned to count
+
+
+def test_both_tunings_see_the_same_batches(result):
+    """The first loss of both is that of the same batch before any update, in BF16 and in FP8."""
+    first = {name: steps[0].loss for name, steps in result.steps.items()}
+    assert first["fp8-qat"] == pytest.approx(first["bf16-tuned"], rel=2e-3)
+    assert first["fp8-qat"] != first["bf16-tuned"]
+
+
+def test_without_a_baseline_nothing_else_is_tuned():
+    found = ran(settings_of("tensorwise"))
+    assert list(found.windows) == ["bf16", "fp8", "fp8-qat"]
+    assert found.reference == "bf16"
+    assert list(found.steps) == ["fp8-qat"]
+
+
+def test_skipped_layers_stay_in_high_precision_and_the_head_comes_if_asked():
+    found = ran(settings_of("rowwise", skip=("*.down_proj",), convert_head=True))
+    assert "lm_head" in found.report.converted
+    assert not any(path.endswith("down_proj") for path in found.report.converted)
+
+
+@pytest.mark.parametrize("scales", ["learned", "frozen"])
+def test_other_ways_to_find_scales(scales):
+    found = ran(settings_of(scales=scales))
+    assert len(octavo.scaling_state(found.language_model.model)) == 14
+    assert all(scale > 0 for scale in octavo.scaling_state(found.language_model.model).values())
+
+
+def test_distillation_reaches_the_loop():
+    plain, distilled = (ran(settings_of(tuning=replace(TUNING, distill=weight))) for weight in (0.0, 0.5))
+    assert plain.steps["fp8-qat"][0].loss > 1.9 * distilled.steps["fp8-qat"][0].loss  # teacher and student agree
+
+
+def test_a_saved_model_computes_the_same_to_the_bit(result, tmp_path):
+    save_qat(tmp_path / "qat", result)
+    loaded = load_qat(tmp_path / "qat")
+    assert isinstance(loaded.model, Llama)
+    assert loaded.context == 32
+    assert loaded.tokenizer.to_str() == result.language_model.tokenizer.to_str()
+    with torch.no_grad():
+        assert torch.equal(loaded.logits(HELD_OUT), result.language_model.logits(HELD_OUT))
+        with AROUND:
+            assert torch.equal(loaded.logits(HELD_OUT), result.language_model.logits(HELD_OUT))
+    lines = [json.loads(line) for line in (tmp_path / "qat/metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["step"] * 8 + ["evaluation"] * 5
+    assert lines[-1]["perplexity"] == result.perplexity("fp8-qat")
+    assert [path.name for path in tmp_path.iterdir()] == ["qat"]
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_transformers_reads_the_folder(tmp_path, tie):
+    """The tuned weights in high precision, as an ordinary model of Hugging Face's."""
+    found = ran(settings_of("tensorwise"), tiny_language_model(tie=tie))
+    save_qat(tmp_path / "qat", found)
+    theirs = load_language_model(tmp_path / "qat")
+    assert type(theirs.model).__name__ == "LlamaForCausalLM"
+    assert theirs.tokenizer.encode("some text").ids == found.language_model.tokenizer.encode("some text").ids
+    ours = load_qat(tmp_path / "qat")
+    octavo.restore(ours.model)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.logits(HELD_OUT), ours.logits(HELD_OUT), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_transformers_is_tuned_and_saved(tmp_path):
+    save_qat(tmp_path / "first", ran(settings_of("tensorwise")))
+    theirs = load_language_model(tmp_path / "first")
+    found = ran(settings_of("static"), theirs)
+    assert found.perplexity("fp8-qat") < found.perplexity("bf16")
+    save_qat(tmp_path / "second", found)
+    loaded = load_qat(tmp_path / "second")
+    assert len(octavo.scaling_state(loaded.model)) == 14
+    with torch.no_grad():
+        assert torch.equal(loaded.logits(HELD_OUT), found.language_model.logits(HELD_OUT))
+
+
+@pytest.fixture
+def saved(result, tmp_path) -> Path:
+    save_qat(tmp_path / "qat", result)
+    return tmp_path / "qat"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("qat.json", None, "name a folder that octavo qat wrote"),
+        ("qat.json", "{}", "cannot be read"),
+        ("qat.json", '{"format": 2, "layout": "llama", "layers": []}', "format 2"),
+        ("config.json", "[]", "is no shape of a Llama"),
+        ("model.safetensors", "torn", "cannot be read"),
+        ("tokenizer.json", "torn", "cannot be read"),
+        ("recipe.toml", "torn", "is damaged"),
+        ("scales.safetensors", None, "is damaged"),
+    ],
+)
+def test_a_damaged_folder_is_refused(saved, name, content, words):
+    (saved / name).unlink()
+    if content is not None:
+        (saved / name).write_text(content)
+    with pytest.raises(CheckpointError, match=words):
+        load_qat(saved)
+
+
+def test_layers_or_scales_of_another_model_are_refused(saved):
+    mark = json.loads((saved / "qat.json").read_text())
+    (saved / "qat.json").write_text(json.dumps(mark | {"layers": [*mark["layers"], "model.layers.7.mlp.up_proj"]}))
+    with pytest.raises(CheckpointError, match=r"has no layer 'model\.layers\.7"):
+        load_qat(saved)
+    (saved / "qat.json").write_text(json.dumps(mark | {"layers": mark["layers"][1:]}))
+    with pytest.raises(CheckpointError, match="unexpected"):
+        load_qat(saved)
+
+
+def test_weights_of_another_shape_are_refused(saved):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match="not those of the shape"):
+        load_qat(saved)
+
+
+def test_a_folder_that_holds_something_is_not_written_to(result, saved):
+    kept = (saved / "qat.json").read_bytes()
+    with pytest.raises(ConfigError, match="is not empty"), claimed_folder(saved):
+        pass
+    with pytest.raises(OSError, match="not empty"):
+        save_qat(saved, result)
+    assert (saved / "qat.json").read_bytes() == kept
+    assert [path.name for path in saved.parent.iterdir()] == ["qat"]
+
+
+def test_an_interrupted_write_leaves_nothing(result, tmp_path, monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.quantization.qat.folder.write_tokenizer", interrupted)
+    with pytest.raises(KeyboardInterrupt), claimed_folder(tmp_path / "qat"):
+        save_qat(tmp_path / "qat", result)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claimed_folder_gives_way_to_the_result(result, tmp_path):
+    with claimed_folder(tmp_path / "a" / "qat"):
+        assert (tmp_path / "a" / "qat").is_dir()
+        save_qat(tmp_path / "a" / "qat", result)
+    assert load_qat(tmp_path / "a" / "qat").source == str(tmp_path / "a" / "qat")
+    shutil.rmtree(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"scales": "guessed"}, "scales must be one of"), ({"recipe": recipes.get("bf16")}, "casts no weight")],
+)
+def test_settings_that_make_no_sense(options, words):
+    with pytest.raises(ConfigError, match=words):
+        settings_of(**options)
