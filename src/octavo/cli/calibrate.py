@@ -23,6 +23,7 @@ from octavo.quantization import (
     text_windows,
 )
 from octavo.quantization import calibrate as find_scales
+from octavo.quantization.calibration.calibrate import check_choices
 from octavo.quantization.calibration.folder import check_own_folder
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
@@ -75,6 +76,7 @@ def calibrate(
 ) -> None:
     """Find static FP8 scales for a model's linear layers and write them to a folder."""
     check_own_folder(out)
+    check_choices(method=method, percentile=percentile, granularity=granularity, weight_method=weights)
     if from_run is not None:
         _refuse_beside_run({"--method": method != "max", "--kv-cache": kv_cache, "--skip": skip, "--head": head})
     how: dict[str, Any] = {"granularity": granularity, "weight_method": weights, "power_of_two": power_of_two}

@@ -102,6 +102,16 @@ def test_somebody_elses_folder_is_refused_before_anything_is_read(octavo, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--method", "best"), ("--granularity", "rows"), ("--weights", "kl"), ("--percentile", 0)]
+)
+def test_a_choice_that_does_not_exist_is_refused_before_anything_is_read(octavo, tmp_path, option, value):
+    result = octavo("calibrate", "no such model", "--out", tmp_path / "out", option, value)
+    assert result.exit_code == 2
+    assert str(value) in result.stderr
+    assert "no such model" not in result.stderr
+
+
 def test_from_a_run_that_kept_no_amaxes(octavo, finished_run, tmp_path):
     result = octavo("calibrate", finished_run, "--from-run", finished_run, "--out", tmp_path / "out")
     assert result.exit_code == 2

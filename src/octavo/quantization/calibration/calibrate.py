@@ -37,7 +37,7 @@ from octavo.recipes import CastSpec, Recipe
 from octavo.recipes.specs import check_member
 from octavo.training.facts import own_version
 
-__all__ = ["LayerCoverage", "calibrate", "coverage", "weights_of"]
+__all__ = ["LayerCoverage", "calibrate", "check_choices", "coverage", "weights_of"]
 
 SATURATION = Thresholds().saturation_fraction
 OnBatch = Callable[[int, int | None], None]
@@ -87,8 +87,7 @@ def calibrate(
         >>> print(calibration.apply(model))
         2 layers run static, 0 stay as they are
     """
-    check_member("method", method, tuple(Method))
-    check_member("weight_method", weight_method, tuple(WeightMethod))
+    check_choices(method=method, percentile=percentile, granularity=granularity, weight_method=weight_method)
     rule = RangeRule(method=Method(method), percentile=percentile, power_of_two=power_of_two)
     how = WeightMethod(weight_method)
     recipe = recipes.get("static", weight_granularity=granularity, power_of_two=power_of_two)
@@ -126,6 +125,18 @@ def calibrate(
         seen=SeenData(batches=seen.batches, samples=seen.samples, tokens=seen.tokens, source=source),
         octavo_version=own_version(),
     )
+
+
+def check_choices(*, method: str, percentile: float, granularity: str, weight_method: str) -> None:
+    """Refuse what :func:`calibrate` would, before a model is read.
+
+    Raises:
+        ConfigError: an unknown method or granularity, or a percentile out of range.
+    """
+    check_member("method", method, tuple(Method))
+    check_member("weight_method", weight_method, tuple(WeightMethod))
+    RangeRule(method=Method(method), percentile=percentile)
+    recipes.get("static", weight_granularity=granularity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
