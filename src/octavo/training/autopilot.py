@@ -128,7 +128,7 @@ class Autopilot:
         return has_changed
 
     def _write_trials(self, step: int, log: MetricsLog) -> None:
-        """A line of each layer on probation; none of a step that broke, which is looked at again if it is made again."""
+        """A line of each layer on probation; none of a step that broke: it is looked at again if it is made again."""
         is_finished = any(line["kind"] == "step" and line["step"] == step for line in reversed(self.lines))
         for act, shadow in self.shadows if is_finished else ():
             sample = shadow.sample(step)
