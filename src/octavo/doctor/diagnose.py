@@ -129,8 +129,14 @@ def _is_at(other: Finding, cause: Finding) -> bool:
 
 
 def _is_before(cause: Finding, other: Finding, order: dict[tuple[str, str], int]) -> bool:
-    """In time, then in the order of a step's casts; what is about the whole run is after everything of its step."""
+    """In time, then in the order of a step's casts; what is about the whole run is after everything of its step.
+
+    A loss leaves between two looks. What the look after that is the first to show may have come with it or before it:
+    such a finding is neither the loss's cause nor its consequence.
+    """
+    if SEEN_AT in cause.evidence or SEEN_AT in other.evidence:
+        return cause.evidence.get(SEEN_AT, cause.first_step) < other.first_step
     last = len(order)
     places = [order.get((one.path, one.role), last) for one in (cause, other)]
-    first, then = (one.evidence.get(SEEN_AT, one.first_step) for one in (cause, other))
+    first, then = cause.first_step, other.first_step
     return (first, places[0]) < (then, places[1]) or (not cause.path and first <= then)

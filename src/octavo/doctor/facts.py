@@ -63,5 +63,6 @@ def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
                     "scaling": str(spec.scaling),
                     "scale_rounding": str(spec.scale_rounding),
                     "margin": spec.margin,
+                    "amax_floor": spec.amax_floor,
                 }
     return found

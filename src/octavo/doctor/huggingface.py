@@ -5,7 +5,8 @@ writes what it finds to metrics.jsonl in the training's ``output_dir``, so that 
 while it trains and afterwards:
 
 - "watched" and "statistics" lines of each look, see :mod:`octavo.doctor.series`;
-- a "step" line where the Trainer logs: ``loss`` (its mean since the log before), ``lr``, ``grad_norm``;
+- a "step" line where the Trainer logs: ``loss`` (its mean since the log before, null where that is not finite), ``lr``,
+  ``grad_norm``;
 - an "overflow" line of each step that a dynamic loss scale skipped;
 - an "evaluation" line of each evaluation that has a loss.
 

@@ -41,13 +41,13 @@ class LayerRecorder:
     ) -> None:
         """Measure the input's and the weight's casts, those for backward too, and the output GEMM."""
         self.weight = None if _is_held(weight) else weight.detach()
-        self._cast("input", "output", x, operands[0])
+        self._cast("input", "output", recipe.output.a, x, operands[0])
         if not _same_cast(recipe.output.a, recipe.grad_weight.b):
-            self._cast("input", "grad_weight", x.t(), kept[1])
+            self._cast("input", "grad_weight", recipe.grad_weight.b, x.t(), kept[1])
         if self.weight is not None:
-            self._cast("weight", "output", weight, operands[1])
+            self._cast("weight", "output", recipe.output.b, weight, operands[1])
             if not _same_cast(recipe.output.b, recipe.grad_input.b):
-                self._cast("weight", "grad_input", weight.t(), kept[0])
+                self._cast("weight", "grad_input", recipe.grad_input.b, weight.t(), kept[0])
             self._product("output", recipe.output, operands, x, weight)
         if isinstance(kept[1], QuantizedTensor):
             columns = x[:, spread(x.shape[1], COLUMNS)]
@@ -58,18 +58,18 @@ class LayerRecorder:
     ) -> None:
         """Measure the gradient's casts and both of its GEMMs."""
         if grad_input is not None:
-            self._cast("grad_output", "grad_input", grad_output, grad_input[0])
+            self._cast("grad_output", "grad_input", recipe.grad_input.a, grad_output, grad_input[0])
             if self.weight is not None:
                 self._product("grad_input", recipe.grad_input, grad_input, grad_output, self.weight.t())
         if grad_weight is not None:
             if grad_input is None or not _same_cast(recipe.grad_input.a, recipe.grad_weight.a):
-                self._cast("grad_output", "grad_weight", grad_output.t(), grad_weight[0])
+                self._cast("grad_output", "grad_weight", recipe.grad_weight.a, grad_output.t(), grad_weight[0])
             self._product_of_columns(recipe.grad_weight, grad_weight, grad_output)
 
-    def _cast(self, role: str, gemm: str, x: Tensor, made: Operand | None) -> None:
-        if not isinstance(made, QuantizedTensor) or not x.numel():
+    def _cast(self, role: str, gemm: str, spec: CastSpec | None, x: Tensor, made: Operand | None) -> None:
+        if spec is None or not isinstance(made, QuantizedTensor) or not x.numel():
             return
-        key, found = CastKey(self.path, role, gemm), cast_sums(x, made)
+        key, found = CastKey(self.path, role, gemm), cast_sums(x, made, amax_floor=spec.amax_floor)
         self.casts[key] = found if key not in self.casts else _first_broken(self.casts[key], found)
 
     def _product(self, gemm: str, spec: GemmSpec, operands: Operands, left: Tensor, right: Tensor) -> None:

@@ -8,7 +8,7 @@ A run's metrics.jsonl holds, beside its steps and evaluations, two kinds of line
      "modules": {"alignment": {path: 0.31}, "batch_norm": {}}, "gradient_to_noise": 21.4, …}
 
 A "watched" line names the columns of the "statistics" lines that follow it; another one stands where they change. A
-number that does not exist is null.
+number that does not exist is null; so is the loss of a step where it was NaN or infinite, which JSON has not.
 """
 
 import math
@@ -41,6 +41,8 @@ _READ: dict[str, Any] = {
     "tensor": str | None,
 }
 _FACTS: dict[str, Any] = {"recipe": str, "in_features": int, "out_features": int, "casts": Mapping}  # of a layer
+_LAYER_OPTIONS: dict[str, Any] = {"history_length": 1, "statistic": str, "update_interval": 1, "device": str}
+_CAST_OPTIONS: dict[str, Any] = {"format": str, "scaling": str, "scale_rounding": str, "margin": 0, "amax_floor": 0.0}
 Floats = NDArray[np.float64]
 Key = TypeVar("Key")
 
@@ -164,7 +166,7 @@ class Series:
         parameters: numbers of every trained matrix.
         modules: by name, what ``Sample.modules`` held, by module path.
         curves: (steps, values) of a number that steps or samples have: "loss", "lr", "grad_norm", "loss_scale",
-            "gradient_to_noise", "nats".
+            "gradient_to_noise", "nats". A loss that was not finite is NaN; elsewhere such steps are left out.
         layers: the newest facts of each layer.
         periods: of each layer, oldest first.
         events: lines of other kinds ("overflow", "failure", "precision", "autopilot"), as they stand in the file.
@@ -283,7 +285,23 @@ def _facts(path: str, facts: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{path}'s {name} is {facts[name]!r}")
     if not all(isinstance(cast, Mapping) for cast in facts["casts"].values()):
         raise ValueError(f"{path}'s casts are {facts['casts']!r}")
+    _check_options(path, facts, _LAYER_OPTIONS)
+    for place, cast in facts["casts"].items():
+        _check_options(f"{path}'s {place}", cast, _CAST_OPTIONS)
     return dict(facts)
+
+
+def _check_options(place: str, facts: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse facts that may be missing, but not be anything else than text, or than a number of at least so much."""
+    for name in facts.keys() & known.keys():
+        value, wanted = facts[name], known[name]
+        if wanted is str:
+            fits = isinstance(value, str)
+        else:
+            kinds = int if isinstance(wanted, int) else (int, float)
+            fits = isinstance(value, kinds) and not isinstance(value, bool) and wanted <= value < math.inf
+        if not fits:
+            raise ValueError(f"{place}'s {name} is {value!r}")
 
 
 def _rows(
@@ -333,6 +351,7 @@ def _curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Floats, Float
     for line in lines:
         if line["kind"] in ("step", "evaluation", "sample"):
             for name, value in line.items():
-                if name not in ("kind", "step") and isinstance(value, int | float):
-                    found.setdefault(name, []).append((line["step"], value))
+                number = math.nan if name == "loss" and value is None else value
+                if name not in ("kind", "step") and isinstance(number, int | float):
+                    found.setdefault(name, []).append((line["step"], number))
     return {name: (np.array(points)[:, 0], np.array(points)[:, 1]) for name, points in found.items()}

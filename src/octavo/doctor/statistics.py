@@ -9,7 +9,7 @@ not see saturation, and neither sees codes that belong to another tensor.
 | nonfinite           | NaN and ±Inf elements, before the cast                                        | all elements  |
 | saturation_fraction | beyond the largest value that the scale provides for                          | all elements  |
 | stale_ratio         | g = amax now / amax the scale was made for, the largest of all scaling groups | all elements  |
-| least_stale_ratio   | the smallest g of scaling groups whose amax is more than 1e-11                | all elements  |
+| least_stale_ratio   | the smallest g of scaling groups whose amax is above ten times the floor      | all elements  |
 | scale               | decode scale, the largest of all scaling groups                               | all groups    |
 | rms                 | sqrt(mean x²)                                                                 | sampled rows  |
 | kurtosis            | mean x⁴ / (mean x²)²: 3 for a Gaussian                                        | sampled rows  |
@@ -50,6 +50,7 @@ from octavo.kernels.cpu import is_transposed
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, measure
 from octavo.numerics.cast import can_be_asked, narrowed
 from octavo.numerics.metrics import saturation_amax
+from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = [
     "CAST_FIELDS",
@@ -98,12 +99,13 @@ TIE = (
 Floats = NDArray[np.float64]
 
 
-def cast_statistics(x: Tensor, made: QuantizedTensor) -> Tensor:
+def cast_statistics(x: Tensor, made: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
     """The numbers of one cast: float64 [len(CAST_FIELDS)] on the CPU.
 
     Args:
         x: [M, K] as it was before the cast, not empty.
         made: its codes and scales.
+        amax_floor: as which smaller amaxes counted when the scales were made.
 
     Example:
         >>> import octavo
@@ -112,26 +114,29 @@ def cast_statistics(x: Tensor, made: QuantizedTensor) -> Tensor:
         >>> numbers["amax"], numbers["stale_ratio"], numbers["zero_fraction"], round(numbers["underflow_fraction"], 2)
         (4.0, 1.0, 0.25, 0.33)
     """
-    return torch.from_numpy(cast_numbers(cast_sums(x, made).cpu().numpy()))
+    return torch.from_numpy(cast_numbers(cast_sums(x, made, amax_floor=amax_floor).cpu().numpy()))
 
 
-def cast_sums(x: Tensor, made: QuantizedTensor) -> Tensor:
+def cast_sums(x: Tensor, made: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
     """What :func:`cast_numbers` needs of one cast: float64 [len(CAST_SUMS)] on ``x``'s device.
 
     Args:
         x: [M, K] as it was before the cast, not empty.
         made: its codes and scales.
+        amax_floor: as which smaller amaxes counted when the scales were made.
     """
     turned = is_transposed(x)
     size, other = x.shape[::-1] if turned else x.shape
     rows = spread(size, SAMPLED_ELEMENTS // other)
     if summing.sums(x, made):
-        return summing.cast_sums(x, made, rows)
-    return _sums_by_torch(x.t(), _transposed(made), rows) if turned else _sums_by_torch(x, made, rows)
+        return summing.cast_sums(x, made, rows, amax_floor=amax_floor)
+    if turned:
+        x, made = x.t(), _transposed(made)
+    return _sums_by_torch(x, made, rows, amax_floor=amax_floor)
 
 
 @torch.no_grad()
-def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice) -> Tensor:
+def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice, *, amax_floor: float) -> Tensor:
     """The definition, for every device and format."""
     x, scale = narrowed(x.detach()), made.fp32_scale
     found = measure(x, made.granularity)
@@ -142,7 +147,7 @@ def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice) -> Tensor:
         "amax": found.amax.amax(),
         "scale": scale.amax(),
         "stale_ratio": (found.amax / (scale * made.format.max)).amax(),
-        "least_stale_ratio": summing.least_stale_ratio(found.amax, scale, made.format),
+        "least_stale_ratio": summing.least_stale_ratio(found.amax, scale, made.format, amax_floor=amax_floor),
     }
     sums = whole | _sampled_sums(x[rows], take_rows(made, rows))
     return torch.stack([sums[name].double() for name in CAST_SUMS])

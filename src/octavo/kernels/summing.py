@@ -10,15 +10,28 @@ from octavo.errors import BackendError
 from octavo.formats import Format
 from octavo.kernels import cpu
 from octavo.numerics import QuantizedTensor
+from octavo.numerics.scaling import AMAX_FLOOR
 
-__all__ = ["cast_sums", "least_stale_ratio", "sums"]
+__all__ = ["cast_sums", "least_judged_amax", "least_stale_ratio", "sums"]
 
-SMALLEST_AMAX = 1e-11  # below it the amax floor of 1e-12 may be what the scale was made for
+CLEAR_OF_FLOOR = 10  # a tenth of an amax is not what its scale was made for, however roughly the amax was measured
 
 
-def least_stale_ratio(amaxes: Tensor, scale: Tensor, form: Format) -> Tensor:
-    """The smallest g of scaling groups that are not as good as zero: [], infinite where all are."""
-    return (amaxes / (scale * form.max)).where(amaxes > SMALLEST_AMAX, torch.inf).amin()
+def least_judged_amax(amax_floor: float) -> float:
+    """What an amax must exceed for its scale to be its own, and not that of the floor below it.
+
+    Without a floor it is that of the default one: what lies below it is as good as zero.
+
+    Example:
+        >>> least_judged_amax(0.0), least_judged_amax(0.5)
+        (1e-11, 5.0)
+    """
+    return CLEAR_OF_FLOOR * max(amax_floor, AMAX_FLOOR)
+
+
+def least_stale_ratio(amaxes: Tensor, scale: Tensor, form: Format, *, amax_floor: float) -> Tensor:
+    """The smallest g of scaling groups whose amax is clear of the floor: [], infinite where none is."""
+    return (amaxes / (scale * form.max)).where(amaxes > least_judged_amax(amax_floor), torch.inf).amin()
 
 
 def sums(x: Tensor, made: QuantizedTensor) -> bool:
@@ -26,13 +39,16 @@ def sums(x: Tensor, made: QuantizedTensor) -> bool:
     return cpu.supports(x, made.format, made.granularity) and not cpu.is_traced(x)
 
 
-def cast_sums(x: Tensor, made: QuantizedTensor, rows: slice, *, level: str | None = None) -> Tensor:
+def cast_sums(
+    x: Tensor, made: QuantizedTensor, rows: slice, *, amax_floor: float = AMAX_FLOOR, level: str | None = None
+) -> Tensor:
     """``octavo.doctor.statistics.CAST_SUMS`` as float64, in FP64 sums.
 
     Args:
         x: [M, K], as :func:`sums` allows; fastest where its rows, or its columns, lie side by side.
         made: its codes and scales.
         rows: the rows that are summed, columns of a transposed view: where they start and how far apart they are.
+        amax_floor: as which smaller amaxes counted when the scales were made.
         level: an instruction-set level; None is the best.
 
     Raises:
@@ -60,4 +76,5 @@ def cast_sums(x: Tensor, made: QuantizedTensor, rows: slice, *, level: str | Non
         measured.data_ptr(),
         out.data_ptr(),
     )
-    return torch.cat([out, least_stale_ratio(measured, scale, made.format).double().reshape(1)])
+    least = least_stale_ratio(measured, scale, made.format, amax_floor=amax_floor)
+    return torch.cat([out, least.double().reshape(1)])

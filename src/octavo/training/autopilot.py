@@ -9,6 +9,8 @@ acted on only where no act at a layer is on trial.
 there, the act is taken back and the next remedy is tried. A finding about the loss shows in the whole run only: it is
 still there where the whole run shows it, and half of what the loss had risen by at the act is not gone.
 
+*Memory.* The whole run is, to the autopilot, its newest LOOKS_KEPT looks and the steps between them.
+
 *Probation.* Where an act that gave a few layers a finer recipe for their tensors' sake has helped, these are measured
 at each look under the recipe that they would run without it (:mod:`octavo.doctor.shadow`), and the numbers are written
 as "probation" lines. One more than ``autopilot_patience`` of them in a row without a finding take the act back.
@@ -45,7 +47,7 @@ from octavo.training.precision import layer_recipe
 
 __all__ = ["Autopilot"]
 
-LOOKS_KEPT = 64
+LOOKS_KEPT = 64  # of which the rules see a trend, whatever the length of the run
 LAYERS_ON_PROBATION = 4  # of one act
 SHOWN_BY_TENSORS = {  # a scale that somebody freezes, or makes from another tensor, shows in no other recipe's trial
     "saturation",
@@ -117,18 +119,23 @@ class Autopilot:
 
         ``log`` must let this object see what it writes.
         """
-        for act, shadow in self.shadows:
-            sample = shadow.sample(step)
-            if sample is not None:
-                numbers = {"names": sample.names(), "values": sample.values()}
-                log.write("probation", step, path=shadow.path, number=act.number, **numbers)
-        self.shadows = []
+        self._write_trials(step, log)
         self.ill, has_changed = [], False
         for line in self._decisions(step):
             log.write("autopilot", step, **line)
             emit(Notice(text=f"step {step}: {line['finding']} at {line['path'] or 'the run'}: {line['act']}"))
             has_changed |= bool(line["changes"])
         return has_changed
+
+    def _write_trials(self, step: int, log: MetricsLog) -> None:
+        """A line of each layer on probation; none of a step that broke: it is looked at again if it is made again."""
+        is_finished = any(line["kind"] == "step" and line["step"] == step for line in reversed(self.lines))
+        for act, shadow in self.shadows if is_finished else ():
+            sample = shadow.sample(step)
+            if sample is not None:
+                numbers = {"names": sample.names(), "values": sample.values()}
+                log.write("probation", step, path=shadow.path, number=act.number, **numbers)
+        self.shadows = []
 
     def _decisions(self, step: int) -> Iterator[Line]:
         """Lines to write; each is seen before the next is decided."""
@@ -232,7 +239,8 @@ class Autopilot:
     def _may_be_taken_back(self, act: Act) -> bool:
         is_for_layers = act.code in SHOWN_BY_TENSORS and act.remedy.changes.keys() <= {"overrides", "skip"}
         is_judged = act.judged is not None and not self.journal.on_trial
-        has_returned = any(one.helped for one in self.journal.acts if one.path == act.path and one.taken_back)
+        same = [one for one in self.journal.acts if (one.code, one.path) == (act.code, act.path)]
+        has_returned = any(one.helped for one in same if one.taken_back)
         return is_for_layers and is_judged and not has_returned and self.journal.moves(act.path) + 2 <= self.flips
 
     def _layers(self, act: Act) -> list[str]:

@@ -37,8 +37,10 @@ def scales_of(made: QuantizedTensor) -> NDArray[np.float32]:
     return np.broadcast_to(scale if isinstance(made.granularity, PerRow) else scale.reshape(1, 1), (rows, columns))
 
 
-def least_ratio(magnitudes: NDArray[np.float64], limits: NDArray[np.float64], made: QuantizedTensor) -> float:
-    """The smallest amax over what its group's scale provides for, of groups that are not as good as zero."""
+def least_ratio(
+    magnitudes: NDArray[np.float64], limits: NDArray[np.float64], made: QuantizedTensor, floor: float
+) -> float:
+    """The smallest amax over what its group's scale provides for, of groups that lie ten times above the floor."""
     rows, columns = made.shape
     height, width = {PerBlock: lambda g: (g.rows, g.columns), PerRow: lambda _: (1, columns)}.get(
         type(made.granularity), lambda _: (rows, columns)
@@ -47,12 +49,14 @@ def least_ratio(magnitudes: NDArray[np.float64], limits: NDArray[np.float64], ma
     for row in range(0, rows, height):
         for column in range(0, columns, width):
             amax = magnitudes[row : row + height, column : column + width].max()
-            if amax > 1e-11:
+            if amax > max(1e-11, 10 * floor):
                 found.append(amax / limits[row, column])
     return float(np.nanmin(found)) if len(found) > 1 else np.nan
 
 
-def numbers_of(x: Tensor, made: QuantizedTensor, sampled: tuple[slice, slice]) -> dict[str, float]:
+def numbers_of(
+    x: Tensor, made: QuantizedTensor, sampled: tuple[slice, slice], *, floor: float = 1e-12
+) -> dict[str, float]:
     """CAST_FIELDS by name; the sampled ones from ``x[sampled]``."""
     given, scale, table = x.float().numpy().astype(np.float64), scales_of(made), values_of(made.data.dtype)
     codes = made.data.contiguous().view(torch.uint8).numpy()
@@ -65,7 +69,7 @@ def numbers_of(x: Tensor, made: QuantizedTensor, sampled: tuple[slice, slice]) -
         "saturation_fraction": float((magnitudes > scale.astype(np.float64) * (largest + half_step)).sum()) / x.numel(),
         "scale": float(scale.max()),
         "stale_ratio": float((magnitudes / (scale.astype(np.float64) * largest)).max()),
-        "least_stale_ratio": least_ratio(magnitudes, scale.astype(np.float64) * largest, made),
+        "least_stale_ratio": least_ratio(magnitudes, scale.astype(np.float64) * largest, made, floor),
     }
     keep = finite[sampled]
     v, c, s = given[sampled][keep], codes[sampled][keep], np.broadcast_to(scale, given.shape)[sampled][keep]

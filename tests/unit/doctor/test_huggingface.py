@@ -157,6 +157,22 @@ def test_a_step_that_a_loss_scale_skipped_stands_in_the_file(tmp_path):
     assert not [one for one in diagnose(series_of(lines)) if one.code == "nonfinite"]
 
 
+def test_a_loss_that_is_no_number_is_found_while_it_trains_and_afterwards(tmp_path):
+    """JSON has no NaN: the file says null, and both readers take it for what it was."""
+    model, callback = tiny_model(), DoctorCallback(interval=INTERVAL)
+    state, control = transformers.TrainerState(is_world_process_zero=True), transformers.TrainerControl()
+    told = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]), state, control
+    callback.on_train_begin(*told, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for loss in (3.0, 2.9, float("nan"), float("inf"), float("nan")):
+        state.global_step += 1
+        callback.on_log(*told, logs={"loss": loss, "learning_rate": 0.1})
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["loss"] for line in lines] == [3.0, 2.9, None, None, None]
+    for findings in (callback.findings(), diagnose(series_of(lines))):
+        assert [(one.code, one.first_step, one.last_step) for one in findings] == [("nonfinite", 3, 5)]
+        assert "the loss is NaN or ±Inf since step 3" in findings[0].cause
+
+
 class Spoiled(Exception):  # noqa: N818 (nothing of octavo's)
     pass
 

@@ -1,13 +1,16 @@
 """What one layer's calls leave behind: every operand beside its own tensor, every GEMM beside its own product."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import octavo
+import octavo.doctor
 from octavo.doctor.layer_recorder import COLUMNS, ROWS, LayerRecorder
-from octavo.doctor.series import CastKey, ProductKey
+from octavo.doctor.series import OPERANDS, CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers, spread
 from octavo.functional import cast_operand
 from octavo.nn.fused import _objections_to_layers
@@ -35,6 +38,18 @@ def call(recipe, *, bias=False, dtype=torch.float32, x_learns=True):
     return layer, recorder, {"input": x.detach(), "weight": layer.weight.detach(), "grad_output": grad_output}
 
 
+def floored(name, floor):
+    """A recipe with another amax_floor in every cast."""
+    recipe = octavo.recipes.get(name)
+    products = {gemm: getattr(recipe, gemm) for gemm in OPERANDS}
+    changed = {
+        gemm: replace(one, a=replace(one.a, amax_floor=floor), b=replace(one.b, amax_floor=floor))
+        for gemm, one in products.items()
+        if one.a is not None
+    }
+    return replace(recipe, **changed)
+
+
 def numbers(table, of):
     return {tuple(key)[1:]: of(tensor.double().numpy()) for key, tensor in table.items()}
 
@@ -59,9 +74,9 @@ def wanted_operands(recipe):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, "floored"])
 def test_every_cast_of_a_call_once(name, dtype):
-    recipe = octavo.recipes.get(name)
+    recipe = floored("blockwise", 0.02) if name == "floored" else octavo.recipes.get(name)
     _, recorder, tensors = call(recipe, dtype=dtype)
     found, wanted = numbers(recorder.casts, cast_numbers), wanted_operands(recipe)
     assert found.keys() == wanted.keys()
@@ -69,9 +84,22 @@ def test_every_cast_of_a_call_once(name, dtype):
         x = tensors[role].t() if turned else tensors[role]
         made = cast_operand(x, spec)  # without a history a delayed cast is a dynamic one
         assert isinstance(made, QuantizedTensor)
-        oracle = numbers_of(x, made, (slice(None), slice(None)))
+        oracle = numbers_of(x, made, (slice(None), slice(None)), floor=spec.amax_floor)
         for field, value in zip(CAST_FIELDS, found[role, gemm], strict=True):
             assert value == pytest.approx(oracle[field], rel=1e-6, nan_ok=True), (role, gemm, field)
+
+
+def test_a_recipe_s_own_floor_makes_no_scale_inexact():
+    """Of tensors below it, and of some scaling groups of others."""
+    for name in ("tensorwise", "rowwise", "blockwise"):
+        model = torch.nn.Sequential(torch.nn.Linear(K, N, bias=False))
+        octavo.convert(model, floored(name, 1e-3), convert_head=True)
+        watcher = octavo.doctor.watch(model, interval=1)
+        for step in range(1, 8):
+            x = torch.randn(M, K) * 10.0 ** torch.linspace(-8, 1, M)[:, None]
+            with watcher.step():
+                (model(x.requires_grad_()) * torch.randn(M, N) * 1e-6 * step).sum().backward()
+        assert not {one.code for one in watcher.findings()} & {"inexact-amax", "frozen-scale"}
 
 
 def decoded(made):

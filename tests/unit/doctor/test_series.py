@@ -115,6 +115,10 @@ def test_every_finite_number_has_a_name_for_tensorboard():
     assert found["step/gradient_to_noise"] == 12.5
 
 
+def cast_of(watched):
+    return watched["layers"]["a"]["casts"]["input output"]
+
+
 def edited(change):
     lines = copy.deepcopy(lines_of(sample(10)))
     change(*lines)
@@ -144,6 +148,16 @@ EDITS = {
     "a shape is a word": lambda watched, statistics: watched["layers"]["a"].update(out_features="many"),
     "casts are a number": lambda watched, statistics: watched["layers"]["a"].update(casts=5),
     "a cast is a number": lambda watched, statistics: watched["layers"]["a"].update(casts={"input output": 5}),
+    "a margin is a word": lambda watched, statistics: cast_of(watched).update(margin="a"),
+    "a margin is half": lambda watched, statistics: cast_of(watched).update(margin=0.5),
+    "a margin is negative": lambda watched, statistics: cast_of(watched).update(margin=-1),
+    "a margin is true": lambda watched, statistics: cast_of(watched).update(margin=True),
+    "a floor is unknown": lambda watched, statistics: cast_of(watched).update(amax_floor=None),
+    "a floor is endless": lambda watched, statistics: cast_of(watched).update(amax_floor=math.inf),
+    "a scaling is a number": lambda watched, statistics: cast_of(watched).update(scaling=3),
+    "no update interval": lambda watched, statistics: watched["layers"]["a"].update(update_interval=None),
+    "an empty history": lambda watched, statistics: watched["layers"]["a"].update(history_length=0),
+    "a statistic is a list": lambda watched, statistics: watched["layers"]["a"].update(statistic=["max"]),
     "no step": lambda watched, statistics: statistics.pop("step"),
     "a step is a word": lambda watched, statistics: statistics.update(step="ten"),
     "no kind": lambda watched, statistics: statistics.pop("kind"),
@@ -201,6 +215,22 @@ def test_a_step_that_broke_is_looked_at_again():
     lines = [line for step in (5, 10, 10) for line in lines_of(sample(step))]
     lines += [{"kind": "failure", "step": 10, "loss": None, "tensor": None}, *lines_of(sample(10))]
     assert series_of(lines).casts.steps.tolist() == [5, 10, 10, 10]
+
+
+def test_a_step_whose_loss_is_null_had_one_that_was_not_finite():
+    lines = [{"kind": "step", "step": step, "loss": 2.0 if step < 4 else None, "lr": None} for step in range(1, 8)]
+    series = series_of(lines)
+    steps, losses = series.curve("loss")
+    assert steps.tolist() == list(range(1, 8))
+    assert np.isfinite(losses).tolist() == [True] * 3 + [False] * 4
+    assert not series.curve("lr")[0].size, "a rate that nobody knows"
+    (found,) = diagnose(series)
+    assert (found.code, found.first_step, found.last_step) == ("nonfinite", 4, 7)
+
+
+def test_the_refusal_names_what_does_not_fit():
+    with pytest.raises(TrainingError, match="a's input output's margin is 'a'"):
+        series_of(edited(EDITS["a margin is a word"]))
 
 
 def test_the_refusal_names_the_step():

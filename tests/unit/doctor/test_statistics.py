@@ -25,6 +25,7 @@ from octavo.doctor.statistics import (
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2, E8M0, FP32
 from octavo.kernels import cpu, scaled_mm, summing
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding
+from octavo.numerics.scaling import AMAX_FLOOR
 from tests.unit.doctor.cast_oracle import numbers_of, scales_of
 
 GRANULARITIES = (PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(3, 5))
@@ -34,15 +35,15 @@ SHAPES = ((1, 1), (7, 33), (40, 96), (130, 261))
 EXACT = ("amax", "nonfinite", "zero_fraction", "saturation_fraction", "underflow_fraction", "scale", "code_mismatch")
 
 
-def found_by(way, x, made):
+def found_by(way, x, made, *, amax_floor=AMAX_FLOOR):
     """CAST_FIELDS by name, the way that a test asks for."""
     if cpu.is_transposed(x):
         x, made = x.t(), statistics._transposed(made)
     rows = spread(x.shape[0], statistics.SAMPLED_ELEMENTS // x.shape[1])
     if way == "torch":
-        sums = statistics._sums_by_torch(x, made, rows)
+        sums = statistics._sums_by_torch(x, made, rows, amax_floor=amax_floor)
     else:
-        sums = summing.cast_sums(x, made, rows, level=way)
+        sums = summing.cast_sums(x, made, rows, amax_floor=amax_floor, level=way)
     return dict(zip(CAST_FIELDS, cast_numbers(sums.numpy()).tolist(), strict=True))
 
 
@@ -115,6 +116,16 @@ def test_rows_whose_scale_is_too_large(way):
     assert (found["stale_ratio"], found["least_stale_ratio"]) == pytest.approx((1, 1 / 256), rel=1e-6)
     zeros = torch.zeros(4, 4)
     assert math.isnan(found_by(way, zeros, octavo.quantize(zeros, E4M3))["least_stale_ratio"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_near_the_floor_have_no_scale_of_their_own(way):
+    """Amaxes of 0.1, 9, 11 and 90 under a floor of 1: the scale of the first is the floor's."""
+    x = torch.tensor([[0.1], [9.0], [11.0], [90.0]]).expand(4, 16).clone()
+    made = octavo.quantize(x, E4M3, granularity=PerRow(), amax_floor=1.0)
+    assert found_by(way, x, made, amax_floor=1.0)["least_stale_ratio"] == pytest.approx(1, rel=1e-6)
+    assert found_by(way, x, made)["least_stale_ratio"] == pytest.approx(0.1, rel=1e-6)
+    assert math.isnan(found_by(way, x[:2], take_rows(made, slice(2)), amax_floor=1.0)["least_stale_ratio"])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -216,7 +227,10 @@ def test_a_gaussian_reads_what_is_known_of_it():
     assert found["code_mismatch"] == 0
 
 
-def test_gradients_and_threads_change_nothing():
+@pytest.mark.parametrize("native", [True, False])
+def test_gradients_and_threads_change_nothing(native, monkeypatch):
+    if not native:
+        monkeypatch.setattr(summing, "sums", lambda *_: False)
     x = torch.randn(300, 200, requires_grad=True)
     made, before = octavo.quantize(x, E4M3), torch.get_num_threads()
     alone = cast_sums(x, made)
@@ -234,9 +248,7 @@ def test_rows_are_spread(size, most):
     rows = list(range(size))[spread(size, most)]
     assert 1 <= len(rows) <= max(1, most)
     assert len(rows) >= min(size, max(1, most)) / 3.1
-    steps = set(np.diff(rows).tolist())
-    assert len(steps) <= 1
-    assert all(step % 2 for step in steps)
+    assert spread(size, most).step % 2 == 1
     assert rows[0] < size / 2 + 1
     assert rows == evenly(size, most, torch.device("cpu")).tolist()
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,34 @@ def test_of_two_acts_at_one_layer_the_newer_is_on_probation(begin):
     (line,) = run.look(trials={Q: {}})
     assert (line["takes_back"], line["helped"]) == (2, True)
     assert run.pilot.training.overrides == {Q: FIRST}
+    trials = {act.number: path for act, path, _ in run.pilot._on_probation(run.step + 10)}
+    assert trials == {1: Q}, "the other finding's remedy says nothing about this one's"
+
+
+def test_a_step_that_broke_leaves_no_trial_and_the_one_made_again_one(begin):
+    """It is looked at twice, and its trials are no proof before it is finished."""
+    run = begin()
+    for ill in (Q, Q, Q, "", "", ""):
+        run.look(ill)
+    (act,) = run.pilot.journal.in_force
+
+    class Trial:
+        path = Q
+
+        def sample(self, step):
+            return replace(run.sample({CastKey(Q, "input", "output"): row(HEALTHY)}), step=step)
+
+    for name in ("broke", "made again"):
+        if name == "broke":
+            run.log.write("failure", 70, loss=None, grad_norm=None, tensor=None)
+        else:
+            run.log.write("step", 70, loss=3.0, lr=1e-3, grad_norm=1.0)
+        run.log.write_sample(Trial().sample(70))
+        run.pilot.shadows = [(act, Trial())]
+        run.pilot.act(70, run.log, run.said.append)
+        trials = [line["step"] for line in read_metrics(run.folder) if line["kind"] == "probation"]
+        assert trials == ([] if name == "broke" else [70])
+    assert not run.pilot.shadows
 
 
 def test_no_layer_flips_more_often_than_allowed(begin):

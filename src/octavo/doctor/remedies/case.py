@@ -9,8 +9,7 @@ import numpy as np
 from octavo.doctor.facts import facts_during
 from octavo.doctor.findings import Finding, Remedy
 from octavo.doctor.gated import gated_linears
-from octavo.doctor.series import PARAMETER_FIELDS, Series
-from octavo.doctor.statistics import PRODUCT_FIELDS
+from octavo.doctor.series import Floats, Series
 
 __all__ = ["FINENESS", "WORDS", "Case", "fineness", "listed"]
 
@@ -62,9 +61,15 @@ class Case:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of the layer when it was last found, of most layers the worst one; empty where it is about no layer."""
-        periods = self.series.periods.get(next(iter(self.finding.places), self.path), ())
-        return next(reversed(list(facts_during(self.finding, periods))), {})
+        """Of the layer when it was last found; empty where it is about no layer.
+
+        Of most layers, those of the worst one that was in FP8 to the last: what has gone to BF16 needs no remedy.
+        """
+        known = [self._last_facts(path) for path in self.finding.places or (self.path,)]
+        return next((facts for facts in known if facts and _base(str(facts.get("recipe"))) != FINENESS[-1]), known[0])
+
+    def _last_facts(self, path: str) -> dict[str, Any]:
+        return next(reversed(list(facts_during(self.finding, self.series.periods.get(path, ())))), {})
 
     @property
     def recipe(self) -> str:
@@ -119,20 +124,28 @@ class Case:
         return [f"{beginning}{name}" for name in gated_linears(shapes)[1]]
 
     def noisiest(self) -> str | None:
-        """The layer whose grad_weight GEMM adds more than half of the newest sample's noise, if one does."""
+        """The layer whose grad_weight GEMM adds more than half of the noise in the finding's steps, if one does.
+
+        Layers that were in high precision at the last of them add none any more.
+        """
         products, parameters = self.series.products, self.series.parameters
-        if not len(products.steps) or not len(parameters.steps):
+        looks = (products.steps >= self.finding.first_step) & (products.steps <= self.finding.last_step)
+        if not looks.any():
             return None
-        column = PARAMETER_FIELDS.index("grad_norm")
-        norms = dict(zip(parameters.keys, parameters.values[-1, :, column], strict=True))
-        ratios = products.values[-1, :, PRODUCT_FIELDS.index("sqnr_db")]
+        norms = dict(zip(parameters.keys, parameters.of("grad_norm")[looks].T, strict=True))
         noise = {
-            key.path: float(np.nan_to_num(norms.get(f"{key.path}.weight", 0.0) ** 2 * 10 ** (-ratio / 10)))
-            for key, ratio in zip(products.keys, ratios, strict=True)
-            if key.gemm == "grad_weight"
+            key.path: _energy(norms.get(f"{key.path}.weight", np.zeros(1)), ratios)
+            for key, ratios in zip(products.keys, products.of("sqnr_db")[looks].T, strict=True)
+            if key.gemm == "grad_weight" and np.isfinite(ratios[-1])
         }
         loudest = max(noise, key=lambda path: noise[path], default=None)
         return loudest if loudest is not None and noise[loudest] > sum(noise.values()) / 2 else None
+
+
+def _energy(norms: Floats, ratios: Floats) -> float:
+    """Of the noise in gradients of these norms and SQNRs in decibels; what is not known adds none."""
+    energy = norms**2 * 10 ** (-ratios / 10)
+    return float(energy[np.isfinite(energy)].sum())
 
 
 def _base(recipe: str) -> str:

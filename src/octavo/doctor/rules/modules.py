@@ -14,6 +14,7 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["batch_norm", "sensitive_module", "slow_layer", "slow_layers"]
 
+WRAPPED = ".base_layer"  # what PEFT calls the layer that an adapter is put around
 ROUTER = "a router, where a small error sends a token elsewhere"
 SENSITIVE = {
     **dict.fromkeys((*HEAD_NAMES, "head", "output_head"), "a head, whose gradient is as wide as the vocabulary"),
@@ -60,7 +61,7 @@ def _what_it_is(path: str, layers: Mapping[str, Mapping[str, Any]], limits: Thre
     What widens an MLP has what narrows it beside it. Where no gradient is lost (``typical`` is infinite) width harms
     nothing.
     """
-    name, facts = path.rpartition(".")[2], layers.get(path, {})
+    name, facts = _place(path)[1], layers.get(path, {})
     if name in SENSITIVE:
         return SENSITIVE[name]
     if not facts:
@@ -75,16 +76,32 @@ def _what_it_is(path: str, layers: Mapping[str, Mapping[str, Any]], limits: Thre
 
 def _widens_an_mlp(path: str, layers: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether a layer beside it leads back from as many features, or from half of them, as of a fused gate and up."""
-    parent, inputs, outputs = path.rpartition(".")[0], layers[path]["in_features"], layers[path]["out_features"]
-    beside = [facts for other, facts in layers.items() if other.rpartition(".")[0] == parent]
+    inputs, outputs = layers[path]["in_features"], layers[path]["out_features"]
+    beside = [layers[other] for other in _beside(path, layers)]
     return any(facts["out_features"] == inputs and facts["in_features"] in (outputs, outputs / 2) for facts in beside)
 
 
 def _has_twin(path: str, layers: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether a layer beside it has its shape, as the up projection beside a gate that narrows."""
     shape = [layers[path][name] for name in ("in_features", "out_features")]
-    beside = [other for other in layers if other != path and other.rpartition(".")[0] == path.rpartition(".")[0]]
-    return any([layers[other].get(name) for name in ("in_features", "out_features")] == shape for other in beside)
+    beside = [layers[other] for other in _beside(path, layers)]
+    return any([facts.get(name) for name in ("in_features", "out_features")] == shape for facts in beside)
+
+
+def _beside(path: str, layers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Paths of the other layers of its module."""
+    return [other for other in layers if other != path and _place(other)[0] == _place(path)[0]]
+
+
+def _place(path: str) -> tuple[str, str]:
+    """A layer's module and its name there, of one that an adapter wraps the wrapper's.
+
+    Example:
+        >>> _place("layers.0.mlp.up_proj.base_layer")
+        ('layers.0.mlp', 'up_proj')
+    """
+    parent, _, name = path.removesuffix(WRAPPED).rpartition(".")
+    return parent, name
 
 
 def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:

@@ -12,7 +12,6 @@ from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.rules.tracks import Mask, Track, longest, tracks
 from octavo.doctor.series import Floats, Series
 from octavo.doctor.thresholds import Thresholds
-from octavo.kernels.summing import SMALLEST_AMAX
 
 __all__ = ["frozen_scale", "inexact_amax", "rank_mismatch", "scale_oscillation", "stale_scale"]
 
@@ -36,8 +35,8 @@ def frozen_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
 def _should_have_moved(track: Track, where: slice, limits: Thresholds) -> bool:
     if track.spec("scaling") == "dynamic":
         low, high = _exact_range(track, limits)
-        g = track.growth[where]
-        return bool(((g > high) | (g < low)).any())
+        g, is_own = track.growth[where], track.is_own[where]
+        return bool((((g > high) | (g < low)) & is_own).any())
     if track.spec("scaling") != "delayed":
         return False
     steps, g = track.steps[where], track.growth[where]
@@ -45,11 +44,14 @@ def _should_have_moved(track: Track, where: slice, limits: Thresholds) -> bool:
         outgrown = g > limits.frozen_excess  # a maximum would have followed by the next update
         if (outgrown & (steps < steps[-1] - track.facts.get("update_interval", 1) + 0.5)).any():
             return True
-    return _longest_below(steps, g, limits) > limits.frozen_memories * track.memory
+    return _longest_below(steps, np.where(track.is_own[where], g, 1.0), limits) > limits.frozen_memories * track.memory
 
 
 def _longest_below(steps: Floats, g: Floats, limits: Thresholds) -> float:
-    """Steps for which no amax reached what the scale was made for: one that did would keep a maximum where it is."""
+    """Steps for which no amax reached what the scale was made for: one that did would keep a maximum where it is.
+
+    So does the floor, for as long as no amax is clear of it.
+    """
     held = np.flatnonzero(g >= 1 - limits.exact_ratio)
     edges = np.concatenate([[steps[0]], steps[held], [steps[-1]]])
     return float(np.diff(edges).max())
@@ -117,7 +119,7 @@ def stale_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
             is_broken = _length(severe) >= limits.persistent_looks_fail
             yield _outgrown(track, behind, Severity.FAIL if is_broken else Severity.WARN)
             continue
-        loose = longest((g <= 1 / limits.loose_ratio) & _is_harmed(track, limits))
+        loose = longest((g <= 1 / limits.loose_ratio) & track.is_own & _is_harmed(track, limits))
         if _length(loose) >= limits.persistent_looks:
             yield _too_large(track, loose, limits)
 
@@ -175,7 +177,7 @@ def inexact_amax(series: Series, limits: Thresholds) -> Iterator[Finding]:
             continue
         low, high = _exact_range(track, limits)
         g, least = track.growth, track.least_growth
-        seen = (track.of("amax") > SMALLEST_AMAX) & (g > 0)
+        seen = track.is_own & (g > 0)
         wrong = np.flatnonzero(seen & ((g < low) | (g > high) | ((least > 0) & (least < low))))
         if wrong.size:
             yield _inexact(track, wrong, (low, high), limits)

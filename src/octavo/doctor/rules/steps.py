@@ -119,8 +119,10 @@ def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
     for step in steps[jumps[(jumps > limits.lr_settled) & ~np.isin(jumps, at_switches)]]:
         rise = _rise(series, float(step), limits)
         if rise is not None and _rise(series, float(step), limits, newest=True) is not None:
-            yield from _jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN)
-            return
+            found = list(_jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN))
+            yield from found
+            if found:
+                return
 
 
 def _jump(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.series import CastKey, Floats, Period, Series
 from octavo.doctor.statistics import CAST_FIELDS
+from octavo.kernels.summing import least_judged_amax
 
 __all__ = ["Track", "longest", "tracks"]
 
@@ -37,24 +38,37 @@ class Track:
         return self.values[:, CAST_FIELDS.index(name)]
 
     def spec(self, name: str) -> Any:
-        """A fact of the cast: "format", "scaling", "scale_rounding" or "margin"; None where nothing knows it."""
+        """A fact of the cast: "format", "scaling", "scale_rounding", "margin" or "amax_floor"; None where unknown."""
         return self.facts.get("casts", {}).get(f"{self.key.role} {self.key.gemm}", {}).get(name)
 
     @property
     def growth(self) -> Floats:
         """The amax over the amax that the scale was made for, [T]: the stale ratio without the recipe's margin."""
-        return self.of("stale_ratio") * 2.0 ** (self.spec("margin") or 0)
+        return self.of("stale_ratio") * self._room
 
     @property
     def least_growth(self) -> Floats:
         """The smallest of all scaling groups', [T]; :attr:`growth` is the largest."""
-        return self.of("least_stale_ratio") * 2.0 ** (self.spec("margin") or 0)
+        return self.of("least_stale_ratio") * self._room
+
+    @property
+    def is_own(self) -> Mask:
+        """Where the amax, of several groups the largest, is clear of the recipe's floor, [T].
+
+        What is not has the floor's scale, or may have it, whatever the tensor does.
+        """
+        return self.of("amax") > least_judged_amax(self.spec("amax_floor") or 0.0)
 
     @property
     def memory(self) -> int:
         """Steps for which a delayed scale may stay what it is though its tensor moves."""
         window = self.facts.get("history_length", 1) if self.facts.get("statistic") == "max" else 1
         return int(window + self.facts.get("update_interval", 1) - 1)
+
+    @property
+    def _room(self) -> float:
+        """What the recipe's margin leaves free above an amax; infinite for one beyond FP64's exponents."""
+        return float(np.exp2(float(self.spec("margin") or 0)))
 
     def finding(
         self,

@@ -211,6 +211,16 @@ def test_statistics_that_do_not_fit_their_names_are_refused(octavo, run):
     assert "do not fit the names before them" in refusal(octavo, run)
 
 
+def test_facts_of_a_layer_that_no_run_writes_are_refused(octavo, run):
+    def edit_facts(lines):
+        facts = next(line for line in lines if line["kind"] == "watched")["layers"]
+        for cast in next(iter(facts.values()))["casts"].values():
+            cast["margin"] = "a"
+
+    edit(run, edit_facts)
+    assert "margin is 'a'" in refusal(octavo, run)
+
+
 def test_a_folder_that_another_loop_wrote_needs_no_configuration(octavo, run, finding_what):
     finding_what()
     (run / "config.toml").unlink()

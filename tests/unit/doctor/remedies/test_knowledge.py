@@ -142,19 +142,65 @@ def test_the_down_projection_of_a_gated_mlp_is_meant():
     assert changes_of("outlier-growth", series_of([], [sample]), path="mlp")[0] == {"overrides": {"mlp.down": "bf16"}}
 
 
-def test_the_noisiest_layer_leaves_fp8():
-    products = {
-        ProductKey("mlp.0", "grad_weight"): np.array([20.0, np.nan]),
-        ProductKey("mlp.1", "grad_weight"): np.array([10.0, np.nan]),
-        ProductKey("mlp.1", "output"): np.array([-50.0, np.nan]),
-    }
-    parameters = {"mlp.0.weight": np.array([1.0, 0, 0]), "mlp.1.weight": np.array([2.0, 0, 0])}
-    series = run_of(products=products, parameters=parameters)
-    assert changes_of("gradient-below-noise", series, path="")[0] == {"overrides": {"mlp.1": "bf16"}}
-    products[ProductKey("mlp.0", "grad_weight")] = np.array([10.0, np.nan])
-    parameters["mlp.0.weight"] = np.array([2.0, 0, 0])
-    alike = run_of(products=products, parameters=parameters)
-    assert "precision_schedule" in changes_of("gradient-below-noise", alike, path="")[0]
+def noisy(*ratios):
+    """Looks at steps 10, 20 and so on: the SQNRs of two layers' grad_weight, whose gradients have norms 1 and 2."""
+    keys = [ProductKey("mlp.0", "grad_weight"), ProductKey("mlp.1", "grad_weight"), ProductKey("mlp.1", "output")]
+    samples = [
+        Sample(
+            step=10 * (look + 1),
+            casts={},
+            products=dict(zip(keys, np.array([[first, np.nan], [second, np.nan], [-50.0, np.nan]]), strict=True)),
+            parameters={"mlp.0.weight": np.array([1.0, 0, 0]), "mlp.1.weight": np.array([2.0, 0, 0])},
+            layers={path: LAYER | {"recipe": "tensorwise"} for path in ("mlp.0", "mlp.1")},
+        )
+        for look, (first, second) in enumerate(ratios)
+    ]
+    return series_of([], samples)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "noisiest"),
+    [
+        ([(20, 10)], "mlp.1"),
+        ([(20, 26.1)], "mlp.0"),
+        ([(20, 25.9)], "mlp.1"),
+        ([(20, 10), (20, 10), (0, 40)], "mlp.0"),  # 1.02 to 0.8
+        ([(20, 10), (20, 10), (3, 40)], "mlp.1"),  # 0.52 to 0.8
+        ([(20, 10), (20, 10), (20, np.nan)], "mlp.0"),  # the other has left FP8
+        ([(np.nan, np.nan)], None),
+    ],
+)
+def test_the_noisiest_layer_leaves_fp8(ratios, noisiest):
+    """In all of the finding's steps and no others."""
+    last = 10 * len(ratios)
+    series = noisy(*ratios, (-60, 40))
+    first = changes_of("gradient-below-noise", series, path="", first_step=10, last_step=last)[0]
+    assert first.get("overrides") == (noisiest and {noisiest: "bf16"})
+    assert noisiest or "precision_schedule" in first
+
+
+def test_of_most_layers_the_worst_one_that_is_still_in_fp8_says_what_is_finer():
+    """The autopilot may have given the worst one BF16 while the others went on as they were."""
+    recipes_of = {5: ("delayed", "delayed", "delayed"), 30: ("bf16", "tensorwise", "delayed"), 60: ("bf16",) * 3}
+    samples = [
+        Sample(
+            step=step,
+            casts={},
+            products={},
+            parameters={},
+            layers={f"mlp.{index}": LAYER | {"recipe": recipe} for index, recipe in enumerate(ran)},
+        )
+        for step, ran in recipes_of.items()
+    ]
+    series, places = series_of([], samples), ("mlp.0", "mlp.1", "mlp.2")
+
+    def first_of(last_step):
+        found = changes_of("saturation", series, path="", places=places, first_step=5, last_step=last_step)
+        return found[0]["overrides"] if found else None
+
+    assert first_of(25) == {"*": "tensorwise"}
+    assert first_of(50) == {"*": "blockwise"}
+    assert first_of(70) is None
 
 
 def test_the_learning_rate_goes_back_to_what_it_was():

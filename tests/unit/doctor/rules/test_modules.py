@@ -27,6 +27,8 @@ def shaped(sample, **sizes):
         ("layers.0.mlp.gate_proj", None),
         ("layers.0.router", "a router"),
         ("head.dense", None),
+        ("model.lm_head.base_layer", "a head"),
+        ("layers.0.router.base_layer", "a router"),
     ],
 )
 def test_what_has_a_sensitive_name(path, what):
@@ -45,10 +47,12 @@ def test_what_has_a_sensitive_name(path, what):
         ({"mlp.gate": (256, 32), "mlp.up": (256, 64)}, ["mlp.gate"]),
     ],
 )
-def test_a_gate_is_a_router_where_it_narrows_alone(sizes, found):
-    sample = shaped(renamed(healthy_sample("tensorwise"), {FIRST: "mlp.up", SECOND: "mlp.gate"}), **sizes)
+@pytest.mark.parametrize("wrapper", ["", ".base_layer"])
+def test_a_gate_is_a_router_where_it_narrows_alone(sizes, found, wrapper):
+    sample = renamed(healthy_sample("tensorwise"), {FIRST: "mlp.up", SECOND: f"mlp.gate{wrapper}"})
+    sample = shaped(sample, **{name.replace("gate", f"gate{wrapper}"): size for name, size in sizes.items()})
     result = list(sensitive_module(looks(sample), LIMITS))
-    assert [one.path for one in result] == found
+    assert [one.path for one in result] == [f"{path}{wrapper}" for path in found]
     assert all("a router" in one.cause for one in result)
 
 
@@ -76,6 +80,18 @@ def test_what_is_as_wide_as_a_head(sizes, found):
     sample = shaped(replace(sample, layers=sample.layers | attention), **sizes)
     result = sensitive_module(looks(sample, casts={(SECOND, "grad_output"): {"underflow_fraction": 0.01}}), LIMITS)
     assert [one.path for one in result] == found
+
+
+@pytest.mark.parametrize(("down", "found"), [("mlp.down_proj", 0), ("mlp.down_proj.base_layer", 0), ("o_proj", 1)])
+def test_what_an_adapter_wraps_widens_an_mlp_all_the_same(down, found):
+    """PEFT moves a layer to "base_layer" of what stands in its place; of the MLP's layers all, or only some."""
+    up = "mlp.up_proj.base_layer"
+    adapter = {"in_features": 8, "out_features": 512, "casts": {}}
+    sample = renamed(healthy_sample("tensorwise"), {FIRST: down, SECOND: up})
+    sample = shaped(sample, **{up: (64, 512), down: (512, 64)})
+    sample = replace(sample, layers={**sample.layers, "mlp.up_proj.lora_B.default": adapter})
+    result = list(sensitive_module(looks(sample, casts={(up, "grad_output"): {"underflow_fraction": 0.01}}), LIMITS))
+    assert [one.path for one in result] == [up] * found
 
 
 def test_a_wide_layer_that_loses_nothing_is_healthy():

@@ -1,14 +1,26 @@
 """Scales that are not those of their tensors: each rule on both sides of each of its thresholds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from octavo.doctor import Severity, Thresholds
 from octavo.doctor.rules.scales import frozen_scale, inexact_amax, rank_mismatch, scale_oscillation, stale_scale
-from tests.unit.doctor.synthetic_series import FIRST, SECOND, looks
+from tests.unit.doctor.synthetic_series import FIRST, SECOND, healthy_sample, looks
 
 LIMITS = Thresholds()
 PLACE = (FIRST, "input")
+
+
+def floored(recipe, floor):
+    """A healthy look under a recipe with another amax_floor."""
+    sample = healthy_sample(recipe)
+    layers = {
+        path: {**facts, "casts": {name: {**cast, "amax_floor": floor} for name, cast in facts["casts"].items()}}
+        for path, facts in sample.layers.items()
+    }
+    return replace(sample, layers=layers)
 
 
 def provided(amaxes, scales):
@@ -60,6 +72,11 @@ class TestStale:
     def test_growth_of_half_a_binade_a_step_is_healthy(self):
         assert not list(stale_scale(looks("delayed", casts={PLACE: {"stale_ratio": 1.5}}), LIMITS))
 
+    @pytest.mark.parametrize(("floor", "found"), [(0.9, 0), (0.0, 1)])
+    def test_a_floor_is_no_past_amax(self, floor, found):
+        changes = {**provided(np.full(6, 0.1), np.full(6, 1 / 448)), "underflow_fraction": 0.2}
+        assert len(list(stale_scale(looks(floored("delayed", floor), casts={PLACE: changes}), LIMITS))) == found
+
     def test_dynamic_scales_are_never_stale(self):
         assert not list(stale_scale(looks("tensorwise", casts={PLACE: {"stale_ratio": 8}}), LIMITS))
 
@@ -94,6 +111,15 @@ class TestFrozen:
         still = provided([0.6, 0.9, 0.7, 0.9, 0.8, 0.6], np.full(6, 1 / 448))
         assert len(list(frozen_scale(looks("tensorwise", casts={PLACE: still}), LIMITS))) == 1
         assert not list(frozen_scale(looks("rowwise", casts={(*PLACE, "output"): still}), LIMITS))
+
+    @pytest.mark.parametrize(("floor", "found"), [(1.0, 0), (0.05, 1)])
+    @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+    def test_the_scale_of_a_floor_stands_still(self, recipe, floor, found):
+        """Looks at 60 steps, all below a floor of 1; without it the tensor's own amaxes were to be followed."""
+        amaxes = np.where(np.arange(12) % 2, 0.6, 0.9)
+        changes = provided(amaxes, np.full(12, 1 / 448))
+        series = looks(floored(recipe, floor), count=12, casts={PLACE: changes})
+        assert len(list(frozen_scale(series, LIMITS))) == found
 
     def test_severity_and_story(self):
         series = looks("delayed", casts={PLACE: provided([1, 2, 3, 4, 4.5, 5], np.full(6, 1 / 448))})
@@ -175,6 +201,15 @@ class TestInexact:
     def test_an_amax_near_the_floor_is_not_judged(self):
         series = looks("tensorwise", casts={PLACE: {"stale_ratio": 0.5, "amax": 5e-13}})
         assert not list(inexact_amax(series, LIMITS))
+
+    @pytest.mark.parametrize(("amax", "found"), [(5e-3, 0), (0.009, 0), (0.02, 1)])
+    def test_near_a_recipe_s_own_floor_nothing_is_judged(self, amax, found):
+        series = looks(floored("tensorwise", 1e-3), casts={PLACE: {"stale_ratio": 0.5, "amax": amax}})
+        assert len(list(inexact_amax(series, LIMITS))) == found
+
+    def test_a_margin_beyond_every_exponent_is_a_number(self):
+        with np.errstate(all="ignore"):
+            assert not list(stale_scale(looks("delayed", margin=2000, casts={PLACE: {"stale_ratio": 0}}), LIMITS))
 
     def test_delayed_scales_are_not_exact(self):
         assert not list(inexact_amax(looks("delayed", casts={PLACE: {"stale_ratio": 0.7}}), LIMITS))

@@ -121,6 +121,15 @@ def test_a_jump_elsewhere_is_looked_at_in_a_run_that_switches():
     assert "since step 20" in found.cause
 
 
+def test_a_rate_that_leaves_zero_hides_no_later_jump():
+    """Nothing is a multiple of zero, even where the loss rises with it."""
+    rates = [0.0] * 20 + [1e-3] * 30 + [1e-2] * 30
+    losses = [2.0] * 20 + [3.0] * 30 + [5.0] * 30
+    (found,) = learning_rate(series_of(steps(losses, lr=rates)), LIMITS)
+    assert found.first_step == 51
+    assert found.evidence["lr_ratio"] == pytest.approx(10)
+
+
 @pytest.mark.parametrize(("swing", "found"), [(0.2, [Severity.FAIL]), (0.9, [Severity.WARN])])
 def test_a_rise_within_the_scatter_of_the_losses_is_none(swing, found):
     """One nat, of losses that scatter by this much."""
