@@ -1,13 +1,19 @@
-"""Why the FP8 cache of keys and values costs what it does, and what each change of its design is worth.
+"""What generation's FP8 cache of keys and values costs, and what each part of its design is worth.
 
-    python -m benchmarks.kv_cache [--windows 10] [--designs "today,keys only"] [--no-write]
+    python -m benchmarks.kv_cache [--windows 10] [--designs "searched,keys only"] [--no-write]
 
-SmolLM2-135M in BF16, Python's language reference in windows of 2,048 tokens; attention reads keys and values as the
-design decodes them. Means and amaxes are those of other text, the library's sources. ``today`` is octavo's cache, a
-power-of-two scale for each vector; ``centred and searched`` is ``fp8-kv-centred`` of ``octavo eval``.
+SmolLM2-135M, Python's language reference in windows of 2,048 tokens. First what ``octavo generate`` computes: a
+ModelRunner with FP8 weights, its cache in FP8, with a calibration's means of keys and without, beside the same with a
+BF16 cache. Then designs, emulated: the model in BF16, whose attention reads keys and values as the design decodes them.
+``searched`` and ``searched, centred`` are generation's cache (``fp8-kv``, ``fp8-kv-centred`` of ``octavo eval``); the
+others only teach why. Means and amaxes are those of other text, the library's sources.
+
+The bar: the FP8 cache costs at most 0.5 % of perplexity, at half of BF16's bytes.
 """
 
 import argparse
+import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,19 +22,25 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, write_result
-from benchmarks.quantization import CACHE_WINDOW, MEAN_WINDOWS, comparison_table
+from benchmarks.measure import hardware, verdict, write_result
+from benchmarks.quantization import CACHE_NATS, CACHE_WINDOW, MEAN_WINDOWS, comparison_table
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import DataError
+from octavo.formats import BF16, Format
 from octavo.language_model import KeysAndValues, LanguageModel, load_language_model
+from octavo.models import Llama
+from octavo.numerics import ScaleRounding
 from octavo.quantization import text_windows
-from octavo.quantization.comparison.cache_formats import power_of_two_scales, searched_scales
+from octavo.quantization.comparison.cache_formats import as_cached
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.contestants import high_precision
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.serving import ModelRunner
+from octavo.training.evaluate import token_loss
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 FIRST = 4  # tokens that a design keeps in BF16
+AT_ONCE = 512  # tokens that a runner reads in a call: their logits take 100 MB
 Cast = Callable[[Tensor], Tensor]
 
 
@@ -44,7 +56,7 @@ def main() -> None:
     """Compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=10)
-    parser.add_argument("--designs", default="", help="some of them, by commas; all by default")
+    parser.add_argument("--designs", default="", help="some of them, by commas, or none; all by default")
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
     machine, console = hardware(), Console()
@@ -53,40 +65,74 @@ def main() -> None:
     except DataError as error:
         parser.exit(2, f"{error}\n")
     chosen = arguments.designs.split(",") if arguments.designs else []
-    lines = design_lines(model, arguments.windows, chosen)
+    other = text_windows(model, LIBRARY_SOURCES, "train", count=MEAN_WINDOWS, length=CACHE_WINDOW)
+    keys = key_statistics(model, other)
+    text = evaluation_windows(model, TOPICS, "all", count=arguments.windows, length=CACHE_WINDOW)
+    lines = runner_lines(model, text, keys.mean)
+    if chosen != ["none"]:
+        lines += ["", *design_lines(model, text, keys, chosen)]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if not arguments.no_write:
         command = f"python -m benchmarks.kv_cache --windows {arguments.windows}"
-        title = "Designs of an FP8 cache of keys and values"
+        command += f" --designs {arguments.designs}" if arguments.designs else ""
+        title = "The FP8 cache of keys and values"
         path = write_result("kv_cache", lines, title=title, command=command, machine=machine)
         console.print(f"written to {path}", markup=False)
 
 
-def design_lines(model: LanguageModel, windows: int, chosen: list[str]) -> list[str]:
+def runner_lines(model: LanguageModel, windows: Tensor, means: Mapping[int, Tensor]) -> list[str]:
+    """What the runner's perplexity is with each cache, and whether the bar is met."""
+    assert isinstance(model.model, Llama)
+    plain, centred = ModelRunner(model.model), ModelRunner(model.model, key_means=means)
+    caches = {"BF16": (plain, BF16), "FP8": (plain, E4M3), "FP8, keys less their means": (centred, E4M3)}
+    losses = {name: [_loss(*made, window) for window in windows] for name, made in caches.items()}
+    size = {name: runner.new_cache(fmt=fmt).nbytes for name, (runner, fmt) in caches.items()}
+    rows = ["| cache | perplexity | against BF16 | nats more (± standard error) | bar | bytes |", f"|{' --- |' * 6}"]
+    for name, found in losses.items():
+        gaps = [one - other for one, other in zip(found, losses["BF16"], strict=True)]
+        more, error = (
+            statistics.mean(gaps),
+            statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan,
+        )
+        gap = [f"{100 * math.expm1(more):+.2f} %", f"{more:+.4f} ± {error:.4f}", verdict(more <= CACHE_NATS)]
+        share = size[name] / size["BF16"]
+        perplexity, judged = math.exp(statistics.mean(found)), gap if name != "BF16" else [""] * 3
+        rows.append(f"| {' | '.join([name, f'{perplexity:.4f}', *judged, f'{share:.3f}'])} |")
+    head = f"A runner with FP8 weights, {len(windows)} windows of {windows.shape[1]} tokens; differences are paired."
+    return [head, "", *rows]
+
+
+def _loss(runner: ModelRunner, fmt: Format, window: Tensor) -> float:
+    """Mean loss, in nats, of the tokens of a window but the first."""
+    cache, total = runner.new_cache(len(window), fmt=fmt), 0.0
+    for tokens, following in zip(window[:-1].split(AT_ONCE), window[1:].split(AT_ONCE), strict=True):
+        total += len(tokens) * float(token_loss(runner(tokens, cache, every=True)[None], following[None]))
+    return total / (len(window) - 1)
+
+
+def design_lines(model: LanguageModel, windows: Tensor, keys: KeyStatistics, chosen: list[str]) -> list[str]:
     """A row for each design."""
-    other = text_windows(model, LIBRARY_SOURCES, "train", count=MEAN_WINDOWS, length=CACHE_WINDOW)
-    known = designs(key_statistics(model, other))
+    known = designs(keys)
     bf16 = high_precision(model, "bf16")
     entered = [replace(bf16, name=name, cache=known[name]) for name in chosen or known]
-    text = evaluation_windows(model, TOPICS, "all", count=windows, length=CACHE_WINDOW)
-    table = comparison_table(compare([bf16, *entered], text), sizes=False)
-    return [f"{windows} windows of {CACHE_WINDOW} tokens; differences are paired.", "", *table]
+    table = comparison_table(compare([bf16, *entered], windows), sizes=False)
+    return ["Designs, in BF16 around the cache; the same windows.", "", *table]
 
 
 def designs(keys: KeyStatistics) -> dict[str, KeysAndValues]:
-    """All designs by name; each changes one or two things of today's cache."""
-    by_two, searched = power_of_two_scales, searched_scales
+    """All designs by name; each changes one or two things of the first."""
+    by_two = _power_of_two_scales
     return {
-        "today": _design(by_two, by_two),
+        "power-of-two scales": _design(by_two, by_two),
         "keys only": _design(by_two, _kept),
         "values only": _design(_kept, by_two),
         "first tokens in BF16": _first_kept(_design(by_two, by_two)),
         "FP32 scales": _design(_fp32_scales, _fp32_scales),
         "a scale a channel of keys": _design(by_two, by_two, divided=keys.amax),
-        "centred": _design(by_two, by_two, centred=keys.mean),
-        "centred, FP32 scales": _design(_fp32_scales, _fp32_scales, centred=keys.mean),
-        "searched": _design(searched, searched),
-        "centred and searched": _design(searched, searched, centred=keys.mean),
+        "power-of-two scales, centred": _design(by_two, by_two, centred=keys.mean),
+        "FP32 scales, centred": _design(_fp32_scales, _fp32_scales, centred=keys.mean),
+        "searched": _design(as_cached, as_cached),
+        "searched, centred": _design(as_cached, as_cached, centred=keys.mean),
     }
 
 
@@ -117,6 +163,11 @@ def _first_kept(design: KeysAndValues) -> KeysAndValues:
 
 def _kept(vectors: Tensor) -> Tensor:
     return vectors
+
+
+def _power_of_two_scales(vectors: Tensor) -> Tensor:
+    """The smallest power of two that keeps a vector within 448."""
+    return quantize(vectors, E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL, amax_floor=0).dequantize()
 
 
 def _fp32_scales(vectors: Tensor) -> Tensor:

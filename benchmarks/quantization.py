@@ -30,7 +30,7 @@ from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, text_windows
 from octavo.quantization.comparison.cache_formats import key_means, vector_bytes
 from octavo.quantization.comparison.comparison import Comparison, compare
-from octavo.quantization.comparison.contestants import CACHES, CENTRED, STATIC
+from octavo.quantization.comparison.contestants import CACHE, CENTRED, STATIC
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import line_up
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
@@ -90,7 +90,7 @@ def cache_lines(model: LanguageModel, windows: int) -> list[str]:
     """The caches' table and its bar."""
     means = key_means(model, _training_text(model, MEAN_WINDOWS, CACHE_WINDOW))
     text = evaluation_windows(model, TOPICS, "all", count=windows, length=CACHE_WINDOW)
-    found = compare(line_up(model, ["bf16", *CACHES], means=means), text)
+    found = compare(line_up(model, ["bf16", CACHE, CENTRED], means=means), text)
     head_dim = next(iter(means.values())).shape[-1]
     return [
         f"Keys and values in FP8, everything else in BF16: {windows} windows of {CACHE_WINDOW} tokens.",
@@ -138,8 +138,8 @@ def format_bars(found: Comparison) -> list[str]:
 def cache_bars(found: Comparison, head_dim: int) -> list[str]:
     """What the bar says to each cache, and the bytes it takes."""
     lines = []
-    for name, fmt in CACHES.items():
-        share = vector_bytes(fmt, head_dim) / (2 * head_dim)
+    share = vector_bytes(head_dim) / (2 * head_dim)
+    for name in (CACHE, CENTRED):
         gap = found.gap(name)
         bar = f"{verdict(gap.nats <= CACHE_NATS)}; " if name == CENTRED else ""
         lines.append(f"- {name}: {bar}{gap.percent:+.2f} % (bar +0.5 %) at {share:.3f} of BF16's bytes")

@@ -35,7 +35,7 @@ public:
             for (int64_t page = 0; page < shape.pages; ++page) table_[s * stride_ + page] = places[s * shape.pages + page];
         for (Side* side : {&keys_, &values_}) {
             side->data.assign(shape.layers * vectors() * shape.head_dim * bytes(), 0xff);
-            if (has_scales()) side->scale.assign(shape.layers * vectors(), 0xff);
+            if (has_scales()) side->scale.assign(shape.layers * vectors(), 0xffff);
         }
         fill(keys, values, random);
     }
@@ -76,7 +76,8 @@ public:
 
 private:
     struct Side {
-        std::vector<uint8_t> data, scale;
+        std::vector<uint8_t> data;
+        std::vector<uint16_t> scale;  // BF16
     };
 
     bool has_scales() const { return shape.element == octavo::Element::e4m3; }
@@ -100,7 +101,7 @@ private:
     }
 
     double scale(const Side& side, const Spot& spot) const {
-        return has_scales() ? std::ldexp(1.0, side.scale[vector(spot)] - 127) : 1.0;
+        return has_scales() ? definition::decode(side.scale[vector(spot)], definition::BF16) : 1.0;
     }
 
     std::vector<double> read(const Side& side, const Spot& spot, bool is_key) const {
@@ -115,7 +116,8 @@ private:
 
     void fill_vector(Side& side, const Spot& spot, Sizes sizes, bool is_key, Random& random) {
         const int exponent = sizes.exponent + int(random.between(-sizes.spread, sizes.spread));
-        if (has_scales()) side.scale[vector(spot)] = uint8_t(127 - 8 + exponent);
+        const double scale = std::ldexp(1 + random.uniform(), exponent - 8);
+        if (has_scales()) side.scale[vector(spot)] = uint16_t(definition::encode(scale, definition::BF16, true));
         for (int64_t d = 0; d < shape.head_dim; ++d) {
             const double number = random.uniform() * 2 - 1;
             // Of codes, some are of any size, and so subnormal as well.

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 namespace definition {
 
@@ -72,6 +73,27 @@ inline float encode_scale(double amax, const Small& format, Rule rule, double am
     const double quotient = std::ldexp(maximum, -margin) / largest;
     const float nearest = static_cast<float>(std::fmin(FLT_MAX, std::fmax(FLT_MIN, quotient)));
     return rule == Rule::rceil ? std::ldexp(1.0f, std::ilogb(nearest)) : nearest;
+}
+
+// Of sixteen scales of the binade from the least power of two that keeps FP32 numbers within E4M3 (numerics/scale_search.py),
+// the one whose codes are nearest.
+inline double searched_scale(const std::vector<double>& numbers) {
+    double amax = 0, best = 0;
+    for (double number : numbers) amax = std::fmax(amax, std::isfinite(number) ? std::fabs(number) : 0);
+    const double encode = encode_scale(amax, E4M3, Rule::rceil, 448 * double(FLT_MIN), 0);
+    int64_t least = INT64_MAX;
+    for (int n = 16; n < 32; ++n) {
+        int64_t error = 0;
+        for (double number : numbers) {
+            const float y = static_cast<float>(std::fabs(number) * encode) * (1024.0f / float(n));
+            if (y == 0 || !std::isfinite(y)) continue;
+            const double step = std::ldexp(1.0, std::ilogb(y) - E4M3.mantissa_bits);
+            const float left = static_cast<float>(y - std::floor(y / step + 0.5) * step);
+            error += static_cast<int64_t>(left * left);
+        }
+        if (error * n * n < least) least = error * n * n, best = n / 16.0 / encode;
+    }
+    return best;
 }
 
 // One chain of a tensor core: 32 products and the total at a time, cut to a common quantum, exactly added, cut again.

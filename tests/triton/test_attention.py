@@ -42,9 +42,10 @@ def test_what_is_stored_has_the_bits_of_the_definition(fmt, heads, kv_heads, dim
     wanted = PagedKVCache(2, kv_heads, dim, max_positions=2 * PAGE, fmt=fmt)
     found = moved(wanted.tensors, device)
     turned, keys = (rotate(x[None], cos[position], sin[position])[0] for x in (queries, keys))
-    wanted.store(1, position, keys, values)
+    mean = torch.randn(kv_heads, dim)
+    wanted.store(1, position, keys - mean, values)
     made = store(
-        qkv.flatten(1).to(device), found, 1, cos=cos.to(device), sin=sin.to(device),
+        qkv.flatten(1).to(device), found, 1, cos=cos.to(device), sin=sin.to(device), key_mean=mean.to(device),
         sequence=torch.zeros(rows, dtype=torch.int64, device=device), position=position.to(device),
     )  # fmt: skip
     assert torch.equal(made.cpu(), turned)
@@ -60,7 +61,10 @@ def test_rows_that_begin_a_text_need_not_read_the_cache(fmt, heads, kv_heads, di
     assert kept.dtype is (torch.float32 if fmt is FP32 else torch.bfloat16)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device)
     angles, place = torch.ones(2 * PAGE, dim, device=device), torch.arange(rows, device=device)
-    made = store(qkv, found, 0, cos=angles, sin=0 * angles, sequence=torch.zeros_like(place), position=place, kept=kept)
+    made = store(
+        qkv, found, 0, cos=angles, sin=0 * angles, key_mean=torch.randn(kv_heads, dim, device=device),
+        sequence=torch.zeros_like(place), position=place, kept=kept,
+    )  # fmt: skip
     assert torch.equal(made, qkv.view(rows, -1, dim)[:, :heads].to(kept.dtype))
     for own, held in zip(kept.permute(1, 2, 0, 3), _held(found, 0, rows), strict=True):
         assert torch.equal(own, held)

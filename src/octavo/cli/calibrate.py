@@ -61,7 +61,7 @@ def calibrate(
     granularity: Annotated[str, typer.Option(help="Scales of weights: tensor, row or 128x128.")] = "tensor",
     weights: Annotated[str, typer.Option(help="Ranges of weights: max or mse.")] = "max",
     power_of_two: Annotated[bool, typer.Option("--power-of-two", help="Round scales up to powers of two.")] = False,
-    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Scales of keys and values too.")] = False,
+    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Scales of keys and values, means of keys.")] = False,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave out, such as '*.o_proj'; may repeat.")
     ] = None,

@@ -1,6 +1,6 @@
 """``octavo eval MODEL --compare …``: one model in several formats, beside BF16."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,9 +123,12 @@ def _own_source(path: Path) -> str | None:
 
 def _check_folders(question: Question, names: Sequence[str]) -> None:
     """Refuse a folder that no format uses, and a format that lacks its folder, before anything is computed."""
-    for option, folder, name in (("--calibration", question.calibration, STATIC), ("--qat", question.tuned, TUNED)):
-        if folder is not None and name not in names:
-            raise ConfigError(f"{option} is for {name}, which is not compared; add it to --compare, or leave it out")
+    uses = (("--calibration", question.calibration, (STATIC, CENTRED)), ("--qat", question.tuned, (TUNED,)))
+    for option, folder, users in uses:
+        if folder is not None and not {*users} & {*names}:
+            raise ConfigError(
+                f"{option} is for {' and '.join(users)}, which is not compared; add it to --compare, or leave it out"
+            )
     if TUNED in names and question.tuned is None:
         raise ConfigError(f"{TUNED} needs --qat: the folder that octavo qat has written; name it, or leave it out")
 
@@ -145,8 +148,10 @@ def _calibration(
     return found, {"calibration": f"{len(batches)} windows of {source}, train"}
 
 
-def _means(model: LanguageModel, question: Question, display: Display) -> dict[int, Tensor]:
-    """Of the keys of some of the text that fp8-static would be calibrated on."""
+def _means(model: LanguageModel, question: Question, display: Display) -> Mapping[int, Tensor]:
+    """Of keys: a calibration's, or of some of the text that fp8-static would be calibrated on."""
+    if question.calibration is not None:
+        return load_calibration(question.calibration).means_of_keys(model)
     display.phase("means of keys", None)
     return key_means(model, _training_windows(model, question, MEAN_WINDOWS))
 

@@ -13,7 +13,7 @@ from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
-from octavo.quantization.comparison.contestants import STATIC, TUNED
+from octavo.quantization.comparison.contestants import CENTRED, STATIC, TUNED
 from octavo.quantization.comparison.lineup import FORMATS
 from octavo.training.corpus import Split
 from octavo.training.evaluate import evaluate as measure
@@ -43,7 +43,8 @@ def evaluate(
     windows: Annotated[int | None, typer.Option(help=f"Windows of text. [default: {WINDOWS}]")] = None,
     context: Annotated[int | None, typer.Option(help=f"Tokens of a window. [default: {LENGTH}, or fewer]")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help=f"For {STATIC}: a folder of octavo calibrate. [default: calibrate now]")
+        Path | None,
+        typer.Option(help=f"For {STATIC} and {CENTRED}: a folder of octavo calibrate. [default: calibrate now]"),
     ] = None,
     samples: Annotated[int | None, typer.Option(help=f"Windows to calibrate with now. [default: {SAMPLES}]")] = None,
     tuned: Annotated[Path | None, typer.Option("--qat", help=f"For {TUNED}: a folder of octavo qat.")] = None,

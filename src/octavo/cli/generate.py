@@ -16,6 +16,7 @@ from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
 from octavo.models import load_gguf
 from octavo.models.generation import generate as continue_tokens
+from octavo.quantization import load_calibration
 from octavo.serving import ModelRunner
 from octavo.serving import generate as serve_tokens
 from octavo.training.config import MOST_SEED
@@ -51,15 +52,20 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest only.")] = 40,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Means of keys, from calibrate --kv-cache; of a file's model.")
+    ] = None,
 ) -> None:
     """Continue a prompt with a trained model."""
     if not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
     sampling = Sampling(temperature, top_k, torch.Generator().manual_seed(seed))
     if model.suffix.lower() == ".gguf":
-        text = _from_file(model, prompt, max_new_tokens, sampling)
+        text = _from_file(model, prompt, max_new_tokens, sampling, calibration)
     else:
         check_is_run(model)
+        if calibration is not None:
+            raise ConfigError("--calibration is for a .gguf file; a run's model keeps no keys: leave it out")
         text = _from_run(load_run(model), prompt, max_new_tokens, sampling)
     first = next(text, "")  # bad values are refused before anything is printed
     _write(prompt + first)
@@ -88,11 +94,12 @@ def _from_run(run: TrainedRun, prompt: str, count: int, sampling: Sampling) -> I
     return _as_text(run.tokenizer, new_tokens())
 
 
-def _from_file(path: Path, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
+def _from_file(path: Path, prompt: str, count: int, sampling: Sampling, calibration: Path | None) -> Iterator[str]:
     loaded = load_gguf(path)
     ids = loaded.tokenizer.encode(prompt).ids
     _check_prompt(prompt, ids)
-    runner = ModelRunner(loaded.model)
+    means = None if calibration is None else load_calibration(calibration).means_of_keys(loaded.model)
+    runner = ModelRunner(loaded.model, key_means=means)
     new = serve_tokens(runner, ids, max_new_tokens=count, stop_id=loaded.eos_id, **sampling.arguments())
     return _as_text(loaded.tokenizer, ([token] for token in new))
 

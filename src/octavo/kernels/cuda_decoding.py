@@ -41,7 +41,7 @@ from octavo.kernels.dispatch import scaled_mm
 from octavo.kernels.fused import LONGEST_ROW, cast_activation, cast_norm
 from octavo.kernels.result_cast import NormSpec, ResultCast
 from octavo.numerics import PerRow, QuantizedTensor, ScaleRounding
-from octavo.numerics.scaling import AMAX_FLOOR, scale_from_e8m0
+from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = ["CudaDecoder"]
 
@@ -178,7 +178,8 @@ class CudaDecoder:
         kept = _room_for_keys(cache, len(hidden)) if many and start == 0 else None
         for index, layer in enumerate(own.layers):
             qkv = product(hidden, layer.qkv, norm=layer.attention_norm, eps=eps)
-            queries = store(qkv, cache, index, cos=own.cos, sin=own.sin, kept=kept, **place)
+            angles = {"cos": own.cos, "sin": own.sin}
+            queries = store(qkv, cache, index, key_mean=layer.key_mean, kept=kept, **angles, **place)
             if many and start is not None:
                 keys, values = _held(cache, index, start + len(hidden)) if kept is None else kept.permute(1, 2, 0, 3)
                 found = _attend_all(queries, keys, values, scale)
@@ -262,7 +263,7 @@ def _room_for_keys(cache: CacheTensors, rows: int) -> Tensor:
 def _held(cache: CacheTensors, layer: int, length: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the first sequence's first positions, [kv heads, length, D].
 
-    FP32 if the cache is, else bfloat16: a code times a power of two is such a number, unless that leaves its range.
+    FP32 if the cache is, else bfloat16, to which a code times its scale, of nine bits, is rounded.
     """
     pages = cache.table[0, : -(-length // PAGE)].long()
     found = []
@@ -271,7 +272,7 @@ def _held(cache: CacheTensors, layer: int, length: int) -> tuple[Tensor, Tensor]
             vectors = data[layer, pages]
         else:
             codes = data[layer].view(torch.uint8)[pages].view(data.dtype)
-            vectors = codes.to(torch.bfloat16) * scale_from_e8m0(scales[layer, pages]).to(torch.bfloat16)[..., None]
+            vectors = codes.to(torch.bfloat16) * scales[layer, pages][..., None]
         found.append(vectors.transpose(0, 1).flatten(1, 2)[:, :length])
     return found[0], found[1]
 

@@ -4,7 +4,7 @@
 |--------------|-----------------------------------------------------------------------------------------------------|
 | keys         | [pages, kv heads, D, PAGE], E4M3, bfloat16 or float32                                               |
 | values       | [pages, kv heads, PAGE, D], the same dtype                                                          |
-| scales       | [pages, kv heads, PAGE] uint8: E8M0 scale of every vector of codes; None in high precision          |
+| scales       | [pages, kv heads, PAGE] bfloat16: the scale of every vector of codes; None in high precision        |
 | table        | [sequences, P] int32: the page that holds positions PAGE·i … PAGE·i + PAGE - 1 of a sequence        |
 | sequence     | [R] int64: the sequence of every row                                                                |
 | position     | [R] int64: its position; a row sees the positions up to its own                                     |
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import BackendError
-from octavo.formats import E4M3
+from octavo.formats import BF16, E4M3
 from octavo.kernels import cpu
 from octavo.numerics import PerRow, QuantizedTensor
 
@@ -28,7 +28,7 @@ __all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "Decoder", "DecoderLayer", "D
 
 PAGE = 64  # as in native/kernels.h
 MAX_HEAD_DIM = 512
-_CACHED = (E4M3.torch_dtype, torch.bfloat16, torch.float32)
+_CACHED = (E4M3.torch_dtype, BF16.torch_dtype, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class DecoderLayer:
         qkv: rows for all query heads, then key heads, then value heads.
         out: [hidden, heads · D].
         mlp_norm: float32 [hidden].
+        key_mean: float32 [kv heads, D], subtracted from turned keys before they are stored: it cancels in softmax.
         gate_up: rows of the gate, then of the other half.
         down: [hidden, intermediate].
     """
@@ -74,6 +75,7 @@ class DecoderLayer:
     qkv: QuantizedTensor
     out: QuantizedTensor
     mlp_norm: Tensor
+    key_mean: Tensor
     gate_up: QuantizedTensor
     down: QuantizedTensor
 
@@ -108,7 +110,9 @@ class Decoder:
         codes = {"head": (self.head, (len(self.head.data), s.hidden_size))}
         for index, layer in enumerate(self.layers):
             numbers |= {
-                f"{index}.{name}": (getattr(layer, name), (s.hidden_size,)) for name in ("attention_norm", "mlp_norm")
+                f"{index}.attention_norm": (layer.attention_norm, (s.hidden_size,)),
+                f"{index}.mlp_norm": (layer.mlp_norm, (s.hidden_size,)),
+                f"{index}.key_mean": (layer.key_mean, (s.kv_heads, s.head_dim)),
             }
             codes |= {
                 f"{index}.qkv": (layer.qkv, (heads, s.hidden_size)),
@@ -153,15 +157,15 @@ class CacheTensors:
         scales = [scale for scale in (self.key_scale, self.value_scale) if scale is not None]
         fits = self.keys.shape[4] == PAGE and self.values.shape == (layers, pages, heads, PAGE, dim)
         fits &= len(scales) == (2 if self.keys.dtype == E4M3.torch_dtype else 0)
-        fits &= all(scale.shape == (layers, pages, heads, PAGE) and scale.dtype == torch.uint8 for scale in scales)
+        fits &= all(scale.shape == (layers, pages, heads, PAGE) and scale.dtype == BF16.torch_dtype for scale in scales)
         fits &= self.keys.dtype == self.values.dtype and self.keys.dtype in _CACHED and dim <= MAX_HEAD_DIM
         fits &= self.table.ndim == 2 and self.table.dtype == torch.int32
         if not fits:
             raise BackendError(
                 f"a cache has keys [layers, pages, kv heads, D, {PAGE}], values [layers, pages, kv heads, {PAGE}, D], "
-                f"D up to {MAX_HEAD_DIM}, in E4M3 with uint8 scales of all vectors, or in bfloat16 or float32 without, "
-                f"and an int32 table, not {tuple(self.keys.shape)} {self.keys.dtype}, {tuple(self.values.shape)} "
-                f"{self.values.dtype} and {self.table.dtype}"
+                f"D up to {MAX_HEAD_DIM}, in E4M3 with bfloat16 scales of all vectors, or in bfloat16 or float32 "
+                f"without, and an int32 table, not {tuple(self.keys.shape)} {self.keys.dtype}, "
+                f"{tuple(self.values.shape)} {self.values.dtype} and {self.table.dtype}"
             )
         tensors = (self.keys, self.values, self.table, *scales)
         if not all(tensor.is_contiguous() for tensor in tensors):
@@ -269,9 +273,8 @@ class NativeDecoder:
         )
         for layer in decoder.layers:
             weights = (layer.qkv, layer.out, layer.gate_up, layer.down)
-            self._decoder.add_layer(
-                self._numbers(layer.attention_norm), self._numbers(layer.mlp_norm), *map(self._weight, weights)
-            )
+            numbers = (layer.attention_norm, layer.mlp_norm, layer.key_mean)
+            self._decoder.add_layer(*map(self._numbers, numbers), *map(self._weight, weights))
 
     def run(
         self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, every: bool = False

@@ -1,15 +1,15 @@
-"""The keys and values of all layers, in pages of 64 positions; in FP8, each vector with a power-of-two scale.
+"""The keys and values of all layers, in pages of 64 positions; in FP8, each vector with a scale of its own.
 
-A key or value of one head, D numbers, is cast when it is stored: amax over its D numbers, the smallest power of two
-that keeps them within 448 (E8M0, rounded up), E4M3 codes. Nothing has to be calibrated, no later position can saturate,
-and a power of two costs no precision. With D = 64 the cache takes 65 bytes for what takes 128 in BF16.
+A key or value of one head, D numbers, is cast when it is stored: E4M3 codes and, of sixteen scales, the one with the
+least squared error (:mod:`octavo.numerics.scale_search`). Nothing has to be calibrated, and no later position can
+saturate. With D = 64 the cache takes 66 bytes for what takes 128 in BF16.
 Keys lie dimension by dimension and values position by position, so that scores and weighted sums both add up rows.
 
 | tensor                 | shape                               | dtype                    |
 |------------------------|-------------------------------------|--------------------------|
 | keys                   | [layers, pages, kv heads, D, 64]    | E4M3, bfloat16, float32  |
 | values                 | [layers, pages, kv heads, 64, D]    | the same                 |
-| key_scale, value_scale | [layers, pages, kv heads, 64]       | uint8 (E8M0), E4M3 only  |
+| key_scale, value_scale | [layers, pages, kv heads, 64]       | bfloat16, E4M3 only      |
 | table                  | [sequences, pages of one]           | int32                    |
 
 A cache is for one sequence. A batch has the pages of several in the same tensors, so that one call can read the next
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.formats import BF16, E4M3, E8M0, FP32, Format
+from octavo.formats import BF16, E4M3, FP32, Format
 from octavo.kernels import quantize
 from octavo.kernels.decoding import PAGE, CacheTensors
 from octavo.nn.arguments import check_sizes
-from octavo.numerics import PerRow, ScaleRounding
-from octavo.numerics.scaling import scale_from_e8m0
+from octavo.numerics import PerRow
+from octavo.numerics.scale_search import searched_scale
 
 __all__ = ["KVCacheBatch", "PagedKVCache"]
 
@@ -52,7 +52,7 @@ class PagedKVCache:
     Example:
         >>> cache = PagedKVCache(2, 1, 64, max_positions=100)
         >>> cache.capacity, cache.nbytes / (2 * 2 * 128 * 64)
-        (128, 1.015625)
+        (128, 1.03125)
     """
 
     tensors: CacheTensors
@@ -132,17 +132,10 @@ class PagedKVCache:
             if scales is None:
                 to[layer, page, :, place] = vectors.to(to.dtype)
                 continue
-            cast = quantize(
-                vectors,
-                E4M3,
-                granularity=PerRow(),
-                scale_rounding=ScaleRounding.RCEIL,
-                scale_format=E8M0,
-                amax_floor=0,
-            )
+            cast = quantize(vectors, E4M3, granularity=PerRow(), scale=searched_scale(vectors))
             # torch assigns no codes by index
             to.view(torch.uint8)[layer, page, :, place] = cast.data.view(torch.uint8)
-            scales[layer, page, :, place] = cast.scale[..., 0]
+            scales[layer, page, :, place] = cast.scale[..., 0].to(scales.dtype)
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """The keys and values of the first positions of one layer, float32 [length, kv heads, D]."""
@@ -152,7 +145,7 @@ class PagedKVCache:
         for data, scales in ((t.keys.transpose(-1, -2), t.key_scale), (t.values, t.value_scale)):
             vectors = data[layer].float()[page]
             if scales is not None:
-                vectors = vectors * scale_from_e8m0(scales[layer, page])[..., None]
+                vectors = vectors * scales[layer, page].float()[..., None]
             found.append(vectors.transpose(1, 2).flatten(0, 1)[:length])
         return found[0], found[1]
 
@@ -233,7 +226,7 @@ def _empty(
     each = -(-max_positions // PAGE)
     vectors = (layers, sequences * each, kv_heads, PAGE)
     key_scale, value_scale = (
-        torch.zeros(vectors, dtype=torch.uint8, device=device) if fmt == E4M3 else None for _ in range(2)
+        torch.zeros(vectors, dtype=BF16.torch_dtype, device=device) if fmt == E4M3 else None for _ in range(2)
     )
     keys = (layers, sequences * each, kv_heads, head_dim, PAGE)
     return CacheTensors(

@@ -2,6 +2,10 @@
 
 Weights are E4M3 codes with one scale a row; everything between them is FP32. Keys and values go through the cache
 before any query sees them, its own position's too.
+
+A vector m that is subtracted from all keys of a head, such as their mean, changes nothing but their rounding:
+
+    softmax_s(q · (k_s − m)) = softmax_s(q · k_s − q · m) = softmax_s(q · k_s)      q · m is the same for all s
 """
 
 import torch
@@ -45,7 +49,7 @@ def _attention(decoder: Decoder, index: int, hidden: Tensor, cache: PagedKVCache
     heads = linear(_norm(decoder, hidden, layer.attention_norm), layer.qkv).unflatten(-1, (-1, shape.head_dim))
     queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=-2)
     queries, keys = (rotate(x[None], decoder.cos[position], decoder.sin[position])[0] for x in (queries, keys))
-    cache.store(index, position, keys, values)
+    cache.store(index, position, keys - layer.key_mean, values)
     seen = cache.read(index, int(position[-1]) + 1)
     return linear(attend(queries, *seen, position, shape.attention_scale).flatten(1), layer.out)
 

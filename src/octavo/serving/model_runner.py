@@ -6,6 +6,8 @@ all layers are one call; without them octavo.serving.layers computes the same, m
 one CUDA graph, and many tokens at once are cast, for its FP8 tensor cores: kernels/cuda_decoding.py says where.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from octavo.formats import E4M3, Format
 from octavo.kernels import cpu, quantize
 from octavo.kernels.cuda_decoding import CudaDecoder
 from octavo.kernels.decoding import MAX_HEAD_DIM, Decoder, DecoderLayer, DecoderShape, NativeDecoder
-from octavo.models import Llama, llama
+from octavo.models import Llama, LlamaConfig, llama
 from octavo.nn import Linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor
 from octavo.serving import layers
@@ -30,11 +32,14 @@ class ModelRunner:
 
     Args:
         model: a decoder on a CPU or a CUDA device; its weights are copied.
+        key_means: by layer, float32 [kv heads, D]: what its keys have in common, positions included. It is not stored,
+            so that what is can be rounded finer, and changes nothing else. A calibration has them
+            (``octavo calibrate --kv-cache``); None subtracts nothing.
         level: an instruction-set level of the CPU's native kernels; None is the best, "torch" uses no kernels at all.
 
     Raises:
         ConfigError: a model on another device or on several, with heads wider than 512, or with weights held as blocks
-            of codes.
+            of codes; or means of other layers or of another shape, or that are not finite.
         BackendError: a level that is not there.
 
     Example:
@@ -54,13 +59,15 @@ class ModelRunner:
         (torch.Size([64]), torch.Size([64]), 4)
     """
 
-    def __init__(self, model: Llama, *, level: str | None = None) -> None:
+    def __init__(
+        self, model: Llama, *, key_means: Mapping[int, Tensor] | None = None, level: str | None = None
+    ) -> None:
         config = model.config
         self._device = _device(model)
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError(f"heads may be {MAX_HEAD_DIM} wide, not {config.head_dim}")
         self.config = config
-        self._decoder = _decoder(model)
+        self._decoder = _decoder(model, _key_means(config, key_means, self._device))
         embedding = model.model.embed_tokens.weight
         self._embedding = None if model.lm_head.weight is embedding else embedding.detach().clone()
         self._cuda = self._native = None
@@ -240,7 +247,23 @@ def _device(model: Llama) -> torch.device:
     return devices.pop()
 
 
-def _decoder(model: Llama) -> Decoder:
+def _key_means(config: LlamaConfig, given: Mapping[int, Tensor] | None, device: torch.device) -> list[Tensor]:
+    """Of every layer, zeros where none are given."""
+    shape = (config.num_kv_heads, config.head_dim)
+    if given is None:
+        return [torch.zeros(shape, device=device) for _ in range(config.num_layers)]
+    if given.keys() != {*range(config.num_layers)} or any(mean.shape != shape for mean in given.values()):
+        found = " and ".join(sorted({str(list(mean.shape)) for mean in given.values()})) or "none"
+        raise ConfigError(
+            f"this model's keys have a mean {list(shape)} in each of {config.num_layers} layers, and given are "
+            f"{len(given)} of {found}; calibrate this model"
+        )
+    if not all(bool(mean.isfinite().all()) for mean in given.values()):
+        raise ConfigError("a mean of keys is NaN or infinite, and would make every key so; calibrate again")
+    return [given[layer].detach().to(device, torch.float32, copy=True) for layer in range(config.num_layers)]
+
+
+def _decoder(model: Llama, key_means: list[Tensor]) -> Decoder:
     config, body = model.config, model.model
     shape = DecoderShape(
         hidden_size=config.hidden_size,
@@ -250,11 +273,12 @@ def _decoder(model: Llama) -> Decoder:
         head_dim=config.head_dim,
         norm_eps=config.rms_norm_eps,
     )
-    own, norm = [_layer(layer) for layer in body.layers], _copied(body.norm.weight)
+    own = [_layer(layer, mean) for layer, mean in zip(body.layers, key_means, strict=True)]
+    norm = _copied(body.norm.weight)
     return Decoder(shape, own, _copied(body.cos), _copied(body.sin), norm, _codes(model.lm_head))
 
 
-def _layer(layer: nn.Module) -> DecoderLayer:
+def _layer(layer: nn.Module, key_mean: Tensor) -> DecoderLayer:
     assert isinstance(layer, llama.DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
@@ -262,6 +286,7 @@ def _layer(layer: nn.Module) -> DecoderLayer:
         qkv=_codes(attention.q_proj, attention.k_proj, attention.v_proj),
         out=_codes(attention.o_proj),
         mlp_norm=_copied(layer.post_attention_layernorm.weight),
+        key_mean=key_mean,
         gate_up=_codes(mlp.gate_proj, mlp.up_proj),
         down=_codes(mlp.down_proj),
     )

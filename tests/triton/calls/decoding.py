@@ -36,7 +36,8 @@ def storing(
     cache = PagedKVCache(1, kv_heads, dim, max_positions=positions, fmt=fmt).tensors
     qkv, angles = torch.empty(1, (heads + 2 * kv_heads) * dim, dtype=dtype), torch.empty(8, dim)
     kept = torch.empty(1, 2, kv_heads, dim, dtype=torch.bfloat16) if keeping else None
-    return store(qkv, cache, 0, cos=angles, sin=angles, sequence=ROW, position=ROW, kept=kept)
+    mean = torch.empty(kv_heads, dim)
+    return store(qkv, cache, 0, cos=angles, sin=angles, key_mean=mean, sequence=ROW, position=ROW, kept=kept)
 
 
 def attending(

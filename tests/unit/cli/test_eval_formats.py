@@ -67,8 +67,8 @@ def test_formats_as_a_table(octavo, gguf):
 
 def test_tables_are_whole_in_eighty_columns(octavo, monkeypatch, gguf):
     monkeypatch.setattr(console, "PIPE_WIDTH", 80)
-    shown = octavo("eval", gguf, "--compare", "fp8-kv-searched", "--speed", *FEW).stdout.splitlines()
-    rows = [line.split() for line in shown if line.startswith(" fp8-kv-searched")]
+    shown = octavo("eval", gguf, "--compare", "fp8-kv-centred", "--speed", *FEW).stdout.splitlines()
+    rows = [line.split() for line in shown if line.startswith(" fp8-kv-centred")]
     assert [len(row) for row in rows] == [9, 4, 5], shown  # "±" and "%" are words of the first
 
 
@@ -122,6 +122,17 @@ def test_static_is_calibrated_now_or_from_a_folder(octavo, gguf, tmp_path, monke
     assert "fp8-static is calibrated on" in octavo("eval", gguf, *arguments).stdout
 
 
+def test_means_of_keys_come_from_a_folder(octavo, gguf, tmp_path):
+    model = load_language_model(gguf)
+    windows = evaluation_windows(model, TOPICS, "all", count=3, length=16)
+    calibration = calibrate(model, windows.split(1), kv_cache=True)
+    calibration.save(tmp_path)
+    wanted = compare(line_up(model, ["bf16", "fp8-kv-centred"], means=calibration.key_means), windows)
+    arguments = ["--compare", "fp8-kv-centred", "--calibration", tmp_path, *FEW, "--json"]
+    rows = json.loads(octavo("eval", gguf, *arguments).stdout)["formats"]
+    assert rows[1]["nats"] == wanted.entry("fp8-kv-centred").scores.nats
+
+
 def test_a_tuned_model_comes_from_its_folder(octavo, gguf, tmp_path, monkeypatch):
     def load_qat(folder):
         made = load_language_model(gguf)
@@ -142,7 +153,7 @@ def test_a_tuned_model_comes_from_its_folder(octavo, gguf, tmp_path, monkeypatch
         (["--compare", "fp4"], "there is no format 'fp4' to compare; use some of fp32, bf16"),
         (["--compare", ""], "there is no format ''"),
         (["--compare", "bf16,bf16"], "different formats"),
-        (["--compare", "bf16", "--calibration", "x"], "--calibration is for fp8-static, which is not compared"),
+        (["--compare", "bf16", "--calibration", "x"], "--calibration is for fp8-static and fp8-kv-centred, which is"),
         (["--compare", "bf16", "--qat", "x"], "--qat is for fp8-qat, which is not compared"),
         (["--compare", "fp8-qat"], "fp8-qat needs --qat"),
         (["--compare", "bf16", "--windows", "0"], "must be at least 1"),

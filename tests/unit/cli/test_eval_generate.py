@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo.models import generate, load_gguf
+from octavo.quantization import load_calibration
 from octavo.serving import ModelRunner
 from octavo.serving import generate as continue_by_runner
 from octavo.training.corpus import Split
@@ -131,6 +132,29 @@ def test_generate_reads_gguf_files(octavo, tmp_path):
     assert result.stdout == "the 12" + loaded.tokenizer.decode(new).rstrip("\ufffd") + "\n"
     path.write_bytes(b"not a model")
     assert octavo(*arguments).exit_code == 2
+
+
+def test_generate_takes_the_means_of_a_calibration(octavo, finished_run, tmp_path):
+    path, text = small_gguf.write(tmp_path / "model.gguf"), tmp_path / "text.txt"
+    text.write_text("".join(f"{n} times {n % 7}, {n * n}.\n" for n in range(3000)))
+    calibrated = ["--data", text, "--samples", 4, "--context", 16]
+    for out, options in ((tmp_path / "with", ["--kv-cache"]), (tmp_path / "without", [])):
+        assert octavo("calibrate", path, *calibrated, "--split", "all", *options, "--out", out).exit_code == 0
+    arguments = ["--prompt", "the 12", "--max-new-tokens", 6, "--temperature", 0, "--calibration"]
+    loaded = load_gguf(path)
+    runner = ModelRunner(loaded.model, key_means=load_calibration(tmp_path / "with").means_of_keys(loaded.model))
+    ids = loaded.tokenizer.encode("the 12").ids
+    new = list(continue_by_runner(runner, ids, max_new_tokens=6, temperature=0.0, stop_id=loaded.eos_id))
+    result = octavo("generate", path, *arguments, tmp_path / "with")
+    assert result.stdout == "the 12" + loaded.tokenizer.decode(new).rstrip("\ufffd") + "\n"
+    for model, folder, words in (
+        (path, "without", "no means of keys; octavo calibrate --kv-cache finds them"),
+        (path, "nowhere", "nowhere"),
+        (finished_run, "with", "--calibration is for a .gguf file"),
+    ):
+        result = octavo("generate", model, *arguments, tmp_path / folder)
+        assert result.exit_code == 2
+        assert words in result.stderr
 
 
 def test_generate_stops_at_the_end_token(octavo, tmp_path):

@@ -18,7 +18,7 @@ def test_scores_are_divided_by_the_root_of_the_width():
 def test_a_layer_has_its_own_memory():
     t = PagedKVCache(3, 2, 16, max_positions=PAGE + 1).tensors
     first, second = t.addresses(0), t.addresses(1)
-    per_layer = [x[0].numel() for x in (t.keys, t.key_scale, t.values, t.value_scale) if x is not None]
+    per_layer = [x[0].nbytes for x in (t.keys, t.key_scale, t.values, t.value_scale) if x is not None]
     assert [b - a for a, b in zip(first, second, strict=True)] == per_layer
     plain = PagedKVCache(3, 2, 16, max_positions=1, fmt=BF16).tensors
     assert plain.addresses(2)[1] == plain.addresses(2)[3] == 0

@@ -25,9 +25,6 @@ struct Found {
     float* values() const { return at + 2; }
 };
 
-// E8M0: 2^(byte - 127).
-inline float power_of_e8m0(int byte) { return byte ? bits_as<float>(uint32_t(byte) << 23) : 0x1p-127f; }
-
 struct Two {
     f32v first, second;
 };
@@ -154,6 +151,8 @@ struct Attention {
 
     int64_t pages_of(int64_t row) const { return p.rows.position[row] / PAGE + 1; }
 
+    static float scale_at(const Pages& pages, int64_t vector) { return as_f32(Bf16{pages.scale[vector]}); }
+
     template <class T, int COUNT>
     void look(int64_t row, int64_t head, int64_t page, int64_t kept_row) const {
         typedef typename Stored<T>::Element Element;
@@ -174,18 +173,19 @@ struct Attention {
         Weighing<T, COUNT>{queries, PAGE, dim}.run(static_cast<const Element*>(p.keys.data) + at * dim, count, to_scores);
         for (int q = 0; q < COUNT; ++q) {
             for (int64_t t = 0; t < count; ++t)
-                scores[q][t] *= scaled ? unshift[q] * power_of_e8m0(p.keys.scale[at + t]) * p.scale : p.scale;
+                scores[q][t] *= scaled ? unshift[q] * scale_at(p.keys, at + t) * p.scale : p.scale;
             soften(scores[q], count, found(kept_row, head + q, page));
         }
-        int most = 1;  // of the values' scales, which the weights take less this
-        for (int64_t t = 0; scaled && t < count; ++t) most = largest<int>(most, p.values.scale[at + t]);
+        float most = __FLT_MIN__;  // of the values' scales, its power of two, by which the weights take them divided
+        for (int64_t t = 0; scaled && t < count; ++t) most = largest(most, scale_at(p.values, at + t));
+        most = bits_as<float>(bits_as<uint32_t>(most) & EXPONENT);
         for (int64_t t = 0; scaled && t < count; ++t) {
-            const float scale = power_of_two(largest(p.values.scale[at + t] - most, -126)) * power_of_two(MISSING<E4M3>);
+            const float scale = scale_at(p.values, at + t) / most * power_of_two(MISSING<E4M3>);
             for (int q = 0; q < COUNT; ++q) scores[q][t] *= scale;
         }
         Weighing<T, COUNT>{weights, dim, count}.run(static_cast<const Element*>(p.values.data) + at * dim, dim, to_values);
         for (int q = 0; scaled && q < COUNT; ++q)
-            for (int64_t d = 0; d < dim; ++d) to_values[q][d] *= power_of_e8m0(most);
+            for (int64_t d = 0; d < dim; ++d) to_values[q][d] *= most;
     }
 
     // What shifted codes lack goes into the query, as far as FP32 reaches; the rest is returned. What that pushes out at

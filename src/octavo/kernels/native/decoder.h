@@ -6,7 +6,7 @@
 
 #include "attention.h"
 #include "gemm.h"
-#include "quantize.h"
+#include "scale_search.h"
 
 namespace octavo {
 namespace {
@@ -98,8 +98,8 @@ struct Decoder {
         });
     }
 
-    // Queries and keys turn by their positions; keys and values go where they can be stored from.
-    void turn_all() const {
+    // Queries and keys turn by their positions; keys less their mean, and values, go where they can be stored from.
+    void turn_all(const float* key_mean) const {
         for_rows(qkv_size, [&](int64_t row) {
             float* own = qkv + row * qkv_size;
             const float *cos = p.cos + p.rows.position[row] * dim, *sin = p.sin + p.rows.position[row] * dim;
@@ -107,6 +107,7 @@ struct Decoder {
             float *keys = fresh + row * kv_size, *values = fresh + (rows + row) * kv_size;
             for (int64_t head = 0; head < kv_heads; ++head)
                 turn(own + query_size + head * dim, cos, sin, dim, keys + head * dim);
+            for (int64_t i = 0; i < kv_size; ++i) keys[i] -= key_mean[i];
             std::memcpy(values, own + query_size + kv_size, kv_size * sizeof(float));
         });
     }
@@ -135,15 +136,18 @@ struct Decoder {
 
     void store_codes() const {
         const int64_t vectors = 2 * rows * kv_heads;
+        parallel_for(vectors, largest<int64_t>(1, PARALLEL_ELEMENTS / (STEPS * dim)), [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) scales[i] = searched_scale(fresh + i * dim, dim);
+        });
         Counts counts{};
-        quantize({{fresh, Dtype::f32, vectors, dim, dim}, Format::e4m3, 1, dim, true, {ScaleRounding::rceil, 0.0, 0},
-                  nullptr, false, nullptr, codes, nullptr, scales, scales + vectors, false, &counts});
+        quantize({{fresh, Dtype::f32, vectors, dim, dim}, Format::e4m3, 1, dim, true, {}, nullptr, false, scales, codes,
+                  nullptr, nullptr, scales + vectors, false, &counts});
         for (int64_t i = 0; i < vectors; ++i) {
             const Place to = place(i);
             const Pages& pages = i < rows * kv_heads ? keys : values;
             uint8_t* data = static_cast<uint8_t*>(pages.data);
             for (int64_t d = 0; d < dim; ++d) data[to.first + d * to.step] = codes[i * dim + d];
-            pages.scale[to.vector] = uint8_t(f32_bits(scales[i]) >> 23);
+            pages.scale[to.vector] = uint16_t(f32_bits(scales[i]) >> 16);  // exactly
         }
     }
 
@@ -165,7 +169,7 @@ struct Decoder {
         values = of_layer(p.values, index);
         norm(layer.attention_norm);
         linear(normed, p.hidden_size, layer.qkv, qkv);
-        turn_all();
+        turn_all(layer.key_mean);
         store_fresh();
         attend({qkv, qkv_size, p.heads, p.cache, keys, values, p.rows, p.attention_scale, attended});
         linear(attended, query_size, layer.out, normed);

@@ -137,11 +137,11 @@ struct HopperProblem {
 constexpr int64_t PAGE = 64;
 constexpr int64_t MAX_HEAD_DIM = 512;
 
-// Keys [pages, kv heads, head dim, PAGE] or values [pages, kv heads, PAGE, head dim] of one layer, and for codes an E8M0
+// Keys [pages, kv heads, head dim, PAGE] or values [pages, kv heads, PAGE, head dim] of one layer, and for codes a BF16
 // scale for every head of every position, [pages, kv heads, PAGE].
 struct Pages {
     void* data;
-    uint8_t* scale;
+    uint16_t* scale;            // bits of normal numbers
 };
 
 struct KvCache {
@@ -178,6 +178,7 @@ struct Weight {
 
 struct DecoderLayer {
     const float *attention_norm, *mlp_norm;     // [hidden]
+    const float* key_mean;                      // [kv heads, head dim], subtracted from keys before they are stored
     Weight qkv, out, gate_up, down;             // heads of queries, keys, values; gate, then up
 };
 

@@ -59,10 +59,10 @@ public:
         problem_.cache.head_dim = head_dim;
     }
 
-    void add_layer(uintptr_t attention_norm, uintptr_t mlp_norm, BoundWeight qkv, BoundWeight out, BoundWeight gate_up,
-                   BoundWeight down) {
-        layers_.push_back({at<const float>(attention_norm), at<const float>(mlp_norm), weight(qkv), weight(out),
-                           weight(gate_up), weight(down)});
+    void add_layer(uintptr_t attention_norm, uintptr_t mlp_norm, uintptr_t key_mean, BoundWeight qkv, BoundWeight out,
+                   BoundWeight gate_up, BoundWeight down) {
+        layers_.push_back({at<const float>(attention_norm), at<const float>(mlp_norm), at<const float>(key_mean), weight(qkv),
+                           weight(out), weight(gate_up), weight(down)});
     }
 
     void run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t keys,
@@ -74,8 +74,8 @@ public:
         problem.cache.element = Element(element);
         problem.cache.table = at<const int32_t>(table);
         problem.cache.table_stride = table_stride;
-        problem.keys = {at<void>(keys), at<uint8_t>(key_scales)};
-        problem.values = {at<void>(values), at<uint8_t>(value_scales)};
+        problem.keys = {at<void>(keys), at<uint16_t>(key_scales)};
+        problem.values = {at<void>(values), at<uint16_t>(value_scales)};
         problem.page_count = page_count;
         problem.rows = {rows, at<const int64_t>(sequence), at<const int64_t>(position)};
         problem.hidden = at<float>(hidden);
@@ -199,7 +199,7 @@ NB_MODULE(_native, m) {
         const AttentionProblem problem{
             at<const float>(queries), heads * head_dim, heads,
             {Element(element), kv_heads, head_dim, at<const int32_t>(table), table_stride},
-            {at<void>(keys), at<uint8_t>(key_scales)}, {at<void>(values), at<uint8_t>(value_scales)},
+            {at<void>(keys), at<uint16_t>(key_scales)}, {at<void>(values), at<uint16_t>(value_scales)},
             {rows, at<const int64_t>(sequence), at<const int64_t>(position)}, scale, at<float>(out)};
         nb::gil_scoped_release released;
         kernels(level).attend(problem);

@@ -10,7 +10,7 @@ The query heads that share a key head are the rows of one tile, so keys and valu
 Codes are widened to bfloat16, which is exact; queries, and the weights of the values, are the sum of two bfloat16
 numbers, 2^-16 aside; sums are FP32. A key's scale meets its scores and a value's its weights.
 
-Bytes of a row: (2 · D + 2) · kv heads for each position up to its own, which is the minimum, and 8 · D + 16 for each
+Bytes of a row: (2 · D + 4) · kv heads for each position up to its own, which is the minimum, and 8 · D + 16 for each
 head and part of what is kept in between, which the second-level cache holds.
 """
 
@@ -64,14 +64,14 @@ def attend_kernel(
         held = tl.load(keys + first * D + d[:, None] * SIZE + t[None, :], mask=(d < D)[:, None], other=0)
         scores = multiply_wide(query, _numbers(held, CODES, HARDWARE), tl.zeros([QUERIES, SIZE], tl.float32)) * scale
         if CODES:
-            scores *= numbers.number_from_scale(tl.load(key_scale + first + t))[None, :]
+            scores *= tl.load(key_scale + first + t).to(tl.float32)[None, :]
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp(scores - higher[:, None])
         shrink = tl.exp(maximum - higher)
         sums = sums * shrink + tl.sum(weights, axis=1)
         if CODES:
-            weights *= numbers.number_from_scale(tl.load(value_scale + first + t))[None, :]
+            weights *= tl.load(value_scale + first + t).to(tl.float32)[None, :]
         unseen = seen[:, None] & (d < D)[None, :]  # what lies beyond may be left over, and no number
         held = tl.load(values + (first + t)[:, None] * D + d[None, :], mask=unseen, other=0)
         weighted = multiply_wide(weights, _numbers(held, CODES, HARDWARE), weighted * shrink[:, None])

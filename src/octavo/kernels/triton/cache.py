@@ -4,15 +4,15 @@
 |----------|----------------------------------|-----------------------------------------------------------|
 | qkv      | [R, (heads + 2 · kv heads) · D]  | bfloat16 or float32: query heads, key heads, value heads  |
 | cos, sin | [positions, D]                   | float32, as octavo.nn.rotary_table makes them             |
+| key_mean | [kv heads, D]                    | float32, subtracted from keys                             |
 | queries  | [R, heads, D]                    | float32, or as kept                                       |
 | kept     | [R, 2, kv heads, D]              | bfloat16 or float32: keys, values as the cache holds them |
 
-One program for each head of each row. A key or value of an E4M3 cache gets the smallest power of two that keeps it
-within the format (E8M0, rounded up) and the codes that octavo.quantize would give it; both, and the turned numbers, are
-bitwise those of the definition, so nothing is contracted to fused multiply-adds. The cache's layout stands in
-kernels/decoding.py.
+One program for each head of each row. A key or value of an E4M3 cache gets the scale that numerics/scale_search.py
+finds and the codes that octavo.quantize would give it; both, and the turned numbers, are bitwise those of the
+definition, so nothing is contracted to fused multiply-adds. The cache's layout stands in kernels/decoding.py.
 
-Bytes of a head: it is read once, from where the product before left it, and a key or value written in D + 1. Where a
+Bytes of a head: it is read once, from where the product before left it, and a key or value written in D + 2. Where a
 text begins, its rows attend to nothing but one another: ``kept`` saves them reading the cache.
 """
 
@@ -24,8 +24,33 @@ from torch import Tensor
 from octavo.formats import E4M3
 from octavo.kernels.decoding import PAGE, CacheTensors
 from octavo.kernels.triton import codes
+from octavo.numerics import scale_search
 
 __all__ = ["store"]
+
+_STEPS: tl.constexpr = tl.constexpr(scale_search.STEPS)
+_FINE: tl.constexpr = tl.constexpr(scale_search.FINE)
+_SMALLEST_AMAX: tl.constexpr = tl.constexpr(scale_search.SMALLEST_AMAX)
+
+
+@triton.jit
+def _searched_scale(vector, MAX: tl.constexpr, MANTISSA: tl.constexpr):
+    """numerics.scale_search's scale of a vector, [1]."""
+    magnitude, _ = codes.finite_magnitude(vector)
+    amax = tl.max(magnitude, axis=0, keep_dims=True)
+    tightest = codes.encode_scale_from_amax(amax, MAX, MANTISSA, "rceil", _SMALLEST_AMAX, 0)
+    fitting = magnitude * tightest
+    dropped: tl.constexpr = 23 - MANTISSA
+    best, least = tl.full([1], _STEPS, tl.int32), tl.full([1], 1 << 62, tl.int64)
+    for step in tl.static_range(_STEPS, 2 * _STEPS):
+        factor: tl.constexpr = _FINE * _STEPS / step
+        scaled = fitting * factor
+        nearest = (scaled.to(tl.int32, bitcast=True) + (1 << (dropped - 1))) >> dropped << dropped
+        left = scaled - nearest.to(tl.float32, bitcast=True)
+        error = tl.sum((left * left).to(tl.int32), axis=0, keep_dims=True).to(tl.int64) * (step * step)
+        best = tl.where(error < least, step, best)
+        least = tl.minimum(error, least)
+    return best.to(tl.float32) / _STEPS * codes.reciprocal(tightest)
 
 
 @triton.jit
@@ -35,13 +60,11 @@ def _keep(
 ):  # fmt: skip
     """Store a vector at ``first``, its numbers ``step`` apart, its scale at ``place``; give the numbers kept."""
     if CODES:
-        magnitude, _ = codes.finite_magnitude(vector)
-        amax = tl.max(magnitude, axis=0, keep_dims=True)
-        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, "rceil", 0.0, 0)
+        scale = _searched_scale(vector, MAX, MANTISSA)
+        encode = codes.reciprocal(scale)
         kept = codes.code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, codes.is_infinite(vector))
-        scale = codes.reciprocal(encode).to(tl.int32, bitcast=True) >> 23
-        tl.store(scales + place + tl.arange(0, 1), scale.to(tl.uint8))
-        number = codes.number_from_code(kept, MANTISSA, HARDWARE) * codes.reciprocal(encode)
+        tl.store(scales + place + tl.arange(0, 1), scale.to(tl.bfloat16))
+        number = codes.number_from_code(kept, MANTISSA, HARDWARE) * scale
     else:
         kept = codes.round_to(vector, data.dtype.element_ty)
         number = kept.to(tl.float32)
@@ -51,7 +74,7 @@ def _keep(
 
 @triton.jit
 def store_kernel(
-    qkv, cos, sin, sequence, position, table, queries, keys, key_scale, values, value_scale, kept,
+    qkv, cos, sin, key_mean, sequence, position, table, queries, keys, key_scale, values, value_scale, kept,
     pages, heads, kv_heads,
     D: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CODES: tl.constexpr, KEPT: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr,
@@ -73,6 +96,7 @@ def store_kernel(
     else:
         page = tl.load(table + tl.load(sequence + row) * pages + at // SIZE).to(tl.int64)
         if head < heads + kv_heads:
+            vector -= tl.load(key_mean + (head - heads) * D + d, mask=d < D, other=0.0)
             first, slot = (page * kv_heads + head - heads) * SIZE, at % SIZE
             number = _keep(
                 vector, keys, key_scale, first * D + slot, SIZE, first + slot, D, d,
@@ -96,11 +120,12 @@ def store(
     *,
     cos: Tensor,
     sin: Tensor,
+    key_mean: Tensor,
     sequence: Tensor,
     position: Tensor,
     kept: Tensor | None = None,
 ) -> Tensor:
-    """Put a layer's keys and values of R rows into its cache, and give their queries, turned.
+    """Put a layer's keys, less their mean, and values of R rows into its cache, and give their queries, turned.
 
     Args:
         qkv: [R, (heads + 2 · kv heads) · D], contiguous.
@@ -108,6 +133,7 @@ def store(
         layer: whose.
         cos: of the angles, one row a position.
         sin: the same.
+        key_mean: float32 [kv heads, D], contiguous, subtracted from the turned keys.
         sequence: of every row, int64 [R]; not looked at here.
         position: of every row, int64 [R], below the cache's and the table's; not looked at here.
         kept: [R, 2, kv heads, D], contiguous, takes keys and values too, rounded as the cache rounds them.
@@ -121,7 +147,7 @@ def store(
     queries = torch.empty(rows, heads, dim, dtype=dtype, device=qkv.device)
     keys, values, key_scale, value_scale = of_layer(cache, layer)
     store_kernel[(rows, heads + 2 * kv_heads)](
-        qkv, cos, sin, sequence, position, cache.table, queries, keys, key_scale, values, value_scale, kept,
+        qkv, cos, sin, key_mean, sequence, position, cache.table, queries, keys, key_scale, values, value_scale, kept,
         cache.table.shape[1], heads, kv_heads, D=dim, WIDTH=triton.next_power_of_2(dim), SIZE=PAGE,
         CODES=key_scale is not None, KEPT=kept is not None, **codes.format_constants(E4M3),
         HARDWARE=codes.has_hardware_casts(qkv.device), num_warps=1, enable_fp_fusion=False,

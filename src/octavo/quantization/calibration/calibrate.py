@@ -70,7 +70,8 @@ def calibrate(
         granularity: of the weights' scales: "tensor", "row" or "128x128".
         weight_method: "max" or "mse".
         power_of_two: round every scale up to a power of two.
-        kv_cache: give keys and values scales too, one each a decoder layer, by their amax; of a language model only.
+        kv_cache: give keys and values scales too, one each a decoder layer, by their amax, and keys a mean, which
+            generation's cache leaves out; of a language model only.
         skip: shell patterns of paths to leave out, as in ``octavo.convert``.
         convert_head: take the language-model head too.
         source: what to call the data in the result.
@@ -117,6 +118,7 @@ def calibrate(
         input_scales={path: scales[path] for path in reached},
         weight_scales={path: q.scale for path, (q, _) in weights.items()},
         kv_scales=_kv_scales(seen, rule, fmt),
+        key_means={layer: each.key_mean for layer, each in sorted(seen.keys_and_values.items())},
         health=tuple(health[path] for path in reached),
         groups=tuple(tuple(path for path in reached if path in group) for group in seen.groups()),
         left_out=left_out | {path: NEVER_REACHED for path in layers if path not in reached},

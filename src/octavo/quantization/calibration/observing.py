@@ -51,10 +51,31 @@ class InputStatistics:
 
 @dataclass(slots=True)
 class KVStatistics:
-    """The magnitudes of one layer's keys, with their rotary positions, and values."""
+    """What one layer's keys, with their rotary positions, and values are.
+
+    Attributes:
+        keys: their magnitudes.
+        values: theirs.
+        key_sum: of the keys of all positions, float64 [kv heads, D].
+        positions: how many those are.
+    """
 
     keys: MagnitudeCounts = field(default_factory=MagnitudeCounts)
     values: MagnitudeCounts = field(default_factory=MagnitudeCounts)
+    key_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    positions: int = 0
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """Count keys and values [B, T, kv heads, D]."""
+        self.keys.add(keys)
+        self.values.add(values)
+        self.key_sum = self.key_sum.to(keys.device) + keys.double().sum((0, 1))
+        self.positions += keys.shape[0] * keys.shape[1]
+
+    @property
+    def key_mean(self) -> Tensor:
+        """The mean of the keys, float32 [kv heads, D]."""
+        return (self.key_sum / self.positions).float()
 
 
 @dataclass(slots=True)
@@ -202,8 +223,8 @@ def _called(
 
     def count_both(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         own = seen.keys_and_values.setdefault(layer, KVStatistics())
-        for what, counts, tensor in (("keys", own.keys, keys), ("values", own.values, values)):
-            counts.add(tensor)
+        own.add(keys, values)
+        for what, counts in (("keys", own.keys), ("values", own.values)):
             _check_finite(counts, seen, f"attention of layer {layer} makes {what} of")
         return keys, values
 

@@ -6,9 +6,10 @@
 | a layer's weight            | [], [N, 1] or [N/128, K/128]  | ``PATH.weight.scale``                  |
 | a decoder layer's keys      | []                            | ``kv_cache.LAYER.key.scale``           |
 | a decoder layer's values    | []                            | ``kv_cache.LAYER.value.scale``         |
+| the mean of its keys        | [kv heads, D]                 | ``kv_cache.LAYER.key.mean``            |
 
-All decode: high precision ≈ codes · scale. An input has one scale: scales along the dimension that a product sums over
-cannot leave the sum, and a scale a row would belong to tokens that nobody has seen yet.
+All scales decode: high precision ≈ codes · scale. An input has one scale: scales along the dimension that a product
+sums over cannot leave the sum, and a scale a row would belong to tokens that nobody has seen yet.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 NEVER_REACHED = "no batch reached it"
-KV_CACHE, KV_ROLES = "kv_cache.", ("key", "value")
+KV_CACHE, KV_ROLES, KEY_MEAN = "kv_cache.", ("key", "value"), ".key.mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class Calibration:
         input_scales: float32 [] of each layer's input, by path.
         weight_scales: float32 of each layer's weight, by path, in the shape of the recipe's granularity.
         kv_scales: float32 [] of keys and of values, by decoder layer; empty where they were not asked for.
+        key_means: float32 [kv heads, D] of keys, rotary positions included, by decoder layer; empty as kv_scales are.
         health: of each layer.
         groups: paths of layers that are given the same tensors, and so share their scale.
         left_out: path of every other linear layer, and why it stays as it is.
@@ -87,6 +89,7 @@ class Calibration:
     input_scales: Mapping[str, Tensor]
     weight_scales: Mapping[str, Tensor]
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    key_means: Mapping[int, Tensor] = field(default_factory=dict)
     health: tuple[LayerHealth, ...]
     groups: tuple[tuple[str, ...], ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -126,6 +129,18 @@ class Calibration:
         if searched or hold_weights:
             report = _with_held_weights(module, report, self.weight_scales if searched else {})
         return replace(report, skipped={path: self.left_out.get(path, why) for path, why in report.skipped.items()})
+
+    def means_of_keys(self, model: nn.Module | LanguageModel) -> Mapping[int, Tensor]:
+        """:attr:`key_means`, for ``octavo.serving.ModelRunner`` of the model they were found for.
+
+        Raises:
+            CheckpointError: they were found for another model.
+            ConfigError: there are none.
+        """
+        self.check_fit(module_of(model))
+        if not self.key_means:
+            raise ConfigError("this calibration has no means of keys; octavo calibrate --kv-cache finds them")
+        return self.key_means
 
     def check_fit(self, module: nn.Module) -> None:
         """Raise unless the scales were made for a model of these names and shapes, which holds no codes."""
@@ -204,6 +219,7 @@ def load_calibration(folder: str | Path) -> Calibration:
             input_scales=_of_role(tensors, ".input.scale"),
             weight_scales=_of_role(tensors, ".weight.scale"),
             kv_scales=_kv_scales(tensors),
+            key_means=_key_means(tensors),
             health=tuple(LayerHealth(**each) for each in record["layers"]),
             groups=tuple(map(tuple, record["groups"])),
             left_out=record["left_out"],
@@ -222,7 +238,7 @@ def _tensors(calibration: Calibration) -> dict[str, Tensor]:
     found |= {_key(path, "weight"): scale.contiguous() for path, scale in calibration.weight_scales.items()}
     for layer, pair in calibration.kv_scales.items():
         found |= {f"{KV_CACHE}{layer}.{role}.scale": scale for role, scale in zip(KV_ROLES, pair, strict=True)}
-    return found
+    return found | {f"{KV_CACHE}{layer}{KEY_MEAN}": mean for layer, mean in calibration.key_means.items()}
 
 
 def _key(path: str, role: str) -> str:
@@ -238,6 +254,12 @@ def _kv_scales(tensors: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]
     layers = sorted({int(key.split(".")[1]) for key in tensors if key.startswith(KV_CACHE)})
     key_role, value_role = (f".{role}.scale" for role in KV_ROLES)
     return {i: (tensors[f"{KV_CACHE}{i}{key_role}"], tensors[f"{KV_CACHE}{i}{value_role}"]) for i in layers}
+
+
+def _key_means(tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """By decoder layer; an older calibration has scales of keys and no means."""
+    layers = sorted(int(key.split(".")[1]) for key in tensors if key.startswith(KV_CACHE) and key.endswith(KEY_MEAN))
+    return {layer: tensors[f"{KV_CACHE}{layer}{KEY_MEAN}"] for layer in layers}
 
 
 def linear_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -11,8 +11,7 @@
 | fp8-static      | E4M3 as a calibration says                            | E4M3, its frozen scale a tensor     |
 | fp8-qat         | E4M3 as quantisation-aware training left them         | as it was trained                   |
 | fp8-kv          | BF16; keys and values as octavo's FP8 cache has them  | BF16                                |
-| fp8-kv-searched | BF16; they have the best of 16 scales instead         | BF16                                |
-| fp8-kv-centred  | BF16; the same, and keys are kept less their mean     | BF16                                |
+| fp8-kv-centred  | BF16; the same, with a calibration's means of keys    | BF16                                |
 
 All but fp32 run in the same surroundings: head, embedding and norms hold BF16 values, everything runs under BF16
 autocast, the residual stream stays FP32, and logits are BF16. So what separates them is the format of those linears
@@ -37,7 +36,7 @@ from octavo.quantization.comparison.storage import Storage, storage_of
 
 __all__ = [
     "BF16",
-    "CACHES",
+    "CACHE",
     "CENTRED",
     "FP32",
     "INT8",
@@ -56,8 +55,7 @@ __all__ = [
 
 FP32, BF16 = "fp32", "bf16"
 INT8, STATIC, TUNED = "int8", "fp8-static", "fp8-qat"
-CENTRED = "fp8-kv-centred"
-CACHES = {"fp8-kv": "power-of-two", "fp8-kv-searched": "searched", CENTRED: "centred"}
+CACHE, CENTRED = "fp8-kv", "fp8-kv-centred"
 RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise": "blockwise"}
 
 
@@ -125,8 +123,8 @@ def from_recipe(model: LanguageModel, name: str) -> Contestant:
 
 
 def with_cache(bf16: Contestant, name: str, means: Mapping[int, Tensor] | None = None) -> Contestant:
-    """The BF16 contestant, whose weights it shares, with the cache of that name in :data:`CACHES`."""
-    return replace(bf16, name=name, cache=cached(CACHES[name], means))
+    """The BF16 contestant, whose weights it shares, with generation's FP8 cache, and means of keys or none."""
+    return replace(bf16, name=name, cache=cached(means))
 
 
 def with_scales(model: LanguageModel, calibration: Scales) -> Contestant:

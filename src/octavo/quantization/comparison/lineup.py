@@ -9,7 +9,7 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel
 from octavo.quantization.comparison.contestants import (
     BF16,
-    CACHES,
+    CACHE,
     CENTRED,
     FP32,
     INT8,
@@ -29,7 +29,7 @@ from octavo.quantization.comparison.contestants import (
 __all__ = ["FORMATS", "check_formats", "line_up"]
 
 T = TypeVar("T")
-FORMATS = (FP32, BF16, INT8, *RECIPES, STATIC, TUNED, *CACHES)
+FORMATS = (FP32, BF16, INT8, *RECIPES, STATIC, TUNED, CACHE, CENTRED)
 
 
 def check_formats(names: Sequence[str]) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def _contestant(model: LanguageModel, name: str, bf16: Contestant) -> Contestant
         return int8(model)
     if name in RECIPES:
         return from_recipe(model, name)
-    return with_cache(bf16, name) if name in CACHES else bf16
+    return with_cache(bf16, CACHE) if name == CACHE else bf16
 
 
 def _needed(given: T | None, name: str, what: str) -> T:

@@ -203,6 +203,31 @@ def test_keys_and_values_have_scales_by_their_amax():
                 assert torch.equal(scale, octavo.quantize(one, E4M3, scale_rounding=rounding).scale)
 
 
+def test_keys_have_the_mean_of_all_positions():
+    model = llama()
+    kept: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def keep(layer, keys, values):
+        kept[layer].append(keys)
+        return keys, values
+
+    with torch.no_grad(), model.keys_and_values_through(keep) as logits:
+        for batch in token_batches():
+            logits(batch)
+    found = calibrate(model, token_batches(), kv_cache=True).means_of_keys(model)
+    assert found.keys() == kept.keys()
+    for layer, keys in kept.items():
+        torch.testing.assert_close(found[layer], torch.cat(keys).double().mean((0, 1)).float(), rtol=1e-6, atol=0)
+
+
+def test_means_are_refused_where_there_are_none_or_of_another_model():
+    model = llama()
+    with pytest.raises(ConfigError, match="no means of keys; octavo calibrate --kv-cache finds them"):
+        calibrate(model, token_batches()).means_of_keys(model)
+    with pytest.raises(CheckpointError, match="another model"):
+        calibrate(model, token_batches(), kv_cache=True).means_of_keys(mlp())
+
+
 def test_convergence_is_what_the_last_quarter_moved():
     batches = [torch.full((2, 8), 1.0)] * 6 + [torch.full((2, 8), 1.5)] * 2
     model = nn.Sequential(nn.Linear(8, 8))

@@ -27,7 +27,7 @@ def test_what_is_saved_is_what_is_loaded(found, tmp_path):
     for name in ("recipe", "rule", "weight_method", "health", "groups", "left_out", "shapes", "model_hash", "seen",
                  "octavo_version"):  # fmt: skip
         assert getattr(loaded, name) == getattr(found, name), name
-    for name in ("input_scales", "weight_scales"):
+    for name in ("input_scales", "weight_scales", "key_means"):
         mine, theirs = getattr(found, name), getattr(loaded, name)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[path], theirs[path]) for path in mine)
@@ -59,7 +59,7 @@ def test_the_files_are_what_they_say(found, tmp_path):
     assert torch.equal(scales[f"{path}.input.scale"], found.input_scales[path])
     assert scales[f"{path}.weight.scale"].shape == (64, 1)
     assert {key for key in scales if key.startswith("kv_cache")} == {
-        f"kv_cache.{i}.{role}.scale" for i in (0, 1) for role in ("key", "value")
+        f"kv_cache.{i}.{what}" for i in (0, 1) for what in ("key.scale", "value.scale", "key.mean")
     }
     assert all(scale.dtype is torch.float32 for scale in scales.values())
     record = json.loads((folder / "calibration.json").read_text())
