@@ -1,9 +1,11 @@
 """A Llama's folder as transformers reads it."""
 
 from dataclasses import replace
+from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
+from octavo.models import Llama
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from tests.unit.quantization.tiny_model import tiny_language_model
 
@@ -15,9 +17,11 @@ def test_the_tokens_at_the_ends_of_a_text_are_written_where_they_are_known(tmp_p
     known = replace(model, bos_id=5, eos_id=7)
     for name, given in (("known", known), ("unknown", model)):
         (tmp_path / name).mkdir()
+        assert isinstance(given.model, Llama)
         write_llama(tmp_path / name, given.model)
         write_tokenizer(tmp_path / name, given.tokenizer, context=32, bos_id=given.bos_id, eos_id=given.eos_id)
-    tokenizer, generation = (kind.from_pretrained(tmp_path / "known") for kind in (AutoTokenizer, GenerationConfig))
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "known")
+    generation = GenerationConfig.from_pretrained(tmp_path / "known")
     assert (tokenizer.bos_token, tokenizer.eos_token) == (begins, ends)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (5, 7)
     assert (generation.bos_token_id, generation.eos_token_id) == (5, 7)

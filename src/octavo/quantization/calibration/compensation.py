@@ -147,7 +147,8 @@ def _feedback(moment: Tensor) -> Tensor:
     damped = moment.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper.float()
 
 
 def _quantized(weight: Tensor, spec: CastSpec) -> QuantizedTensor:

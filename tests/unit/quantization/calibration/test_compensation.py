@@ -149,10 +149,11 @@ def test_batches_may_be_whatever_the_module_takes_and_add_up():
     x = alike(64, 12)
     for batches in ([x], [x[:32], x[32:]], [(x,)], [{"input": x}]):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(12, 8))
+        layer = nn.Linear(12, 8)
+        model = nn.Sequential(layer)
         octavo.convert(model, "tensorwise")
         compensate_rounding(model, batches)
-        made.append(model[0].weight.detach().clone())
+        made.append(layer.weight.detach().clone())
     assert all(torch.equal(weight, made[0]) for weight in made[2:])
     torch.testing.assert_close(made[1], made[0], rtol=0.2, atol=1e-3)  # sums of another order may tip a tie
 
@@ -162,11 +163,12 @@ def test_autocast_around_narrows_what_layers_are_given_and_nothing_else():
     made, x = [], alike(64, 12).bfloat16().float()
     for narrow in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(12, 8))
+        layer = nn.Linear(12, 8)
+        model = nn.Sequential(layer)
         octavo.convert(model, "tensorwise")
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
             compensate_rounding(model, [x])
-        made.append(model[0].weight.detach())
+        made.append(layer.weight.detach())
     assert torch.equal(*made)
 
 
