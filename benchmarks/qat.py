@@ -36,12 +36,14 @@ def main() -> None:
         recipe=recipes.get(arguments.recipe),
         scales=arguments.scales,
         skip=tuple(arguments.skip),
+        by_data=not arguments.nearest,
         baseline=True,
         tuning=TuneSettings(
             steps=arguments.steps,
             batch_size=arguments.batch_size,
             context=arguments.context,
             learning_rate=arguments.lr,
+            high_precision_share=arguments.high_precision_share,
             distill=arguments.distill,
         ),
     )
@@ -90,6 +92,10 @@ def table(result: QATResult) -> list[str]:
         f"{tuning.learning_rate}, distillation weight {tuning.distill}, recipe {result.settings.recipe.name}, "
         f"{result.settings.scales} scales, skipped: {', '.join(result.settings.skip) or 'the head alone'}"
     )
+    lines.append(
+        f"- {tuning.high_precision_steps} steps without casts at the beginning, then weights rounded "
+        f"{'by data' if result.settings.by_data else 'to the nearest'}; the baseline learns from the text alone"
+    )
     for name, steps in result.steps.items():
         seconds = sorted(step.seconds for step in steps)[len(steps) // 2]
         lines.append(f"- {name}: {seconds:.1f} s a step (median)")
@@ -115,7 +121,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--lr", type=float, default=DEFAULTS.learning_rate)
+    parser.add_argument("--high-precision-share", type=float, default=DEFAULTS.high_precision_share)
     parser.add_argument("--distill", type=float, default=DEFAULTS.distill)
+    parser.add_argument("--nearest", action="store_true", help="do not round the weights by data")
     parser.add_argument("--recipe", default="static")
     parser.add_argument("--scales", default="tracked")
     parser.add_argument("--skip", nargs="*", default=[], help="patterns of layers that stay in BF16")

@@ -45,12 +45,16 @@ class LanguageModel:
         tokenizer: text to ids.
         context: the most tokens it reads at once.
         source: where it came from.
+        bos_id: the token that begins a text; None where the source names none.
+        eos_id: the token that ends one; None likewise. A Hugging Face model keeps its own, as ``generation_config``.
     """
 
     model: nn.Module
     tokenizer: "Tokenizer"
     context: int
     source: str
+    bos_id: int | None = None
+    eos_id: int | None = None
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]."""
@@ -116,7 +120,14 @@ def load_language_model(source: str | Path) -> LanguageModel:
 def _from_gguf(path: Path) -> LanguageModel:
     loaded = load_gguf(path)
     model = loaded.model.eval()
-    return LanguageModel(model=model, tokenizer=loaded.tokenizer, context=model.config.max_positions, source=str(path))
+    return LanguageModel(
+        model=model,
+        tokenizer=loaded.tokenizer,
+        context=model.config.max_positions,
+        source=str(path),
+        bos_id=loaded.bos_id,
+        eos_id=loaded.eos_id,
+    )
 
 
 def _from_run(path: Path) -> LanguageModel:

@@ -29,6 +29,7 @@ WORDS = {
     "fp8": "FP8 of it, not trained for it",
     "bf16-tuned": "BF16, tuned",
     "fp8-of-tuned": "FP8 of it, not trained for it",
+    "fp8-by-data": "FP8 of it, rounded by data",
     "fp8-qat": "FP8, trained for it",
 }
 
@@ -49,16 +50,22 @@ def qat(
         list[str] | None, typer.Option(help="Leave layers in BF16 whose path fits the pattern; may be repeated.")
     ] = None,
     convert_head: Annotated[bool, typer.Option("--convert-head", help="Quantise the head too.")] = False,
+    by_data: Annotated[
+        bool, typer.Option("--by-data/--nearest", help="Round the weights by training windows before the casts begin.")
+    ] = True,
     steps: Annotated[int, typer.Option(help="Optimizer updates.")] = DEFAULTS.steps,
     batch_size: Annotated[int, typer.Option(help="Windows of an update.")] = DEFAULTS.batch_size,
     context: Annotated[int, typer.Option(help="Tokens of a window.")] = DEFAULTS.context,
     learning_rate: Annotated[float, typer.Option("--lr", help="Peak learning rate.")] = DEFAULTS.learning_rate,
     warmup: Annotated[int, typer.Option(help="Updates until the peak learning rate.")] = DEFAULTS.warmup,
+    high_precision_share: Annotated[
+        float, typer.Option(help="Share of the steps, at the beginning, in which nothing is cast.")
+    ] = DEFAULTS.high_precision_share,
     freeze_share: Annotated[
-        float, typer.Option(help="Share of the steps, at the end, in which scales stay what they are.")
+        float, typer.Option(help="Share of the others, at the end, in which scales stay what they are.")
     ] = DEFAULTS.freeze_share,
     distill: Annotated[
-        float, typer.Option(help="Weight of the divergence from the BF16 model's logits, 0 to 1.")
+        float, typer.Option(help="Weight of the divergence from the BF16 model's logits, 0 to 1, once it casts.")
     ] = DEFAULTS.distill,
     temperature: Annotated[float, typer.Option(help="Temperature of that divergence.")] = DEFAULTS.temperature,
     baseline: Annotated[bool, typer.Option("--baseline", help="Tune a BF16 model too, on the same batches.")] = False,
@@ -74,6 +81,7 @@ def qat(
         clip_gradients=clip_gradients,
         skip=tuple(skip or ()),
         convert_head=convert_head,
+        by_data=by_data,
         baseline=baseline,
         tuning=TuneSettings(
             steps=steps,
@@ -81,6 +89,7 @@ def qat(
             context=context,
             learning_rate=learning_rate,
             warmup=warmup,
+            high_precision_share=high_precision_share,
             freeze_share=freeze_share,
             distill=distill,
             temperature=temperature,

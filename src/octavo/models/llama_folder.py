@@ -1,15 +1,16 @@
 """octavo's Llama as an ordinary Hugging Face folder, and back.
 
-| file                  | content                                                                                    |
-|-----------------------|--------------------------------------------------------------------------------------------|
-| config.json           | the shape, as ``LlamaForCausalLM`` reads it                                                |
-| model.safetensors     | the parameters in their own dtype, under their own names, which are Hugging Face's; a tied |
-|                       | head once, as the embedding                                                                |
-| tokenizer.json        | the tokenizer                                                                              |
-| tokenizer_config.json | that it is a fast tokenizer                                                                |
+| file                   | content                                                                                    |
+|------------------------|--------------------------------------------------------------------------------------------|
+| config.json            | the shape, as ``LlamaForCausalLM`` reads it                                                |
+| model.safetensors      | the parameters in their own dtype, under their own names, which are Hugging Face's; a tied |
+|                        | head once, as the embedding                                                                |
+| tokenizer.json         | the tokenizer                                                                              |
+| tokenizer_config.json  | that it is a fast tokenizer, and the tokens at the ends of a text where they are known     |
+| generation_config.json | their ids; not there where they are not known                                              |
 
 Transformers, and whatever reads its folders, loads it without octavo. Read back by octavo it is the same ``Llama``,
-without transformers. Which token ends an answer is not known here, and not written.
+without transformers.
 """
 
 import json
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["read_llama", "read_tokenizer", "write_llama", "write_tokenizer"]
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+GENERATION = "generation_config.json"
 HEAD = "lm_head.weight"
 SAME_IN_BOTH = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 THEIR_NAMES = {
@@ -57,7 +59,7 @@ def write_llama(folder: Path, model: Llama) -> None:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / CONFIG, written)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if config.tie_embeddings:
         del tensors[HEAD]
@@ -87,11 +89,21 @@ def read_llama(folder: Path) -> Llama:
     return model.eval()
 
 
-def write_tokenizer(folder: Path, tokenizer: "Tokenizer", *, context: int) -> None:
-    """Write the tokenizer as transformers reads it."""
+def write_tokenizer(
+    folder: Path, tokenizer: "Tokenizer", *, context: int, bos_id: int | None = None, eos_id: int | None = None
+) -> None:
+    """Write the tokenizer as transformers reads it, and which tokens begin and end a text where that is known."""
     (folder / TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
+    ends = {name: found for name, found in (("bos", bos_id), ("eos", eos_id)) if found is not None}
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    settings |= {f"{name}_token": tokenizer.id_to_token(found) for name, found in ends.items()}
+    _write_json(folder / "tokenizer_config.json", settings)
+    if ends:
+        _write_json(folder / GENERATION, {f"{name}_token_id": found for name, found in ends.items()})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_tokenizer(folder: Path) -> "Tokenizer":

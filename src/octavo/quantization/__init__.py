@@ -7,6 +7,7 @@ from octavo.quantization.calibration import (
     SeenData,
     calibrate,
     calibration_from_run,
+    compensate_rounding,
     coverage,
     load_calibration,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "TuneSettings",
     "calibrate",
     "calibration_from_run",
+    "compensate_rounding",
     "convert_qat",
     "coverage",
     "distillation_loss",

@@ -1,6 +1,7 @@
 """Static scales from data: observing.py watches, magnitudes.py counts, ranges.py chooses, health.py judges."""
 
 from octavo.quantization.calibration.calibrate import LayerCoverage, calibrate, coverage
+from octavo.quantization.calibration.compensation import compensate_rounding
 from octavo.quantization.calibration.health import LayerHealth
 from octavo.quantization.calibration.result import Calibration, SeenData, load_calibration
 from octavo.quantization.calibration.run_history import calibration_from_run
@@ -12,6 +13,7 @@ __all__ = [
     "SeenData",
     "calibrate",
     "calibration_from_run",
+    "compensate_rounding",
     "coverage",
     "load_calibration",
 ]

@@ -26,7 +26,16 @@ from octavo.language_model import LanguageModel
 from octavo.nn.linear import autocast_dtype
 from octavo.quantization.calibration.magnitudes import MagnitudeCounts
 
-__all__ = ["Batch", "InputStatistics", "KVStatistics", "Observation", "module_of", "observe"]
+__all__ = [
+    "Batch",
+    "InputStatistics",
+    "KVStatistics",
+    "Observation",
+    "call_of",
+    "evaluating",
+    "module_of",
+    "observe",
+]
 
 Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 LATE_SHARE = 4  # the last quarter of the batches is looked at by itself
@@ -135,7 +144,7 @@ def observe(
     seen, total = Observation(), len(batches) if isinstance(batches, Sized) else None
     late = None if total is None or total < 2 else total - -(-total // LATE_SHARE)
     module = module_of(model)
-    with _evaluating(module), _hooked(layers, seen), _called(model, seen, kv_cache=kv_cache) as call:
+    with evaluating(module), _hooked(layers, seen), _called(model, seen, kv_cache=kv_cache) as call:
         for batch in batches:
             if seen.batches == late:
                 before_the_last_quarter(seen)
@@ -148,7 +157,7 @@ def observe(
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode inside the block, and every module's own mode after it."""
     modes = {each: each.training for each in module.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -218,7 +227,7 @@ def _called(
                 "keys and values are found in an octavo.language_model.LanguageModel, not in any module; load one "
                 "with load_language_model, or leave kv_cache False"
             )
-        yield partial(_call_module, model)
+        yield call_of(model)
         return
 
     def count_both(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,6 +239,13 @@ def _called(
 
     with model.keys_and_values_through(count_both) if kv_cache else nullcontext(model.logits) as logits:
         yield partial(_call_language_model, logits)
+
+
+def call_of(model: nn.Module | LanguageModel) -> Callable[[Batch], object]:
+    """What to call with a batch."""
+    if isinstance(model, LanguageModel):
+        return partial(_call_language_model, model.logits)
+    return partial(_call_module, model)
 
 
 def _call_language_model(logits: Callable[[Tensor], Tensor], batch: Batch) -> object:

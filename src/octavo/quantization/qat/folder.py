@@ -3,7 +3,8 @@
 | file                                  | content                                                             |
 |---------------------------------------|---------------------------------------------------------------------|
 | config.json, model.safetensors,       | the tuned model in high precision, as a Hugging Face folder, which  |
-| tokenizer.json, tokenizer_config.json | everything that knows those can read                                |
+| tokenizer.json, tokenizer_config.json,| everything that knows those can read; the last only where a text's  |
+| generation_config.json                | end tokens are known, as from a .gguf file                          |
 | recipe.toml                           | the recipe that it was trained for (``octavo.recipes.from_toml``)   |
 | scales.safetensors                    | ``octavo.scaling_state``: the static inputs' scales                 |
 | metrics.jsonl                         | a line for each step and each evaluation                            |
@@ -102,7 +103,7 @@ def _write(folder: Path, result: QATResult) -> None:
     else:
         writer: Any = model
         writer.save_pretrained(folder)
-    write_tokenizer(folder, made.tokenizer, context=made.context)
+    write_tokenizer(folder, made.tokenizer, context=made.context, bos_id=made.bos_id, eos_id=made.eos_id)
     (folder / RECIPE).write_text(recipes.to_toml(result.settings.recipe), encoding="utf-8")
     save_file(scaling_state(model), folder / SCALES)
     (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in _lines(result)), encoding="utf-8")

@@ -6,12 +6,19 @@
 | fp8             | the same, quantised as it is: its scales from the training windows     |                      |
 | bf16-tuned      | fine-tuned in BF16 on the same batches in the same order               | yes                  |
 | fp8-of-tuned    | that one, quantised as it is                                           | yes                  |
+| fp8-by-data     | the same, its weights rounded by data                                  | yes, if QAT's are    |
 | fp8-qat         | fine-tuned in quantisation-aware training, and converted               |                      |
 
 All of them run in the same surroundings: BF16 autocast over FP32 master weights, other linears in octavo's "bf16". The
 losses are taken on the same held-out windows, so their differences are paired (``octavo.training.comparison``).
 
-A plain fine-tune moves the perplexity further than FP8 does, so only ``bf16-tuned`` tells what FP8 costs after it.
+A plain fine-tune moves the perplexity further than FP8 does, so only ``bf16-tuned`` tells what FP8 costs after it. It
+learns from the text alone, whatever the distillation.
+
+Where the casts begin, before the first step or after those in high precision, three things follow from the model as it
+then is: it is the teacher; ``octavo.calibrate`` gives its inputs' first scales; and with ``by_data`` its weights are
+rounded by the training windows (``octavo.quantization.compensate_rounding``), so that training starts from the best
+codes that are known and not from the nearest.
 """
 
 import copy
@@ -19,6 +26,8 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +35,21 @@ from torch import Tensor, nn
 from octavo.convert import ConversionReport, convert, restore
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
-from octavo.quantization.qat.linear import DECAY, Scales
-from octavo.quantization.qat.prepare import HIGH_PRECISION, check_recipe, convert_qat, freeze_scales, prepare_qat
+from octavo.quantization.calibration import calibrate, compensate_rounding
+from octavo.quantization.qat.linear import Scales
+from octavo.quantization.qat.prepare import HIGH_PRECISION, check_recipe, convert_qat, prepare_qat
 from octavo.quantization.qat.tuning import TuneSettings, TuneStep, tune, window_nats
 from octavo.recipes import Recipe
+from octavo.state import load_scaling_state, scaling_state
 from octavo.training.comparison import Gap, paired_gap
 
 __all__ = ["BASELINE", "CALIBRATION_WINDOWS", "Phase", "QATResult", "QATSettings", "run_qat"]
 
 Phase = Callable[..., None]  # (name, done, total, note="")
 BEFORE, PLAIN_FP8, BASELINE, FP8_OF_BASELINE, QAT = "bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"
-CALIBRATION_WINDOWS = 128  # training windows that a scale is taken from where nothing is trained
+FP8_BY_DATA = "fp8-by-data"
+CALIBRATION_WINDOWS = 128  # training windows that an input's scale is taken from
+ROUNDING_TOKENS = 8192  # of training windows that weights are rounded by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +58,11 @@ class QATSettings:
 
     Attributes:
         recipe: see :func:`octavo.prepare_qat`.
-        scales: as there; a frozen one comes from a pass over training windows.
+        scales: as there; frozen and tracked ones begin with those of ``octavo.calibrate``.
         clip_gradients: as there.
         skip: as there.
         convert_head: as there.
+        by_data: whether weights are rounded by data where the casts begin.
         baseline: whether a BF16 model is tuned too.
         tuning: steps, batches, rates, distillation.
     """
@@ -58,6 +72,7 @@ class QATSettings:
     clip_gradients: bool = False
     skip: tuple[str, ...] = ()
     convert_head: bool = False
+    by_data: bool = True
     baseline: bool = False
     tuning: TuneSettings
 
@@ -122,17 +137,14 @@ def run_qat(
         NonFiniteLossError: a loss was not finite.
     """
     run = _Run(source, settings, training, held_out, on_phase)
-    plain, before = run.quantised_plainly(source.model), run.copied()  # what cannot be prepared shows at once
+    before = run.copied(source.model)
+    plain = run.quantised_plainly(before)  # what cannot be prepared shows at once
     run.measure(BEFORE, before)
     run.measure(PLAIN_FP8, plain)
     del plain
     if settings.baseline:
-        tuned = run.copied()
-        run.tune(BASELINE, tuned, before)
-        run.measure(BASELINE, tuned)
-        run.measure(FP8_OF_BASELINE, run.quantised_plainly(tuned))
-        del tuned
-    student, report = run.trained_for_fp8(before)
+        run.tune_baseline()
+    student, report = run.trained_for_fp8()
     run.measure(QAT, student)
     return QATResult(
         language_model=replace(source, model=student),
@@ -159,9 +171,10 @@ class _Run:
     def around(self) -> AbstractContextManager[object]:
         return torch.autocast(self.training.device.type, dtype=torch.bfloat16, cache_enabled=False)
 
-    def copied(self) -> nn.Module:
-        """A copy of the source whose linears all run in BF16."""
-        made = copy.deepcopy(self.source)
+    def copied(self, model: nn.Module) -> nn.Module:
+        """A copy whose linears all run in BF16."""
+        made = copy.deepcopy(model)
+        restore(made)
         convert(made, HIGH_PRECISION, convert_head=True)
         return made.eval()
 
@@ -174,42 +187,56 @@ class _Run:
             on_window=lambda done, total: self.on_phase(f"evaluate {name}", done, total),
         )
 
-    def quantised_plainly(self, model: nn.Module) -> nn.Module:
-        """A copy that was quantised and not trained for it."""
-        made = self._prepared(model, scales=Scales.TRACKED, decay=1.0)
-        self._calibrate(made)
+    def quantised_plainly(self, model: nn.Module, *, by_data: bool = False) -> nn.Module:
+        """A copy of a BF16 model that was quantised and not trained for it."""
+        made = self._prepared(model, scales=Scales.FROZEN)
+        self._load_input_scales(made, model)
+        if by_data:
+            self._round_by_data(made)
         convert_qat(made)
         return made
 
-    def trained_for_fp8(self, teacher: nn.Module) -> tuple[nn.Module, ConversionReport]:
+    def tune_baseline(self) -> None:
+        """Tune a copy of the source in BF16, and measure it and what is quantised of it."""
+        tuned = self.copied(self.source)
+        self._tune(BASELINE, tuned, replace(self.settings.tuning, distill=0.0))
+        self.measure(BASELINE, tuned)
+        self.measure(FP8_OF_BASELINE, self.quantised_plainly(tuned))
+        if self.settings.by_data:
+            self.measure(FP8_BY_DATA, self.quantised_plainly(tuned, by_data=True))
+
+    def trained_for_fp8(self) -> tuple[nn.Module, ConversionReport]:
         """A copy of the source after quantisation-aware training, converted."""
-        if self.settings.scales == Scales.FROZEN:
-            made = self._prepared(self.source, scales=Scales.TRACKED, decay=1.0)
-            self._calibrate(made)
-            freeze_scales(made)
-        else:
-            made = self._prepared(self.source, scales=self.settings.scales)
-        self.tune(QAT, made, teacher)
-        return made, convert_qat(made)
+        made = self._prepared(self.source, scales=self.settings.scales)
+        teachers: list[nn.Module] = []
 
-    def tune(self, name: str, model: nn.Module, teacher: nn.Module) -> None:
-        """Tune a copy in place, and keep what its steps said."""
-        done: list[TuneStep] = []
-        total = self.settings.tuning.steps
-
-        def on_step(step: TuneStep) -> None:
-            done.append(step)
-            self.on_phase(f"tune {name}", step.step, total, f"loss {step.loss:.3f}")
+        def before_casts() -> None:
+            teachers.append(self._as_it_is(made))
+            if self.settings.scales != Scales.LEARNED:  # those start at their first batch's
+                self._load_input_scales(made, teachers[0])
+            if self.settings.by_data:
+                self._round_by_data(made)
 
         def teach(tokens: Tensor) -> Tensor:
             with self.around:
-                return logits_of(teacher, tokens)
+                return logits_of(teachers[0], tokens)
 
-        self.on_phase(f"tune {name}", 0, total)
-        tune(model, self.training, self.settings.tuning, surroundings=self.around, teacher=teach, on_step=on_step)
+        self._tune(QAT, made, self.settings.tuning, teacher=teach, before_casts=before_casts)
+        return made, convert_qat(made)
+
+    def _tune(self, name: str, model: nn.Module, settings: TuneSettings, **options: Any) -> None:
+        """Tune a copy in place, and keep what its steps said."""
+        done: list[TuneStep] = []
+
+        def on_step(step: TuneStep) -> None:
+            done.append(step)
+            self.on_phase(f"tune {name}", step.step, settings.steps, f"loss {step.loss:.3f}")
+
+        self.on_phase(f"tune {name}", 0, settings.steps)
+        tune(model, self.training, settings, surroundings=self.around, on_step=on_step, **options)
         self.steps[name] = tuple(done)
 
-    def _prepared(self, model: nn.Module, *, scales: str, decay: float = DECAY) -> nn.Module:
+    def _prepared(self, model: nn.Module, *, scales: str) -> nn.Module:
         """A copy in quantisation-aware training; what takes no part runs in BF16."""
         made = copy.deepcopy(model)
         restore(made)
@@ -217,7 +244,6 @@ class _Run:
             made,
             self.settings.recipe,
             scales=scales,
-            decay=decay,
             clip_gradients=self.settings.clip_gradients,
             skip=self.settings.skip,
             convert_head=self.settings.convert_head,
@@ -225,15 +251,35 @@ class _Run:
         convert(made, HIGH_PRECISION, convert_head=True)
         return made.eval()
 
-    def _calibrate(self, model: nn.Module) -> None:
-        """Let tracked scales see training windows."""
-        if not self.settings.recipe.has_static_input:
-            return
-        model.train()
-        window_nats(
-            model,
-            self.training[:: max(1, len(self.training) // CALIBRATION_WINDOWS)][:CALIBRATION_WINDOWS],
-            surroundings=self.around,
-            on_window=lambda done, total: self.on_phase("calibrate", done, total),
-        )
-        model.eval()
+    def _as_it_is(self, prepared: nn.Module) -> nn.Module:
+        """A BF16 model with the weights that a prepared one has now."""
+        made = self.copied(self.source)
+        weights = prepared.state_dict()
+        made.load_state_dict({key: weights[key] for key in made.state_dict()})
+        return made
+
+    def _load_input_scales(self, prepared: nn.Module, in_bf16: nn.Module) -> None:
+        """Calibrate the static inputs of a prepared model on the same model in BF16."""
+        if self.settings.recipe.has_static_input:
+            load_scaling_state(prepared, scaling_state(prepared) | self._input_scales(in_bf16))
+
+    def _round_by_data(self, prepared: nn.Module) -> None:
+        windows = self._some(-(-ROUNDING_TOKENS // self.training.shape[1]))
+        with self.around:
+            compensate_rounding(prepared, windows, on_batch=partial(self.on_phase, "round by data"))
+
+    def _input_scales(self, model: nn.Module) -> dict[str, Tensor]:
+        """The scales of inputs that ``octavo.calibrate`` finds on training windows."""
+        with self.around:
+            found = calibrate(
+                model,
+                self._some(CALIBRATION_WINDOWS),
+                skip=self.settings.skip,
+                convert_head=self.settings.convert_head,
+                on_batch=partial(self.on_phase, "calibrate"),
+            )
+        return {f"{path}.input.scale": scale for path, scale in found.input_scales.items()}
+
+    def _some(self, count: int) -> list[Tensor]:
+        """So many training windows, spread evenly, as batches of one; all if there are fewer."""
+        return [window[None] for window in self.training[:: max(1, len(self.training) // count)][:count]]

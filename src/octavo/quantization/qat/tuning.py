@@ -5,6 +5,9 @@ to a norm; AdamW, with a linear warm-up and half a cosine. The same call tunes a
 quantisation-aware training, on the same batches in the same order, so that the two can be compared. For the last share
 of the steps tracked and learned scales stay what they are: the weights settle under those that the converted model has.
 
+The first steps may be in high precision: layers in quantisation-aware training cast nothing then. A fine-tune that is
+needed anyway gets there at its usual price, and the casts come when the learning rate has become small.
+
 A loss or a gradient norm that is not finite stops the run before it reaches the weights, and the step is replayed to
 name the first tensor that broke (``octavo.training.nonfinite``).
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from octavo.context import autocast
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.language_model import logits_of
 from octavo.models import Llama
@@ -46,8 +50,9 @@ class TuneSettings:
         warmup: updates until the peak.
         weight_decay: of matrices.
         clip_norm: gradients are scaled down to this norm.
-        freeze_share: share of the steps, at the end, in which scales stay what they are.
-        distill: weight of the divergence from the teacher, from 0 to 1.
+        high_precision_share: share of the steps, at the beginning, in which nothing is cast.
+        freeze_share: share of the others, at the end, in which scales stay what they are.
+        distill: weight of the divergence from the teacher, from 0 to 1, in steps that cast.
         temperature: of that divergence.
         seed: of the windows and their order.
 
@@ -63,6 +68,7 @@ class TuneSettings:
     warmup: int = 10
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    high_precision_share: float = 0.0
     freeze_share: float = 0.2
     distill: float = 0.0
     temperature: float = 1.0
@@ -77,8 +83,9 @@ class TuneSettings:
                 raise ConfigError(f"{name} must be positive and finite, not {getattr(self, name)}")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay must be 0 or more and finite, not {self.weight_decay}")
-        if not 0 <= self.freeze_share <= 1:
-            raise ConfigError(f"freeze_share must be from 0 to 1, not {self.freeze_share}")
+        for name in ("high_precision_share", "freeze_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
         check_distillation(self.distill, self.temperature)
 
     @property
@@ -87,9 +94,14 @@ class TuneSettings:
         return self.steps * self.batch_size
 
     @property
+    def high_precision_steps(self) -> int:
+        """How many steps cast nothing; they are the first."""
+        return round(self.high_precision_share * self.steps)
+
+    @property
     def moving_steps(self) -> int:
-        """How many steps move the scales; they are the first."""
-        return self.steps - round(self.freeze_share * self.steps)
+        """How many steps come before the scales stay what they are."""
+        return self.steps - round(self.freeze_share * (self.steps - self.high_precision_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +122,7 @@ def tune(
     *,
     surroundings: AbstractContextManager[object] | None = None,
     teacher: Teacher | None = None,
+    before_casts: Callable[[], None] = lambda: None,
     on_step: Callable[[TuneStep], None] = lambda _: None,
 ) -> None:
     """Fine-tune in place; the model is left in evaluation mode.
@@ -120,6 +133,7 @@ def tune(
         settings: how.
         surroundings: a reusable context for the forward pass, such as autocast; None for none.
         teacher: whose logits ``settings.distill`` weighs.
+        before_casts: called once, before the first step that casts; it may change weights and scales in place.
         on_step: called after each update.
 
     Raises:
@@ -140,17 +154,21 @@ def tune(
     peaks = [group["lr"] for group in optimizer.param_groups]
     for step, batch in enumerate(_batches(windows, settings), start=1):
         started = time.perf_counter()
+        if step == settings.high_precision_steps + 1:
+            before_casts()
         if step == settings.moving_steps + 1:
             freeze_scales(model)
         share = learning_rate(step, peak=1.0, floor=FLOOR, warmup=settings.warmup, steps=settings.steps)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * share
-        loss, norm = _gradients(tuned, batch, settings, around, teacher)
-        if not math.isfinite(loss + norm):
-            found = first_nonfinite(tuned, [(batch[:, :-1], batch[:, 1:])], surroundings=around)
-            raise NonFiniteLossError(
-                f"step {step}: {failure_sentence(loss, norm, found)}; try a lower learning rate, or look at the data"
-            )
+        casts = step > settings.high_precision_steps
+        taught = teacher if casts and settings.distill else None
+        with nullcontext() if casts else autocast(enabled=False):
+            loss, norm = _gradients(tuned, batch, settings, around, taught)
+            if not math.isfinite(loss + norm):
+                found = first_nonfinite(tuned, [(batch[:, :-1], batch[:, 1:])], surroundings=around)
+                why = failure_sentence(loss, norm, found)
+                raise NonFiniteLossError(f"step {step}: {why}; try a lower learning rate, or look at the data")
         optimizer.step()
         seconds = time.perf_counter() - started
         on_step(TuneStep(step=step, loss=loss, learning_rate=peaks[0] * share, grad_norm=norm, seconds=seconds))
@@ -195,8 +213,7 @@ def _gradients(
     model.zero_grad(set_to_none=True)
     with surroundings:
         logits = model(inputs)
-    if settings.distill:
-        assert teacher is not None
+    if teacher is not None:
         with torch.no_grad():
             wanted = teacher(inputs)
         loss = distillation_loss(logits, wanted, targets, weight=settings.distill, temperature=settings.temperature)

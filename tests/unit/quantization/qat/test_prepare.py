@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -401,3 +401,37 @@ def test_training_for_fp8_beats_quantising_what_was_trained_without():
     quantised, trained_for = loss(tuned, x, target), loss(trained, x, target)
     assert exact < 0.1 * quantised
     assert trained_for < 0.25 * quantised
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [
+        ("static", "tracked"),
+        ("static", "frozen"),
+        ("tensorwise", "tracked"),
+        ("rowwise", "tracked"),
+        ("weight_only", "tracked"),
+    ],
+)
+def test_compiled_it_trains_as_it_does_eagerly(name, scales):
+    """To the bit, in one graph: weights, scales and outputs after three steps."""
+    twins = []
+    for _ in range(2):
+        model = small()
+        prepare_qat(model, name, scales=scales)
+        if name == "static" and scales == "frozen":
+            octavo.load_scaling_state(model, {key: torch.tensor(0.01) for key in octavo.scaling_state(model)})
+        twins.append(model)
+    eager, traced = twins
+    torch.compiler.reset()
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    train(eager)
+    train(cast("nn.Module", compiled))
+    x = torch.randn(4, 70)
+    assert torch.equal(eager(x), compiled(x))
+    for (key, value), same in zip(eager.state_dict().items(), traced.state_dict().values(), strict=True):
+        assert torch.equal(value, same), key
+    state, same_state = octavo.scaling_state(eager), octavo.scaling_state(traced)
+    assert all(torch.equal(value, same_state[key]) for key, value in state.items())
+    convert_qat(traced)
+    assert torch.equal(traced(x), eager(x))

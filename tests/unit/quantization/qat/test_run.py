@@ -48,7 +48,7 @@ def test_the_model_itself_stays_as_it_is():
 
 def test_what_is_measured_is_each_model_in_the_same_surroundings(result):
     """Perplexities by hand: BF16 as it came, its FP8 with a maximum over the training windows, the one that is left."""
-    assert list(result.windows) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"]
+    assert list(result.windows) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-by-data", "fp8-qat"]
     assert list(result.steps) == ["bf16-tuned", "fp8-qat"]
     plain = tiny_language_model().model
     octavo.convert(plain, "bf16", convert_head=True)
@@ -66,12 +66,12 @@ def test_what_is_measured_is_each_model_in_the_same_surroundings(result):
     report = octavo.convert(quantised, "static")
     octavo.convert(quantised, "bf16", convert_head=True, layer_filter=lambda path, _: path not in report.converted)
     observed = tiny_language_model().model
-    octavo.prepare_qat(observed, "static", decay=1.0)
     octavo.convert(observed, "bf16", convert_head=True)
-    handles = [observed.get_submodule(path).register_forward_pre_hook(remember(path)) for path in report.converted]
-    observed.train()
-    window_nats(observed, TRAINING, surroundings=AROUND)
-    assert len(handles) == len(amaxes) == 14
+    for path in report.converted:
+        observed.get_submodule(path).register_forward_pre_hook(remember(path))
+    with torch.no_grad(), AROUND:
+        observed(TRAINING)
+    assert len(amaxes) == len(report.converted) == 14
     state = {f"{path}.input.scale": octavo.numerics.scale_from_amax(torch.tensor(amax), octavo.E4M3)
              for path, amax in amaxes.items()}  # fmt: skip
     octavo.load_scaling_state(quantised, state)
@@ -114,6 +114,29 @@ def test_other_ways_to_find_scales(scales):
     assert all(scale > 0 for scale in octavo.scaling_state(found.language_model.model).values())
 
 
+def test_in_high_precision_the_first_steps_are_the_baselines():
+    """To the last digit, with static scales that nobody has found yet; then the casts begin."""
+    tuning = replace(TUNING, high_precision_share=0.5, distill=0.5)
+    found = ran(settings_of(baseline=True, tuning=tuning))
+    baseline, trained = (found.steps[name] for name in ("bf16-tuned", "fp8-qat"))
+    assert [step.loss for step in trained[:2]] == [step.loss for step in baseline[:2]]
+    assert trained[2].loss < 0.6 * baseline[2].loss  # half of it measures how far it is from its teacher, itself
+    assert trained[3].loss != baseline[3].loss
+
+
+def test_weights_rounded_by_data_are_nearer_to_the_tuned_model():
+    """Rounded by the training windows, measured on others; only where it is asked for."""
+    tuning = replace(TUNING, steps=40, learning_rate=3e-3)
+    trained = windows(80)
+    found = run_qat(
+        tiny_language_model(), settings_of("weight_only", baseline=True, tuning=tuning), training=trained,
+        held_out=HELD_OUT,
+    )  # fmt: skip
+    assert abs(found.gap("fp8-by-data").nats) < abs(found.gap("fp8-of-tuned").nats)
+    plainly = ran(settings_of(baseline=True, by_data=False))
+    assert "fp8-by-data" not in plainly.windows
+
+
 def test_distillation_reaches_the_loop():
     plain, distilled = (ran(settings_of(tuning=replace(TUNING, distill=weight))) for weight in (0.0, 0.5))
     assert plain.steps["fp8-qat"][0].loss > 1.9 * distilled.steps["fp8-qat"][0].loss  # teacher and student agree
@@ -130,7 +153,7 @@ def test_a_saved_model_computes_the_same_to_the_bit(result, tmp_path):
         with AROUND:
             assert torch.equal(loaded.logits(HELD_OUT), result.language_model.logits(HELD_OUT))
     lines = [json.loads(line) for line in (tmp_path / "qat/metrics.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["step"] * 8 + ["evaluation"] * 5
+    assert [line["kind"] for line in lines] == ["step"] * 8 + ["evaluation"] * 6
     assert lines[-1]["perplexity"] == result.perplexity("fp8-qat")
     assert [path.name for path in tmp_path.iterdir()] == ["qat"]
 

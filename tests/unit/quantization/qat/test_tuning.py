@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,3 +162,41 @@ def test_settings_out_of_range(name: str, value: Any):
     options: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match="distillation" if name in ("distill", "temperature") else name):
         TuneSettings(**options)
+
+
+def test_what_comes_before_the_casts_is_called_once_and_finds_the_weights_of_then():
+    settings = replace(SETTINGS, high_precision_share=0.5, freeze_share=2 / 3)
+    assert (settings.high_precision_steps, settings.moving_steps) == (3, 4)
+    model = tiny_language_model().model
+    prepare_qat(model, "static")
+    seen: list[tuple[int, bool]] = []
+    steps: list[TuneStep] = []
+
+    def has_scales() -> bool:
+        return any(layer.input_scale > 0 for layer in model.modules() if isinstance(layer, QATLinear))
+
+    tune(
+        model,
+        windows(settings.windows),
+        settings,
+        before_casts=lambda: seen.append((len(steps), has_scales())),
+        on_step=steps.append,
+    )
+    assert seen == [(3, False)]
+    assert has_scales()
+    plain: list[TuneStep] = []
+    tune(tiny_language_model().model, windows(settings.windows), settings, on_step=plain.append)
+    assert [step.loss for step in steps[:3]] == [step.loss for step in plain[:3]]
+    assert steps[3].loss != plain[3].loss
+
+
+def test_a_teacher_is_asked_in_steps_that_cast():
+    settings = replace(SETTINGS, high_precision_share=0.5, distill=0.5)
+    asked: list[int] = []
+
+    def teacher(tokens: torch.Tensor) -> torch.Tensor:
+        asked.append(len(tokens))
+        return torch.zeros(*tokens.shape, 300)
+
+    tuned(settings, teacher=teacher)
+    assert asked == [3, 3, 3]
