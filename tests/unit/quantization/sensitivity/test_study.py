@@ -1,12 +1,15 @@
 """The whole study on a small model: what is sensitive is found, budgets are kept or said to be out of reach."""
 
+import copy
 import math
+import statistics
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from octavo.errors import ConfigError
-from octavo.quantization import Budget, measure_sensitivity
+from octavo.quantization import Budget, Mix, measure_sensitivity
 from octavo.quantization.sensitivity import screen, study
 from octavo.quantization.sensitivity.study import _costs, _pairs_to_measure, _rank_correlation
 from octavo.quantization.sensitivity.telling import FORMAT, asked, headline, notes, record, worst_first
@@ -61,6 +64,24 @@ def test_the_mix_is_within_its_budgets_and_its_bytes_are_counted(sensitive, foun
     assert result.best.verified is not None
     assert result.is_met == (result.best.verified.nats <= math.log(1.02))
     assert result.best.fp8_products > 0
+
+
+def test_the_mix_applied_computes_what_was_verified(sensitive, found):
+    """To the bit, on a model in FP32 whose weights nobody has rounded."""
+    (model, _, windows), result = sensitive, found[0]
+    reference, mixed = copy.deepcopy(model), copy.deepcopy(model)
+    Mix(overrides={}).apply(reference)
+    result.mix.apply(mixed)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        known, changed = ([score(one, window) for window in windows] for one in (reference, mixed))
+    differences = [after - before for before, after in zip(known, changed, strict=True)]
+    assert statistics.fmean(known) == result.bf16_nats
+    assert statistics.fmean(differences) == result.best.verified.nats
+
+
+def score(model, window):
+    logits = model(window[None])[0, :-1].float()
+    return F.cross_entropy(logits, window[1:], reduction="none").double().mean().item()
 
 
 def test_the_front_and_the_presets_stand_beside_it(found):
