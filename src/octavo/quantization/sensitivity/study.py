@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.quantization.sensitivity.choosing import best_mix, fp8_products_share, predicted
 from octavo.quantization.sensitivity.mix import Mix
+from octavo.quantization.sensitivity.ranking import Agreement, agreement_of
 from octavo.quantization.sensitivity.screen import Key, estimate
 from octavo.quantization.sensitivity.surroundings import in_bf16
 from octavo.quantization.sensitivity.truth import Increase, compare, floor_of, measure
@@ -97,7 +98,7 @@ class Sensitivity:
         measured: the true increase of those that were run alone.
         floor: what the smallest change of a BF16 computation does.
         costs: nats a token that the search counts: the truth where it is known, else the estimate.
-        rank_correlation: of estimate and true divergence beyond the floor (Spearman's); NaN for fewer than three.
+        agreement: how far the estimates rank the pairs that were run as the truth does.
         budget: what was asked for.
         best: the mix for it; None where no mix was within it.
         front: best mixes of several sizes, smallest first.
@@ -112,7 +113,7 @@ class Sensitivity:
     measured: Mapping[Key, Increase]
     floor: Increase
     costs: Mapping[Key, float]
-    rank_correlation: float
+    agreement: Agreement
     budget: Budget
     best: Found | None
     front: tuple[Found, ...]
@@ -206,7 +207,7 @@ class _Study:
             measured=measured,
             floor=floor,
             costs=costs,
-            rank_correlation=_rank_correlation(estimates, measured, floor),
+            agreement=agreement_of(estimates, measured, floor),
             budget=self.budget,
             best=best,
             front=others[: len(front)],
@@ -327,21 +328,3 @@ def _costs(
         else:
             costs[path, choice] = true
     return costs
-
-
-def _rank_correlation(estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase) -> float:
-    """Spearman's, of those measured."""
-    if len(measured) < 3:
-        return math.nan
-    guessed = _ranks([estimates[key] for key in measured])
-    true = _ranks([_beyond(increase, floor) for increase in measured.values()])
-    count = len(guessed)
-    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(guessed, true, strict=True)) / (count * (count**2 - 1))
-
-
-def _ranks(values: Sequence[float]) -> list[int]:
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    ranks = [0] * len(values)
-    for rank, index in enumerate(order):
-        ranks[index] = rank
-    return ranks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from octavo.errors import ConfigError
 from octavo.quantization import Budget, Mix, measure_sensitivity
 from octavo.quantization.sensitivity import screen, study
-from octavo.quantization.sensitivity.study import _costs, _pairs_to_measure, _rank_correlation
+from octavo.quantization.sensitivity.study import _costs, _pairs_to_measure
 from octavo.quantization.sensitivity.telling import FORMAT, asked, headline, notes, record, worst_first
 from octavo.quantization.sensitivity.truth import Increase
 from octavo.quantization.sensitivity.units import bytes_of, units_of
@@ -111,6 +111,7 @@ def test_what_is_told_is_what_was_found(found):
     measured = [c for layer in told["layers"] for c in layer["choices"].values() if "divergence" in c]
     assert len(measured) == len(result.measured) == 6
     assert f"{result.best.bytes_share:.3f} of BF16's bytes" in headline(result)
+    assert told["ranked_pairs"] == result.agreement.pairs
     assert "rank correlation" in " ".join(notes(result))
 
 
@@ -185,19 +186,6 @@ def test_the_truth_takes_the_estimates_place_where_it_stands_out():
     assert costs[layer, "tensorwise"] == 0, "less than the floor is nothing"
     assert costs[other, "rowwise"] == 0.0001, "neither stands out: the estimate stays"
     assert costs[layer, "weight_only"] == 0.01, "not measured"
-
-
-def test_the_rank_correlation_is_spearmans():
-    def of(divergence):
-        return Increase(nats=0, error=0, divergence=divergence, windows=2)
-
-    estimates = {(str(index), "rowwise"): value for index, value in enumerate((1.0, 2.0, 3.0, 4.0))}
-    same = dict(zip(estimates, map(of, (10.0, 20.0, 30.0, 40.0)), strict=True))
-    turned = dict(zip(estimates, map(of, (40.0, 30.0, 20.0, 10.0)), strict=True))
-    swapped = dict(zip(estimates, map(of, (20.0, 10.0, 30.0, 40.0)), strict=True))
-    assert _rank_correlation(estimates, same, of(0)) == 1
-    assert _rank_correlation(estimates, turned, of(0)) == -1
-    assert _rank_correlation(estimates, swapped, of(0)) == pytest.approx(0.8)
 
 
 def test_bad_arguments(sensitive):
