@@ -15,9 +15,7 @@ def of(divergence):
 
 def agreement(guessed, true, floor=0.0):
     keys = [(str(index), "rowwise") for index in range(len(guessed))]
-    return agreement_of(
-        dict(zip(keys, guessed, strict=True)), dict(zip(keys, map(of, true), strict=True)), of(floor)
-    )
+    return agreement_of(dict(zip(keys, guessed, strict=True)), dict(zip(keys, map(of, true), strict=True)), of(floor))
 
 
 def test_without_ties_it_is_the_textbooks_formula():
