@@ -3,9 +3,9 @@
     weights        every parameter rounded to BF16 and no other: what a BF16 checkpoint holds, norms and biases included
     around them    BF16 autocast: linear layers multiply BF16 values, what runs between them stays FP32
 
-FP8 and INT8 codes are made of the rounded weights too, because a checkpoint is what they would be made of. Rounding twice
-is not rounding once: made of the FP32 weights, some codes would be others, and a comparison would credit a format with
-digits that the reference was never given. ``octavo eval --compare`` and ``octavo sensitivity`` both start here.
+FP8 and INT8 codes are made of the rounded weights too, because a checkpoint is what they would be made of. Rounding
+twice is not rounding once: made of the FP32 weights, some codes would be others, and a comparison would credit a format
+with digits that the reference was never given. ``octavo eval --compare`` and ``octavo sensitivity`` both start here.
 """
 
 import torch

@@ -74,9 +74,9 @@ def how_ranked(found: Sensitivity) -> str:
         else f"over this widest range their rank correlation is {found.agreement.rank_correlation:.2f}"
     )
     return (
-        f"Layers are ranked by an estimate from gradients. {len(found.measured)} of {_pairs(found)} (layer, choice) were "
-        f"run too, the costliest and others spread through the ranking: {pairs} of them cost more than the {floor:.5f} "
-        f"nats by which a BF16 computation diverges from itself in another order; {ranked}."
+        f"Layers are ranked by an estimate from gradients. {len(found.measured)} of {_pairs(found)} (layer, choice) "
+        f"were run too, the costliest and others spread through the ranking: {pairs} of them cost more than the "
+        f"{floor:.5f} nats by which a BF16 computation diverges from itself in another order; {ranked}."
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
 from octavo.quantization.comparison.cache_formats import key_means
 from octavo.quantization.comparison.contestants import (
@@ -23,7 +23,8 @@ from octavo.quantization.comparison.contestants import (
     with_scales,
 )
 from octavo.quantization.comparison.lineup import FORMATS, check_formats, line_up
-from tests.unit.quantization.tiny_models import LINEARS, SHAPE, language_model, windows
+from octavo.training.tokenizer import train_tokenizer
+from tests.unit.quantization.tiny_models import LINEARS, SHAPE, VOCABULARY, language_model, windows
 
 TOKENS = windows(2)
 BF16 = torch.bfloat16
@@ -224,6 +225,19 @@ def test_bf16_stands_among_them():
 def test_what_a_format_needs_is_named(name):
     with pytest.raises(ConfigError, match=f"{name} needs .* or leave {name} out"):
         line_up(language_model(), [name])
+
+
+def test_a_tuned_model_of_other_tokens_is_refused():
+    """Of the same shapes: only the tokenizer tells."""
+    model = language_model()
+    made = replace(
+        model,
+        model=copy.deepcopy(model.model),
+        tokenizer=train_tokenizer(["quite another text"] * 9, vocab_size=VOCABULARY),
+    )
+    Scales().apply(made.model)
+    with pytest.raises(CheckpointError, match="another model: its tokenizer has other tokens; name the folder"):
+        line_up(model, ["fp8-qat"], tuned_model=made)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8-dynamic", "fp8-qat"])
