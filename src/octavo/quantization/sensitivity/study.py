@@ -160,13 +160,16 @@ def measure_sensitivity(
         on_progress: called with a phase's name, what is done and what there is to do.
 
     Raises:
-        ConfigError: no two windows of two tokens to choose on, an unknown choice, layers that are octavo's already.
+        ConfigError: no two windows of two tokens to choose or verify on, a window that is in both, an unknown choice,
+            layers that are octavo's already.
     """
     for name, windows in (("choose", chosen_on), ("verify", verified_on)):
         if windows.ndim != 2 or len(windows) < 2 or windows.shape[1] < 2:
             raise ConfigError(
                 f"sensitivity needs two windows of two tokens at least to {name} on, not {_size(windows)}"
             )
+    if {*map(tuple, chosen_on.tolist())} & {*map(tuple, verified_on.tolist())}:
+        raise ConfigError("a window to verify on is one of those to choose on; verify on other text")
     if true_pairs < 0:
         raise ConfigError(f"true_pairs must be 0 or more, not {true_pairs}")
     found = units_of(model, choices)

@@ -196,7 +196,9 @@ def test_bad_arguments(sensitive):
     with pytest.raises(ConfigError, match="to verify on"):
         measure_sensitivity(model, windows, windows[0], budget=budget)
     with pytest.raises(ConfigError, match="true_pairs must be 0 or more"):
-        measure_sensitivity(model, windows, windows, budget=budget, true_pairs=-1)
+        measure_sensitivity(model, windows, windows_of(model, 2, seed=5), budget=budget, true_pairs=-1)
+    with pytest.raises(ConfigError, match="a window to verify on is one of those to choose on"):
+        measure_sensitivity(model, windows, torch.cat([windows_of(model, 1, seed=5), windows[2:3]]), budget=budget)
     for options, said in (
         ({}, "says perplexity, bytes_share or both"),
         ({"perplexity": 0.0}, "a share above 0"),
