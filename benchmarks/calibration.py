@@ -15,13 +15,12 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, interleaved, ratio, verdict, write_result
+from benchmarks.measure import hardware, interleaved, publish, ratio, verdict
 from octavo.convert import choose_layers
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, text_windows
 from octavo.quantization.calibration.observing import observe
 from octavo.quantization.calibration.ranges import Method
@@ -38,17 +37,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
-    machine = hardware()
-    model = load_language_model(smollm2.model_path())
+    machine, model = hardware(), smollm2.load()
     batches = text_windows(model, "builtin", "train", count=arguments.windows, length=WINDOW).split(1)
     seconds = interleaved(contestants(model, batches), rounds=arguments.rounds)
     lines = lines_of(seconds, kept_bytes(model, batches[:2]), windows=arguments.windows)
-    console = Console()
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command = f"python -m benchmarks.calibration --windows {arguments.windows} --rounds {arguments.rounds}"
-        path = write_result("calibration", lines, title="What calibrating costs", command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish("calibration", lines, title="What calibrating costs", machine=machine, write=not arguments.no_write)
 
 
 def contestants(model: LanguageModel, batches: tuple[Tensor, ...]) -> dict[str, Callable[[], object]]:

@@ -42,6 +42,7 @@ from octavo.formats import FP32
 from octavo.kernels import cpu
 from octavo.models import Llama, load_gguf
 from octavo.models.gguf_file import GGUFFile
+from octavo.quantization.comparison.evaluation_text import topic_tokens
 from octavo.serving import ModelRunner
 from octavo.training.evaluate import token_loss
 
@@ -72,7 +73,7 @@ def main() -> None:
     except (BackendError, DataError) as error:
         parser.exit(2, f"{error}\n")
     machine = f"{hardware()}, kernels for {cpu.levels()[-1]}, {peer.facts()}, transformers {version('transformers')}"
-    ids = smollm2.text_tokens(loaded.tokenizer)
+    ids = topic_tokens(loaded.tokenizer, WINDOW * max(1, arguments.windows))
     entered = contestants(loaded.model, peer, weight_bytes(q8_0), ids)
     seconds = interleaved({name: entry.run for name, entry in entered.items()}, rounds=arguments.rounds)
     lines = [*speed_lines(entered, seconds), ""]

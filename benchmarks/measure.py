@@ -1,16 +1,19 @@
 """What a CPU's measurements share: the machine in a line, and a result's file. octavo.bench.rounds takes the times."""
 
 import os
+import shlex
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from octavo.bench.results import result_name
 from octavo.bench.rounds import Ratio, interleaved, ratio
 from octavo.training.facts import processor_name
 
-__all__ = ["Ratio", "bf16_note", "hardware", "interleaved", "ratio", "verdict", "write_result"]
+__all__ = ["Ratio", "bf16_note", "hardware", "interleaved", "publish", "ratio", "verdict", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -41,6 +44,16 @@ def hardware() -> str:
         f"{processor_name()}, {torch.get_num_threads()} threads, {instructions} {bf16} BF16 instructions, "
         f"torch {torch.__version__}, load average before the run {load:.1f}"
     )
+
+
+def publish(theme: str, lines: list[str], *, title: str, machine: str, write: bool) -> None:
+    """Print a result, and write its file with the command line as it was given."""
+    console = Console()
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    if write:
+        command = shlex.join(["python", "-m", f"benchmarks.{theme}", *sys.argv[1:]])
+        path = write_result(theme, lines, title=title, command=command, machine=machine)
+        console.print(f"written to {path}", markup=False, soft_wrap=True)
 
 
 def write_result(theme: str, lines: list[str], *, title: str, command: str, machine: str) -> Path:

@@ -12,16 +12,16 @@ import shlex
 import sys
 import time
 
-import torch
 from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.measure import hardware, write_result
 from octavo import recipes
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import LanguageModel
 from octavo.quantization import QATResult, QATSettings, TuneSettings, run_qat, text_windows
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.training.corpus import Split
-from octavo.training.text import LIBRARY_SOURCES
+from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 BAR_PERCENT = 0.5
 WINDOW = 512
@@ -31,7 +31,7 @@ DEFAULTS = TuneSettings()
 def main() -> None:
     """Tune both, measure, print and write."""
     arguments = _arguments()
-    machine, model = hardware(), load_language_model(smollm2.model_path())
+    machine, model = hardware(), smollm2.load()
     settings = QATSettings(
         recipe=recipes.get(arguments.recipe),
         scales=arguments.scales,
@@ -71,7 +71,7 @@ def training_windows(model: LanguageModel, tuning: TuneSettings) -> Tensor:
 
 def topic_windows(model: LanguageModel, count: int) -> Tensor:
     """The first windows of the text that perplexity is measured on."""
-    return torch.tensor(smollm2.text_tokens(model.tokenizer)[: count * WINDOW]).view(count, WINDOW)
+    return evaluation_windows(model, TOPICS, "all", count=count, length=WINDOW)
 
 
 def table(result: QATResult) -> list[str]:

@@ -17,16 +17,13 @@ the library's sources, which have nothing of that text.
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import bf16_note, hardware, verdict, write_result
+from benchmarks.measure import bf16_note, hardware, publish, verdict
 from octavo.bench.latency import PassTime, emulation_note, pass_times
-from octavo.errors import DataError
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, text_windows
 from octavo.quantization.comparison.cache_formats import key_means, vector_bytes
 from octavo.quantization.comparison.comparison import Comparison, compare
@@ -54,20 +51,11 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true", help="time passes too")
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
-    machine, console = hardware(), Console()
-    try:
-        model = load_language_model(smollm2.model_path())
-    except DataError as error:
-        parser.exit(2, f"{error}\n")
+    machine, model = hardware(), smollm2.load()
     lines = format_lines(model, arguments.windows, arguments.samples, speed=arguments.speed)
     lines += ["", *cache_lines(model, arguments.cache_windows)]
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        options = f"--windows {arguments.windows} --cache-windows {arguments.cache_windows}"
-        command = f"python -m benchmarks.quantization {options} --samples {arguments.samples}"
-        title = "SmolLM2-135M in FP8 and INT8 beside BF16"
-        path: Path = write_result("quantization", lines, title=title, command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    title = "SmolLM2-135M in FP8 and INT8 beside BF16"
+    publish("quantization", lines, title=title, machine=machine, write=not arguments.no_write)
 
 
 def format_lines(model: LanguageModel, windows: int, samples: int, *, speed: bool) -> list[str]:

@@ -1,10 +1,10 @@
 """The best mix on SmolLM2-135M: how many bytes it takes to stay within one percent of BF16's perplexity.
 
-    python -m benchmarks.sensitivity [--windows 8] [--verify 40] [--pairs 24] [--threads 0] [--no-write]
+    python -m benchmarks.sensitivity [--windows 8] [--verify 40] [--pairs 24] [--threads 0] [--mix FILE] [--no-write]
 
 Everything is chosen on the library's sources, which have nothing of the text that it is verified on: the first tokens
-of Python's language topics (benchmarks/smollm2.py), in windows of 512 without overlap. Weights are rounded to BF16
-first: FP8 codes are made of what a BF16 checkpoint holds.
+of Python's language topics, in windows of 512 without overlap. Weights are rounded to BF16 first: FP8 codes are made of
+what a BF16 checkpoint holds.
 
 Bar: perplexity within 1.0 % of BF16's at no more than 0.60 of its bytes, codes, scales and all.
 """
@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from benchmarks.measure import hardware, verdict, write_result
-from benchmarks.smollm2 import model_path, text_tokens
-from octavo.language_model import load_language_model
+from benchmarks import smollm2
+from benchmarks.measure import hardware, publish, verdict
 from octavo.quantization import text_windows
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
-from octavo.training.text import LIBRARY_SOURCES
+from octavo.quantization.sensitivity.telling import how_ranked
+from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 CONTEXT, PERPLEXITY, BYTES = 512, 0.01, 0.60
 
@@ -41,9 +41,9 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     machine, started = hardware(), time.monotonic()
-    model = load_language_model(model_path())
+    model = smollm2.load()
     chosen_on = text_windows(model, LIBRARY_SOURCES, "train", count=arguments.windows, length=CONTEXT)
-    verified_on = torch.tensor(text_tokens(model.tokenizer)[: arguments.verify * CONTEXT]).view(-1, CONTEXT)
+    verified_on = evaluation_windows(model, TOPICS, "all", count=arguments.verify, length=CONTEXT)
     with Progress() as progress:
         tasks: dict[str, TaskID] = {}
 
@@ -60,19 +60,15 @@ def main() -> None:
             true_pairs=arguments.pairs,
             on_progress=show,
         )
-    lines = [*_table(found), "", *_notes(found, time.monotonic() - started)]
-    for line in lines:
-        Console().print(line, markup=False, soft_wrap=True)
     if arguments.mix is not None and found.mix is not None:
         save_mix(found.mix, arguments.mix)
-    if not arguments.no_write:
-        title = "SmolLM2-135M: the best mix of precisions"
-        print(
-            write_result("sensitivity", lines, title=title, command="python -m benchmarks.sensitivity", machine=machine)
-        )
+    lines = [*table(found), "", *notes(found, time.monotonic() - started)]
+    title = "SmolLM2-135M: the best mix of precisions"
+    publish("sensitivity", lines, title=title, machine=machine, write=not arguments.no_write)
 
 
-def _table(found: Sensitivity) -> Iterator[str]:
+def table(found: Sensitivity) -> Iterator[str]:
+    """The best mix and what the bar says to it, and others."""
     yield "| mix | bytes ÷ BF16 | FP8 products | − BF16, nats (± standard error) | perplexity | KL, nats | verdict |"
     yield "|---" * 7 + "|"
     if found.best is not None:
@@ -92,11 +88,9 @@ def _row(name: str, one: Found, judged: str) -> str:
     )
 
 
-def _notes(found: Sensitivity, seconds: float) -> Iterator[str]:
-    yield (
-        f"Of {len(found.measured)} (layer, choice) run alone, estimate and divergence beyond the floor of "
-        f"{found.floor.divergence:.5f} nats agree with rank correlation {found.rank_correlation:.2f}."
-    )
+def notes(found: Sensitivity, seconds: float) -> Iterator[str]:
+    """What the figures hang on."""
+    yield how_ranked(found)
     for number, (guessed, true) in enumerate(found.attempts, 1):
         yield (
             f"Attempt {number}: parts add up to {guessed:.4f} nats; on the windows it was chosen on "

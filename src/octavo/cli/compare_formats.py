@@ -11,7 +11,7 @@ from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
 from octavo.errors import ConfigError
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import Kind, LanguageModel, kind_of, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
 from octavo.quantization.comparison.cache_formats import key_means
 from octavo.quantization.comparison.comparison import Comparison, compare
@@ -21,7 +21,7 @@ from octavo.quantization.comparison.lineup import check_formats, line_up
 from octavo.training.config import load_config
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
-from octavo.training.run_folder import CONFIG, has_run
+from octavo.training.run_folder import CONFIG
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
@@ -100,6 +100,8 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
         found = _compared(display, contestants, windows)
         times = _timed(display, contestants, windows) if question.speed else []
     facts = {"model": str(question.model), **text, **calibrated_on}
+    if tuned is not None:
+        facts["tuned"] = str(question.tuned)
     if as_json:
         print_json(_record(facts, found, times))
         return
@@ -118,7 +120,7 @@ def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str
 
 def _own_source(path: Path) -> str | None:
     """What a run was trained on."""
-    return load_config(path / CONFIG).data.source if has_run(path) else None
+    return load_config(path / CONFIG).data.source if kind_of(path) is Kind.RUN else None
 
 
 def _check_folders(question: Question, names: Sequence[str]) -> None:
@@ -180,7 +182,7 @@ def _timed(display: Display, contestants: Sequence[Contestant], windows: Tensor)
 
 
 QUALITY = ["format", "perplexity", "vs BF16", "nats more", "top-1", "KL"]
-SIZES = ["format", "file, MB", "of BF16's", "memory, MB"]
+SIZES = ["format", "layers in it", "file, MB", "of BF16's", "memory, MB"]
 
 
 def _print(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> None:
@@ -212,9 +214,10 @@ def _quality(found: Comparison, name: str) -> list[str]:
 
 
 def _sizes(found: Comparison, name: str) -> list[str]:
-    storage = found.entry(name).storage
-    megabytes = [f"{size / 1e6:,.1f}" for size in (storage.file_bytes, storage.memory_bytes)]
-    return [name, megabytes[0], f"{found.share_of_bytes(name):.3f}", megabytes[1]]
+    entry = found.entry(name)
+    layers = str(entry.quantized) if entry.quantized else ""
+    megabytes = [f"{size / 1e6:,.1f}" for size in (entry.storage.file_bytes, entry.storage.memory_bytes)]
+    return [name, layers, megabytes[0], f"{found.share_of_bytes(name):.3f}", megabytes[1]]
 
 
 def _times(times: Sequence[PassTime], name: str) -> list[str]:
@@ -230,6 +233,11 @@ def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:
     )
     if "calibration" in facts:
         yield f"{STATIC} is calibrated on {facts['calibration']}."
+    if "tuned" in facts:
+        yield (
+            f"{TUNED} is tuned and {found.reference} is not: between them lie the tuning and FP8 together. What FP8 "
+            "costs after tuning is what octavo qat --baseline prints."
+        )
 
 
 def _record(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> dict[str, Any]:

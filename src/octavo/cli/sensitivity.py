@@ -16,12 +16,12 @@ from octavo.files import write_atomically
 from octavo.language_model import load_language_model
 from octavo.pages import plotly_script
 from octavo.quantization import text_windows
+from octavo.quantization.overlap import MOST_SHARED, shared_share
 from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
 from octavo.quantization.sensitivity.page import render
 from octavo.quantization.sensitivity.telling import FORMAT, cost_of, headline, name_of, notes, record, worst_first
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
 from octavo.training.config import MOST_SEED
-from octavo.training.held_out import ALL
 from octavo.training.text import BUILTIN
 
 __all__ = ["show_sensitivity"]
@@ -108,15 +108,18 @@ def _budget(perplexity: str | None, bytes_share: str | None) -> Budget:
 
 
 def _share(option: str, text: str | None) -> float | None:
-    """A share, from percent or as a number below 1 (at most 1 for bytes)."""
+    """A share, from percent or as a number below 1: a bare 1 may be meant as either."""
     if text is None:
         return None
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = math.nan
-    if not 0 < value <= 1:
-        raise ConfigError(f"{option} takes a share such as 1.0% or 0.01, above 0 and at most 100%, not {text!r}")
+    if not 0 < value <= 1 or (value == 1 and not text.endswith("%")):
+        raise ConfigError(
+            f"{option} takes a share: percent from above 0% to 100%, such as 1.0%, or a number between 0 and 1, such "
+            f"as 0.01, not {text!r}"
+        )
     return value
 
 
@@ -130,11 +133,12 @@ def _check_numbers(*, windows: int, verify_windows: int, pairs: int, seed: int) 
 
 
 def _check_apart(chosen: tuple[str, str], verified: tuple[str, str]) -> None:
-    """Refuse to verify on what was chosen on."""
-    if chosen[0] == verified[0] and (chosen[1] == verified[1] or ALL in (chosen[1], verified[1])):
+    """Refuse to verify on what was chosen on, under whatever name."""
+    share = shared_share(chosen, verified)
+    if share > MOST_SHARED:
         raise ConfigError(
-            f"the mix would be verified on text it was chosen on ({chosen[0]}, {chosen[1]} and {verified[1]}); name "
-            "another --verify-split or --verify-data"
+            f"the mix would be verified on text it was chosen on: {share:.0%} of {verified[0]}, {verified[1]} is in "
+            f"{chosen[0]}, {chosen[1]}; name another --verify-split or --verify-data"
         )
 
 

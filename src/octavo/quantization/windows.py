@@ -28,7 +28,7 @@ from octavo.training.tokenizer import END_OF_TEXT
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["text_windows"]
+__all__ = ["CHARACTERS_A_TOKEN", "text_windows", "unbounded"]
 
 CHARACTERS_A_TOKEN = 8  # more than most text has; a part with more is tokenised as a whole
 LONGEST_WORD = 256  # characters to look ahead for a space
@@ -59,7 +59,7 @@ def text_windows(
     chosen = documents if split == ALL else divide(documents, by_file=str(source) == BUILTIN)[Split(split)]
     separator = END_OF_TEXT if model.tokenizer.token_to_id(END_OF_TEXT) is not None else "\n\n"
     text = separator.join(document.text for document in chosen)
-    tokenizer = _unbounded(model.tokenizer)
+    tokenizer = unbounded(model.tokenizer)
     places = np.random.default_rng(seed).random(count)
     bounds = [_next_space(text, i * len(text) // count) for i in range(count)] + [len(text)]
     windows = []
@@ -100,8 +100,8 @@ def _next_space(text: str, position: int) -> int:
     return found.start() if found else position
 
 
-def _unbounded(tokenizer: "Tokenizer") -> "Tokenizer":
-    """The tokenizer without the truncation and padding that some files ask for."""
+def unbounded(tokenizer: "Tokenizer") -> "Tokenizer":
+    """A copy of the tokenizer without the truncation and padding that some files ask for."""
     from tokenizers import Tokenizer
 
     copied = Tokenizer.from_str(tokenizer.to_str())

@@ -56,3 +56,14 @@ def test_without_a_network_it_says_so(tmp_path, monkeypatch):
     ):
         smollm2.model_path(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_benchmark_that_cannot_have_it_ends_in_a_sentence(monkeypatch, capsys):
+    def missing():
+        raise DataError("it is not there; get it")
+
+    monkeypatch.setattr(smollm2, "model_path", missing)
+    with pytest.raises(SystemExit) as ended:
+        smollm2.load()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "smollm2: it is not there; get it\n"

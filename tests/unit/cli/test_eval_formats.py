@@ -10,11 +10,15 @@ import torch.nn.functional as F
 from octavo import convert
 from octavo.cli import compare_formats, console
 from octavo.language_model import load_language_model
+from octavo.models.llama_folder import write_tokenizer
 from octavo.quantization import calibrate, text_windows
+from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import line_up
 from octavo.training.text import TOPICS
+from octavo.training.tokenizer import train_tokenizer
+from tests.unit.cli.conftest import run_octavo
 from tests.unit.models import small_gguf
 
 FEW = ["--windows", 3, "--context", 16]
@@ -69,7 +73,7 @@ def test_tables_are_whole_in_eighty_columns(octavo, monkeypatch, gguf):
     monkeypatch.setattr(console, "PIPE_WIDTH", 80)
     shown = octavo("eval", gguf, "--compare", "fp8-kv-centred", "--speed", *FEW).stdout.splitlines()
     rows = [line.split() for line in shown if line.startswith(" fp8-kv-centred")]
-    assert [len(row) for row in rows] == [9, 4, 5], shown  # "±" and "%" are words of the first
+    assert [len(row) for row in rows] == [9, 4, 5], shown  # "±" and "%" are words of the first; a cache has no layers
 
 
 def test_speed_is_said_to_be_emulated(octavo, gguf):
@@ -136,6 +140,7 @@ def test_means_of_keys_come_from_a_folder(octavo, gguf, tmp_path):
 def test_a_tuned_model_comes_from_its_folder(octavo, gguf, tmp_path, monkeypatch):
     def load_qat(folder):
         made = load_language_model(gguf)
+        round_to_bf16(made.model)  # without which its codes would be those of the FP32 weights
         convert(made.model, "tensorwise")
         assert folder == tmp_path
         return made
@@ -145,6 +150,80 @@ def test_a_tuned_model_comes_from_its_folder(octavo, gguf, tmp_path, monkeypatch
     rows = json.loads(octavo("eval", gguf, "--compare", names, "--qat", tmp_path, *FEW, "--json").stdout)["formats"]
     assert rows[2]["layers"] == 14
     assert rows[2]["nats"] == rows[1]["nats"]
+
+
+def hugging_face_folder(folder, kind):
+    """A small model that transformers wrote, biases and all, with a tokenizer of bytes beside it."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    words = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "GPT2":
+        shape = {"n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
+        made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**words, **shape))
+    else:
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+        shape |= {"num_key_value_heads": 1, "max_position_embeddings": 32}
+        config = getattr(transformers, f"{kind}Config")(**words, **shape)
+        made = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    made.save_pretrained(folder)
+    write_tokenizer(folder, train_tokenizer(["some text, some more text"] * 3, vocab_size=300), context=32)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "linears"), [("Llama", 7), ("Qwen2", 7)])
+def test_a_hugging_face_folder_is_evaluated_and_compared(octavo, tmp_path, kind, linears):
+    """It holds a tokenizer.json, as a run's folder does."""
+    folder = hugging_face_folder(tmp_path, kind)
+    alone = octavo("eval", folder, *FEW, "--json")
+    assert alone.exit_code == 0, alone.output
+    result = octavo("eval", folder, "--compare", "fp32,fp8-dynamic", *FEW, "--json")
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["formats"]}
+    assert rows["fp32"]["nats"] == json.loads(alone.stdout)["nats"]
+    assert rows["fp8-dynamic"]["layers"] == linears
+    assert rows["fp8-dynamic"]["divergence"] > 0
+
+
+def test_a_model_of_which_nothing_would_be_quantised_is_refused(octavo, tmp_path):
+    folder = hugging_face_folder(tmp_path, "GPT2")
+    for name in ("int8", "fp8-dynamic"):
+        result = octavo("eval", folder, "--compare", name, *FEW)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "nothing to quantise; its weights are in Conv1D" in result.stderr
+    result = octavo("sensitivity", folder, "--out", tmp_path / "mix", "--windows", 2, "--verify-windows", 2)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "nothing to quantise; its weights are in Conv1D" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def tuned_run(tmp_path_factory, finished_run, text):
+    folder = tmp_path_factory.mktemp("qat") / "tuned"
+    options = ["--steps", 2, "--batch-size", 1, "--context", 16, "--eval-windows", 2, "--data", text]
+    result = run_octavo("qat", finished_run, "--out", folder, *options)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_a_tuned_folder_is_a_model_and_a_contestant(octavo, finished_run, tuned_run):
+    """It holds a metrics.jsonl, as a run's folder does."""
+    for arguments in ((), ("--compare", "fp8-dynamic")):
+        result = octavo("eval", tuned_run, *arguments, *FEW, "--json")
+        assert result.exit_code == 0, result.output
+    arguments = ["--compare", "fp8-dynamic,fp8-qat", "--qat", tuned_run, *FEW]
+    record = json.loads(octavo("eval", finished_run, *arguments, "--json").stdout)
+    assert record["tuned"] == str(tuned_run)
+    assert record["formats"][2]["layers"] == record["formats"][1]["layers"]
+    assert "fp8-qat is tuned and bf16 is not" in octavo("eval", finished_run, *arguments).stdout
+
+
+def test_a_tuned_folder_of_another_model_is_refused(octavo, gguf, tuned_run):
+    result = octavo("eval", gguf, "--compare", "fp8-qat", "--qat", tuned_run, *FEW)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "what octavo qat tuned is another model" in result.stderr
+    assert "leave fp8-qat out" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """``octavo sensitivity`` on a finished run: a table, a mix that can be applied, a record, a page; or one sentence."""
 
 import json
+import re
 
 import pytest
 
+from octavo.cli.sensitivity import _share
 from octavo.language_model import load_language_model
 from octavo.quantization import load_mix
 from octavo.quantization.sensitivity import units_of
@@ -61,7 +63,7 @@ def test_the_record_and_the_page(studied, finished_run):
     page = (out / "report.html").read_text()
     assert "What layers cost" in page
     assert "model.layers.0.mlp.down_proj" in page
-    assert "$" not in page.split("<body>")[1].split("<h2>")[0]
+    assert "$" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL), "nothing is left to substitute"
     assert sorted(path.name for path in out.iterdir()) == ["mix.toml", "report.html", "sensitivity.json"]
 
 
@@ -83,7 +85,10 @@ def test_a_budget_out_of_reach_leaves_no_mix_behind(on_run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--budget-perplexity", "one"], "--budget-perplexity takes a share such as 1.0% or 0.01"),
+        (["--budget-perplexity", "one"], "--budget-perplexity takes a share: percent from above 0% to 100%"),
+        (["--budget-perplexity", "1"], "--budget-perplexity takes a share"),
+        (["--budget-perplexity", "0"], "--budget-perplexity takes a share"),
+        (["--budget-bytes", "1.0"], "--budget-bytes takes a share"),
         (["--budget-perplexity", "2"], "--budget-perplexity takes a share"),
         (["--budget-bytes", "-1%"], "--budget-bytes takes a share"),
         (["--windows", "1"], "--windows must be at least 2, not 1"),
@@ -101,6 +106,23 @@ def test_bad_input_is_one_sentence(on_run, tmp_path, arguments, said):
     assert said in result.stderr
     assert result.stderr.strip().count("\n") == 0
     assert not (tmp_path / "mix").exists()
+
+
+def test_text_under_another_name_is_not_other_text(octavo, finished_run, text, tmp_path, monkeypatch):
+    """A path written otherwise, and a copy."""
+    monkeypatch.chdir(text.parent)
+    (tmp_path / "copy.txt").write_text(text.read_text())
+    for other in (f"./{text.name}", tmp_path / "copy.txt"):
+        arguments = ["--data", text, "--verify-data", other, "--verify-split", "train", "--out", tmp_path / "mix"]
+        result = octavo("sensitivity", finished_run, *arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "the mix would be verified on text it was chosen on" in result.stderr
+
+
+def test_a_hundred_percent_of_the_bytes_may_be_said():
+    assert _share("--budget-bytes", "100%") == 1
+    assert _share("--budget-bytes", "0.6") == 0.6
+    assert _share("--budget-perplexity", "1%") == 0.01
 
 
 def test_other_folders_and_files_are_left_alone(octavo, on_run, small, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from benchmarks import smollm2
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import generate, load_gguf
+from octavo.quantization.comparison.evaluation_text import topic_tokens
 from octavo.training.evaluate import token_loss
 from tests.unit.models import small_gguf
 from tests.unit.models.small_gguf import BOS, EOS, HEADS, HIDDEN, NOTE, weights, write
@@ -191,7 +192,7 @@ def test_the_real_model_reads_and_writes():
     prompt = found.tokenizer.encode("The capital of France is").ids
     told = generate(found.model, prompt, max_new_tokens=1, temperature=0, context=64)
     assert found.tokenizer.decode(told) == " Paris"
-    tokens = torch.tensor([smollm2.text_tokens(found.tokenizer)[:512]])
+    tokens = torch.tensor([topic_tokens(found.tokenizer, 512)])
     with torch.no_grad():
         loss = token_loss(found.model(tokens[:, :-1]), tokens[:, 1:])
     assert math.isclose(loss, LOSS_OF_THE_FIRST_WINDOW, abs_tol=1e-4)

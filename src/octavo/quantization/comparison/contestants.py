@@ -13,9 +13,12 @@
 | fp8-kv          | BF16; keys and values as octavo's FP8 cache has them  | BF16                                |
 | fp8-kv-centred  | BF16; the same, with a calibration's means of keys    | BF16                                |
 
-All but fp32 run in the same surroundings: head, embedding and norms hold BF16 values, everything runs under BF16
-autocast, the residual stream stays FP32, and logits are BF16. So what separates them is the format of those linears
-alone. A contestant is a copy whose codes really take one byte; the model it is made from is left as it was.
+All but fp32 are made of weights rounded to BF16 (octavo.quantization.bf16) and run in the same surroundings: head,
+embedding and norms hold those values, everything runs under BF16 autocast, the residual stream stays FP32, and logits
+are BF16. So what separates them is the format of those linears alone. fp8-qat is the one exception: its codes are those
+that training ended with, made of the weights that it moved; the rest of it is rounded like the others'.
+
+A contestant is a copy whose codes really take one byte; the model it is made from is left as it was.
 """
 
 import copy
@@ -30,9 +33,11 @@ from torch import Tensor, nn
 from octavo.convert import convert, restore
 from octavo.language_model import KeysAndValues, LanguageModel
 from octavo.nn import Linear
+from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
 from octavo.quantization.comparison.cache_formats import cached
 from octavo.quantization.comparison.integers import ExactIntegerProducts, quantize_to_int8
 from octavo.quantization.comparison.storage import Storage, storage_of
+from octavo.quantization.layers import check_has_layers
 
 __all__ = [
     "BF16",
@@ -105,21 +110,19 @@ class Contestant:
     def _surroundings(self, device: torch.device) -> AbstractContextManager[object]:
         if self.surrounding == torch.float32:
             return nullcontext()
-        return torch.autocast(device.type, dtype=self.surrounding, cache_enabled=False)
+        return bf16_autocast(device)
 
 
 def high_precision(model: LanguageModel, name: str) -> Contestant:
     """The model as it is ("fp32"; no copy), or a copy in BF16 ("bf16")."""
     if name == FP32:
         return Contestant(name=name, language_model=model, surrounding=torch.float32)
-    made = _copy_of(model)
-    _finish(made.model, ())
-    return Contestant(name=name, language_model=made)
+    return _finished(_rounded_copy_of(model), name, ())
 
 
 def from_recipe(model: LanguageModel, name: str) -> Contestant:
     """A copy whose linears run the recipe of that name in :data:`RECIPES`, its weights held as codes."""
-    return _in_fp8(model, name, lambda inner: convert(inner, RECIPES[name], frozen="fp8"))
+    return _in_fp8(_rounded_copy_of(model), name, lambda inner: convert(inner, RECIPES[name], frozen="fp8"))
 
 
 def with_cache(bf16: Contestant, name: str, means: Mapping[int, Tensor] | None = None) -> Contestant:
@@ -129,42 +132,44 @@ def with_cache(bf16: Contestant, name: str, means: Mapping[int, Tensor] | None =
 
 def with_scales(model: LanguageModel, calibration: Scales) -> Contestant:
     """A copy whose linears have the frozen input scales of a calibration ("fp8-static")."""
-    return _in_fp8(model, STATIC, lambda inner: calibration.apply(inner, hold_weights=True))
+    return _in_fp8(_rounded_copy_of(model), STATIC, lambda inner: calibration.apply(inner, hold_weights=True))
 
 
 def tuned(model: LanguageModel) -> Contestant:
     """A model that quantisation-aware training has made, in FP8 already ("fp8-qat")."""
-    return _in_fp8(model, TUNED, _hold_weights)
+    return _in_fp8(_copy_of(model), TUNED, _hold_and_round)
 
 
 def int8(model: LanguageModel) -> Contestant:
     """A copy whose linears, the ones that FP8 takes, run torchao's INT8."""
-    made = _copy_of(model)
+    made = _rounded_copy_of(model)
     paths = convert(made.model, BF16).converted
     restore(made.model)
-    _round_to_bf16(made.model)
+    check_has_layers(made.model, paths)
+    _hold_in_bf16(made.model)
     quantize_to_int8(made.model, paths)
     _run_rest_in_bf16(made.model, paths)
     return Contestant(name=INT8, language_model=made, quantized=paths)
 
 
-def _in_fp8(model: LanguageModel, name: str, quantize: Callable[[nn.Module], object]) -> Contestant:
-    made = _copy_of(model)
+def _in_fp8(made: LanguageModel, name: str, quantize: Callable[[nn.Module], object]) -> Contestant:
+    """Of a copy, in place."""
     quantize(made.model)
     paths = tuple(
         path
         for path, layer in made.model.named_modules()
         if isinstance(layer, Linear) and not layer.recipe.is_high_precision
     )
-    _finish(made.model, paths)
-    return Contestant(name=name, language_model=made, quantized=paths)
+    check_has_layers(made.model, paths)
+    return _finished(made, name, paths)
 
 
-def _hold_weights(model: nn.Module) -> None:
-    """Make codes of weights that a recipe casts in every call, before they are rounded to BF16."""
+def _hold_and_round(model: nn.Module) -> None:
+    """Make codes of weights as they are, and round what is left: the order that training needs."""
     for layer in model.modules():
         if isinstance(layer, Linear) and not layer.recipe.is_high_precision:
             layer.hold_weight_as_codes()
+    round_to_bf16(model)
 
 
 def _copy_of(model: LanguageModel) -> LanguageModel:
@@ -172,10 +177,17 @@ def _copy_of(model: LanguageModel) -> LanguageModel:
     return replace(model, model=copy.deepcopy(model.model).requires_grad_(False))
 
 
-def _finish(model: nn.Module, quantized: tuple[str, ...]) -> None:
-    """Put all but the layers at ``quantized`` in BF16."""
-    _run_rest_in_bf16(model, quantized)
-    _round_to_bf16(model)
+def _rounded_copy_of(model: LanguageModel) -> LanguageModel:
+    made = _copy_of(model)
+    round_to_bf16(made.model)
+    return made
+
+
+def _finished(made: LanguageModel, name: str, quantized: tuple[str, ...]) -> Contestant:
+    """A rounded copy whose layers at ``quantized`` are what they are to be; the others become BF16."""
+    _run_rest_in_bf16(made.model, quantized)
+    _hold_in_bf16(made.model)
+    return Contestant(name=name, language_model=made, quantized=quantized)
 
 
 def _run_rest_in_bf16(model: nn.Module, quantized: tuple[str, ...]) -> None:
@@ -183,15 +195,14 @@ def _run_rest_in_bf16(model: nn.Module, quantized: tuple[str, ...]) -> None:
     convert(model, BF16, convert_head=True, layer_filter=lambda path, _: path not in quantized)
 
 
-def _round_to_bf16(model: nn.Module) -> None:
-    """Round all that is no code: matrices become BF16 tensors, vectors stay FP32, which norms may insist on.
+def _hold_in_bf16(model: nn.Module) -> None:
+    """Let rounded matrices, where they are no codes, be BF16 tensors; vectors stay FP32, which norms may insist on.
 
     An embedding hands on FP32, so that the residual stream is as wide as under autocast with FP32 weights.
     """
     for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.element_size() > 1:
-            rounded = parameter.data.to(torch.bfloat16)
-            parameter.data = rounded if parameter.ndim > 1 else rounded.float()
+        if parameter.is_floating_point() and parameter.element_size() > 1 and parameter.ndim > 1:
+            parameter.data = parameter.data.to(torch.bfloat16)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _module, _inputs, output: output.float())

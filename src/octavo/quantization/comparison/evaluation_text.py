@@ -5,20 +5,21 @@ without anything between them, from the beginning, in windows that follow each o
 are spread evenly over the split, so that forty of them stand for all of it.
 """
 
-from copy import deepcopy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
-from octavo.quantization.windows import text_windows
+from octavo.quantization.windows import CHARACTERS_A_TOKEN, text_windows, unbounded
 from octavo.training.held_out import ALL
 from octavo.training.text import TOPICS, load_documents
 
-__all__ = ["evaluation_windows"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
-CHARACTERS_A_TOKEN = 8  # more than text has; what is beyond is not tokenised
+__all__ = ["evaluation_windows", "topic_tokens"]
 
 
 def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: int, length: int) -> Tensor:
@@ -43,21 +44,22 @@ def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: 
         raise ConfigError(f"{TOPICS} has no splits; leave --split {split} out, or evaluate on 'builtin'")
     if count < 1:
         raise ConfigError(f"windows must be at least 1, not {count}")
-    ids = _first_tokens(model, "".join(document.text for document in load_documents(source)), count * length)
-    if len(ids) < count * length:
-        raise DataError(
-            f"{TOPICS} has {len(ids)} tokens, too few for {count} windows of {length}; ask for fewer or shorter ones"
-        )
-    return torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
+    return torch.tensor(topic_tokens(model.tokenizer, count * length), dtype=torch.int64).view(count, length)
 
 
-def _first_tokens(model: LanguageModel, text: str, wanted: int) -> list[int]:
-    """At least as many tokens as wanted, if the text has them; whatever length the tokenizer itself cuts at."""
-    tokenizer = deepcopy(model.tokenizer)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    for part in (text[: CHARACTERS_A_TOKEN * wanted], text):
-        ids: list[int] = tokenizer.encode(part, add_special_tokens=False).ids
-        if len(ids) > wanted:
+def topic_tokens(tokenizer: "Tokenizer", count: int) -> list[int]:
+    """The first ``count`` tokens of the language topics, whatever length the tokenizer itself cuts at.
+
+    Raises:
+        DataError: they have fewer.
+    """
+    text = "".join(document.text for document in load_documents(TOPICS))
+    whole = unbounded(tokenizer)
+    ids: list[int] = []
+    for part in (text[: CHARACTERS_A_TOKEN * count], text):  # seldom all of it
+        ids = whole.encode(part, add_special_tokens=False).ids
+        if len(ids) > count:
             break
-    return ids
+    if len(ids) < count:
+        raise DataError(f"{TOPICS} has {len(ids)} tokens, and not {count}; ask for fewer or shorter windows")
+    return ids[:count]

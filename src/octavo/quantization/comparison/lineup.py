@@ -5,8 +5,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
+from octavo.quantization.calibration.result import shape_hash
 from octavo.quantization.comparison.contestants import (
     BF16,
     CACHE,
@@ -71,11 +72,12 @@ def line_up(
 
     Raises:
         ConfigError: a format that lacks its calibration, tuned model or library.
+        CheckpointError: a calibration or tuned model of another model.
     """
     bf16 = high_precision(model, BF16)
     given = {
         STATIC: lambda: with_scales(model, _needed(calibration, STATIC, "a calibration")),
-        TUNED: lambda: tuned(_needed(tuned_model, TUNED, "a model that octavo qat has tuned")),
+        TUNED: lambda: tuned(_tuned_from(model, _needed(tuned_model, TUNED, "a model that octavo qat has tuned"))),
         CENTRED: lambda: with_cache(bf16, CENTRED, _needed(means, CENTRED, "the means of its keys")),
     }
     made = []
@@ -94,6 +96,16 @@ def _contestant(model: LanguageModel, name: str, bf16: Contestant) -> Contestant
     if name in RECIPES:
         return from_recipe(model, name)
     return with_cache(bf16, CACHE) if name == CACHE else bf16
+
+
+def _tuned_from(model: LanguageModel, made: LanguageModel) -> LanguageModel:
+    """``made``, if it may be the model tuned: the same shapes and words."""
+    advice = f"name the folder that octavo qat made of this model, or leave {TUNED} out"
+    if shape_hash(made.model) != shape_hash(model.model):
+        raise CheckpointError(f"what octavo qat tuned is another model: names or shapes of parameters differ; {advice}")
+    if made.tokenizer is not model.tokenizer and made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        raise CheckpointError(f"what octavo qat tuned is another model: its tokenizer has other tokens; {advice}")
+    return made
 
 
 def _needed(given: T | None, name: str, what: str) -> T:

@@ -5,10 +5,12 @@
 | perplexity            | fewest bytes within it                                                                |
 | bytes                 | least loss within them                                                                |
 | both                  | least loss within the bytes says which weights are FP8 codes; then as many of their   |
-|                       | products in FP8, instead of ``weight_only``, as the budget of perplexity allows       |
+|                       | products in FP8, instead of ``weight_only``, as the budget of perplexity allows, and  |
+|                       | of the mixes that make as many the one of least loss                                  |
 
 Bytes alone never ask for FP8 products: a weight's code is a byte whichever product it enters, and ``weight_only``,
-which leaves the input alone, loses less. What FP8 products buy is speed.
+which leaves the input alone, loses less. What FP8 products buy is speed. So tables and layers in BF16
+stay what the bytes made them: what is left of the perplexity is not spent on bytes that nobody asked for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +42,7 @@ def best_mix(
         return held
     if predicted(costs, held) > nats:
         return None
-    kept = [_as_small_as(unit, held[unit.path]) for unit in units]
-    return _solved(kept, nats, _loss(costs), _products_not_in_fp8) or held
+    return _more_in_fp8([_with_other_products(unit, held[unit.path]) for unit in units], costs, nats) or held
 
 
 def predicted(costs: Costs, chosen: Mapping[str, str]) -> float:
@@ -73,11 +74,23 @@ def _loss(costs: Costs) -> Weighing:
     return lambda unit, choice: max(0.0, costs[unit.path, choice])
 
 
-def _products_not_in_fp8(unit: Unit, choice: str) -> float:
-    return 0.0 if choice in FP8_PRODUCTS else float(unit.products)
+def _more_in_fp8(units: Sequence[Unit], costs: Costs, nats: float) -> dict[str, str] | None:
+    """The fewest products that are not in FP8, and then the least loss, within the nats.
+
+    Products are whole numbers, and half the share of the nats that a mix takes is less than one of them.
+    """
+    loss = _loss(costs)
+
+    def cost(unit: Unit, choice: str) -> float:
+        others = 0.0 if choice in FP8_PRODUCTS else float(unit.products)
+        return others + (0.5 * loss(unit, choice) / nats if nats else 0.0)
+
+    return _solved(units, nats, loss, cost)
 
 
-def _as_small_as(unit: Unit, choice: str) -> Unit:
-    """``unit`` with the choices that take no more bytes."""
-    most = unit.bytes_as(choice)
+def _with_other_products(unit: Unit, held: str) -> Unit:
+    """``unit`` as it is held; a layer's codes may enter other products, where they take no more bytes for it."""
+    if unit.is_table or held == BF16:
+        return replace(unit, choices=(held,))
+    most = unit.bytes_as(held)
     return replace(unit, choices=tuple(other for other in unit.choices if unit.bytes_as(other) <= most))

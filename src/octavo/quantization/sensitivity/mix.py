@@ -10,8 +10,9 @@
     [tables."model.embed_tokens"]            an embedding, and the head that shares its weight: rows of FP8 codes,
     bf16_rows = [0, 28, 198]                 but these
 
-Layers that no pattern matches run in BF16. A table is applied by putting what its codes decode to in its place:
-``octavo.convert`` leaves embeddings as they are.
+Layers that no pattern matches run in BF16. All weights are rounded to BF16 first, as they were for the measurement
+(octavo.quantization.bf16). A table is applied by putting what its codes decode to in its place: ``octavo.convert``
+leaves embeddings as they are.
 """
 
 import tomllib
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
+from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, decoded_table
 
 __all__ = ["Mix", "load_mix", "save_mix"]
@@ -66,10 +68,11 @@ class Mix:
         )
 
     def apply(self, model: nn.Module, *, cache_weights: bool = True) -> ConversionReport:
-        """Convert a model as the mix says, in place; run it under BF16 autocast.
+        """Convert a model as the mix says, in place; under BF16 autocast it computes what was measured, to the bit.
 
         Args:
-            model: with the layers that the mix names. A table's values are replaced by those its codes decode to.
+            model: with the layers that the mix names. Its parameters are rounded to BF16; a table's values are replaced
+                by those its codes decode to.
             cache_weights: see :func:`octavo.convert`.
 
         Raises:
@@ -79,6 +82,7 @@ class Mix:
             (_table(model, path, rows), torch.tensor(rows, dtype=torch.int64)) for path, rows in self.tables.items()
         ]
         report = convert(model, BF16, convert_head=True, overrides=dict(self.overrides), cache_weights=cache_weights)
+        round_to_bf16(model)
         for table, rows in tables:
             table.data = decoded_table(table, rows)
         return report

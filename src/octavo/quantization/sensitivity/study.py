@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.quantization.sensitivity.choosing import best_mix, fp8_products_share, predicted
 from octavo.quantization.sensitivity.mix import Mix
+from octavo.quantization.sensitivity.ranking import Agreement, agreement_of
 from octavo.quantization.sensitivity.screen import Key, estimate
 from octavo.quantization.sensitivity.surroundings import in_bf16
 from octavo.quantization.sensitivity.truth import Increase, compare, floor_of, measure
@@ -97,7 +98,7 @@ class Sensitivity:
         measured: the true increase of those that were run alone.
         floor: what the smallest change of a BF16 computation does.
         costs: nats a token that the search counts: the truth where it is known, else the estimate.
-        rank_correlation: of estimate and true divergence beyond the floor (Spearman's); NaN for fewer than three.
+        agreement: how far the estimates rank the pairs that were run as the truth does.
         budget: what was asked for.
         best: the mix for it; None where no mix was within it.
         front: best mixes of several sizes, smallest first.
@@ -112,7 +113,7 @@ class Sensitivity:
     measured: Mapping[Key, Increase]
     floor: Increase
     costs: Mapping[Key, float]
-    rank_correlation: float
+    agreement: Agreement
     budget: Budget
     best: Found | None
     front: tuple[Found, ...]
@@ -159,13 +160,16 @@ def measure_sensitivity(
         on_progress: called with a phase's name, what is done and what there is to do.
 
     Raises:
-        ConfigError: no two windows of two tokens to choose on, an unknown choice, layers that are octavo's already.
+        ConfigError: no two windows of two tokens to choose or verify on, a window that is in both, an unknown choice,
+            layers that are octavo's already.
     """
     for name, windows in (("choose", chosen_on), ("verify", verified_on)):
         if windows.ndim != 2 or len(windows) < 2 or windows.shape[1] < 2:
             raise ConfigError(
                 f"sensitivity needs two windows of two tokens at least to {name} on, not {_size(windows)}"
             )
+    if {*map(tuple, chosen_on.tolist())} & {*map(tuple, verified_on.tolist())}:
+        raise ConfigError("a window to verify on is one of those to choose on; verify on other text")
     if true_pairs < 0:
         raise ConfigError(f"true_pairs must be 0 or more, not {true_pairs}")
     found = units_of(model, choices)
@@ -206,7 +210,7 @@ class _Study:
             measured=measured,
             floor=floor,
             costs=costs,
-            rank_correlation=_rank_correlation(estimates, measured, floor),
+            agreement=agreement_of(estimates, measured, floor),
             budget=self.budget,
             best=best,
             front=others[: len(front)],
@@ -327,21 +331,3 @@ def _costs(
         else:
             costs[path, choice] = true
     return costs
-
-
-def _rank_correlation(estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase) -> float:
-    """Spearman's, of those measured."""
-    if len(measured) < 3:
-        return math.nan
-    guessed = _ranks([estimates[key] for key in measured])
-    true = _ranks([_beyond(increase, floor) for increase in measured.values()])
-    count = len(guessed)
-    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(guessed, true, strict=True)) / (count * (count**2 - 1))
-
-
-def _ranks(values: Sequence[float]) -> list[int]:
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    ranks = [0] * len(values)
-    for rank, index in enumerate(order):
-        ranks[index] = rank
-    return ranks

@@ -1,15 +1,13 @@
-"""The BF16 model that everything is compared with, and forward passes that begin in its middle.
+"""A model as its own BF16 reference (octavo.quantization.bf16), and forward passes that begin in its middle.
 
-The reference is what a BF16 checkpoint computes: every parameter rounded to BF16, linear layers under BF16 autocast.
-FP8 codes are made of the rounded weights. A layer that changes leaves all before it as they were, so the reference's
-residual stream at the changed layer's block is where its forward pass begins: half the blocks on average, and for the
-head none. octavo's own Llama can be entered there; any other model runs from its first token.
+A layer that changes leaves all before it as they were, so the reference's residual stream at the changed layer's block
+is where its forward pass begins: half the blocks on average, and for the head none. octavo's own Llama can be entered
+there; any other model runs from its first token.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from octavo.convert import convert, restore
@@ -17,9 +15,10 @@ from octavo.errors import ConfigError
 from octavo.language_model import logits_of
 from octavo.models import Llama
 from octavo.nn import Linear
+from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
 from octavo.quantization.sensitivity.units import BF16, Unit
 
-__all__ = ["Stages", "in_bf16", "under_autocast"]
+__all__ = ["Stages", "in_bf16"]
 
 
 @contextmanager
@@ -39,9 +38,9 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     try:
         for parameter in known:
             parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
+        round_to_bf16(model)
         convert(model, BF16, convert_head=True)
-        with under_autocast(model.eval()):
+        with bf16_autocast(next(model.eval().parameters()).device):
             yield
     finally:
         restore(model)
@@ -49,11 +48,6 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
             parameter.data = data
             parameter.requires_grad_(learns)
         model.train(was_training)
-
-
-def under_autocast(model: nn.Module) -> torch.autocast:
-    """BF16 autocast on the model's device."""
-    return torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 class Stages:

@@ -9,7 +9,7 @@ from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity
 from octavo.quantization.sensitivity.truth import Increase
 from octavo.quantization.sensitivity.units import BF16, CHOICES, WEIGHT_ONLY, Unit, recipe_of
 
-__all__ = ["asked", "cost_of", "headline", "name_of", "notes", "record", "worst_first"]
+__all__ = ["asked", "cost_of", "headline", "how_ranked", "name_of", "notes", "record", "worst_first"]
 
 FORMAT = "octavo sensitivity"
 
@@ -60,14 +60,24 @@ def notes(found: Sensitivity) -> Iterator[str]:
         yield f"The nearest mix costs {least.nats:+.4f} ± {least.error:.4f} nats; allow more bytes or more perplexity."
     else:
         yield "The smallest mix has more bytes than that; allow more."
-    if found.measured:
-        yield (
-            f"Layers are ranked by an estimate from gradients. {len(found.measured)} of {_pairs(found)} (layer, "
-            f"choice) were run too: rank correlation {found.rank_correlation:.2f} beyond the "
-            f"{found.floor.divergence:.5f} nats by which a BF16 computation diverges from itself in another order."
-        )
-    else:
-        yield "Layers are ranked by an estimate from gradients; none was run by itself."
+    yield how_ranked(found)
+
+
+def how_ranked(found: Sensitivity) -> str:
+    """How far the ranking of layers may be trusted, in a sentence or two."""
+    if not found.measured:
+        return "Layers are ranked by an estimate from gradients; none was run by itself."
+    pairs, floor = found.agreement.pairs, found.floor.divergence
+    ranked = (
+        "too few for a rank correlation"
+        if math.isnan(found.agreement.rank_correlation)
+        else f"over this widest range their rank correlation is {found.agreement.rank_correlation:.2f}"
+    )
+    return (
+        f"Layers are ranked by an estimate from gradients. {len(found.measured)} of {_pairs(found)} (layer, choice) "
+        f"were run too, the costliest and others spread through the ranking: {pairs} of them cost more than the "
+        f"{floor:.5f} nats by which a BF16 computation diverges from itself in another order; {ranked}."
+    )
 
 
 def _pairs(found: Sensitivity) -> int:
@@ -106,7 +116,8 @@ def record(found: Sensitivity, facts: Mapping[str, Any]) -> dict[str, Any]:
         "bf16_bytes": found.bf16_bytes,
         "bf16_nats": found.bf16_nats,
         "floor": _increase(found.floor),
-        "rank_correlation": None if math.isnan(found.rank_correlation) else found.rank_correlation,
+        "rank_correlation": None if math.isnan(found.agreement.rank_correlation) else found.agreement.rank_correlation,
+        "ranked_pairs": found.agreement.pairs,
         "best": None if found.best is None else _mix(found.best),
         "attempts": [{"predicted": guessed, **_increase(true)} for guessed, true in found.attempts],
         "front": _mixes(found.front),

@@ -14,17 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.language_model import logits_of
+from octavo.quantization.comparison.scores import WindowScore, score_window
 from octavo.quantization.sensitivity.screen import Key
 from octavo.quantization.sensitivity.surroundings import Stages
 from octavo.quantization.sensitivity.units import Unit, applied, mixed
+from octavo.training.comparison import paired_gap
 
 __all__ = ["Increase", "compare", "floor_of", "increase_of", "measure"]
 
-GROUP = 8  # windows; of 512 tokens and 49,152 words, 100 MB each
+GROUP = 8  # windows; of 512 tokens and 49,152 words, 50 MB of BF16 logits each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,41 +50,24 @@ class Increase:
         return math.expm1(min(self.nats, 700.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What the reference predicts in one window.
-
-    Attributes:
-        log_probabilities: [T − 1, V] float32.
-        targets: [T − 1].
-        nats: mean loss of a token.
-    """
-
-    log_probabilities: Tensor
-    targets: Tensor
-    nats: float
-
-    @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor) -> "Reference":
-        """From logits [1, T, V] of tokens [1, T]."""
-        log_probabilities = logits[0, :-1].float().log_softmax(-1)
-        targets = tokens[0, 1:]
-        return cls(log_probabilities, targets, F.nll_loss(log_probabilities, targets).item())
-
-    def compared(self, logits: Tensor) -> tuple[float, float]:
-        """Loss increase and divergence of other logits of the same tokens."""
-        changed = logits[0, :-1].float().log_softmax(-1)
-        nats = F.nll_loss(changed, self.targets).item()
-        divergence = F.kl_div(changed, self.log_probabilities, reduction="sum", log_target=True).item()
-        return nats - self.nats, divergence / len(self.targets)
+def increase_of(changed: Sequence[WindowScore], known: Sequence[float]) -> Increase:
+    """From a changed model's scores, and what the reference lost in the same windows."""
+    gap = paired_gap([window.nats for window in changed], known)
+    error = math.inf if len(known) == 1 else gap.standard_error
+    divergence = statistics.fmean(window.divergence for window in changed)
+    return Increase(nats=gap.nats, error=error, divergence=divergence, windows=len(known))
 
 
-def increase_of(pairs: Sequence[tuple[float, float]]) -> Increase:
-    """The mean over windows of (loss increase, divergence)."""
-    nats = [pair[0] for pair in pairs]
-    error = statistics.stdev(nats) / math.sqrt(len(nats)) if len(nats) > 1 else math.inf
-    divergence = statistics.fmean(pair[1] for pair in pairs)
-    return Increase(nats=statistics.fmean(nats), error=error, divergence=divergence, windows=len(nats))
+class _Reference:
+    """What the reference predicts in one window: logits [1, T, V] of tokens [1, T]."""
+
+    def __init__(self, logits: Tensor, tokens: Tensor) -> None:
+        self.logits, self.tokens = logits, tokens
+        self.nats = self.score(logits).nats
+
+    def score(self, logits: Tensor) -> WindowScore:
+        """Of a changed model's logits of the same tokens."""
+        return score_window(logits[0, :-1], self.logits[0, :-1], self.tokens[0, 1:])
 
 
 @torch.no_grad()
@@ -105,17 +89,19 @@ def measure(
         on_pair: called with the number of forward passes done, of W · len(chosen).
     """
     by_path = {unit.path: unit for unit in units}
-    found: dict[Key, list[tuple[float, float]]] = {key: [] for key in chosen}
+    found: dict[Key, list[WindowScore]] = {key: [] for key in chosen}
+    known: list[float] = []
     done = 0
     for window in windows:
         stages = Stages(model, window[None])
-        reference = Reference.of(stages.logits, window[None])
+        reference = _Reference(stages.logits, window[None])
+        known.append(reference.nats)
         for path, choice in chosen:
             with applied(model, by_path[path], choice):
-                found[path, choice].append(reference.compared(stages.again(by_path[path])))
+                found[path, choice].append(reference.score(stages.again(by_path[path])))
             done += 1
             on_pair(done)
-    return {key: increase_of(pairs) for key, pairs in found.items()}
+    return {key: increase_of(scores, known) for key, scores in found.items()}
 
 
 @torch.no_grad()
@@ -128,15 +114,16 @@ def floor_of(model: nn.Module, units: Sequence[Unit], windows: Tensor) -> Increa
         windows: tokens [W, T].
     """
     layer = model.get_submodule(next(unit.path for unit in units if not unit.is_table))
-    pairs = []
+    moved, known = [], []
     for window in windows:
-        reference = Reference.of(logits_of(model, window[None]), window[None])
+        reference = _Reference(logits_of(model, window[None]), window[None])
+        known.append(reference.nats)
         handle = layer.register_forward_hook(_one_step_up)
         try:
-            pairs.append(reference.compared(logits_of(model, window[None])))
+            moved.append(reference.score(logits_of(model, window[None])))
         finally:
             handle.remove()
-    return increase_of(pairs)
+    return increase_of(moved, known)
 
 
 def _one_step_up(_module: nn.Module, _inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
@@ -160,17 +147,17 @@ def compare(
         model: in BF16 (:func:`octavo.quantization.sensitivity.surroundings.in_bf16`).
         units: all that may be chosen for.
         mixes: from unit's path to choice; BF16 where one says nothing.
-        windows: tokens [W, T]; the reference's predictions of GROUP of them are held at once.
+        windows: tokens [W, T]; the reference's logits of GROUP of them are held at once.
         on_forward: called with the number of forward passes done, of W · (1 + len(mixes)).
     """
-    nats: list[float] = []
-    pairs: list[list[tuple[float, float]]] = [[] for _ in mixes]
+    known: list[float] = []
+    scores: list[list[WindowScore]] = [[] for _ in mixes]
     for group in windows.split(GROUP):
-        references = [Reference.of(logits_of(model, window[None]), window[None]) for window in group]
-        nats += [reference.nats for reference in references]
-        for found, mix in zip(pairs, mixes, strict=True):
+        references = [_Reference(logits_of(model, window[None]), window[None]) for window in group]
+        known += [reference.nats for reference in references]
+        for found, mix in zip(scores, mixes, strict=True):
             with mixed(model, units, mix):
                 for window, reference in zip(group, references, strict=True):
-                    found.append(reference.compared(logits_of(model, window[None])))
-                    on_forward(len(nats) + sum(map(len, pairs)))
-    return statistics.fmean(nats), [increase_of(found) for found in pairs]
+                    found.append(reference.score(logits_of(model, window[None])))
+                    on_forward(len(known) + sum(map(len, scores)))
+    return statistics.fmean(known), [increase_of(found, known) for found in scores]

@@ -30,6 +30,7 @@ from octavo.errors import ConfigError
 from octavo.functional import WeightCache, cast_operand
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
+from octavo.quantization.layers import check_has_layers
 
 __all__ = [
     "BF16",
@@ -129,13 +130,14 @@ def units_of(model: nn.Module, choices: Sequence[str] = CHOICES) -> tuple[Unit, 
         choices: those to choose from, besides BF16; units that know only some of them keep those.
 
     Raises:
-        ConfigError: an unknown choice, or a model without linear layers.
+        ConfigError: an unknown choice, or a model without linear layers besides its head.
 
     Example:
-        >>> model = nn.ModuleDict({"embed": nn.Embedding(16, 4), "lm_head": nn.Linear(4, 16, bias=False)})
+        >>> layers = {"embed": nn.Embedding(16, 4), "mlp": nn.Linear(4, 4), "lm_head": nn.Linear(4, 16, bias=False)}
+        >>> model = nn.ModuleDict(layers)
         >>> model["lm_head"].weight = model["embed"].weight
         >>> [(unit.path, unit.paths, unit.bytes_as("weight_only")) for unit in units_of(model)]
-        [('embed', ('embed', 'lm_head'), 128)]
+        [('embed', ('embed', 'lm_head'), 128), ('mlp', ('mlp',), 32)]
     """
     unknown = [choice for choice in choices if choice not in CHOICES]
     if unknown:
@@ -148,8 +150,7 @@ def units_of(model: nn.Module, choices: Sequence[str] = CHOICES) -> tuple[Unit, 
             readers.setdefault(id(weight), []).append((path, module))
     heads = heads_of(model)
     found = tuple(_unit(read, choices, is_head=any(path in heads for path, _ in read)) for read in readers.values())
-    if all(unit.products == 0 for unit in found):
-        raise ConfigError("this model has no plain nn.Linear layer, so there is nothing to choose")
+    check_has_layers(model, [unit.path for unit in found if not (unit.is_table or unit.is_head)])
     return found
 
 

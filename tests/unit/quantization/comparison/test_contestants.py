@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
 from octavo.quantization.comparison.cache_formats import key_means
 from octavo.quantization.comparison.contestants import (
@@ -23,7 +23,8 @@ from octavo.quantization.comparison.contestants import (
     with_scales,
 )
 from octavo.quantization.comparison.lineup import FORMATS, check_formats, line_up
-from tests.unit.quantization.tiny_models import LINEARS, SHAPE, language_model, windows
+from octavo.training.tokenizer import train_tokenizer
+from tests.unit.quantization.tiny_models import LINEARS, SHAPE, VOCABULARY, language_model, windows
 
 TOKENS = windows(2)
 BF16 = torch.bfloat16
@@ -81,12 +82,9 @@ def test_bf16_is_torchs_bf16():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_convert_by_hand(name):
-    """FP8 from the FP32 weights; head, embedding and norms from BF16 ones."""
+    """All of it from BF16 weights: those of a checkpoint."""
     model = language_model()
     expected = rounded(model)
-    for path, layer in expected.named_modules():
-        if isinstance(layer, torch.nn.Linear) and path != "lm_head":
-            layer.weight.data = model.model.get_parameter(f"{path}.weight").data.clone()
     report = octavo.convert(expected, RECIPES[name])
     octavo.convert(expected, "bf16", convert_head=True, layer_filter=lambda path, _: path == "lm_head")
     with surroundings():
@@ -108,15 +106,22 @@ def test_static_scales_are_applied():
 
 
 def test_a_tuned_model_keeps_its_codes():
-    """Its weights are cast as they are, not after a rounding to BF16: what a calibration of the same scales gives."""
+    """Its weights are cast as training left them, not after a rounding to BF16; the rest is rounded."""
     model = language_model()
-    expected = with_scales(model, Scales())
     made = replace(model, model=copy.deepcopy(model.model))
     Scales().apply(made.model)
     found = tuned(made)
-    assert found.quantized == expected.quantized
-    assert found.storage == expected.storage
-    assert torch.equal(found.logits(TOKENS), expected.logits(TOKENS))
+    expected = rounded(model)
+    for path in found.quantized:
+        expected.get_parameter(f"{path}.weight").data = model.model.get_parameter(f"{path}.weight").data.clone()
+    Scales().apply(expected)
+    octavo.convert(expected, "bf16", convert_head=True, layer_filter=lambda path, _: path == "lm_head")
+    with surroundings():
+        wanted = expected(TOKENS)
+    assert torch.equal(found.logits(TOKENS), wanted)
+    other = with_scales(model, Scales())
+    assert (found.quantized, found.storage) == (other.quantized, other.storage)
+    assert not torch.equal(found.logits(TOKENS), other.logits(TOKENS)), "of weights that were rounded first"
 
 
 def test_int8_runs_on_the_layers_that_fp8_runs_on():
@@ -222,6 +227,30 @@ def test_what_a_format_needs_is_named(name):
         line_up(language_model(), [name])
 
 
+def test_a_tuned_model_of_other_tokens_is_refused():
+    """Of the same shapes: only the tokenizer tells."""
+    model = language_model()
+    made = replace(
+        model,
+        model=copy.deepcopy(model.model),
+        tokenizer=train_tokenizer(["quite another text"] * 9, vocab_size=VOCABULARY),
+    )
+    Scales().apply(made.model)
+    with pytest.raises(CheckpointError, match="another model: its tokenizer has other tokens; name the folder"):
+        line_up(model, ["fp8-qat"], tuned_model=made)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8-dynamic", "fp8-qat"])
+def test_a_format_that_changes_no_layer_is_refused(name):
+    """GPT-2 of transformers has Conv1D and a head: it would look as good as BF16."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
+    model = replace(language_model(), model=transformers.GPT2LMHeadModel(config).eval())
+    with pytest.raises(ConfigError, match="nothing to quantise; its weights are in Conv1D"):
+        line_up(model, [name], tuned_model=model)
+
+
 def test_progress_is_told():
     seen = []
     made = line_up(language_model(), ["bf16", "fp8-dynamic"], advance=lambda done, total: seen.append((done, total)))
@@ -252,8 +281,7 @@ def test_a_model_with_biases_and_layer_norms():
     tokens = torch.arange(8)[None]
     expected: Any = copy.deepcopy(layers)
     for parameter in expected.parameters():
-        if parameter is not expected[2].weight and parameter is not expected[4].weight:
-            parameter.data = parameter.data.to(BF16).float()
+        parameter.data = parameter.data.to(BF16).float()
     octavo.convert(expected, "tensorwise")
     with surroundings():
         wanted = expected(tokens)

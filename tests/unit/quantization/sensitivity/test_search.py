@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,8 +104,66 @@ def test_both_budgets_spend_what_is_left_on_fp8_products():
     assert size(found) <= limit
     assert predicted(COSTS, found) <= nats
     assert fp8_products_share(UNITS, least) == 0, "bytes alone never ask for them"
-    assert fp8_products_share(UNITS, found) == 0.5
+    assert fp8_products_share(UNITS, found) > 0
     assert found["layers.1.down"] in ("weight_only", "bf16"), "the sensitive layer"
+
+
+TABLE = Unit(
+    path="embed",
+    paths=("embed", "lm_head"),
+    shape=(128, 32),
+    choices=("weight_only", "weight_only:0.75", "weight_only:0.5", "bf16"),
+    is_table=True,
+    is_head=True,
+    products=128 * 32,
+    row_order=torch.arange(128),
+)
+TABLE_COSTS = {("embed", choice): cost for choice, cost in zip(TABLE.choices, (0.5, 0.02, 0.001, 0.0), strict=True)}
+
+
+def by_force(units, costs, limit, nats):
+    """The table of choosing.py, word by word, over every mix there is."""
+    mixes = [
+        dict(zip((unit.path for unit in units), choices, strict=True))
+        for choices in itertools.product(*(unit.choices for unit in units))
+    ]
+
+    def size_of(mix):
+        return sum(unit.bytes_as(mix[unit.path]) for unit in units)
+
+    held = min((mix for mix in mixes if size_of(mix) <= limit), key=lambda mix: predicted(costs, mix))
+    fixed = {unit.path for unit in units if unit.is_table or held[unit.path] == "bf16"}
+    allowed = [
+        mix
+        for mix in mixes
+        if predicted(costs, mix) <= nats
+        and all(mix[path] == held[path] for path in fixed)
+        and all(unit.bytes_as(mix[unit.path]) <= unit.bytes_as(held[unit.path]) for unit in units)
+    ]
+    return min(allowed, key=lambda mix: (-fp8_products_share(units, mix), predicted(costs, mix)), default=None)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.85, 1.0])
+@pytest.mark.parametrize("nats", [0.03, 0.2, 1.0])
+def test_both_budgets_are_what_every_mix_says(share, nats):
+    """Perplexity buys FP8 products: not a table's bytes, not those of a layer that may stay in BF16, and no loss for
+    nothing.
+    """
+    units, costs = (*UNITS[:3], TABLE), COSTS | TABLE_COSTS
+    limit = int(share * sum(unit.bytes_as("bf16") for unit in units))
+    found, expected = best_mix(units, costs, byte_limit=limit, nats=nats), by_force(units, costs, limit, nats)
+    if found is None or expected is None:
+        assert found is expected
+        return
+    assert fp8_products_share(units, found) == fp8_products_share(units, expected)
+    assert predicted(costs, found) == pytest.approx(predicted(costs, expected))
+    assert found["embed"] == expected["embed"]
+
+
+def test_bytes_that_are_there_are_not_saved_for_perplexity():
+    units, costs = (*UNITS, TABLE), COSTS | TABLE_COSTS
+    whole = sum(unit.bytes_as("bf16") for unit in units)
+    assert best_mix(units, costs, byte_limit=whole, nats=1.0) == dict.fromkeys((u.path for u in units), "bf16")
 
 
 def test_budgets_that_exclude_each_other():

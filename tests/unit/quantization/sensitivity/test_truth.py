@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import octavo
+from octavo.quantization.comparison.scores import WindowScore
 from octavo.quantization.sensitivity.mix import Mix
 from octavo.quantization.sensitivity.screen import estimate
 from octavo.quantization.sensitivity.surroundings import in_bf16
@@ -33,7 +34,7 @@ def by_hand(model, windows):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             logits = model(window[None])[0].float()
         predictions.append(logits[:-1].log_softmax(-1))
-        nats.append(F.nll_loss(predictions[-1], window[1:]).item())
+        nats.append(F.nll_loss(predictions[-1], window[1:], reduction="none").double().mean().item())
     return nats, predictions
 
 
@@ -49,7 +50,7 @@ def test_a_layer_alone_is_converted_by_hand(choice):
     (known, before), (nats, after) = by_hand(reference, windows), by_hand(changed, windows)
     differences = [one - other for one, other in zip(nats, known, strict=True)]
     assert found.nats == statistics.fmean(differences)
-    assert found.error == statistics.stdev(differences) / math.sqrt(3)
+    assert found.error == pytest.approx(statistics.stdev(differences) / math.sqrt(3), rel=1e-12)
     divergence = [(p.exp() * (p - q)).sum(-1).mean().item() for p, q in zip(before, after, strict=True)]
     assert found.divergence == pytest.approx(statistics.fmean(divergence), rel=1e-4)
     assert found.windows == 3
@@ -105,5 +106,6 @@ def test_the_floor_is_a_change_of_one_rounding_and_is_undone():
 
 
 def test_one_window_has_no_standard_error():
-    assert increase_of([(0.5, 0.25)]).error == math.inf
-    assert increase_of([(math.log(1.25), 0.0)]).perplexity_increase == pytest.approx(0.25)
+    found = increase_of([WindowScore(nats=1 + math.log(1.25), agreement=1.0, divergence=0.25)], [1.0])
+    assert (found.error, found.divergence, found.windows) == (math.inf, 0.25, 1)
+    assert found.perplexity_increase == pytest.approx(0.25)

@@ -86,5 +86,14 @@ def test_a_decoded_table_keeps_the_named_rows_in_bf16():
 def test_what_cannot_be_chosen_is_refused():
     with pytest.raises(ConfigError, match=r"a layer may be tensorwise, .*, not 'mxfp8'"):
         units_of(small_llama(), ["mxfp8"])
-    with pytest.raises(ConfigError, match=r"no plain nn\.Linear layer"):
+    with pytest.raises(ConfigError, match=r"no nn\.Linear layer besides its head"):
         units_of(nn.Sequential(nn.Embedding(4, 4)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_without_linears_but_its_head_is_refused_by_the_class_that_holds_its_weights(tied):
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0, tie_word_embeddings=tied)
+    with pytest.raises(ConfigError, match="nothing to quantise; its weights are in Conv1D; replace"):
+        units_of(transformers.GPT2LMHeadModel(config))
