@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.runs import own_source, text_to_train_on
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
@@ -18,11 +19,10 @@ from octavo.quantization.comparison.comparison import Comparison, compare
 from octavo.quantization.comparison.contestants import BF16, CENTRED, FP32, STATIC, TUNED, Contestant, Scales
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import check_formats, line_up
-from octavo.training.config import load_config
+from octavo.training.config import Device
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
-from octavo.training.run_folder import CONFIG, has_run
-from octavo.training.text import LIBRARY_SOURCES, TOPICS
+from octavo.training.text import TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
 
@@ -42,9 +42,10 @@ class Question:
         samples: windows to calibrate with then.
         tuned: folder of ``octavo qat``.
         speed: whether to time a pass.
+        device: where to run.
     """
 
-    model: Path
+    model: str
     source: str | None = None
     split: str | None = None
     windows: int = WINDOWS
@@ -53,17 +54,18 @@ class Question:
     samples: int = SAMPLES
     tuned: Path | None = None
     speed: bool = False
+    device: Device = Device.AUTO
 
 
 def evaluate_model(question: Question, *, as_json: bool) -> None:
     """Print the loss of a model that is no run, in FP32."""
     with open_display() as display:
-        model = load_language_model(question.model)
+        model = load_language_model(question.model, device=question.device)
         windows, text = _windows(model, question)
         found = _compared(display, line_up(model, [FP32]), windows, reference=FP32)
     entry = found.entry(FP32)
     record = {
-        "model": str(question.model),
+        "model": question.model,
         **text,
         "windows": found.windows,
         "context": found.length,
@@ -83,10 +85,12 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
     names = check_formats(names)
     _check_folders(question, names)
     with open_display() as display:
-        model = load_language_model(question.model)
+        model = load_language_model(question.model, device=question.device)
         windows, text = _windows(model, question)
         calibration, calibrated_on = _calibration(model, question, names, display)
         tuned = load_qat(question.tuned) if question.tuned is not None else None
+        if tuned is not None:
+            tuned.model.to(model.device)
         means = _means(model, question, display) if CENTRED in names else None
         show = display.phase("prepare formats", len(names))
         contestants = line_up(
@@ -99,7 +103,7 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
         )
         found = _compared(display, contestants, windows)
         times = _timed(display, contestants, windows) if question.speed else []
-    facts = {"model": str(question.model), **text, **calibrated_on}
+    facts = {"model": question.model, **text, **calibrated_on}
     if as_json:
         print_json(_record(facts, found, times))
         return
@@ -108,17 +112,17 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
 
 def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str, Any]]:
     """The windows to score, and what they are of."""
-    own = _own_source(question.model)
+    own = own_source(question.model)
     source = question.source or own or TOPICS
     split = question.split or (str(Split.TEST) if source == own else ALL)
-    length = question.length or min(LENGTH, model.context)
+    length = _length(model, question)
     windows = evaluation_windows(model, source, split, count=question.windows, length=length)
     return windows, {"data": source, "split": split}
 
 
-def _own_source(path: Path) -> str | None:
-    """What a run was trained on."""
-    return load_config(path / CONFIG).data.source if has_run(path) else None
+def _length(model: LanguageModel, question: Question) -> int:
+    """Tokens of a window."""
+    return min(LENGTH, model.context) if question.length is None else question.length
 
 
 def _check_folders(question: Question, names: Sequence[str]) -> None:
@@ -140,7 +144,7 @@ def _calibration(
         return load_calibration(question.calibration), {"calibration": str(question.calibration)}
     batches = _training_windows(model, question, question.samples)
     advance = display.phase("calibrate", len(batches))
-    source = _own_source(question.model) or LIBRARY_SOURCES
+    source = text_to_train_on(question.model)
     found = calibrate(model, [window[None] for window in batches], on_batch=lambda done, _: advance(done))
     return found, {"calibration": f"{len(batches)} windows of {source}, train"}
 
@@ -153,9 +157,8 @@ def _means(model: LanguageModel, question: Question, display: Display) -> dict[i
 
 def _training_windows(model: LanguageModel, question: Question, count: int) -> Tensor:
     """Text that the evaluation does not have, in windows of the same length."""
-    source = _own_source(question.model) or LIBRARY_SOURCES
-    length = question.length or min(LENGTH, model.context)
-    return text_windows(model, source, str(Split.TRAIN), count=count, length=length)
+    source = text_to_train_on(question.model)
+    return text_windows(model, source, str(Split.TRAIN), count=count, length=_length(model, question))
 
 
 def _compared(

@@ -33,9 +33,7 @@ WORST = 15  # layers of the printed table
 
 def show_sensitivity(
     *,
-    source_of_model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")
-    ],
+    source_of_model: options.Model,
     out: Annotated[Path, typer.Option(help="Folder for mix.toml, sensitivity.json and report.html.")],
     source: options.Source = None,
     split: Annotated[str, typer.Option(help="What to choose on: train, validation, test or all.")] = "train",
@@ -55,12 +53,14 @@ def show_sensitivity(
     ] = None,
     pairs: Annotated[int, typer.Option(help="How many (layer, choice) to run for real, beside the estimates.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of the windows and of the estimate.")] = 0,
+    device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Rank a language model's layers by what FP8 costs them, and find the best mix of precisions for a budget.
 
     Exit code 1 says that no mix was found within it.
     """
+    place = options.device_of(device)
     budget = _budget(budget_perplexity, budget_bytes)
     _check_numbers(windows=windows, verify_windows=verify_windows, pairs=pairs, seed=seed)
     text = BUILTIN if source is None else source
@@ -68,7 +68,7 @@ def show_sensitivity(
     _check_apart((text, split), (other, verify_split))
     check_folder(out, is_own=_is_ours)
     plotly_script(PAGE)  # refused now, if plotly is missing, and not after the work
-    model = load_language_model(source_of_model)
+    model = load_language_model(source_of_model, device=place)
     length = min(512, model.context) if context is None else context
     chosen_on = text_windows(model, text, split, count=windows, length=length, seed=seed)
     verified_on = text_windows(model, other, verify_split, count=verify_windows, length=length, seed=seed)

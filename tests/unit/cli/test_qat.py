@@ -28,7 +28,7 @@ def test_it_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
 
 def test_the_table_says_what_stands_beside_what(octavo, finished_run, text, tmp_path):
     out = tmp_path / "qat"
-    options = ["--recipe", "tensorwise", "--distill", 0.5, "--skip", "*.o_proj", "--convert-head"]
+    options = ["--recipe", "tensorwise", "--distill", 0.5, "--skip", "*.o_proj", "--head"]
     result = octavo("qat", finished_run, "--data", text, *SMALL, *options, "--out", out)
     assert result.exit_code == 0, result.output
     assert "FP8, trained for it" in result.stdout

@@ -23,7 +23,7 @@ from octavo.observers import INPUT, ROLES
 from octavo.quantization.calibration.health import LayerHealth, health_of
 from octavo.quantization.calibration.magnitudes import MagnitudeCounts
 from octavo.quantization.calibration.observing import Batch, Observation, module_of, observe
-from octavo.quantization.calibration.ranges import Method, RangeRule, chosen_scale
+from octavo.quantization.calibration.ranges import PERCENTILE, Method, RangeRule, chosen_scale
 from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     Calibration,
@@ -48,7 +48,7 @@ def calibrate(
     batches: Iterable[Batch],
     *,
     method: str = Method.MAX,
-    percentile: float = 99.99,
+    percentile: float = PERCENTILE,
     granularity: str = "tensor",
     weight_method: str = WeightMethod.MAX,
     power_of_two: bool = False,

@@ -22,7 +22,7 @@ CHARACTERS_A_TOKEN = 8  # more than text has; what is beyond is not tokenised
 
 
 def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: int, length: int) -> Tensor:
-    """Windows of held-out text, int64 [count, length].
+    """Windows of held-out text, int64 [count, length], on the model's device.
 
     Args:
         model: whose tokenizer to use.
@@ -48,7 +48,7 @@ def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: 
         raise DataError(
             f"{TOPICS} has {len(ids)} tokens, too few for {count} windows of {length}; ask for fewer or shorter ones"
         )
-    return torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
+    return torch.tensor(ids[: count * length], dtype=torch.int64, device=model.device).view(count, length)
 
 
 def _first_tokens(model: LanguageModel, text: str, wanted: int) -> list[int]:
