@@ -1,10 +1,12 @@
 """``octavo eval MODEL --compare …``: one model in several formats, beside BF16."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.bench.latency import PassTime, emulation_note, pass_times
@@ -22,6 +24,7 @@ from octavo.quantization.comparison.lineup import check_formats, line_up
 from octavo.training.config import Device
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
+from octavo.training.memory import extra_memory_bytes
 from octavo.training.text import TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
@@ -102,12 +105,13 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
             advance=lambda done, _: show(done),
         )
         found = _compared(display, contestants, windows)
+        extra = _extra_memory(display, contestants, windows)
         times = _timed(display, contestants, windows) if question.speed else []
     facts = {"model": question.model, **text, **calibrated_on}
     if as_json:
-        print_json(_record(facts, found, times))
+        print_json(_record(facts, found, extra, times, model.device))
         return
-    _print(facts, found, times)
+    _print(facts, found, extra, times, model.device)
 
 
 def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str, Any]]:
@@ -168,6 +172,15 @@ def _compared(
     return compare(contestants, windows, reference=reference, advance=lambda done, _: advance(done))
 
 
+def _extra_memory(display: Display, contestants: Sequence[Contestant], windows: Tensor) -> dict[str, int | None]:
+    """What a pass over a window takes beside the weights; every format has run by then."""
+    display.phase("memory of a pass", None)
+    return {
+        contestant.name: extra_memory_bytes(windows.device, partial(contestant.logits, windows[:1]))
+        for contestant in contestants
+    }
+
+
 def _timed(display: Display, contestants: Sequence[Contestant], windows: Tensor) -> list[PassTime]:
     show = phases(display)
     return pass_times(
@@ -178,21 +191,28 @@ def _timed(display: Display, contestants: Sequence[Contestant], windows: Tensor)
 
 
 QUALITY = ["format", "perplexity", "vs BF16", "nats more", "top-1", "KL"]
-SIZES = ["format", "file, MB", "of BF16's", "memory, MB"]
+SIZES = ["format", "file, MB", "of BF16's", "memory, MB", "peak, MB"]
 
 
-def _print(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> None:
+def _print(
+    facts: dict[str, Any],
+    found: Comparison,
+    extra: Mapping[str, int | None],
+    times: Sequence[PassTime],
+    device: torch.device,
+) -> None:
     """Tables that are whole on a terminal of 80 columns, each for one question."""
     names = [entry.name for entry in found.entries]
     print_table(f"{facts['model']} on {facts['data']}", QUALITY, [_quality(found, name) for name in names])
     for line in _notes(facts, found):
         stdout().print(line, markup=False, soft_wrap=True)
-    print_table("Weights", SIZES, [_sizes(found, name) for name in names])
+    print_table("Weights", SIZES, [_sizes(found, name, extra[name]) for name in names])
+    stdout().print(_peak_note(found, device), markup=False, soft_wrap=True)
     if times:
         columns = [word for batch in sorted({time.batch for time in times}) for word in (f"ms at {batch}", "tokens/s")]
         title = f"A pass over {times[0].length} tokens a sequence, by batch"
         print_table(title, ["format", *columns], [[name, *_times(times, name)] for name in names])
-        stdout().print(emulation_note(), markup=False, soft_wrap=True)
+        stdout().print(emulation_note(device), markup=False, soft_wrap=True)
 
 
 def _quality(found: Comparison, name: str) -> list[str]:
@@ -209,10 +229,24 @@ def _quality(found: Comparison, name: str) -> list[str]:
     ]
 
 
-def _sizes(found: Comparison, name: str) -> list[str]:
+def _sizes(found: Comparison, name: str, extra: int | None) -> list[str]:
     storage = found.entry(name).storage
-    megabytes = [f"{size / 1e6:,.1f}" for size in (storage.file_bytes, storage.memory_bytes)]
-    return [name, megabytes[0], f"{found.share_of_bytes(name):.3f}", megabytes[1]]
+    sizes = (storage.file_bytes, storage.memory_bytes, _peak(found, name, extra))
+    file, *in_memory = ("–" if size is None else f"{size / 1e6:,.1f}" for size in sizes)
+    return [name, file, f"{found.share_of_bytes(name):.3f}", *in_memory]
+
+
+def _peak(found: Comparison, name: str, extra: int | None) -> int | None:
+    """Weights, and the most that a pass takes beside them."""
+    return None if extra is None else found.entry(name).storage.memory_bytes + extra
+
+
+def _peak_note(found: Comparison, device: torch.device) -> str:
+    how = "by CUDA's allocator" if device.type == "cuda" else "by the process's resident memory"
+    return (
+        f"Peak: the weights in memory, and the most that one pass over a window of {found.length} tokens took beside "
+        f"them here, {how}; not the library, nor the other formats."
+    )
 
 
 def _times(times: Sequence[PassTime], name: str) -> list[str]:
@@ -230,7 +264,13 @@ def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:
         yield f"{STATIC} is calibrated on {facts['calibration']}."
 
 
-def _record(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> dict[str, Any]:
+def _record(
+    facts: dict[str, Any],
+    found: Comparison,
+    extra: Mapping[str, int | None],
+    times: Sequence[PassTime],
+    device: torch.device,
+) -> dict[str, Any]:
     return {
         **facts,
         "windows": found.windows,
@@ -248,10 +288,12 @@ def _record(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime])
                 "divergence": entry.scores.divergence,
                 **asdict(entry.storage),
                 "share_of_bytes": found.share_of_bytes(entry.name),
+                "pass_bytes": extra[entry.name],
+                "peak_bytes": _peak(found, entry.name, extra[entry.name]),
             }
             for entry in found.entries
             for gap in (found.gap(entry.name),)
         ],
         "passes": [asdict(time) | {"tokens_per_second": time.tokens_per_second} for time in times],
-        **({"passes_note": emulation_note()} if times else {}),
+        **({"passes_note": emulation_note(device)} if times else {}),
     }

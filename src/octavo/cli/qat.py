@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,7 +67,7 @@ def qat(
     as_json: options.Json = False,
 ) -> None:
     """Fine-tune a language model for FP8, and measure it beside one that was not."""
-    given = {
+    given: dict[str, Any] = {
         "steps": steps,
         "batch_size": batch_size,
         "context": context,
@@ -99,7 +99,7 @@ def qat(
             settings = replace(settings, tuning=shorter)
         show("read the text", 0, 1)
         text = text_to_train_on(model) if source is None else source
-        size = {"length": settings.tuning.context, "seed": settings.tuning.seed}
+        size: dict[str, Any] = {"length": settings.tuning.context, "seed": settings.tuning.seed}
         training = text_windows(loaded, text, Split.TRAIN, count=settings.tuning.windows, **size)
         held_out = text_windows(loaded, text, Split.TEST, count=eval_windows, **size)
         result = run_qat(loaded, settings, training=training, held_out=held_out, on_phase=show)

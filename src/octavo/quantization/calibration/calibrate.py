@@ -28,6 +28,7 @@ from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     Calibration,
     SeenData,
+    check_can_hold,
     check_holds_no_codes,
     linear_shapes,
     shape_hash,
@@ -77,8 +78,10 @@ def calibrate(
         on_batch: called after each batch with (done, total or None).
 
     Raises:
-        ConfigError: an unknown method or granularity, a pattern that matches nothing, or no layer to calibrate.
+        ConfigError: an unknown method or granularity, a pattern that matches nothing, no layer to calibrate, or
+            ``weight_method="mse"`` of a weight that something else reads too.
         DataError: no batch, or one in which a layer is given NaN or ±Inf.
+        TypeError: a batch of another kind.
 
     Example:
         >>> import octavo
@@ -96,6 +99,8 @@ def calibrate(
     if not layers:
         raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
     check_holds_no_codes(module, layers)
+    if how is not WeightMethod.MAX:
+        check_can_hold(module, layers)
     fmt = _input_cast(recipe).format
 
     def note_early_scales(seen: Observation) -> None:
