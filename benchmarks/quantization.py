@@ -70,7 +70,7 @@ def format_lines(model: LanguageModel, windows: int, samples: int, *, speed: boo
     lines.append("Head, embedding and norms are in BF16 in all but fp32. " + bf16_note())
     if speed:
         times = pass_times({each.name: each for each in contestants}, text[0, :SPEED_LENGTH])
-        lines += ["", *speed_table(times), "", emulation_note()]
+        lines += ["", *speed_table(times), "", emulation_note(model.device)]
     return lines
 
 

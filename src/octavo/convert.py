@@ -19,7 +19,7 @@ from octavo.nn import Linear
 from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
 
-__all__ = ["ConversionReport", "choose_layers", "convert", "heads_of", "hold_weights", "restore"]
+__all__ = ["ConversionReport", "choose_layers", "convert", "heads_of", "hold_weights", "read_by_others", "restore"]
 
 _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
@@ -122,7 +122,7 @@ def convert(
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     resolved = recipes.get(recipe)
-    _check_words(skip, scale_updates, frozen)
+    _check_words(scale_updates, frozen)
     overriding = _looked_up(overrides)
     paths = _all_paths(model)
     _check_patterns(overriding, dict(_candidates(model)), paths)
@@ -172,12 +172,18 @@ def choose_layers(
     Returns:
         The layers by path; and the path of every other linear or embedding layer, with the reason why it stays.
 
+    Raises:
+        ConfigError: a ``skip`` that is a bare string, a pattern that matches nothing, or more blocks to keep than there
+            are.
+
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
         >>> chosen, left = choose_layers(model)
         >>> list(chosen), left["2"]
         (['1'], 'head: has the shape of an embedding')
     """
+    if isinstance(skip, str):
+        raise ConfigError(f"skip takes a list of patterns; write skip=[{skip!r}]")
     candidates = dict(_candidates(model))
     paths = _all_paths(model)
     _check_patterns(skip, candidates, paths)
@@ -231,9 +237,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(restored)
 
 
-def _check_words(skip: Sequence[str], scale_updates: str, frozen: str | None) -> None:
-    if isinstance(skip, str):
-        raise ConfigError(f"skip takes a list of patterns; write skip=[{skip!r}]")
+def _check_words(scale_updates: str, frozen: str | None) -> None:
     if scale_updates not in ("automatic", "manual"):
         raise ConfigError(f"scale_updates must be 'automatic' or 'manual', not {scale_updates!r}")
     if frozen not in (None, "fp8"):
@@ -355,24 +359,44 @@ def hold_weights(
     Returns:
         The paths of those that now hold codes; and of those that could not, with the reason.
     """
-    owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
-    fast_path = _read_by_fast_path(model)
+    others_read = read_by_others(model)
     held, not_held = [], {}
     for path in paths:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
         if layer.weight.requires_grad or layer.held is not None:
             continue
-        if layer in fast_path:
-            not_held[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
-        elif owners[id(layer.weight)] > 1:
-            not_held[path] = "other modules use it too"
+        if path in others_read:
+            not_held[path] = others_read[path]
         elif layer.recipe.output.b is None:
             not_held[path] = f"{layer.recipe.name} casts no weight"
         else:
             layer.hold_weight_as_codes(scale=(scales or {}).get(path))
             held.append(path)
     return tuple(held), not_held
+
+
+def read_by_others(model: torch.nn.Module) -> dict[str, str]:
+    """Path of every linear layer whose weight something else reads too, so that it cannot become codes, and what does.
+
+    Example:
+        >>> model = torch.nn.ModuleDict({"table": torch.nn.Embedding(9, 4), "up": torch.nn.Linear(4, 8)})
+        >>> model["head"] = torch.nn.Linear(4, 9, bias=False)
+        >>> model["head"].weight = model["table"].weight
+        >>> read_by_others(model)
+        {'head': 'other modules use it too'}
+    """
+    owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
+    fast_path = _read_by_fast_path(model)
+    found = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        if layer in fast_path:
+            found[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
+        elif owners[id(layer.weight)] > 1:
+            found[path] = "other modules use it too"
+    return found
 
 
 def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:

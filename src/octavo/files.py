@@ -1,15 +1,34 @@
-"""Files that are whole or not there: write beside the target, fsync, rename.
+"""Files and folders that are whole or not there: write beside the target, fsync, rename.
 
 A rename within a folder is atomic on POSIX; the fsync before it makes sure that the name never points at data that a
 power cut loses, and the fsync of the folder after it makes the name itself durable.
 """
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["remove_if_empty", "replacing", "sync_file", "sync_folder", "write_atomically"]
+from octavo.errors import ConfigError
+
+__all__ = [
+    "check_folder",
+    "check_may_write",
+    "claimed_folder",
+    "remove_if_empty",
+    "replacing",
+    "replacing_folder",
+    "sync_file",
+    "sync_folder",
+    "write_atomically",
+]
+
+IsOwn = Callable[[Path], bool]
+
+
+def _is_nobodys(_: Path) -> bool:
+    return False
 
 
 @contextmanager
@@ -34,6 +53,81 @@ def replacing(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename == str(temporary):
             error.filename, error.filename2 = str(path), None
         raise
+
+
+@contextmanager
+def replacing_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> Iterator[Path]:
+    """A temporary folder to fill; it becomes ``folder`` when the block ends, and is removed when it fails.
+
+    ``folder`` must not be there, be empty, or be ``is_own`` (:func:`check_folder` makes sure of it beforehand). An own
+    one is moved aside, and removed when the new one has its name: POSIX renames no folder onto a full one. A power cut
+    between those two renames leaves both, whole, under hidden names.
+    """
+    folder = folder.resolve()
+    temporary, older = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("writing", "older"))
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.iterdir():
+            sync_file(path)
+        sync_folder(temporary)
+        if folder.is_dir() and is_own(folder):
+            folder.replace(older)
+        temporary.replace(folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        if older.exists() and not folder.exists():
+            older.replace(folder)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    shutil.rmtree(older, ignore_errors=True)
+
+
+@contextmanager
+def claimed_folder(folder: Path) -> Iterator[None]:
+    """Make sure that the folder can be written before hours of work; an empty one that is left over is removed.
+
+    Raises:
+        ConfigError: something is there already, or nobody may write there.
+    """
+    check_folder(folder)
+    check_may_write(folder.absolute().parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            remove_if_empty(folder)
+
+
+def check_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> None:
+    """Refuse a folder that cannot take a result, before anything is computed.
+
+    Args:
+        folder: may be missing or empty.
+        is_own: whether a folder that is not empty holds nothing but an older result of the same kind.
+
+    Raises:
+        ConfigError: it is a file, it holds something else, or nobody may write into it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not is_own(folder):
+        raise ConfigError(f"{str(folder)!r} is not empty and holds other files; name a new folder, or remove it first")
+    check_may_write(folder)
+
+
+def check_may_write(folder: Path) -> None:
+    """Refuse a folder into which nobody may write, or in whose place none may be made.
+
+    Raises:
+        ConfigError: it, or the nearest folder above it that is there, may not be written to.
+    """
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{str(above)!r} is a file; name a folder elsewhere")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"you may not write into {str(above)!r}; name a place elsewhere")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

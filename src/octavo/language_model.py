@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Llama, load_gguf
+from octavo.training.config import Device
+from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, has_run, load_run
 
 if TYPE_CHECKING:
@@ -65,6 +67,11 @@ class LanguageModel:
     bos_id: int | None = None
     eos_id: int | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are, and the tokens that it reads have to be."""
+        return next(self.model.parameters()).device
+
     def logits(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] → logits [B, T, V]."""
         return logits_of(self.model, tokens)
@@ -99,16 +106,24 @@ def logits_of(model: nn.Module, tokens: Tensor, pass_through: KeysAndValues | No
     return logits
 
 
-def load_language_model(source: str | Path) -> LanguageModel:
+def load_language_model(source: str | Path, *, device: Device = Device.CPU) -> LanguageModel:
     """Read a model.
 
     Args:
         source: see the table above; an existing path wins over a name on the hub.
+        device: where to put it, wherever a run was trained.
 
     Raises:
         ConfigError: there is no such path and it is no name, or transformers is needed and not installed.
         CheckpointError: what is there is no language model, or a damaged one.
     """
+    loaded = _loaded(source)
+    loaded.model.to(resolve_device(device))
+    return loaded
+
+
+def _loaded(source: str | Path) -> LanguageModel:
+    """On the CPU."""
     kind, path = kind_of(source), Path(source)
     if kind is Kind.GGUF:
         return _from_gguf(path)
@@ -155,7 +170,7 @@ def _from_gguf(path: Path) -> LanguageModel:
 
 
 def _from_run(path: Path) -> LanguageModel:
-    run = load_run(path)
+    run = load_run(path, device=Device.CPU)
     restore(run.model)
     return LanguageModel(
         model=run.model, tokenizer=run.tokenizer, context=run.config.training.context, source=str(path)

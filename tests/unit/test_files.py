@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.files import replacing, write_atomically
+from octavo.errors import ConfigError
+from octavo.files import check_folder, check_may_write, claimed_folder, replacing, replacing_folder, write_atomically
 
 
 def test_writes_and_replaces(tmp_path):
@@ -55,3 +56,74 @@ def test_a_refusal_names_the_file_that_was_given(tmp_path):
         write_atomically(tmp_path / "folder", "new")
     assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / "folder"), None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def is_own(folder):
+    return (folder / "own").is_file()
+
+
+def fill(folder, text):
+    with replacing_folder(folder, is_own=is_own) as temporary:
+        (temporary / "own").write_text(text)
+
+
+def test_a_folder_is_made_and_an_own_one_replaced(tmp_path):
+    out = tmp_path / "out"
+    fill(out, "old")
+    fill(out, "new")
+    assert (out / "own").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    fill(tmp_path / "out", "old")
+    fill(tmp_path / "out", "new")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "own").read_text() == "new"
+
+
+def test_a_folder_of_others_is_not_replaced(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(OSError, match="not empty"):
+        fill(tmp_path / "out", "new")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
+
+
+def test_a_failure_keeps_the_old_folder(tmp_path):
+    fill(tmp_path / "out", "old")
+
+    def interrupted():
+        with replacing_folder(tmp_path / "out", is_own=is_own) as temporary:
+            (temporary / "own").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "own"]
+    assert (tmp_path / "out" / "own").read_text() == "old"
+
+
+def test_which_folders_can_take_a_result(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    fill(tmp_path / "own", "old")
+    for folder in ("new", "new/below", "empty", "own"):
+        check_folder(tmp_path / folder, is_own=is_own)
+    for folder, words in (("file", "is a file"), ("file/below", "is a file"), ("own", "holds other files")):
+        with pytest.raises(ConfigError, match=words):
+            check_folder(tmp_path / folder)
+
+
+def test_a_place_where_nobody_may_write_is_refused_before_the_work(tmp_path, monkeypatch):
+    """A folder that is renamed into its place needs the one above it."""
+    (tmp_path / "shut" / "empty").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut" or not mode & os.W_OK)
+    check_folder(tmp_path / "shut" / "empty")
+    for folder in ("shut", "shut/new", "shut/new/below"):
+        with pytest.raises(ConfigError, match=r"you may not write into '.*shut'"):
+            check_may_write(tmp_path / folder)
+    with pytest.raises(ConfigError, match="you may not write into"), claimed_folder(tmp_path / "shut" / "empty"):
+        pass

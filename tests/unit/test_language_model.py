@@ -1,3 +1,6 @@
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -6,6 +9,7 @@ from benchmarks import smollm2
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama, LlamaConfig
+from octavo.training.config import Device
 from octavo.training.tokenizer import train_tokenizer
 
 SHAPE = LlamaConfig(
@@ -121,3 +125,15 @@ def test_what_is_no_model(tmp_path, folder):
     (broken / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="transformers cannot read"):
         load_language_model(broken)
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        load_language_model("nowhere.gguf", device=Device.CUDA)
+
+
+def test_a_model_says_where_it_is(ours):
+    model = LanguageModel(model=ours, tokenizer=train_tokenizer(["text"], vocab_size=300), context=32, source="a test")
+    assert model.device == torch.device("cpu")
+    assert replace(model, model=copy.deepcopy(ours).to("meta")).device == torch.device("meta")

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octavo.bench.clock import EventClock
 from octavo.bench.rounds import Clock, interleaved, wall_clock
 
 __all__ = ["BATCHES", "PassTime", "emulation_note", "pass_times"]
@@ -55,19 +56,20 @@ def pass_times(
     *,
     batches: Sequence[int] = BATCHES,
     rounds: int = 3,
-    clock: Clock = wall_clock,
+    clock: Clock | None = None,
     advance: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[PassTime]:
     """Time every model at every batch size, interleaved, after one round that is not counted.
 
     Args:
         models: by name.
-        tokens: ids [T] of the sequence that every place of the batch holds.
+        tokens: ids [T] of the sequence that every place of the batch holds, on the models' device.
         batches: their sizes.
         rounds: passes of each that count.
-        clock: times one pass.
+        clock: times one pass; None is the wall's on a CPU, and a GPU's own.
         advance: called before each pass with (passes done, of all).
     """
+    clock = clock or (EventClock() if tokens.device.type == "cuda" else wall_clock)
     total = len(batches) * len(models) * (rounds + 1)
     done = 0
 
@@ -93,9 +95,9 @@ def pass_times(
     return found
 
 
-def emulation_note() -> str:
-    """What these times say about FP8 on this machine."""
-    if torch.cuda.is_available():
+def emulation_note(device: torch.device) -> str:
+    """What times on this device say about FP8."""
+    if device.type == "cuda":
         return "Times are of this GPU."
     return (
         "A CPU has no FP8 instructions: codes are decoded and multiplied as BF16 or FP32, so FP8 can only be slower "

@@ -1,6 +1,6 @@
 """``octavo calibrate``: static FP8 scales for a model, from text it reads or from the run it was trained in."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
-from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import (
@@ -25,16 +25,17 @@ from octavo.quantization import (
 from octavo.quantization import calibrate as find_scales
 from octavo.quantization.calibration.calibrate import check_choices
 from octavo.quantization.calibration.folder import check_own_folder
+from octavo.quantization.calibration.ranges import PERCENTILE, Method
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
 from octavo.training.text import BUILTIN
 
 __all__ = ["calibrate"]
 
-LONGEST, CHECK_SAMPLES, ROWS = 512, 32, 10
+LONGEST, SAMPLES, CHECK_SAMPLES, ROWS = 512, 128, 32, 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
     """Which windows of which text, and how many tokens each; a context of None is 512, or what the model reads."""
 
@@ -47,49 +48,58 @@ class Text:
 
 def calibrate(
     *,
-    model: Annotated[str, typer.Argument(help="A run's folder, a Hugging Face folder, or a .gguf file.")],
+    model: options.Model,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the scales go; an older calibration is replaced.")],
-    source: Annotated[str, typer.Option("--data", help=DATA_HELP)] = BUILTIN,
-    split: Annotated[str, typer.Option(help="train, validation, test or all.")] = Split.TRAIN,
-    samples: Annotated[int, typer.Option(help="Windows of text, spread evenly over it.")] = 128,
+    source: options.ModelText = None,
+    split: Annotated[str | None, typer.Option(help="train, validation, test or all. [default: train]")] = None,
+    samples: Annotated[int | None, typer.Option(help=f"Windows of text, spread over it. [default: {SAMPLES}]")] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens of a window. [default: 512, or what the model reads]")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the windows' places.")] = 0,
+    seed: options.WindowSeed = None,
     method: Annotated[str, typer.Option(help="Ranges of inputs: max, percentile, mse or entropy.")] = "max",
-    percentile: Annotated[float, typer.Option(help="Of the method percentile.")] = 99.99,
+    percentile: Annotated[float | None, typer.Option(help=f"Of the method percentile. [default: {PERCENTILE}]")] = None,
     granularity: Annotated[str, typer.Option(help="Scales of weights: tensor, row or 128x128.")] = "tensor",
     weights: Annotated[str, typer.Option(help="Ranges of weights: max or mse.")] = "max",
     power_of_two: Annotated[bool, typer.Option("--power-of-two", help="Round scales up to powers of two.")] = False,
     kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Scales of keys and values, means of keys.")] = False,
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave out, such as '*.o_proj'; may repeat.")
-    ] = None,
-    head: Annotated[bool, typer.Option("--head", help="Calibrate the language-model head too.")] = False,
+    skip: options.Skip = None,
+    head: options.Head = False,
     from_run: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Take the amaxes that this delayed run has kept; reads no text.")
     ] = None,
     check: Annotated[
         str | None, typer.Option(metavar="DATA", help="See what saturates on other text: as --data; its test split.")
     ] = None,
+    device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Find static FP8 scales for a model's linear layers and write them to a folder."""
-    check_own_folder(out)
-    check_choices(method=method, percentile=percentile, granularity=granularity, weight_method=weights)
+    of_text = {"--data": source, "--split": split, "--samples": samples, "--seed": seed}
+    _check_method(method, percentile, granularity, weights)
     if from_run is not None:
-        _refuse_beside_run({"--method": method != "max", "--kv-cache": kv_cache, "--skip": skip, "--head": head})
+        of_text |= {"--method": method if method != Method.MAX else None, "--context": None if check else context}
+        _refuse_beside_run(of_text | {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None})
+    place = options.device_of(device)
+    check_own_folder(out)
     how: dict[str, Any] = {"granularity": granularity, "weight_method": weights, "power_of_two": power_of_two}
     with open_display() as display:
         display.phase("load", None)
-        loaded = load_language_model(model)
+        loaded = load_language_model(model, device=place)
         if from_run is not None:
             found = calibration_from_run(from_run, **how)
             found.check_fit(loaded.model)
         else:
-            how |= {"method": method, "percentile": percentile, "kv_cache": kv_cache, "skip": skip or ()}
-            text = Text(source, split, samples, context, seed)
-            found = _from_text(loaded, text, display, how | {"convert_head": head})
+            how |= {"method": method, "kv_cache": kv_cache, "skip": skip or (), "convert_head": head}
+            how["percentile"] = PERCENTILE if percentile is None else percentile
+            text = Text(
+                source=text_to_train_on(model) if source is None else source,
+                split=Split.TRAIN if split is None else split,
+                samples=SAMPLES if samples is None else samples,
+                context=context,
+                seed=seed or 0,
+            )
+            found = _from_text(loaded, text, display, how)
         beyond = None if check is None else _checked(loaded, found, check, context, display)
     found.save(out)
     if as_json:
@@ -98,9 +108,17 @@ def calibrate(
         _print(found, beyond, out)
 
 
-def _refuse_beside_run(given: dict[str, object]) -> None:
+def _check_method(method: str, percentile: float | None, granularity: str, weights: str) -> None:
+    """Refuse choices that do not exist, and a percentile that nothing uses, before a model is read."""
+    share = PERCENTILE if percentile is None else percentile
+    check_choices(method=method, percentile=share, granularity=granularity, weight_method=weights)
+    if percentile is not None and method != Method.PERCENTILE:
+        raise ConfigError(f"--percentile {percentile} is of --method percentile; add that, or leave it out")
+
+
+def _refuse_beside_run(given: Mapping[str, object]) -> None:
     for option, value in given.items():
-        if value:
+        if value is not None:
             raise ConfigError(
                 f"--from-run takes the amaxes that the run has kept, and no {option}; leave one of them out"
             )
@@ -119,7 +137,7 @@ def _checked(
     model: LanguageModel, found: Calibration, source: str, context: int | None, display: Display
 ) -> tuple[LayerCoverage, ...]:
     split = Split.TEST if source == BUILTIN else ALL
-    batches = _windows(model, Text(source, split, CHECK_SAMPLES, context), display)
+    batches = _windows(model, Text(source=source, split=split, samples=CHECK_SAMPLES, context=context), display)
     show = phases(display)
     return coverage(model, found, batches, on_batch=lambda done, total: show("check", done, total or 0))
 
@@ -188,7 +206,8 @@ def _lines_of_check(beyond: Sequence[LayerCoverage] | None) -> Iterator[str]:
         return
     outside = [each for each in beyond if each.goes_beyond]
     if not outside:
-        yield "the checked text stays within the scales"
+        most = max(each.saturation_fraction for each in beyond)
+        yield f"the checked text fits the scales: {_percent(most)} of an input's elements saturate at most"
         return
     worst = outside[0]
     yield (

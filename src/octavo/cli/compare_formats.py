@@ -2,27 +2,30 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.runs import own_source, text_to_train_on
 from octavo.errors import ConfigError
-from octavo.language_model import Kind, LanguageModel, kind_of, load_language_model
+from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
 from octavo.quantization.comparison.cache_formats import key_means
 from octavo.quantization.comparison.comparison import Comparison, compare
 from octavo.quantization.comparison.contestants import BF16, CENTRED, FP32, STATIC, TUNED, Contestant, Scales
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import check_formats, line_up
-from octavo.training.config import load_config
+from octavo.training.config import Device
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
-from octavo.training.run_folder import CONFIG
-from octavo.training.text import LIBRARY_SOURCES, TOPICS
+from octavo.training.memory import extra_memory_bytes
+from octavo.training.text import TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
 
@@ -42,9 +45,10 @@ class Question:
         samples: windows to calibrate with then.
         tuned: folder of ``octavo qat``.
         speed: whether to time a pass.
+        device: where to run.
     """
 
-    model: Path
+    model: str
     source: str | None = None
     split: str | None = None
     windows: int = WINDOWS
@@ -53,17 +57,18 @@ class Question:
     samples: int = SAMPLES
     tuned: Path | None = None
     speed: bool = False
+    device: Device = Device.AUTO
 
 
 def evaluate_model(question: Question, *, as_json: bool) -> None:
     """Print the loss of a model that is no run, in FP32."""
     with open_display() as display:
-        model = load_language_model(question.model)
+        model = load_language_model(question.model, device=question.device)
         windows, text = _windows(model, question)
         found = _compared(display, line_up(model, [FP32]), windows, reference=FP32)
     entry = found.entry(FP32)
     record = {
-        "model": str(question.model),
+        "model": question.model,
         **text,
         "windows": found.windows,
         "context": found.length,
@@ -83,10 +88,12 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
     names = check_formats(names)
     _check_folders(question, names)
     with open_display() as display:
-        model = load_language_model(question.model)
+        model = load_language_model(question.model, device=question.device)
         windows, text = _windows(model, question)
         calibration, calibrated_on = _calibration(model, question, names, display)
         tuned = load_qat(question.tuned) if question.tuned is not None else None
+        if tuned is not None:
+            tuned.model.to(model.device)
         means = _means(model, question, display) if CENTRED in names else None
         show = display.phase("prepare formats", len(names))
         contestants = line_up(
@@ -98,29 +105,30 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
             advance=lambda done, _: show(done),
         )
         found = _compared(display, contestants, windows)
+        extra = _extra_memory(display, contestants, windows)
         times = _timed(display, contestants, windows) if question.speed else []
-    facts = {"model": str(question.model), **text, **calibrated_on}
+    facts = {"model": question.model, **text, **calibrated_on}
     if tuned is not None:
         facts["tuned"] = str(question.tuned)
     if as_json:
-        print_json(_record(facts, found, times))
+        print_json(_record(facts, found, extra, times, model.device))
         return
-    _print(facts, found, times)
+    _print(facts, found, extra, times, model.device)
 
 
 def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str, Any]]:
     """The windows to score, and what they are of."""
-    own = _own_source(question.model)
+    own = own_source(question.model)
     source = question.source or own or TOPICS
     split = question.split or (str(Split.TEST) if source == own else ALL)
-    length = question.length or min(LENGTH, model.context)
+    length = _length(model, question)
     windows = evaluation_windows(model, source, split, count=question.windows, length=length)
     return windows, {"data": source, "split": split}
 
 
-def _own_source(path: Path) -> str | None:
-    """What a run was trained on."""
-    return load_config(path / CONFIG).data.source if kind_of(path) is Kind.RUN else None
+def _length(model: LanguageModel, question: Question) -> int:
+    """Tokens of a window."""
+    return min(LENGTH, model.context) if question.length is None else question.length
 
 
 def _check_folders(question: Question, names: Sequence[str]) -> None:
@@ -145,7 +153,7 @@ def _calibration(
         return load_calibration(question.calibration), {"calibration": str(question.calibration)}
     batches = _training_windows(model, question, question.samples)
     advance = display.phase("calibrate", len(batches))
-    source = _own_source(question.model) or LIBRARY_SOURCES
+    source = text_to_train_on(question.model)
     found = calibrate(model, [window[None] for window in batches], on_batch=lambda done, _: advance(done))
     return found, {"calibration": f"{len(batches)} windows of {source}, train"}
 
@@ -160,9 +168,8 @@ def _means(model: LanguageModel, question: Question, display: Display) -> Mappin
 
 def _training_windows(model: LanguageModel, question: Question, count: int) -> Tensor:
     """Text that the evaluation does not have, in windows of the same length."""
-    source = _own_source(question.model) or LIBRARY_SOURCES
-    length = question.length or min(LENGTH, model.context)
-    return text_windows(model, source, str(Split.TRAIN), count=count, length=length)
+    source = text_to_train_on(question.model)
+    return text_windows(model, source, str(Split.TRAIN), count=count, length=_length(model, question))
 
 
 def _compared(
@@ -170,6 +177,15 @@ def _compared(
 ) -> Comparison:
     advance = display.phase("evaluate", len(windows) * len(contestants))
     return compare(contestants, windows, reference=reference, advance=lambda done, _: advance(done))
+
+
+def _extra_memory(display: Display, contestants: Sequence[Contestant], windows: Tensor) -> dict[str, int | None]:
+    """What a pass over a window takes beside the weights; every format has run by then."""
+    display.phase("memory of a pass", None)
+    return {
+        contestant.name: extra_memory_bytes(windows.device, partial(contestant.logits, windows[:1]))
+        for contestant in contestants
+    }
 
 
 def _timed(display: Display, contestants: Sequence[Contestant], windows: Tensor) -> list[PassTime]:
@@ -182,21 +198,28 @@ def _timed(display: Display, contestants: Sequence[Contestant], windows: Tensor)
 
 
 QUALITY = ["format", "perplexity", "vs BF16", "nats more", "top-1", "KL"]
-SIZES = ["format", "layers in it", "file, MB", "of BF16's", "memory, MB"]
+SIZES = ["format", "layers in it", "file, MB", "of BF16's", "memory, MB", "peak, MB"]
 
 
-def _print(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> None:
+def _print(
+    facts: dict[str, Any],
+    found: Comparison,
+    extra: Mapping[str, int | None],
+    times: Sequence[PassTime],
+    device: torch.device,
+) -> None:
     """Tables that are whole on a terminal of 80 columns, each for one question."""
     names = [entry.name for entry in found.entries]
     print_table(f"{facts['model']} on {facts['data']}", QUALITY, [_quality(found, name) for name in names])
     for line in _notes(facts, found):
         stdout().print(line, markup=False, soft_wrap=True)
-    print_table("Weights", SIZES, [_sizes(found, name) for name in names])
+    print_table("Weights", SIZES, [_sizes(found, name, extra[name]) for name in names])
+    stdout().print(_peak_note(found, device), markup=False, soft_wrap=True)
     if times:
         columns = [word for batch in sorted({time.batch for time in times}) for word in (f"ms at {batch}", "tokens/s")]
         title = f"A pass over {times[0].length} tokens a sequence, by batch"
         print_table(title, ["format", *columns], [[name, *_times(times, name)] for name in names])
-        stdout().print(emulation_note(), markup=False, soft_wrap=True)
+        stdout().print(emulation_note(device), markup=False, soft_wrap=True)
 
 
 def _quality(found: Comparison, name: str) -> list[str]:
@@ -213,11 +236,25 @@ def _quality(found: Comparison, name: str) -> list[str]:
     ]
 
 
-def _sizes(found: Comparison, name: str) -> list[str]:
+def _sizes(found: Comparison, name: str, extra: int | None) -> list[str]:
     entry = found.entry(name)
+    sizes = (entry.storage.file_bytes, entry.storage.memory_bytes, _peak(found, name, extra))
+    file, *in_memory = ("–" if size is None else f"{size / 1e6:,.1f}" for size in sizes)
     layers = str(entry.quantized) if entry.quantized else ""
-    megabytes = [f"{size / 1e6:,.1f}" for size in (entry.storage.file_bytes, entry.storage.memory_bytes)]
-    return [name, layers, megabytes[0], f"{found.share_of_bytes(name):.3f}", megabytes[1]]
+    return [name, layers, file, f"{found.share_of_bytes(name):.3f}", *in_memory]
+
+
+def _peak(found: Comparison, name: str, extra: int | None) -> int | None:
+    """Weights, and the most that a pass takes beside them."""
+    return None if extra is None else found.entry(name).storage.memory_bytes + extra
+
+
+def _peak_note(found: Comparison, device: torch.device) -> str:
+    how = "by CUDA's allocator" if device.type == "cuda" else "by the process's resident memory"
+    return (
+        f"Peak: the weights in memory, and the most that one pass over a window of {found.length} tokens took beside "
+        f"them here, {how}; not the library, nor the other formats."
+    )
 
 
 def _times(times: Sequence[PassTime], name: str) -> list[str]:
@@ -240,7 +277,13 @@ def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:
         )
 
 
-def _record(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime]) -> dict[str, Any]:
+def _record(
+    facts: dict[str, Any],
+    found: Comparison,
+    extra: Mapping[str, int | None],
+    times: Sequence[PassTime],
+    device: torch.device,
+) -> dict[str, Any]:
     return {
         **facts,
         "windows": found.windows,
@@ -258,10 +301,12 @@ def _record(facts: dict[str, Any], found: Comparison, times: Sequence[PassTime])
                 "divergence": entry.scores.divergence,
                 **asdict(entry.storage),
                 "share_of_bytes": found.share_of_bytes(entry.name),
+                "pass_bytes": extra[entry.name],
+                "peak_bytes": _peak(found, entry.name, extra[entry.name]),
             }
             for entry in found.entries
             for gap in (found.gap(entry.name),)
         ],
         "passes": [asdict(time) | {"tokens_per_second": time.tokens_per_second} for time in times],
-        **({"passes_note": emulation_note()} if times else {}),
+        **({"passes_note": emulation_note(device)} if times else {}),
     }

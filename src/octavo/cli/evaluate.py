@@ -19,17 +19,14 @@ from octavo.quantization.comparison.lineup import FORMATS
 from octavo.training.corpus import Split
 from octavo.training.evaluate import evaluate as measure
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, held_out, watching_forwards
-from octavo.training.run_folder import load_run
+from octavo.training.run_folder import TrainedRun, load_run
 
 __all__ = ["evaluate"]
 
 
 def evaluate(
     *,
-    model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file."),
-    ],
+    model: options.Model,
     source: Annotated[
         str | None,
         typer.Option("--data", help=f"{DATA_HELP} [default: a run's own; language-topics for other models]"),
@@ -50,10 +47,12 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(help=f"Windows to calibrate with now. [default: {SAMPLES}]")] = None,
     tuned: Annotated[Path | None, typer.Option("--qat", help=f"For {TUNED}: a folder of octavo qat.")] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Time a pass of each format too, at batch 1 and 16.")] = False,
+    device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Print a model's loss and perplexity on text, or those of several formats of it beside BF16."""
-    check_is_run(model)
+    check_is_run(Path(model))
+    place = options.device_of(device)
     if source == "":
         raise ConfigError("--data is empty; give a file, a folder or a data set, or leave it out")
     question = Question(
@@ -66,6 +65,7 @@ def evaluate(
         samples=SAMPLES if samples is None else samples,
         tuned=tuned,
         speed=speed,
+        device=place,
     )
     given = {"--calibration": calibration, "--samples": samples, "--qat": tuned, "--speed": speed or None}
     if formats is not None:
@@ -76,7 +76,8 @@ def evaluate(
         evaluate_model(question, as_json=as_json)
         return
     _refuse({"--windows": windows, "--context": context}, "is not for a run as it was trained; add --compare")
-    _evaluate_run(model, source, split, as_json=as_json)
+    run = load_run(model, device=None if device is None else place)
+    _evaluate_run(run, Path(model), source, split, as_json=as_json)
 
 
 def _refuse(given: Mapping[str, object], reason: str) -> None:
@@ -85,9 +86,8 @@ def _refuse(given: Mapping[str, object], reason: str) -> None:
             raise ConfigError(f"{option} {reason}")
 
 
-def _evaluate_run(run_dir: Path, source: str | None, split: str | None, *, as_json: bool) -> None:
+def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str | None, *, as_json: bool) -> None:
     """A run's loss with its own recipe; without a source on the test split of its own."""
-    run = load_run(run_dir)
     context = run.config.training.context
     with open_display() as display:
         show = phases(display)

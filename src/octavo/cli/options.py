@@ -6,8 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.data import DATA_HELP
-from octavo.training.config import RunConfig, config_from_dict, load_config
+from octavo.recipes.specs import check_member
+from octavo.training.config import MOST_SEED, RunConfig, config_from_dict, load_config
+from octavo.training.config import Device as Place
 from octavo.training.recipe_choice import PLAIN_RECIPES
+from octavo.training.text import LIBRARY_SOURCES
 
 __all__ = [
     "BatchSize",
@@ -16,15 +19,21 @@ __all__ = [
     "Context",
     "Device",
     "EvalInterval",
+    "Head",
     "Json",
     "LearningRate",
+    "Model",
+    "ModelText",
     "Seed",
+    "Skip",
     "Source",
     "Steps",
     "Threads",
     "VocabSize",
     "Warmup",
+    "WindowSeed",
     "configured",
+    "device_of",
 ]
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file; missing keys keep their defaults.")]
@@ -40,7 +49,32 @@ EvalInterval = Annotated[int | None, typer.Option(help="Updates between evaluati
 CheckpointInterval = Annotated[int | None, typer.Option(help="Updates between checkpoints.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; 0 leaves torch's choice.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")
+]
+ModelText = Annotated[
+    str | None, typer.Option("--data", help=f"{DATA_HELP} [default: a run's own; {LIBRARY_SOURCES} for other models]")
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Layers to leave in high precision, such as '*.o_proj'; may repeat."),
+]
+Head = Annotated[bool, typer.Option("--head", help="Take the language-model head too.")]
+WindowSeed = Annotated[
+    int | None, typer.Option(min=0, max=MOST_SEED, help="Seed of the windows' places in the text. [default: 0]")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def device_of(given: str | None) -> Place:
+    """What ``--device`` says; without it, CUDA if there is a device.
+
+    Raises:
+        ConfigError: another word.
+    """
+    word = Place.AUTO if given is None else given
+    check_member("device", word, tuple(Place))
+    return Place(word)
 
 
 def configured(base: Path | None, *, source: str | None, vocab_size: int | None, **training: Any) -> RunConfig:

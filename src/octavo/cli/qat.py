@@ -1,7 +1,8 @@
 """``octavo qat``: fine-tune a language model so that it loses less in FP8."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,17 +10,15 @@ from octavo import recipes
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import open_display, phases
+from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError
+from octavo.files import claimed_folder
 from octavo.language_model import load_language_model
-from octavo.quantization.qat.folder import claimed_folder, save_qat
+from octavo.quantization.qat.folder import save_qat
 from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
 from octavo.quantization.qat.tuning import TuneSettings
 from octavo.quantization.windows import text_windows
-from octavo.recipes.specs import check_member
-from octavo.training.config import Device
 from octavo.training.corpus import Split
-from octavo.training.precision import resolve_device
-from octavo.training.text import BUILTIN
 
 __all__ = ["qat"]
 
@@ -28,7 +27,7 @@ WORDS = {
     "bf16": "BF16, as it came",
     "fp8": "FP8 of it, not trained for it",
     "bf16-tuned": "BF16, tuned",
-    "fp8-of-tuned": "FP8 of it, not trained for it",
+    "fp8-of-tuned": "FP8 of the tuned one, not trained for it",
     "fp8-by-data": "FP8 of it, rounded by data",
     "fp8-qat": "FP8, trained for it",
 }
@@ -36,9 +35,9 @@ WORDS = {
 
 def qat(
     *,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a Hugging Face folder, or a .gguf file.")],
+    model: options.Model,
     out: Annotated[Path, typer.Option("--out", help="The folder to write; new or empty.")],
-    source: options.Source = None,
+    source: options.ModelText = None,
     recipe: Annotated[str, typer.Option(help="static, or a preset with dynamic scales.")] = "static",
     scales: Annotated[
         str | None, typer.Option(help="Scales of static inputs: tracked, learned or frozen. [default: tracked]")
@@ -46,18 +45,18 @@ def qat(
     clip_gradients: Annotated[
         bool, typer.Option("--clip-gradients", help="Give values that saturate the gradient zero.")
     ] = False,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Leave layers in BF16 whose path fits the pattern; may be repeated.")
+    skip: options.Skip = None,
+    head: options.Head = False,
+    steps: options.Steps = DEFAULTS.steps,
+    batch_size: options.BatchSize = DEFAULTS.batch_size,
+    context: Annotated[
+        int | None, typer.Option(help=f"Tokens of a window. [default: {DEFAULTS.context}, or what the model reads]")
     ] = None,
-    convert_head: Annotated[bool, typer.Option("--convert-head", help="Quantise the head too.")] = False,
     by_data: Annotated[
         bool, typer.Option("--by-data/--nearest", help="Round the weights by training windows before the casts begin.")
     ] = True,
-    steps: Annotated[int, typer.Option(help="Optimizer updates.")] = DEFAULTS.steps,
-    batch_size: Annotated[int, typer.Option(help="Windows of an update.")] = DEFAULTS.batch_size,
-    context: Annotated[int, typer.Option(help="Tokens of a window.")] = DEFAULTS.context,
-    learning_rate: Annotated[float, typer.Option("--lr", help="Peak learning rate.")] = DEFAULTS.learning_rate,
-    warmup: Annotated[int, typer.Option(help="Updates until the peak learning rate.")] = DEFAULTS.warmup,
+    learning_rate: options.LearningRate = DEFAULTS.learning_rate,
+    warmup: options.Warmup = DEFAULTS.warmup,
     high_precision_share: Annotated[
         float, typer.Option(help="Share of the steps, at the beginning, in which nothing is cast.")
     ] = DEFAULTS.high_precision_share,
@@ -70,42 +69,48 @@ def qat(
     temperature: Annotated[float, typer.Option(help="Temperature of that divergence.")] = DEFAULTS.temperature,
     baseline: Annotated[bool, typer.Option("--baseline", help="Tune a BF16 model too, on the same batches.")] = False,
     eval_windows: Annotated[int, typer.Option(help="Held-out windows to measure on.")] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the windows and their order.")] = DEFAULTS.seed,
+    seed: options.WindowSeed = None,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Fine-tune a language model for FP8, and measure it beside one that was not."""
+    given: dict[str, Any] = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "context": context,
+        "learning_rate": learning_rate,
+        "warmup": warmup,
+        "seed": seed,
+    }
     settings = QATSettings(
         recipe=recipes.get(recipe),
         scales=_scales(recipe, scales),
         clip_gradients=clip_gradients,
         skip=tuple(skip or ()),
-        convert_head=convert_head,
+        convert_head=head,
         by_data=by_data,
         baseline=baseline,
         tuning=TuneSettings(
-            steps=steps,
-            batch_size=batch_size,
-            context=context,
-            learning_rate=learning_rate,
-            warmup=warmup,
             high_precision_share=high_precision_share,
             freeze_share=freeze_share,
             distill=distill,
             temperature=temperature,
-            seed=seed,
+            **{name: value for name, value in given.items() if value is not None},
         ),
     )
-    target = resolve_device(_device(device))
+    place = options.device_of(device)
     with claimed_folder(out), open_display() as display:
         show = phases(display)
         show("read the model", 0, 1)
-        loaded = load_language_model(model)
-        loaded.model.to(target)
+        loaded = load_language_model(model, device=place)
+        if context is None:
+            shorter = replace(settings.tuning, context=min(DEFAULTS.context, loaded.context))
+            settings = replace(settings, tuning=shorter)
         show("read the text", 0, 1)
-        text = BUILTIN if source is None else source
-        training = text_windows(loaded, text, Split.TRAIN, count=settings.tuning.windows, length=context, seed=seed)
-        held_out = text_windows(loaded, text, Split.TEST, count=eval_windows, length=context, seed=seed)
+        text = text_to_train_on(model) if source is None else source
+        size: dict[str, Any] = {"length": settings.tuning.context, "seed": settings.tuning.seed}
+        training = text_windows(loaded, text, Split.TRAIN, count=settings.tuning.windows, **size)
+        held_out = text_windows(loaded, text, Split.TEST, count=eval_windows, **size)
         result = run_qat(loaded, settings, training=training, held_out=held_out, on_phase=show)
         show("write", 0, 1)
         save_qat(out, result)
@@ -116,11 +121,6 @@ def _scales(recipe: str, given: str | None) -> str:
     if given is not None and not recipes.get(recipe).has_static_input:
         raise ConfigError(f"recipe {recipe!r} takes each scale from its own tensor; leave --scales out, or use static")
     return given or "tracked"
-
-
-def _device(given: str | None) -> Device:
-    check_member("device", given or Device.AUTO, tuple(Device))
-    return Device(given or Device.AUTO)
 
 
 def _show(result: QATResult, out: Path, *, as_json: bool) -> None:

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 from octavo.errors import ConfigError
+from octavo.language_model import Kind, kind_of
+from octavo.training.config import load_config
 from octavo.training.run_folder import CONFIG
+from octavo.training.text import LIBRARY_SOURCES
 
-__all__ = ["check_is_run"]
+__all__ = ["check_is_run", "own_source", "text_to_train_on"]
 
 
 def check_is_run(path: Path) -> None:
@@ -17,3 +20,21 @@ def check_is_run(path: Path) -> None:
     inside = sorted(str(child.parent) for child in path.glob(f"*/{CONFIG}"))
     if inside:
         raise ConfigError(f"{str(path)!r} holds a study of several runs; name one of {', '.join(inside)}")
+
+
+def own_source(model: str | Path) -> str | None:
+    """What a run was trained on; None of a model that is no run.
+
+    Raises:
+        ConfigError: the run's configuration is damaged, or there is no such model.
+        CheckpointError: what is there is no model.
+    """
+    return load_config(Path(model) / CONFIG).data.source if kind_of(model) is Kind.RUN else None
+
+
+def text_to_train_on(model: str | Path) -> str:
+    """The source whose training split a model may see: a run's own, and for others nothing of the language topics.
+
+    Those are what other models are evaluated on, and most of them lie in the built-in corpus's training split.
+    """
+    return own_source(model) or LIBRARY_SOURCES

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
-from octavo.files import write_atomically
+from octavo.files import check_folder, write_atomically
 from octavo.language_model import load_language_model
 from octavo.pages import plotly_script
 from octavo.quantization import text_windows
@@ -34,9 +33,7 @@ WORST = 15  # layers of the printed table
 
 def show_sensitivity(
     *,
-    source_of_model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")
-    ],
+    source_of_model: options.Model,
     out: Annotated[Path, typer.Option(help="Folder for mix.toml, sensitivity.json and report.html.")],
     source: options.Source = None,
     split: Annotated[str, typer.Option(help="What to choose on: train, validation, test or all.")] = "train",
@@ -56,20 +53,22 @@ def show_sensitivity(
     ] = None,
     pairs: Annotated[int, typer.Option(help="How many (layer, choice) to run for real, beside the estimates.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of the windows and of the estimate.")] = 0,
+    device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Rank a language model's layers by what FP8 costs them, and find the best mix of precisions for a budget.
 
     Exit code 1 says that no mix was found within it.
     """
+    place = options.device_of(device)
     budget = _budget(budget_perplexity, budget_bytes)
     _check_numbers(windows=windows, verify_windows=verify_windows, pairs=pairs, seed=seed)
     text = BUILTIN if source is None else source
     other = text if verify_source is None else verify_source
     _check_apart((text, split), (other, verify_split))
-    _check_folder(out)
+    check_folder(out, is_own=_is_ours)
     plotly_script(PAGE)  # refused now, if plotly is missing, and not after the work
-    model = load_language_model(source_of_model)
+    model = load_language_model(source_of_model, device=place)
     length = min(512, model.context) if context is None else context
     chosen_on = text_windows(model, text, split, count=windows, length=length, seed=seed)
     verified_on = text_windows(model, other, verify_split, count=verify_windows, length=length, seed=seed)
@@ -142,20 +141,10 @@ def _check_apart(chosen: tuple[str, str], verified: tuple[str, str]) -> None:
         )
 
 
-def _check_folder(out: Path) -> None:
-    """Refuse a folder that holds what this command did not write, and one that cannot be made or written to."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out: {str(out)!r} is a file; name a folder")
-    if out.is_dir() and any(out.iterdir()) and not _is_ours(out / RECORD):
-        raise ConfigError(f"--out: {str(out)!r} holds other files; name a new folder, or one of octavo sensitivity's")
-    above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out: you may not write into {str(above)!r}; name a folder elsewhere")
-
-
-def _is_ours(path: Path) -> bool:
+def _is_ours(out: Path) -> bool:
+    """Whether a folder is one that this command wrote."""
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = json.loads((out / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(known, dict) and known.get("format") == FORMAT

@@ -1,9 +1,9 @@
 """Files that a command is asked to write: refused before anything is computed, by the name that was given."""
 
-import os
 from pathlib import Path
 
 from octavo.errors import ConfigError
+from octavo.files import check_may_write
 
 __all__ = ["check_target"]
 
@@ -23,5 +23,4 @@ def check_target(option: str, path: Path) -> None:
         raise ConfigError(f"{option}: {str(path)!r} is a folder; name a file")
     if not folder.is_dir():
         raise ConfigError(f"{option}: there is no folder {str(folder)!r}; make it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option}: you may not write into {str(folder)!r}; name a file in another folder")
+    check_may_write(folder)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
+from octavo.training.config import MOST_SEED
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
 from octavo.training.text import BUILTIN, divide, load_documents
@@ -45,16 +46,17 @@ def text_windows(
         split: "train", "validation", "test" or "all".
         count: how many windows.
         length: tokens in each; at most ``model.context``.
-        seed: draws each window's place in its part of the text.
+        seed: draws each window's place in its part of the text; from 0 to 2^63 - 1.
 
     Returns:
-        int64 [count, length], in the text's order; the same for the same arguments.
+        int64 [count, length], in the text's order, on the model's device; the same for the same arguments.
 
     Raises:
-        ConfigError: an unknown split, a count or length below 1, or a length that the model does not read.
+        ConfigError: an unknown split, a count or length below 1, a length that the model does not read, or a seed out
+            of range.
         DataError: the source holds no text, or a part of it is too short for a window.
     """
-    _check(model, split, count, length)
+    _check(model, split, count, length, seed)
     documents = load_documents(source)
     chosen = documents if split == ALL else divide(documents, by_file=str(source) == BUILTIN)[Split(split)]
     separator = END_OF_TEXT if model.tokenizer.token_to_id(END_OF_TEXT) is not None else "\n\n"
@@ -71,14 +73,16 @@ def text_windows(
                 f"{part + 1} of {count} is shorter than one; ask for fewer or shorter windows, or give more text"
             )
         windows.append(ids)
-    return torch.tensor(windows, dtype=torch.int64)
+    return torch.tensor(windows, dtype=torch.int64, device=model.device)
 
 
-def _check(model: LanguageModel, split: str, count: int, length: int) -> None:
+def _check(model: LanguageModel, split: str, count: int, length: int, seed: int) -> None:
     if split not in (*Split, ALL):
         raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {split!r}")
     if count < 1 or length < 1:
         raise ConfigError(f"windows and tokens a window must be at least 1, not {count} and {length}")
+    if not 0 <= seed <= MOST_SEED:
+        raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
     if length > model.context:
         raise ConfigError(f"this model reads at most {model.context} tokens at once, not {length}; shorten the windows")
 

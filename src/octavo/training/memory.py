@@ -7,12 +7,16 @@ the reset is not allowed, the figure is the peak since the process began; where 
 
 So a CPU's figure depends on what the process did before: of two equal runs the later one starts from what the earlier
 left behind. It says what a machine needs, not what a precision costs, and is not to be compared between runs.
+:func:`extra_memory_bytes` is: what one call takes beyond what was there, after the C allocator has given back what it
+kept.
 """
 
+import ctypes
 import os
+import platform
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +26,14 @@ from octavo.errors import ConfigError
 from octavo.training.config import TrainingConfig
 from octavo.training.precision import resolve_device
 
-__all__ = ["check_batch_fits", "fitting_in_memory", "memory_bytes", "peak_memory_bytes", "reset_peak_memory"]
+__all__ = [
+    "check_batch_fits",
+    "extra_memory_bytes",
+    "fitting_in_memory",
+    "memory_bytes",
+    "peak_memory_bytes",
+    "reset_peak_memory",
+]
 
 MIB = 1 << 20
 # What torch raises as a bare RuntimeError: its CPU allocator on Linux and on Windows, the CUDA runtime, cuBLAS.
@@ -56,6 +67,22 @@ def peak_memory_bytes(device: torch.device) -> int:
             return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def extra_memory_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
+    """How far a call's peak is above what was in use before it, in bytes; None where no measurement can be begun.
+
+    Args:
+        device: whose memory to look at.
+        run: called once. What it needs only the first time, such as libraries, counts where it is the first time.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)  # freed blocks that it keeps would be taken again unseen
+    if not reset_peak_memory(device):
+        return None
+    before = peak_memory_bytes(device)
+    run()
+    return peak_memory_bytes(device) - before
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -36,7 +36,7 @@ def resolve_device(device: Device) -> torch.device:
     """
     has_cuda = torch.cuda.is_available()
     if device == Device.CUDA and not has_cuda:
-        raise ConfigError("training.device is 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
+        raise ConfigError("the device is to be 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
     return torch.device("cuda" if has_cuda and device != Device.CPU else "cpu")
 
 

@@ -43,7 +43,7 @@ def test_formats_take_turns_and_the_first_round_does_not_count():
 
 
 def test_a_cpu_is_said_to_emulate(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no FP8 instructions" in latency.emulation_note()
+    """The model's device says it, and not what else the machine has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert latency.emulation_note() == "Times are of this GPU."
+    assert "no FP8 instructions" in latency.emulation_note(torch.device("cpu"))
+    assert latency.emulation_note(torch.device("cuda")) == "Times are of this GPU."

@@ -1,10 +1,13 @@
 """``octavo calibrate`` as a user runs it."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from octavo.cli import runs
 from octavo.language_model import load_language_model
 from octavo.quantization import calibrate, coverage, load_calibration, text_windows
 from tests.unit.models import small_gguf
@@ -82,16 +85,55 @@ def test_a_gguf_file_is_calibrated_too(octavo, text, tmp_path):
         (["--from-run", "nowhere"], "holds no run"),
         (["--from-run", "nowhere", "--kv-cache"], "and no --kv-cache; leave one of them out"),
         (["--from-run", "nowhere", "--method", "mse"], "and no --method; leave one of them out"),
+        (["--percentile", "99"], "--percentile 99.0 is of --method percentile"),
+        (["--device", "tpu"], "device must be one of auto, cpu, cuda"),
+        (["--seed", str(2**63)], "Invalid value for '--seed'"),
+        (["--data", ""], "the source is empty"),
     ],
 )
 def test_bad_input_ends_in_one_sentence_and_writes_nothing(octavo, finished_run, tmp_path, options, words):
     text = tmp_path / "own.txt"
     text.write_text("of course, it is.\n" * 3000)
-    result = octavo("calibrate", finished_run, "--data", text, "--out", tmp_path / "out", *options)
+    data = [] if "--from-run" in options else ["--data", text]
+    result = octavo("calibrate", finished_run, *data, "--out", tmp_path / "out", *options)
     assert result.exit_code == 2
     assert words in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--data", "x"), ("--samples", 4), ("--split", "all"), ("--context", 8), ("--seed", 1), ("--skip", "*.o_proj")],
+)
+def test_what_a_run_has_no_use_for_is_refused(octavo, tmp_path, option, value):
+    result = octavo("calibrate", "m", "--from-run", "m", option, value, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"and no {option}; leave one of them out" in result.stderr
+
+
+def test_another_models_text_is_not_what_it_is_evaluated_on(octavo, tmp_path, monkeypatch):
+    """A run's is its own; of a file's it is nothing of the language topics, most of which are built in for training."""
+    (sources := tmp_path / "sources.txt").write_text("some words that are read before\n" * 300)
+    monkeypatch.setattr(runs, "LIBRARY_SOURCES", str(sources))
+    path = small_gguf.write(tmp_path / "model.gguf")
+    result = octavo("calibrate", path, "--samples", 4, "--context", 8, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert load_calibration(tmp_path / "out").seen.source == f"{sources}, train"
+
+
+def test_a_runs_text_is_its_own(octavo, finished_run, text, tmp_path):
+    result = octavo("calibrate", finished_run, "--samples", 4, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert load_calibration(tmp_path / "out").seen.source == f"{text}, train"
+
+
+def test_a_place_where_nobody_may_write_is_refused_before_anything_is_read(octavo, tmp_path, monkeypatch):
+    (tmp_path / "shut").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut")
+    result = octavo("calibrate", "no such model", "--out", tmp_path / "shut" / "out")
+    assert result.exit_code == 2
+    assert "you may not write into" in result.stderr
 
 
 def test_somebody_elses_folder_is_refused_before_anything_is_read(octavo, tmp_path):
@@ -121,7 +163,7 @@ def test_from_a_run_that_kept_no_amaxes(octavo, finished_run, tmp_path):
 def test_from_a_delayed_run(octavo, setting, text, tmp_path):
     assert octavo("train", *setting, "--recipe", "delayed", "--out", tmp_path / "run").exit_code == 0
     arguments = ["calibrate", tmp_path / "run", "--from-run", tmp_path / "run", "--out", tmp_path / "out"]
-    result = octavo(*arguments, "--check", text)
+    result = octavo(*arguments, "--check", text, "--context", 16)
     assert result.exit_code == 0, result.output
     assert "holds the scales of 7 layers" in result.stdout
     assert "checked text" in result.stdout

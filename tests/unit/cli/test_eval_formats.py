@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo import convert
-from octavo.cli import compare_formats, console
+from octavo.cli import compare_formats, console, runs
 from octavo.language_model import load_language_model
 from octavo.models.llama_folder import write_tokenizer
 from octavo.quantization import calibrate, text_windows
@@ -16,6 +16,7 @@ from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import line_up
+from octavo.training.memory import reset_peak_memory
 from octavo.training.text import TOPICS
 from octavo.training.tokenizer import train_tokenizer
 from tests.unit.cli.conftest import run_octavo
@@ -58,6 +59,8 @@ def test_formats_of_a_file(octavo, gguf):
         assert row["file_bytes"] == entry.storage.file_bytes
         assert row["gap"]["standard_error"] == expected.gap(entry.name).standard_error
     assert rows["fp8-dynamic"]["layers"] == 14
+    if reset_peak_memory(torch.device("cpu")):
+        assert all(row["peak_bytes"] == row["memory_bytes"] + row["pass_bytes"] for row in rows.values())
     assert rows["fp8-kv-centred"]["divergence"] > 0
     assert record["passes"] == []
 
@@ -73,7 +76,7 @@ def test_tables_are_whole_in_eighty_columns(octavo, monkeypatch, gguf):
     monkeypatch.setattr(console, "PIPE_WIDTH", 80)
     shown = octavo("eval", gguf, "--compare", "fp8-kv-centred", "--speed", *FEW).stdout.splitlines()
     rows = [line.split() for line in shown if line.startswith(" fp8-kv-centred")]
-    assert [len(row) for row in rows] == [9, 4, 5], shown  # "±" and "%" are words of the first; a cache has no layers
+    assert [len(row) for row in rows] == [9, 5, 5], shown  # "±" and "%" are words of the first; a cache has no layers
 
 
 def test_speed_is_said_to_be_emulated(octavo, gguf):
@@ -109,7 +112,7 @@ def test_static_is_calibrated_now_or_from_a_folder(octavo, gguf, tmp_path, monke
     """On text that the evaluation does not have; both are the contestant of those scales."""
     (sources := tmp_path / "sources").mkdir()
     (sources / "some.txt").write_text("some words that are read before\n" * 300)
-    monkeypatch.setattr(compare_formats, "LIBRARY_SOURCES", str(sources))
+    monkeypatch.setattr(runs, "LIBRARY_SOURCES", str(sources))
     model = load_language_model(gguf)
     batches = [window[None] for window in text_windows(model, sources, "train", count=2, length=16)]
     calibration = calibrate(model, batches)
@@ -212,11 +215,11 @@ def test_a_tuned_folder_is_a_model_and_a_contestant(octavo, finished_run, tuned_
     for arguments in ((), ("--compare", "fp8-dynamic")):
         result = octavo("eval", tuned_run, *arguments, *FEW, "--json")
         assert result.exit_code == 0, result.output
-    arguments = ["--compare", "fp8-dynamic,fp8-qat", "--qat", tuned_run, *FEW]
-    record = json.loads(octavo("eval", finished_run, *arguments, "--json").stdout)
+    both = ["--compare", "fp8-dynamic,fp8-qat", "--qat", tuned_run, *FEW]
+    record = json.loads(octavo("eval", finished_run, *both, "--json").stdout)
     assert record["tuned"] == str(tuned_run)
     assert record["formats"][2]["layers"] == record["formats"][1]["layers"]
-    assert "fp8-qat is tuned and bf16 is not" in octavo("eval", finished_run, *arguments).stdout
+    assert "fp8-qat is tuned and bf16 is not" in octavo("eval", finished_run, *both).stdout
 
 
 def test_a_tuned_folder_of_another_model_is_refused(octavo, gguf, tuned_run):
@@ -237,6 +240,8 @@ def test_a_tuned_folder_of_another_model_is_refused(octavo, gguf, tuned_run):
         (["--compare", "fp8-qat"], "fp8-qat needs --qat"),
         (["--compare", "bf16", "--windows", "0"], "must be at least 1"),
         (["--compare", "bf16", "--context", "1"], "from 2 to 32 tokens"),
+        (["--compare", "bf16", "--context", "0"], "from 2 to 32 tokens"),
+        (["--compare", "bf16", "--device", "tpu"], "device must be one of auto, cpu, cuda"),
         (["--compare", "bf16", "--split", "test"], "language-topics has no splits"),
         (["--speed"], "--speed goes with --compare"),
         (["--samples", "4"], "--samples goes with --compare"),

@@ -28,7 +28,7 @@ def test_it_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
 
 def test_the_table_says_what_stands_beside_what(octavo, finished_run, text, tmp_path):
     out = tmp_path / "qat"
-    options = ["--recipe", "tensorwise", "--distill", 0.5, "--skip", "*.o_proj", "--convert-head"]
+    options = ["--recipe", "tensorwise", "--distill", 0.5, "--skip", "*.o_proj", "--head"]
     result = octavo("qat", finished_run, "--data", text, *SMALL, *options, "--out", out)
     assert result.exit_code == 0, result.output
     assert "FP8, trained for it" in result.stdout
@@ -46,6 +46,7 @@ def test_the_table_says_what_stands_beside_what(octavo, finished_run, text, tmp_
         (["--steps", 0], "steps must be at least 1"),
         (["--recipe", "bf16"], "casts no weight"),
         (["--device", "tpu"], "device must be one of"),
+        (["--seed", "99999999999999999999999"], "Invalid value for '--seed'"),
         (["--recipe", "delayed"], "takes its scales from training steps"),
         (["--recipe", "tensorwise", "--scales", "tracked"], "leave --scales out"),
         (["--scales", "guessed"], "scales must be one of"),
@@ -62,6 +63,15 @@ def test_bad_input_ends_with_one_sentence_and_leaves_nothing(octavo, finished_ru
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_reads_little_is_tuned_on_what_it_reads(octavo, finished_run, tmp_path):
+    """And on the text that it was trained on."""
+    few = ["--steps", 1, "--batch-size", 1, "--eval-windows", 2]
+    result = octavo("qat", finished_run, *few, "--out", tmp_path / "qat", "--json")
+    assert result.exit_code == 0, result.output
+    settings = json.loads((tmp_path / "qat" / "qat.json").read_text())["settings"]
+    assert settings["tuning"]["context"] == 32
 
 
 def test_a_folder_in_use_is_refused_before_any_work(octavo, tmp_path):

@@ -23,5 +23,5 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, name, words):
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda _path, mode: not mode & os.W_OK)
-    with pytest.raises(ConfigError, match="--html: you may not write into"):
+    with pytest.raises(ConfigError, match="you may not write into"):
         check_target("--html", tmp_path / "page.html")

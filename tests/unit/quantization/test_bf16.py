@@ -28,12 +28,13 @@ def test_every_parameter_is_that_of_a_checkpoint():
 
 
 def test_codes_stay():
-    layer = torch.nn.Sequential(torch.nn.Linear(4, 4)).requires_grad_(False)
-    convert(layer, frozen="fp8")
-    before = layer[0].weight.clone()
-    round_to_bf16(layer)
-    assert layer[0].weight.dtype == torch.float8_e4m3fn
-    assert torch.equal(layer[0].weight.view(torch.uint8), before.view(torch.uint8))
+    layer = torch.nn.Linear(4, 4).requires_grad_(False)
+    model = torch.nn.Sequential(layer)
+    convert(model, frozen="fp8")
+    before = layer.weight.detach().clone()
+    round_to_bf16(model)
+    assert layer.weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(layer.weight.view(torch.uint8), before.view(torch.uint8))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", *RECIPES.values()])

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ WORDS = " ".join(f"w{i:05d}" for i in range(6000))
 @pytest.fixture(scope="module")
 def model():
     return LanguageModel(
-        model=torch.nn.Identity(),
+        model=torch.nn.Linear(1, 1),
         tokenizer=train_tokenizer([WORDS], vocab_size=400),
         context=64,
         source="none",
@@ -79,6 +80,12 @@ def test_documents_follow_each_other_with_the_mark_between_them(model, tmp_path)
     assert text_windows(model, tmp_path, "all", count=1, length=len(expected)).tolist() == [expected]
 
 
+def test_windows_are_where_the_model_is(model, file):
+    elsewhere = replace(model, model=torch.nn.Linear(1, 1, device="meta"))
+    assert text_windows(elsewhere, file, "all", count=2, length=8).device == torch.device("meta")
+    assert text_windows(model, file, "all", count=2, length=8).device == torch.device("cpu")
+
+
 @pytest.mark.parametrize("split", list(Split))
 def test_a_split_holds_its_own_text(model, file, split):
     window = text_windows(model, file, split, count=1, length=60)[0]
@@ -104,6 +111,8 @@ def test_what_a_tokenizer_file_truncates_is_read_whole(model, file):
         ({"split": "tset"}, "split must be one of train, validation, test, all, not 'tset'"),
         ({"count": 0}, "must be at least 1, not 0 and 8"),
         ({"length": 0}, "must be at least 1, not 3 and 0"),
+        ({"seed": -1}, "seed must be from 0 to"),
+        ({"seed": 2**63}, "seed must be from 0 to"),
         ({"length": 65}, "this model reads at most 64 tokens at once, not 65"),
     ],
 )

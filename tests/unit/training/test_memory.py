@@ -7,7 +7,7 @@ import torch
 
 from octavo.training import memory
 from octavo.training.loop import train
-from octavo.training.memory import peak_memory_bytes, reset_peak_memory
+from octavo.training.memory import extra_memory_bytes, peak_memory_bytes, reset_peak_memory
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 CPU = torch.device("cpu")
@@ -30,6 +30,29 @@ def test_peak_rises_with_use_and_falls_with_a_reset():
     assert 240 * MIB < used < 300 * MIB
     reset_peak_memory(CPU)
     assert peak_memory_bytes(CPU) - before < 100 * MIB
+
+
+@pytest.mark.parametrize("size", [64, 8])
+def test_a_calls_own_peak_does_not_depend_on_what_was_freed_before(size):
+    """Blocks of a size that the C allocator keeps when they are freed, and of one that it gives back."""
+    if not reset_peak_memory(CPU):
+        pytest.skip("this kernel does not let a process reset its peak memory")
+
+    def run():
+        return [torch.ones(size * MIB // 4) for _ in range(128 // size)]
+
+    for _ in range(3):
+        extra = extra_memory_bytes(CPU, run)
+        assert extra is not None
+        assert 120 * MIB < extra < 136 * MIB
+    extra = extra_memory_bytes(CPU, lambda: None)
+    assert extra is not None
+    assert extra < 2 * MIB
+
+
+def test_a_calls_peak_is_unknown_where_it_cannot_be_reset(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    assert extra_memory_bytes(CPU, lambda: None) is None
 
 
 def test_without_proc_it_is_the_peak_of_the_process(tmp_path, monkeypatch):

@@ -23,11 +23,12 @@ from octavo.observers import INPUT, ROLES
 from octavo.quantization.calibration.health import LayerHealth, health_of
 from octavo.quantization.calibration.magnitudes import MagnitudeCounts
 from octavo.quantization.calibration.observing import Batch, Observation, module_of, observe
-from octavo.quantization.calibration.ranges import Method, RangeRule, chosen_scale
+from octavo.quantization.calibration.ranges import PERCENTILE, Method, RangeRule, chosen_scale
 from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     Calibration,
     SeenData,
+    check_can_hold,
     check_holds_no_codes,
     linear_shapes,
     shape_hash,
@@ -48,7 +49,7 @@ def calibrate(
     batches: Iterable[Batch],
     *,
     method: str = Method.MAX,
-    percentile: float = 99.99,
+    percentile: float = PERCENTILE,
     granularity: str = "tensor",
     weight_method: str = WeightMethod.MAX,
     power_of_two: bool = False,
@@ -78,8 +79,10 @@ def calibrate(
         on_batch: called after each batch with (done, total or None).
 
     Raises:
-        ConfigError: an unknown method or granularity, a pattern that matches nothing, or no layer to calibrate.
+        ConfigError: an unknown method or granularity, a pattern that matches nothing, no layer to calibrate, or
+            ``weight_method="mse"`` of a weight that something else reads too.
         DataError: no batch, or one in which a layer is given NaN or ±Inf.
+        TypeError: a batch of another kind.
 
     Example:
         >>> import octavo
@@ -97,6 +100,8 @@ def calibrate(
     if not layers:
         raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
     check_holds_no_codes(module, layers)
+    if how is not WeightMethod.MAX:
+        check_can_hold(module, layers)
     fmt = _input_cast(recipe).format
 
     def note_early_scales(seen: Observation) -> None:

@@ -4,10 +4,11 @@
 |-----------------------|-----------------------------------------------------------------------------------|
 | recipe.toml           | the static recipe (``octavo.recipes.from_toml``)                                  |
 | scales.safetensors    | float32, decode scales; keys as those of ``octavo.scaling_state``                 |
-| calibration.json      | what was seen, health, groups, shapes; the SHA-256 of both others; written last   |
+| calibration.json      | what was seen, health, groups, shapes; the SHA-256 of both others                 |
 
-A folder without a calibration.json of this kind, or with another one's files, is not whole and not read. One that holds
-anything else is somebody's and not written to.
+The folder is written beside its place under a hidden name, synced, and renamed: what has its name is whole, an older
+calibration or the new one. One without a calibration.json of this kind, or with another one's files, is not read. One
+that holds anything else is somebody's and not written to.
 """
 
 import hashlib
@@ -17,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.errors import CheckpointError, ConfigError
-from octavo.files import sync_folder, write_atomically
+from octavo.errors import CheckpointError
+from octavo.files import check_folder, check_may_write, replacing_folder
 
 __all__ = ["check_own_folder", "read_folder", "write_folder"]
 
@@ -27,39 +28,31 @@ RECIPE, SCALES, RECORD = "recipe.toml", "scales.safetensors", "calibration.json"
 
 
 def check_own_folder(folder: Path) -> None:
-    """Refuse a folder that holds files, and no calibration.
+    """Refuse a folder that cannot take a calibration, before anything is computed; an older one it may hold.
 
     Raises:
-        ConfigError: it does, or it is a file.
+        ConfigError: it is a file, holds other files, or nobody may write there.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"the calibration would go to {str(folder)!r}, which is a file; name a folder")
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    record = _record(folder)
-    if record is None or record.get("format") != FORMAT:
-        raise ConfigError(
-            f"the calibration would go to {str(folder)!r}, which holds other files; move them, or name another folder"
-        )
+    check_folder(folder, is_own=_holds_calibration)
+    check_may_write(folder.resolve().parent)  # where the new one is made
 
 
 def write_folder(folder: Path, recipe: str, scales: dict[str, Tensor], record: dict[str, Any]) -> None:
-    """Write the files; an older calibration in the folder is invalid from the first of them on.
+    """Write the files; an older calibration is there until the new one is whole.
 
     Raises:
-        ConfigError: the folder holds other files.
+        ConfigError: see :func:`check_own_folder`.
     """
     from safetensors.torch import save
 
     check_own_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     contents = {RECIPE: recipe.encode(), SCALES: save(scales)}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     text = json.dumps({"format": FORMAT, "files": hashes, **record}, indent=2, allow_nan=False)
-    for name, content in contents.items():
-        write_atomically(folder / name, content)
-    write_atomically(folder / RECORD, text + "\n")
-    sync_folder(folder)
+    with replacing_folder(folder, is_own=_holds_calibration) as temporary:
+        for name, content in contents.items():
+            (temporary / name).write_bytes(content)
+        (temporary / RECORD).write_text(text + "\n", encoding="utf-8")
 
 
 def read_folder(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
@@ -85,6 +78,14 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
         return contents[RECIPE].decode(), load(contents[SCALES]), record
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"the calibration in {str(folder)!r} is damaged ({error}); calibrate again") from error
+
+
+def _holds_calibration(folder: Path) -> bool:
+    """Whether a folder holds one, damaged or not, and nothing else."""
+    if not {path.name for path in folder.iterdir()} <= {RECIPE, SCALES, RECORD}:
+        return False
+    record = _record(folder)
+    return record is not None and record.get("format") == FORMAT
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

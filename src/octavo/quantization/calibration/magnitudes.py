@@ -63,7 +63,7 @@ class MagnitudeCounts:
     """Gathers the magnitudes of the tensors that it is given.
 
     Args:
-        device: where to count.
+        device: where to keep the counts.
 
     Attributes:
         amax: float32 [], the largest magnitude so far; NaN or Inf once there was one.
@@ -92,12 +92,12 @@ class MagnitudeCounts:
             return
         x = x.detach().float()
         low, high = x.aminmax()
-        amax = torch.maximum(-low, high).abs()  # of NaN it is NaN
+        amax = torch.maximum(-low, high).abs().to(self.amax.device)  # of NaN it is NaN
         self.amax = torch.maximum(self.amax, amax)
         if not bool(amax.isfinite()):
             return
         bins = x.abs().view(torch.int32).add_(HALF).bitwise_right_shift_(SHIFT)
-        self.counts += torch.bincount(bins.flatten(), minlength=BINS)
+        self.counts += torch.bincount(bins.flatten(), minlength=BINS).to(self.counts.device)
 
     def merge(self, other: "MagnitudeCounts") -> None:
         """Add what another has counted."""

@@ -92,7 +92,7 @@ class Observation:
     """What was seen.
 
     Attributes:
-        inputs: by the layer's path, in the order of the first calls; layers that were not called are missing.
+        inputs: by the layer's path, in the order of the first calls; layers that were given no element are missing.
         keys_and_values: by the layer's number; empty where they were not asked for.
         batches: how many there were.
         samples: the sum of their first dimensions.
@@ -140,6 +140,7 @@ def observe(
 
     Raises:
         DataError: there is no batch, or a layer was given NaN or ±Inf; its sentence names batch and layer.
+        TypeError: a batch of another kind.
     """
     seen, total = Observation(), len(batches) if isinstance(batches, Sized) else None
     late = None if total is None or total < 2 else total - -(-total // LATE_SHARE)
@@ -153,6 +154,7 @@ def observe(
             on_batch(seen.batches, total)
     if not seen.batches:
         raise DataError("there is no batch to calibrate on; give at least one, and 32 samples or more in all")
+    seen.inputs = {path: one for path, one in seen.inputs.items() if bool(one.counts.counts.any())}
     return seen
 
 
@@ -257,14 +259,20 @@ def _call_language_model(logits: Callable[[Tensor], Tensor], batch: Batch) -> ob
 def _call_module(module: nn.Module, batch: Batch) -> object:
     if isinstance(batch, Mapping):
         return module(**batch)
-    return module(*batch) if isinstance(batch, tuple | list) else module(batch)
+    if isinstance(batch, tuple | list):
+        return module(*batch)
+    if not isinstance(batch, Tensor):
+        raise TypeError(
+            f"a batch is a tensor, a tuple of arguments or a dictionary of keywords, not {type(batch).__name__}"
+        )
+    return module(batch)
 
 
 def _check_finite(counts: MagnitudeCounts, seen: Observation, what: str) -> None:
     if not bool(counts.amax.isfinite()):
         raise DataError(
-            f"in batch {seen.batches} {what} NaN or infinity, which no scale provides for; mend that batch, or the "
-            "model"
+            f"in batch {seen.batches} {what} NaN or infinity in FP32, which no scale provides for; mend that batch, or "
+            "the model"
         )
 
 

@@ -32,9 +32,10 @@ from octavo.numerics import PerRow, ScaleRounding, scale_from_amax
 from octavo.quantization.calibration.magnitudes import Magnitudes
 from octavo.recipes.specs import check_member
 
-__all__ = ["Method", "RangeRule", "candidates", "chosen_scale", "decoded"]
+__all__ = ["PERCENTILE", "Method", "RangeRule", "candidates", "chosen_scale", "decoded"]
 
 BINADES, STEPS = 4, 16
+PERCENTILE = 99.99  # unless another is asked for
 
 
 class Method(StrEnum):
@@ -60,7 +61,7 @@ class RangeRule:
     """
 
     method: Method = Method.MAX
-    percentile: float = 99.99
+    percentile: float = PERCENTILE
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +82,8 @@ def candidates(amax: Tensor, binades: int = BINADES) -> Tensor:
         >>> candidates(torch.tensor(448.0), binades=1)[[0, 8, 16]]
         tensor([448.0000, 316.7838, 224.0000])
     """
-    factors = torch.exp2(-torch.arange(STEPS * binades + 1, dtype=torch.float64) / STEPS)
+    steps = torch.arange(STEPS * binades + 1, dtype=torch.float64, device=amax.device)
+    factors = torch.exp2(-steps / STEPS)
     return (amax.double() * factors.view(-1, *[1] * amax.ndim)).float()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.convert import ConversionReport, convert, hold_weights
+from octavo.convert import ConversionReport, convert, hold_weights, read_by_others
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
@@ -35,6 +35,7 @@ __all__ = [
     "NEVER_REACHED",
     "Calibration",
     "SeenData",
+    "check_can_hold",
     "check_holds_no_codes",
     "linear_shapes",
     "load_calibration",
@@ -111,11 +112,14 @@ class Calibration:
 
         Raises:
             CheckpointError: the scales were made for another model; it is unchanged then.
-            ConfigError: ``hold_weights=False`` with searched weight scales, or a layer that holds codes already.
+            ConfigError: ``hold_weights=False`` with searched weight scales, such scales of a weight that something else
+                reads too, or a layer that holds codes already.
         """
         module = module_of(model)
         self.check_fit(module)
         searched = self.weight_method is not WeightMethod.MAX
+        if searched:
+            check_can_hold(module, self.input_scales)
         if searched and hold_weights is False:
             raise ConfigError(
                 "weight scales that were searched for (mse) need hold_weights=True: a weight in high precision is cast "
@@ -286,6 +290,17 @@ def check_holds_no_codes(module: nn.Module, paths: Iterable[str]) -> None:
         if isinstance(layer, Linear) and layer.held is not None:
             raise ConfigError(
                 f"layer {path!r} holds its weight as FP8 codes already; start from the model in high precision"
+            )
+
+
+def check_can_hold(module: nn.Module, paths: Iterable[str]) -> None:
+    """Raise ConfigError if the weight of one of the layers cannot become codes, as searched scales need it."""
+    others_read = read_by_others(module)
+    for path in paths:
+        if path in others_read:
+            raise ConfigError(
+                f"the weight of {path!r} cannot have searched scales (mse), which a layer needs codes for: "
+                f"{others_read[path]}; leave the layer out with skip, or take the weights' scales by max"
             )
 
 

@@ -17,7 +17,14 @@ from octavo.observers import INPUT
 from octavo.quantization.calibration.calibrate import weights_of
 from octavo.quantization.calibration.health import LayerHealth
 from octavo.quantization.calibration.ranges import RangeRule
-from octavo.quantization.calibration.result import NEVER_REACHED, Calibration, SeenData, linear_shapes, shape_hash
+from octavo.quantization.calibration.result import (
+    NEVER_REACHED,
+    Calibration,
+    SeenData,
+    check_can_hold,
+    linear_shapes,
+    shape_hash,
+)
 from octavo.quantization.calibration.weight_scales import WeightMethod
 from octavo.recipes.specs import check_member
 from octavo.training.facts import own_version
@@ -39,7 +46,8 @@ def calibration_from_run(
 
     Raises:
         CheckpointError: there is no run, or no checkpoint yet.
-        ConfigError: none of its layers has kept an input's amax: its recipe is not a delayed one.
+        ConfigError: none of its layers has kept an input's amax: its recipe is not a delayed one; or
+            ``weight_method="mse"`` of a weight that something else reads too.
     """
     check_member("weight_method", weight_method, tuple(WeightMethod))
     rule = RangeRule(power_of_two=power_of_two)
@@ -52,6 +60,8 @@ def calibration_from_run(
             f"the run in {str(run_dir)!r} ({run.config.training.recipe}) has kept no amaxes; train with the recipe "
             "delayed, or calibrate on data"
         )
+    if weight_method != WeightMethod.MAX:
+        check_can_hold(run.model, amaxes)
     assert recipe.output.a is not None
     fmt = recipe.output.a.format
     scales = {

@@ -23,7 +23,7 @@ __all__ = ["evaluation_windows", "topic_tokens"]
 
 
 def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: int, length: int) -> Tensor:
-    """Windows of held-out text, int64 [count, length].
+    """Windows of held-out text, int64 [count, length], on the model's device.
 
     Args:
         model: whose tokenizer to use.
@@ -44,7 +44,8 @@ def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: 
         raise ConfigError(f"{TOPICS} has no splits; leave --split {split} out, or evaluate on 'builtin'")
     if count < 1:
         raise ConfigError(f"windows must be at least 1, not {count}")
-    return torch.tensor(topic_tokens(model.tokenizer, count * length), dtype=torch.int64).view(count, length)
+    ids = topic_tokens(model.tokenizer, count * length)
+    return torch.tensor(ids, dtype=torch.int64, device=model.device).view(count, length)
 
 
 def topic_tokens(tokenizer: "Tokenizer", count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from octavo.nn import Linear
 from octavo.numerics import Granularity, ScaleRounding
 from octavo.quantization import calibrate, coverage
 from octavo.quantization.calibration.result import NEVER_REACHED
+from octavo.quantization.calibration.weight_scales import WeightMethod
 from tests.contract.gemm_oracle import recorded_products
 from tests.unit.quantization.calibration.test_observing import llama, recorded, token_batches
 
@@ -328,3 +330,58 @@ def test_a_quiet_calibration_warns_of_nothing():
         found = calibrate(mlp(), mlp_batches(32))
     assert found.seen.samples == 192
     assert found.warnings() == []
+
+
+@pytest.mark.parametrize("batch", [1, None, "words"])
+def test_a_batch_of_another_kind_is_refused(batch):
+    with pytest.raises(TypeError, match="a batch is a tensor, a tuple of arguments or a dictionary of keywords, not"):
+        calibrate(mlp(), [batch])
+
+
+def test_a_layer_that_was_given_nothing_was_not_reached():
+    """An empty tensor holds no zeros, so that its scale is not theirs."""
+    found = calibrate(mlp(), [torch.empty(0, 200)])
+    assert found.input_scales == {}
+    assert found.left_out == {"0": NEVER_REACHED, "2": NEVER_REACHED}
+    several = calibrate(mlp(), [*mlp_batches(), torch.empty(0, 200)])
+    assert several.input_scales == calibrate(mlp(), mlp_batches()).input_scales
+
+
+def test_a_number_beyond_fp32_is_refused_by_name():
+    with pytest.raises(DataError, match="in batch 1 layer '0' is given NaN or infinity in FP32"):
+        calibrate(mlp().double(), [torch.full((2, 200), 1e300, dtype=torch.float64)])
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    return model
+
+
+def read_by_torch():
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(tied, "'0'.*other modules use it too"), (read_by_torch, r"'0\.linear1'.*fast path")]
+)
+def test_searched_scales_of_a_weight_that_cannot_become_codes_are_refused(make, words):
+    """Its layer would cast it with another scale than the one that was found."""
+    batches = [torch.randn(2, 4, 8)]
+    with pytest.raises(ConfigError, match=words):
+        calibrate(make(), batches, weight_method="mse")
+    searched = replace(calibrate(make(), batches), weight_method=WeightMethod.MSE)  # of an older version
+    model = make()
+    with pytest.raises(ConfigError, match=words):
+        searched.apply(model)
+    assert not any(isinstance(layer, Linear) for layer in model.modules())
+
+
+def test_a_tied_head_is_left_alone_unless_it_is_asked_for():
+    model = llama()
+    assert calibrate(model, token_batches(), weight_method="mse").weight_scales
+
+
+def test_skip_is_a_list():
+    with pytest.raises(ConfigError, match=r"write skip=\['0'\]"):
+        calibrate(mlp(), mlp_batches(), skip="0")

@@ -1,5 +1,6 @@
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from torch import nn
 
 import octavo
 from octavo.errors import CheckpointError, ConfigError
-from octavo.files import write_atomically
 from octavo.quantization import calibrate, load_calibration
 from tests.unit.quantization.calibration.test_calibrate import mlp, mlp_batches
 from tests.unit.quantization.calibration.test_observing import llama, token_batches
@@ -98,10 +98,10 @@ def test_an_older_calibration_is_replaced_and_other_files_are_not(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("three years")
-    with pytest.raises(ConfigError, match="holds other files; move them"):
+    with pytest.raises(ConfigError, match="holds other files; name a new folder"):
         first.save(other)
     assert [path.name for path in other.iterdir()] == ["thesis.txt"]
-    with pytest.raises(ConfigError, match="which is a file; name a folder"):
+    with pytest.raises(ConfigError, match="is a file; name a folder"):
         first.save(other / "thesis.txt")
 
 
@@ -127,27 +127,33 @@ def test_a_damaged_folder_is_refused(found, tmp_path, damage):
         load_calibration(tmp_path)
 
 
-def test_an_interrupted_save_leaves_no_half_calibration(found, tmp_path, monkeypatch):
-    """Whatever file it stops at: the older one is whole, or what is there is refused."""
+@pytest.mark.parametrize("stop", range(2))
+def test_a_save_over_an_older_calibration_leaves_one_of_them_whole(found, tmp_path, monkeypatch, stop):
+    """Whichever rename it stops at; nothing else stays beside it."""
+    out = tmp_path / "out"
     older = calibrate(mlp(), mlp_batches())
-    for stop in range(3):
-        older.save(tmp_path)
-        written: list[str] = []
+    older.save(out)
+    rename, renamed = Path.replace, []
 
-        def write(path, content, written=written, stop=stop):
-            if len(written) == stop:
-                raise OSError("disk full")
-            written.append(path.name)
-            write_atomically(path, content)
+    def replace(path, target):
+        renamed.append(path)
+        if len(renamed) == stop + 1:
+            raise OSError("the power is gone")
+        return rename(path, target)
 
-        monkeypatch.setattr("octavo.quantization.calibration.folder.write_atomically", write)
-        with pytest.raises(OSError, match="disk full"):
-            found.save(tmp_path)
-        monkeypatch.undo()
-        if stop == 0:
-            assert load_calibration(tmp_path).model_hash == older.model_hash
-        else:
-            with pytest.raises(CheckpointError, match="is damaged"):
-                load_calibration(tmp_path)
-        found.save(tmp_path)
-        assert load_calibration(tmp_path).model_hash == found.model_hash
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="the power is gone"):
+        found.save(out)
+    monkeypatch.undo()
+    assert load_calibration(out).model_hash == older.model_hash
+    found.save(out)
+    assert load_calibration(out).model_hash == found.model_hash
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_file_beside_a_calibration_is_somebodys(found, tmp_path):
+    found.save(tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds other files"):
+        found.save(tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
