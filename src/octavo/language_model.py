@@ -4,11 +4,12 @@
 |------------------------------------------------|--------------------------------------------------|
 | a run's folder (config.toml, checkpoints/)     | ``octavo.training.run_folder``                   |
 | a Hugging Face folder (config.json)            | ``transformers.AutoModelForCausalLM``            |
+| one in FP8 (``octavo export``, and the like)   | ``octavo.load_quantized``                        |
 | a .gguf file of the Llama layout               | ``octavo.models.load_gguf``                      |
 | a model's name on Hugging Face's hub, "org/name" | ``transformers``, which downloads it           |
 
 All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32: a run's layers are plain again, with the
-weights it was trained to.
+weights it was trained to. A folder in FP8 keeps its codes, and computes as its format says.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
+from octavo.interchange import is_quantized, load_quantized
 from octavo.models import Llama, load_gguf
 from octavo.training.run_folder import CONFIG, has_run, load_run
 
@@ -100,7 +102,7 @@ def load_language_model(source: str | Path) -> LanguageModel:
     if path.suffix.lower() == ".gguf":
         return _from_gguf(path)
     if path.is_dir() and (path / HF_CONFIG).is_file():
-        return _from_hugging_face(str(path))
+        return _from_quantized(path) if is_quantized(path) else _from_hugging_face(str(path))
     if has_run(path):
         return _from_run(path)
     if path.exists():
@@ -125,6 +127,11 @@ def _from_run(path: Path) -> LanguageModel:
     return LanguageModel(
         model=run.model, tokenizer=run.tokenizer, context=run.config.training.context, source=str(path)
     )
+
+
+def _from_quantized(path: Path) -> LanguageModel:
+    read = load_quantized(path)
+    return LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(path))
 
 
 def _from_hugging_face(source: str) -> LanguageModel:

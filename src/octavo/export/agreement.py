@@ -1,0 +1,199 @@
+"""Whether two ways to compute the same FP8 model agree, in spite of casts that amplify their last digits.
+
+A cast is a staircase. Two programs that add in another order differ by 1e-7, now and then a value falls on the other
+side of a step, that one code differs by 1/16, and a token later half the codes do: on SmolLM2-135M octavo's own two
+summation orders end 11 % apart in their logits, as far as FP8 is from FP32. Comparing logits alone would have to allow
+all of that, and would see no mistake.
+
+So the two are compared **in lockstep**. The reference records what reaches every FP8 layer. The other model runs on the
+same tokens; at each FP8 layer what arrives is compared with the record, and the record is what the layer is given. It
+casts it itself, multiplies by its own codes and scales, and hands on what it found. Errors cannot grow from one layer
+to the next, and every part of the model stands between two comparisons: a wrong scale, code, granularity, norm or
+rotary angle shows at the next layer, by name. The logits at the end are the last comparison.
+
+Text is continued greedily in the same way: at every place the next token must be the one that the reference chose.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+__all__ = ["Agreement", "Probe", "compare", "load_probe", "make_probe", "save_probe"]
+
+Logits = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the reference computed.
+
+    Attributes:
+        tokens: int64 [B, T]: prompts, and what the reference continues them with.
+        prompt: tokens of a prompt.
+        logits: float32 [B, T, V].
+        inputs: what reached each FP8 layer, [B, T, K], by path.
+    """
+
+    tokens: Tensor
+    prompt: int
+    logits: Tensor
+    inputs: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How far another model is from a probe.
+
+    Attributes:
+        logits_error: ‖logits − reference‖ / ‖reference‖, in lockstep.
+        worst_error: the largest such error of what reaches a layer.
+        worst_layer: that layer's path.
+        greedy_tokens: how many tokens were continued.
+        greedy_equal: how many of them are the same, in lockstep.
+        free_error: the logits' error when the model runs by itself, for information.
+        free_equal: how many tokens it chooses alike then.
+    """
+
+    logits_error: float
+    worst_error: float
+    worst_layer: str
+    greedy_tokens: int
+    greedy_equal: int
+    free_error: float
+    free_equal: int
+
+    def within(self, tolerance: float) -> bool:
+        """Whether it is the same model; NaN is not."""
+        return max(self.logits_error, self.worst_error) <= tolerance and self.greedy_equal == self.greedy_tokens
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+
+@torch.no_grad()
+def make_probe(
+    logits: Logits,
+    model: nn.Module,
+    paths: Iterable[str],
+    prompts: Tensor,
+    *,
+    count: int,
+    on_token: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Probe:
+    """Continue prompts greedily with the reference and record what reaches the layers at ``paths``.
+
+    Args:
+        logits: token ids [B, T] → logits [B, T, V], by ``model``.
+        model: the reference.
+        paths: of its FP8 layers.
+        prompts: int64 [B, T].
+        count: tokens to continue with.
+        on_token: called after each with (done, total).
+    """
+    tokens = prompts
+    for done in range(count):
+        following = logits(tokens)[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, following], 1)
+        on_token(done + 1, count)
+    inputs: dict[str, Tensor] = {}
+
+    def record(path: str, arriving: Tensor) -> None:
+        inputs[path] = arriving.detach().float()
+
+    with _watched(model, paths, record):
+        found = logits(tokens)
+    return Probe(tokens=tokens, prompt=prompts.shape[1], logits=found.float(), inputs=inputs)
+
+
+@torch.no_grad()
+def compare(logits: Logits, model: nn.Module, probe: Probe) -> Agreement:
+    """Run another model on a probe's tokens, in lockstep and by itself."""
+    free = logits(probe.tokens)
+    errors = dict.fromkeys(probe.inputs, float("inf"))  # of a layer that never runs
+
+    def replace(path: str, arriving: Tensor) -> Tensor:
+        expected = probe.inputs[path]
+        errors[path] = relative_error(arriving, expected)
+        return expected.to(arriving.dtype)
+
+    with _watched(model, probe.inputs, replace):
+        found = logits(probe.tokens)
+    worst = max(errors, key=lambda path: (errors[path] != errors[path], errors[path]), default="")
+    return Agreement(
+        logits_error=relative_error(found, probe.logits),
+        worst_error=errors.get(worst, 0.0),
+        worst_layer=worst,
+        greedy_tokens=probe.tokens[:, probe.prompt :].numel(),
+        greedy_equal=_equal_choices(found, probe),
+        free_error=relative_error(free, probe.logits),
+        free_equal=_equal_choices(free, probe),
+    )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖ in float64.
+
+    Example:
+        >>> relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
+        0.1
+    """
+    if found.shape != expected.shape:
+        return float("inf")
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def save_probe(probe: Probe, path: Path) -> None:
+    """Write a probe; a tensor that reaches several layers is written once."""
+    names: dict[int, str] = {}
+    inputs, tensors = {}, {"tokens": probe.tokens.contiguous(), "logits": probe.logits.contiguous()}
+    for layer, x in probe.inputs.items():
+        name = names.setdefault(x.data_ptr(), f"input.{len(names)}")
+        inputs[layer], tensors[name] = name, x.contiguous()
+    save_file(tensors, path, metadata={"prompt": str(probe.prompt), "inputs": json.dumps(inputs)})
+
+
+def load_probe(path: Path) -> Probe:
+    """Read what :func:`save_probe` wrote."""
+    with safe_open(path, framework="pt") as file:
+        said = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+    return Probe(
+        tokens=tensors["tokens"],
+        prompt=int(said["prompt"]),
+        logits=tensors["logits"],
+        inputs={layer: tensors[name] for layer, name in json.loads(said["inputs"]).items()},
+    )
+
+
+@contextmanager
+def _watched(model: nn.Module, paths: Iterable[str], see: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
+    """Inside the block ``see`` is shown what reaches each layer, and may give it something else."""
+
+    def hook(path: str) -> Any:
+        def before(_: nn.Module, arguments: tuple[Any, ...]) -> Any:
+            given = see(path, arguments[0])
+            return None if given is None else (given, *arguments[1:])
+
+        return before
+
+    handles = [model.get_submodule(path).register_forward_pre_hook(hook(path)) for path in paths]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _equal_choices(logits: Tensor, probe: Probe) -> int:
+    chosen = logits[:, probe.prompt - 1 : -1].argmax(-1)
+    return int((chosen == probe.tokens[:, probe.prompt :]).sum())
