@@ -6,10 +6,14 @@ summation orders end 11 % apart in their logits, as far as FP8 is from FP32. Com
 all of that, and would see no mistake.
 
 So the two are compared **in lockstep**. The reference records what reaches every FP8 layer. The other model runs on the
-same tokens; at each FP8 layer what arrives is compared with the record, and the record is what the layer is given. It
-casts it itself, multiplies by its own codes and scales, and hands on what it found. Errors cannot grow from one layer
-to the next, and every part of the model stands between two comparisons: a wrong scale, code, granularity, norm or
-rotary angle shows at the next layer, by name. The logits at the end are the last comparison.
+same tokens; at each FP8 layer what arrives is compared with the record, and the layer is given the record instead. It
+casts it, multiplies by its own codes and scales, and hands on what it found. Errors cannot grow from one layer to the
+next, and every part of the model stands between two comparisons: a wrong scale, code, granularity, norm or rotary angle
+shows at the next layer, by name. The logits at the end are the last comparison.
+
+What a layer is given is moved half-way to what its cast makes of it, off the steps' edges: it has the same codes, even
+where a scale is rounded otherwise. A model that does not cast it is out by half the rounding error, which is a hundred
+times what is allowed.
 
 Text is continued greedily in the same way: at every place the next token must be the one that the reference chose.
 """
@@ -26,6 +30,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from octavo.functional import cast_operand
+from octavo.nn import Linear
+from octavo.numerics import QuantizedTensor
+from octavo.observers import RoleTap
+from octavo.recipes import CastSpec
+
 __all__ = ["Agreement", "Probe", "compare", "load_probe", "make_probe", "save_probe"]
 
 Logits = Callable[[Tensor], Tensor]
@@ -36,16 +46,18 @@ class Probe:
     """What the reference computed.
 
     Attributes:
-        tokens: int64 [B, T]: prompts, and what the reference continues them with.
-        prompt: tokens of a prompt.
+        tokens: int64 [B, T]: in the first row a prompt and what the reference continues it with, text in the others.
+        prompt: tokens of the prompt.
         logits: float32 [B, T, V].
         inputs: what reached each FP8 layer, [B, T, K], by path.
+        given: what to give the layer instead.
     """
 
     tokens: Tensor
     prompt: int
     logits: Tensor
     inputs: Mapping[str, Tensor]
+    given: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,26 +96,25 @@ def make_probe(
     logits: Logits,
     model: nn.Module,
     paths: Iterable[str],
-    prompts: Tensor,
+    text: Tensor,
     *,
-    count: int,
+    prompt: int,
     on_token: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Probe:
-    """Continue prompts greedily with the reference and record what reaches the layers at ``paths``.
+    """Continue a prompt greedily with the reference and record what reaches the layers at ``paths``.
 
     Args:
         logits: token ids [B, T] → logits [B, T, V], by ``model``.
         model: the reference.
         paths: of its FP8 layers.
-        prompts: int64 [B, T].
-        count: tokens to continue with.
-        on_token: called after each with (done, total).
+        text: int64 [B, T]. Of its first row the prompt is kept, and the rest chosen by the reference.
+        prompt: how many tokens that is.
+        on_token: called after each token with (done, total).
     """
-    tokens = prompts
-    for done in range(count):
-        following = logits(tokens)[:, -1].argmax(-1, keepdim=True)
-        tokens = torch.cat([tokens, following], 1)
-        on_token(done + 1, count)
+    tokens = text.clone()
+    for place in range(prompt, tokens.shape[1]):
+        tokens[0, place] = logits(tokens[:1, :place])[0, -1].argmax()
+        on_token(place + 1 - prompt, tokens.shape[1] - prompt)
     inputs: dict[str, Tensor] = {}
 
     def record(path: str, arriving: Tensor) -> None:
@@ -111,7 +122,25 @@ def make_probe(
 
     with _watched(model, paths, record):
         found = logits(tokens)
-    return Probe(tokens=tokens, prompt=prompts.shape[1], logits=found.float(), inputs=inputs)
+    moved = _moved(model, inputs)
+    return Probe(tokens=tokens, prompt=prompt, logits=found.float(), inputs=inputs, given=moved)
+
+
+def _moved(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Half-way to what each layer's cast makes of its input; computed once for layers that are given the same."""
+    found: dict[str, Tensor] = {}
+    known: dict[tuple[int, CastSpec | None, float], Tensor] = {}
+    for path, x in inputs.items():
+        layer = model.get_submodule(path)
+        assert isinstance(layer, Linear)
+        spec = layer.recipe.output.a
+        key = x.data_ptr(), spec, float(layer.input_scale)
+        if key not in known:
+            cast = cast_operand(x.flatten(0, -2), spec, RoleTap(scale=layer.input_scale))
+            near = cast.dequantize().view_as(x) if isinstance(cast, QuantizedTensor) else x
+            known[key] = x + (near - x) / 2
+        found[path] = known[key]
+    return found
 
 
 @torch.no_grad()
@@ -123,7 +152,7 @@ def compare(logits: Logits, model: nn.Module, probe: Probe) -> Agreement:
     def replace(path: str, arriving: Tensor) -> Tensor:
         expected = probe.inputs[path]
         errors[path] = relative_error(arriving, expected)
-        return expected.to(arriving.dtype)
+        return probe.given[path].to(arriving.dtype)
 
     with _watched(model, probe.inputs, replace):
         found = logits(probe.tokens)
@@ -132,7 +161,7 @@ def compare(logits: Logits, model: nn.Module, probe: Probe) -> Agreement:
         logits_error=relative_error(found, probe.logits),
         worst_error=errors.get(worst, 0.0),
         worst_layer=worst,
-        greedy_tokens=probe.tokens[:, probe.prompt :].numel(),
+        greedy_tokens=probe.tokens.shape[1] - probe.prompt,
         greedy_equal=_equal_choices(found, probe),
         free_error=relative_error(free, probe.logits),
         free_equal=_equal_choices(free, probe),
@@ -155,11 +184,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def save_probe(probe: Probe, path: Path) -> None:
     """Write a probe; a tensor that reaches several layers is written once."""
     names: dict[int, str] = {}
-    inputs, tensors = {}, {"tokens": probe.tokens.contiguous(), "logits": probe.logits.contiguous()}
-    for layer, x in probe.inputs.items():
-        name = names.setdefault(x.data_ptr(), f"input.{len(names)}")
-        inputs[layer], tensors[name] = name, x.contiguous()
-    save_file(tensors, path, metadata={"prompt": str(probe.prompt), "inputs": json.dumps(inputs)})
+    tensors = {"tokens": probe.tokens.contiguous(), "logits": probe.logits.contiguous()}
+    said = {"prompt": str(probe.prompt)}
+    for kind, found in (("inputs", probe.inputs), ("given", probe.given)):
+        where = {layer: names.setdefault(x.data_ptr(), f"input.{len(names)}") for layer, x in found.items()}
+        tensors |= {where[layer]: x.contiguous() for layer, x in found.items()}
+        said[kind] = json.dumps(where)
+    save_file(tensors, path, metadata=said)
 
 
 def load_probe(path: Path) -> Probe:
@@ -167,11 +198,11 @@ def load_probe(path: Path) -> Probe:
     with safe_open(path, framework="pt") as file:
         said = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+    inputs, given = (
+        {layer: tensors[name] for layer, name in json.loads(said[kind]).items()} for kind in ("inputs", "given")
+    )
     return Probe(
-        tokens=tensors["tokens"],
-        prompt=int(said["prompt"]),
-        logits=tensors["logits"],
-        inputs={layer: tensors[name] for layer, name in json.loads(said["inputs"]).items()},
+        tokens=tensors["tokens"], prompt=int(said["prompt"]), logits=tensors["logits"], inputs=inputs, given=given
     )
 
 
@@ -195,5 +226,5 @@ def _watched(model: nn.Module, paths: Iterable[str], see: Callable[[str, Tensor]
 
 
 def _equal_choices(logits: Tensor, probe: Probe) -> int:
-    chosen = logits[:, probe.prompt - 1 : -1].argmax(-1)
-    return int((chosen == probe.tokens[:, probe.prompt :]).sum())
+    chosen = logits[0, probe.prompt - 1 : -1].argmax(-1)
+    return int((chosen == probe.tokens[0, probe.prompt :]).sum())

@@ -78,7 +78,9 @@ def companions_of(model: LanguageModel) -> Companions:
 def _from_gguf(model: LanguageModel, file: GGUFFile, own: dict[str, bytes]) -> Companions:
     ids = {f"{which}_token_id": token_id(file, which) for which in ("bos", "eos")}
     names = {
-        key.removesuffix("_id"): model.tokenizer.id_to_token(found) for key, found in ids.items() if found is not None
+        key.removesuffix("_id"): str(model.tokenizer.id_to_token(found))
+        for key, found in ids.items()
+        if found is not None
     }
     if CHAT_TEMPLATE in file.values:
         own = own | {"chat_template.jinja": file.get(CHAT_TEMPLATE, str).encode()}

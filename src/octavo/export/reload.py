@@ -51,8 +51,8 @@ def _by_octavo(folder: Path, stack: ExitStack) -> tuple[nn.Module, Callable[[Ten
 def _by_transformers(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, lambda tokens: logits_of(model, tokens)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), lambda tokens: logits_of(model, tokens)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from octavo.interchange import FORMATS, Contents, FileFormat, attention_path, co
 from octavo.interchange.schemes import scheme_of
 from octavo.interchange.tensor_files import write_json, write_tensors
 from octavo.language_model import LanguageModel
+from octavo.nn.arguments import check_whole
 from octavo.quantization.windows import text_windows
 from octavo.recipes.specs import check_member
 from octavo.training.corpus import Split
@@ -106,8 +107,7 @@ def save_quantized(
     folder = Path(folder)
     check_member("format", format, tuple(FORMATS))
     check_member("dtype", dtype, tuple(DTYPES))
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ConfigError(f"max_shard_bytes must be a whole number of at least 1, not {max_shard_bytes!r}")
+    check_whole("max_shard_bytes", max_shard_bytes, least=1)
     fmt = FORMATS[format]
     contents = contents_of(model.model, kv_scales)
     if (reason := fmt.unsupported_reason(contents)) is not None:
@@ -156,17 +156,16 @@ class _Job:
 
     def verified(self, folder: Path, reader: str) -> Agreement:
         """What a fresh process finds."""
-        prompt = min(PROMPT, self.model.context // 2)
-        count = min(GREEDY, self.model.context - prompt)
-        prompts = text_windows(self.model, BUILTIN, Split.TEST, count=WINDOWS, length=prompt)
-        prompts = prompts.to(next(self.model.model.parameters()).device)
+        length = min(PROMPT + GREEDY, self.model.context)
+        text = text_windows(self.model, BUILTIN, Split.TEST, count=WINDOWS, length=length)
+        text = text.to(next(self.model.model.parameters()).device)
         with emulated(self.model, self.contents, dtype=self.dtype, served=self.fmt.served) as logits:
             probe = make_probe(
                 logits,
                 self.model.model,
                 self.contents.layers,
-                prompts,
-                count=count,
+                text,
+                prompt=min(PROMPT, length // 2),
                 on_token=lambda done, total: self.on_phase("emulate", done, total),
             )
         self.on_phase("read back", 0, 1)

@@ -1,8 +1,8 @@
 """compressed-tensors: what vLLM's tools write, and vLLM, SGLang and transformers load.
 
 Its quantization_config has groups of layers; each says how weights and inputs are cast, and which layers it is for, by
-class ("Linear"), by path, or by an expression ("re:…"). `ignore` names those that stay as they are. Of the formats it is
-the most expressive: different layers may have different schemes.
+class ("Linear"), by path, or by an expression ("re:…"). `ignore` names those that stay as they are. Of the formats it
+is the most expressive: different layers may have different schemes.
 
 Source: the library compressed-tensors, ``quantization/quant_config.py`` and ``quant_scheme.py``.
 """
@@ -72,8 +72,8 @@ def _refuses(layer: FP8Layer) -> str | None:
     columns = layer.weight.shape[1]
     if scheme_of(layer.recipe).inputs is Inputs.GROUP and columns % GROUP.columns:
         return (
-            f"its inputs have {columns} numbers, no multiple of {GROUP.columns}, which compressed-tensors cannot divide "
-            "into groups; use a scale a row, or the format hf-fp8"
+            f"its inputs have {columns} numbers, no multiple of {GROUP.columns}, which compressed-tensors cannot "
+            "divide into groups; use a scale a row, or the format hf-fp8"
         )
     return None
 
@@ -149,6 +149,7 @@ COMPRESSED_TENSORS = FileFormat(
     name=NAME,
     quant_method=NAME,
     names=NAMES[NAME],
+    preset="rowwise",
     schemes=SCHEMES,
     one_scheme=False,
     configuration=_configuration,

@@ -35,6 +35,7 @@ class FileFormat:
         name: on the command line.
         quant_method: in config.json.
         names: of its scales.
+        preset: the recipe that suits it best where nobody asks for one.
         schemes: those it can name; None where it names every recipe.
         one_scheme: whether all layers have the same, or those left out none.
         refuses: why a layer of such a path and scheme cannot be written, or None.
@@ -46,6 +47,7 @@ class FileFormat:
     name: str
     quant_method: str
     names: ScaleNames
+    preset: str
     schemes: frozenset[Scheme] | None
     one_scheme: bool
     configuration: Callable[[Contents], dict[str, Any]]
@@ -65,19 +67,23 @@ class FileFormat:
             return None
         found: dict[Scheme, str] = {}
         for path, layer in contents.layers.items():
-            try:
-                scheme = scheme_of(layer.recipe)
-            except ConfigError as error:
-                return f"layer {path!r}: {error}"
-            if scheme not in self.schemes:
-                return f"layer {path!r} has {scheme}; {self.name} has " + "; or ".join(sorted(map(str, self.schemes)))
-            if (reason := self.refuses(layer)) is not None:
+            if (reason := self._reason_of(layer)) is not None:
                 return f"layer {path!r}: {reason}"
-            found.setdefault(scheme, path)
+            found.setdefault(scheme_of(layer.recipe), path)
         if self.one_scheme and len(found) > 1:
             (one, first), (other, second), *_ = found.items()
             return f"{self.name} has one scheme for all layers; {first!r} has {one}, and {second!r} {other}"
         return None
+
+    def _reason_of(self, layer: FP8Layer) -> str | None:
+        assert self.schemes is not None
+        try:
+            scheme = scheme_of(layer.recipe)
+        except ConfigError as error:
+            return str(error)
+        if scheme not in self.schemes:
+            return f"it has {scheme}; {self.name} has " + "; or ".join(sorted(map(str, self.schemes)))
+        return self.refuses(layer)
 
 
 def matched_scheme(fmt: str, scheme: Scheme, known: frozenset[Scheme]) -> Scheme:

@@ -42,7 +42,7 @@ def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[s
         raise CheckpointError(
             f"{str(folder)!r} says {method!r} as quant_method; octavo reads {', '.join(map(repr, METHODS))}"
             if given
-            else f"{str(folder)!r} is not quantized: its {CONFIG} has no {QUANTIZATION}; octavo export writes such folders"
+            else f"{str(folder)!r} is not in FP8: its {CONFIG} has no {QUANTIZATION}; octavo export writes such folders"
         )
     return METHODS[method], record, given
 

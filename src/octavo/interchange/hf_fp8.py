@@ -43,6 +43,7 @@ HF_FP8 = FileFormat(
     name="hf-fp8",
     quant_method="fp8",
     names=NAMES["hf-fp8"],
+    preset="blockwise",
     schemes=frozenset({SCHEME}),
     one_scheme=True,
     configuration=_configuration,

@@ -76,6 +76,7 @@ MODELOPT = FileFormat(
     name="modelopt",
     quant_method="modelopt",
     names=NAMES["modelopt"],
+    preset="static",
     schemes=frozenset({SCHEME}),
     one_scheme=True,
     configuration=_configuration,

@@ -1,11 +1,11 @@
 """The one table of foreign names: what each checkpoint format calls a scale, and the shape it writes it in.
 
-| format             | weight             | input                      | keys, values                         | one scale is |
-|--------------------|--------------------|----------------------------|--------------------------------------|--------------|
-| compressed-tensors | `weight_scale`     | `input_scale`              | `k_scale`, `v_scale`                 | [1]          |
-| hf-fp8             | `weight_scale_inv` | none: always dynamic       | none                                 | –            |
-| modelopt           | `weight_scale`     | `input_scale`              | `k_proj.k_scale`, `v_proj.v_scale`   | []           |
-| octavo             | `weight_scale`     | `input_scale`              | `k_scale`, `v_scale`                 | []           |
+| format             | weight             | input                | keys, values                       | one scale is |
+|--------------------|--------------------|----------------------|------------------------------------|--------------|
+| compressed-tensors | `weight_scale`     | `input_scale`        | `k_scale`, `v_scale`               | [1]          |
+| hf-fp8             | `weight_scale_inv` | none: always dynamic | none                               | –            |
+| modelopt           | `weight_scale`     | `input_scale`        | `k_proj.k_scale`, `v_proj.v_scale` | []           |
+| octavo             | `weight_scale`     | `input_scale`        | `k_scale`, `v_scale`               | []           |
 
 Names follow the path of the layer, or of the attention for keys and values. **All of them decode**: high precision ≈
 codes · scale. `weight_scale_inv` does too: DeepSeek named it after the inverse of the encode factor. A scale for each

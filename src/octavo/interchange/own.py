@@ -71,6 +71,7 @@ OWN = FileFormat(
     name=METHOD,
     quant_method=METHOD,
     names=NAMES[METHOD],
+    preset="rowwise",
     schemes=None,
     one_scheme=False,
     configuration=_configuration,

@@ -116,7 +116,8 @@ def _plain_model(folder: Path, record: dict[str, Any]) -> nn.Module:
     try:
         config = AutoConfig.for_model(**plain)
         with NothingDrawn():
-            built: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            auto: Any = AutoModelForCausalLM
+            built: nn.Module = auto.from_config(config, dtype=torch.float32)
     except Exception as error:  # transformers raises whatever it likes
         raise CheckpointError(f"transformers cannot build the model of {str(folder)!r}: {error}") from error
     return built

@@ -1,11 +1,11 @@
 """What a server computes of a linear layer in FP8: the few schemes that checkpoint formats can name.
 
-| a scale of the weight for each | inputs                                     | known as                                |
-|--------------------------------|--------------------------------------------|-----------------------------------------|
-| tensor, row, 128x128 block     | high precision                             | weight-only, W8A16                      |
-| tensor, row                    | one scale from calibration                 | static                                  |
-| tensor, row                    | a scale a token, from this token           | dynamic, per token                      |
-| 128x128 block                  | a scale for 1x128, from those numbers      | dynamic, per group; DeepSeek's          |
+| a scale of the weight for each | inputs                                | known as                         |
+|--------------------------------|---------------------------------------|----------------------------------|
+| tensor, row, 128x128 block     | high precision                        | weight-only, W8A16               |
+| tensor, row                    | one scale from calibration            | static                           |
+| tensor, row                    | a scale a token, from this token      | dynamic, per token               |
+| 128x128 block                  | a scale for 1x128, from those numbers | dynamic, per group; DeepSeek's   |
 
 A recipe says more than that: how a dynamic scale is rounded, which amaxes it comes from. No format can say those, and
 servers decide them alike: each token's (or group's) own amax over 448, an FP32 number. So :func:`served` is what is

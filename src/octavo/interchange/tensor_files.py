@@ -122,7 +122,8 @@ class TensorFiles:
             self._files |= dict.fromkeys(opened.keys(), opened)
             if wrong := sorted(set(opened.keys()) ^ {name for name, where in weight_map.items() if where == file}):
                 raise CheckpointError(
-                    f"{str(self._folder / file)!r} and {INDEX} disagree about {wrong[0]} and {len(wrong) - 1} more; {AGAIN}"
+                    f"{str(self._folder / file)!r} and {INDEX} disagree about {wrong[0]} and {len(wrong) - 1} more; "
+                    f"{AGAIN}"
                 )
 
     def _opened(self, file: str) -> Any:
