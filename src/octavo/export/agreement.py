@@ -15,7 +15,8 @@ What a layer is given is moved half-way to what its cast makes of it, off the st
 where a scale is rounded otherwise. A model that does not cast it is out by half the rounding error, which is a hundred
 times what is allowed.
 
-Text is continued greedily in the same way: at every place the next token must be the one that the reference chose.
+Text is continued greedily in the same way: at every place of what the reference wrote, both must choose the same next
+token. (The reference may itself choose another one where it reads all of its text at once: it adds in another order.)
 """
 
 import json
@@ -226,5 +227,6 @@ def _watched(model: nn.Module, paths: Iterable[str], see: Callable[[str, Tensor]
 
 
 def _equal_choices(logits: Tensor, probe: Probe) -> int:
-    chosen = logits[0, probe.prompt - 1 : -1].argmax(-1)
-    return int((chosen == probe.tokens[0, probe.prompt :]).sum())
+    """At how many places of the continued text the next token is the reference's."""
+    ours, theirs = (each[0, probe.prompt - 1 : -1].argmax(-1) for each in (logits, probe.logits))
+    return int((ours == theirs).sum())

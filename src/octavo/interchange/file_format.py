@@ -63,20 +63,22 @@ class FileFormat:
         """Why the format cannot hold these contents, in a sentence, or None."""
         if contents.kv_scales and self.names.key is None:
             return f"{self.name} has no scales of keys and values; calibrate without --kv-cache"
-        if self.schemes is None:
-            return None
-        found: dict[Scheme, str] = {}
         for path, layer in contents.layers.items():
             if (reason := self._reason_of(layer)) is not None:
                 return f"layer {path!r}: {reason}"
-            found.setdefault(scheme_of(layer.recipe), path)
-        if self.one_scheme and len(found) > 1:
-            (one, first), (other, second), *_ = found.items()
-            return f"{self.name} has one scheme for all layers; {first!r} has {one}, and {second!r} {other}"
-        return None
+        return self._reason_of_mixture(contents) if self.one_scheme else None
+
+    def _reason_of_mixture(self, contents: Contents) -> str | None:
+        found = {scheme_of(layer.recipe): path for path, layer in contents.layers.items()}
+        if len(found) == 1:
+            return None
+        (one, first), (other, second), *_ = found.items()
+        return f"{self.name} has one scheme for all layers; {first!r} has {one}, and {second!r} {other}"
 
     def _reason_of(self, layer: FP8Layer) -> str | None:
-        assert self.schemes is not None
+        if self.schemes is None:
+            delayed = f"recipe {layer.recipe.name!r} takes its scales from training steps; use a static or dynamic one"
+            return delayed if layer.recipe.is_delayed else None
         try:
             scheme = scheme_of(layer.recipe)
         except ConfigError as error:
