@@ -31,7 +31,7 @@ from octavo.training.run_folder import CONFIG, has_run, load_run
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["KeysAndValues", "LanguageModel", "load_language_model"]
+__all__ = ["HF_CONFIG", "KeysAndValues", "LanguageModel", "load_language_model", "logits_of"]
 
 KeysAndValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
 HF_CONFIG = "config.json"

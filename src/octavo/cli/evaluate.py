@@ -11,14 +11,14 @@ from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, Question, compa
 from octavo.cli.console import number, print_json, print_table
 from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
-from octavo.cli.runs import check_is_run
+from octavo.cli.runs import check_is_run, is_run
 from octavo.errors import ConfigError
 from octavo.quantization.comparison.contestants import STATIC, TUNED
 from octavo.quantization.comparison.lineup import FORMATS
 from octavo.training.corpus import Split
 from octavo.training.evaluate import evaluate as measure
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, held_out, watching_forwards
-from octavo.training.run_folder import has_run, load_run
+from octavo.training.run_folder import load_run
 
 __all__ = ["evaluate"]
 
@@ -70,7 +70,7 @@ def evaluate(
         compare_formats(question, [name.strip() for name in formats.split(",")], as_json=as_json)
         return
     _refuse(given, "goes with --compare; name the formats there, or leave it out")
-    if not has_run(model):
+    if not is_run(model):
         evaluate_model(question, as_json=as_json)
         return
     _refuse({"--windows": windows, "--context": context}, "is not for a run as it was trained; add --compare")

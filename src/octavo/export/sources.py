@@ -25,7 +25,7 @@ from octavo.nn import Linear
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
 from octavo.quantization.qat.folder import MARK
 from octavo.recipes import Recipe
-from octavo.training.run_folder import has_run
+from octavo.training.run_folder import CONFIG as RUN
 
 __all__ = ["Request", "Source", "load_source"]
 
@@ -151,7 +151,7 @@ def _mixed(loaded: LanguageModel, path: Path) -> Source:
 
 def _from_history(loaded: LanguageModel, folder: Path, fmt: str, request: Request) -> Source:
     """The amaxes that a delayed run has kept are its calibration."""
-    if not has_run(folder):
+    if not (folder / RUN).is_file():
         raise ConfigError(
             f"{request.recipe or fmt} has static inputs, whose scales come from data: octavo "
             "calibrate MODEL --out SCALES, then --calibration SCALES"
