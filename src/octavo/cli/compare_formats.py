@@ -10,6 +10,7 @@ from torch import Tensor
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.runs import is_run
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
@@ -21,7 +22,7 @@ from octavo.quantization.comparison.lineup import check_formats, line_up
 from octavo.training.config import load_config
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
-from octavo.training.run_folder import CONFIG, has_run
+from octavo.training.run_folder import CONFIG
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
@@ -118,7 +119,7 @@ def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str
 
 def _own_source(path: Path) -> str | None:
     """What a run was trained on."""
-    return load_config(path / CONFIG).data.source if has_run(path) else None
+    return load_config(path / CONFIG).data.source if is_run(path) else None
 
 
 def _check_folders(question: Question, names: Sequence[str]) -> None:

@@ -51,7 +51,7 @@ def test_a_qat_folder(octavo, finished_run, text, tmp_path):
         "export", tmp_path / "qat", "--format", "modelopt", "--no-verify", "--out", tmp_path / "m", "--json"
     )
     assert result.exit_code == 0, result.output
-    read = load_quantized(out)
+    read = load_quantized(tmp_path / "m")
     assert {recipe.name for recipe in read.recipes.values()} == {"static"}
     refused = octavo("export", tmp_path / "qat", "--recipe", "rowwise", "--out", tmp_path / "n")
     assert "recipe of its own" in " ".join(refused.stderr.split())
