@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.files import replacing, write_atomically
+from octavo.errors import ConfigError
+from octavo.files import claimed_folder, replacing, replacing_folder, write_atomically
 
 
 def test_writes_and_replaces(tmp_path):
@@ -55,3 +56,30 @@ def test_a_refusal_names_the_file_that_was_given(tmp_path):
         write_atomically(tmp_path / "folder", "new")
     assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / "folder"), None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path):
+    with replacing_folder(tmp_path / "deep" / "a") as temporary:
+        (temporary / "f").write_text("x")
+        assert not (tmp_path / "deep" / "a").exists()
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a"]
+
+    def interrupted():
+        with replacing_folder(tmp_path / "b") as temporary:
+            (temporary / "f").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+
+
+def test_a_claimed_folder_is_new_or_empty_and_gone_if_nothing_came(tmp_path):
+    with claimed_folder(tmp_path / "a"):
+        assert (tmp_path / "a").is_dir()
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "f").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in ("", "f", "link"):
+        with pytest.raises(ConfigError, match="is not empty"), claimed_folder(tmp_path / name):
+            pass

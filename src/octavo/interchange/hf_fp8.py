@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.convert import HEAD_NAMES
 from octavo.interchange.contents import Contents
 from octavo.interchange.file_format import FileFormat, Layout, damaged
 from octavo.interchange.names import NAMES
@@ -30,7 +31,8 @@ def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout
             raise damaged(key, found, repr(value))
     if given.get("scale_fmt", "float") != "float":
         raise damaged("scale_fmt", given["scale_fmt"], "'float'")
-    left_out = given.get("modules_to_not_convert") or given.get("ignored_layers") or []
+    left_out = given.get("modules_to_not_convert", given.get("ignored_layers"))
+    left_out = HEAD_NAMES if left_out is None else left_out  # as transformers has it; DeepSeek's files leave it out
     return Layout(recipes={path: SCHEME.recipe for path in linears if not _is_left_out(path, left_out)})
 
 

@@ -240,6 +240,12 @@ def test_targets_and_what_is_ignored_may_be_expressions(broken, folders):
     assert load_quantized(folder).recipes == load_quantized(folders / "rows").recipes
 
 
+def test_deepseeks_own_configuration_leaves_the_head_out_without_saying_so(broken, folders):
+    folder = broken("blocks")
+    change_config(folder, lambda config: config.pop("modules_to_not_convert"))
+    assert load_quantized(folder).recipes == load_quantized(folders / "blocks").recipes
+
+
 def test_a_modelopt_folder_of_before_config_json_said_it(broken):
     folder = broken("modelopt")
     record = json.loads((folder / "config.json").read_text())
