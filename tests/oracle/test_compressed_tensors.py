@@ -14,7 +14,7 @@ from octavo.export.writing import save_quantized
 from octavo.interchange import load_quantized
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.training.tokenizer import train_tokenizer
-from tests.unit.interchange.folders import LAYER, static
+from tests.unit.interchange.folders import LAYER, layer_of, static, verdict
 
 pytestmark = pytest.mark.skipif(
     find_spec("compressed_tensors") is None or find_spec("transformers") is None,
@@ -60,9 +60,9 @@ def test_a_biased_model_with_mixed_schemes(biased, tmp_path):
     assert len(report.converted) == 13
     saved = save_quantized(biased, tmp_path / "m")
     assert saved.reader == "transformers"
-    assert saved.agreement.logits_error < 1e-5
-    assert saved.agreement.worst_error < 1e-5
-    assert saved.agreement.greedy_equal == saved.agreement.greedy_tokens
+    assert verdict(saved).logits_error < 1e-5
+    assert verdict(saved).worst_error < 1e-5
+    assert verdict(saved).greedy_equal == verdict(saved).greedy_tokens
     written = load_file(tmp_path / "m" / "model.safetensors")
     assert written["model.layers.0.self_attn.k_proj.bias"].abs().max() > 0.5
     assert (tmp_path / "m" / "generation_config.json").is_file()
@@ -75,7 +75,7 @@ def _reads_its_own(folder, original):
     model = LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(folder))
     assert type(read.model) is type(original.model)
     bias = "model.layers.0.self_attn.q_proj"
-    ours, theirs = (each.get_submodule(bias).bias for each in (read.model, original.model))
+    ours, theirs = (layer_of(each, bias).bias for each in (read.model, original.model))
     assert torch.equal(ours, theirs.bfloat16().float())
     save_quantized(model, folder.with_name("again"), verify_folder=False)
     assert (folder / "model.safetensors").read_bytes() == (folder.with_name("again") / "model.safetensors").read_bytes()
@@ -86,6 +86,6 @@ def test_static_inputs_and_the_cache(tmp_path, granularity):
     model, scales = static(granularity, kv_cache=True)
     saved = save_quantized(model, tmp_path / "m", kv_scales=scales)
     assert saved.reader == "transformers"
-    assert saved.agreement.logits_error < 1e-4
-    assert saved.agreement.greedy_equal == saved.agreement.greedy_tokens
+    assert verdict(saved).logits_error < 1e-4
+    assert verdict(saved).greedy_equal == verdict(saved).greedy_tokens
     assert load_file(tmp_path / "m" / "model.safetensors")[f"{LAYER}.input_scale"].shape == (1,)

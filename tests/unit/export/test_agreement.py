@@ -6,7 +6,7 @@ from octavo import recipes
 from octavo.export.agreement import compare, load_probe, make_probe, relative_error, save_probe
 from octavo.export.verification import TOLERANCE
 from octavo.nn import Linear
-from tests.unit.interchange.folders import ROW, dynamic, static
+from tests.unit.interchange.folders import ROW, dynamic, layer_of, static
 from tests.unit.quantization.tiny_models import windows
 
 PROMPT = 8
@@ -56,14 +56,14 @@ def test_in_lockstep_another_order_of_sums_makes_no_difference(probe):
     """The plain formula, in torch's own products, is the same model; running free it need not look like it."""
     model = dynamic(ROW)
     for path in converted_paths(model):
-        layer = model.model.get_submodule(path)
+        layer = layer_of(model.model, path)
         weight = octavo.quantize(layer.weight.detach(), octavo.E4M3, granularity=octavo.PerRow()).dequantize()
 
         def forward(x, weight=weight):
             cast = octavo.fake_quantize(x, octavo.E4M3, granularity=octavo.PerRow())
             return (cast.double() @ weight.double().T).float()
 
-        layer.forward = forward
+        layer.forward = forward  # type: ignore[method-assign]
     found = agreement_of(model, probe)
     assert found.logits_error < 1e-5
     assert found.worst_error < 1e-5
@@ -112,14 +112,14 @@ def test_mistakes_are_found_at_the_next_layer(probe, spoil):
 
 def test_an_embedding_or_head_that_differs_is_found(probe):
     model = dynamic(ROW)
-    model.model.model.embed_tokens.weight.data[:, 0] *= 1.1
+    model.model.get_parameter("model.embed_tokens.weight").data[:, 0] *= 1.1
     assert not agreement_of(model, probe).within(TOLERANCE)
 
 
 def test_a_layer_that_never_runs_is_found(probe):
     model = dynamic(ROW)
-    mlp = model.model.model.layers[0].mlp
-    mlp.forward = lambda x: torch.zeros_like(x)
+    mlp = model.model.get_submodule("model.layers.0.mlp")
+    mlp.forward = torch.zeros_like
     found = agreement_of(model, probe)
     assert found.worst_error == float("inf")
     assert not found.within(TOLERANCE)
@@ -127,7 +127,7 @@ def test_a_layer_that_never_runs_is_found(probe):
 
 def test_nan_is_never_the_same(probe):
     model = dynamic(ROW)
-    model.model.model.norm.weight.data.fill_(float("nan"))
+    model.model.get_parameter("model.norm.weight").data.fill_(float("nan"))
     assert not agreement_of(model, probe).within(TOLERANCE)
 
 
@@ -147,7 +147,7 @@ def test_a_probe_on_disk(probe, tmp_path):
 def test_static_inputs_that_saturate_keep_their_codes():
     model, _ = static()
     for path in converted_paths(model):
-        model.model.get_submodule(path).input_scale.mul_(0.25)
+        layer_of(model.model, path).input_scale.mul_(0.25)
     probe = make_probe(model.logits, model.model, converted_paths(model), windows(1), prompt=PROMPT)
     assert agreement_of(model, probe).logits_error < 1e-6
 

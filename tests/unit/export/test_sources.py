@@ -5,6 +5,7 @@ from octavo.errors import ConfigError
 from octavo.export.sources import Request, load_source
 from octavo.export.writing import save_quantized
 from octavo.interchange import FORMATS
+from octavo.models import Llama
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.nn import Linear
 from octavo.quantization.sensitivity import Mix, save_mix
@@ -16,6 +17,7 @@ from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 def plain(tmp_path):
     model, folder = language_model(), tmp_path / "plain"
     folder.mkdir()
+    assert isinstance(model.model, Llama)
     write_llama(folder, model.model)
     write_tokenizer(folder, model.tokenizer, context=model.context)
     return folder

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 import octavo
 from octavo.errors import CheckpointError, ConfigError
-from octavo.export import writing
+from octavo.export import verification, writing
 from octavo.export.writing import save_quantized
 from octavo.interchange import FORMATS, load_quantized
-from tests.unit.interchange.folders import LAYER, ROW, change_tensors, dynamic, static
+from tests.unit.interchange.folders import LAYER, ROW, change_tensors, dynamic, static, verdict
 from tests.unit.quantization.tiny_models import LINEARS, language_model
 
 
@@ -25,9 +25,9 @@ def test_a_folder_is_verified_by_another_process(tmp_path):
         model, tmp_path / "m", format="modelopt", kv_scales=scales, on_phase=lambda *each: phases.append(each)
     )
     assert saved.reader == "octavo"
-    assert saved.agreement.logits_error < 1e-6
-    assert saved.agreement.free_error < 1e-3
-    assert saved.agreement.greedy_equal == saved.agreement.greedy_tokens == 32
+    assert verdict(saved).logits_error < 1e-6
+    assert verdict(saved).free_error < 1e-3
+    assert verdict(saved).greedy_equal == verdict(saved).greedy_tokens == 32
     assert saved.schemes == {"weights with a scale a tensor, inputs with one scale from calibration": LINEARS}
     assert saved.left_out == ("lm_head",)
     assert saved.notes == ()
@@ -36,7 +36,7 @@ def test_a_folder_is_verified_by_another_process(tmp_path):
 
 
 def test_what_reads_back_otherwise_is_removed(tmp_path, monkeypatch):
-    verified = writing.verify
+    verified = verification.verify
 
     def spoiled(folder, probe, **how):
         change_tensors(folder, lambda tensors: tensors[f"{LAYER}.weight_scale"].mul_(1.25))
@@ -50,7 +50,7 @@ def test_what_reads_back_otherwise_is_removed(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_read_back_is_removed(tmp_path, monkeypatch):
-    verified = writing.verify
+    verified = verification.verify
 
     def spoiled(folder, probe, **how):
         (folder / "model.safetensors").write_bytes(b"nothing")

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.export.writing import save_quantized
+from octavo.export.agreement import Agreement
+from octavo.export.writing import Saved, save_quantized
 from octavo.language_model import LanguageModel
+from octavo.nn import Linear
 from octavo.recipes import Recipe
 from tests.unit.quantization.tiny_models import language_model, windows
 
@@ -39,6 +42,19 @@ def static(granularity: str = "tensor", *, kv_cache: bool = False, power_of_two:
     found = octavo.calibrate(model, [windows()], granularity=granularity, kv_cache=kv_cache, power_of_two=power_of_two)
     found.apply(model)
     return model, found.kv_scales
+
+
+def layer_of(model: nn.Module, path: str) -> Linear:
+    """A converted layer."""
+    found = model.get_submodule(path)
+    assert isinstance(found, Linear)
+    return found
+
+
+def verdict(saved: Saved) -> Agreement:
+    """What the verification found."""
+    assert saved.agreement is not None
+    return saved.agreement
 
 
 def written(folder: Path, name: str) -> LanguageModel:

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from tests.unit.interchange.folders import (
     change_config,
     change_tensors,
     dynamic,
+    layer_of,
     static,
     written,
 )
@@ -61,8 +63,7 @@ def test_codes_and_scales_come_back_byte_for_byte(folders, kind):
     read = load_quantized(folders / kind)
     assert len(read.recipes) == LINEARS
     for path in read.recipes:
-        ours, theirs = model.model.get_submodule(path), read.model.get_submodule(path)
-        assert isinstance(theirs, Linear)
+        ours, theirs = layer_of(model.model, path), layer_of(read.model, path)
         codes = load_file(folders / kind / "model.safetensors")[f"{path}.weight"]
         assert torch.equal(theirs.weight.view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(ours.input_scale, theirs.input_scale)
@@ -88,8 +89,10 @@ def test_decoded_by_hand_the_weights_are_those_that_the_model_multiplies_by(fold
     if scale.dtype == np.uint8:  # E8M0, 32 of K each
         scale = np.exp2(scale.astype(np.float32) - 127).repeat(32, 1)[:, : values.shape[1]]
     expected = values * scale  # one for all, a column, or one 128x128 block, which is larger than the weight
-    layer = read.model.get_submodule(LAYER)
-    np.testing.assert_array_equal(layer.held_weight().dequantize().numpy(), expected)
+    layer = layer_of(read.model, LAYER)
+    held = layer.held_weight()
+    assert held is not None
+    np.testing.assert_array_equal(held.dequantize().numpy(), expected)
 
 
 def test_powers_of_two_stay_powers_of_two(tmp_path):
@@ -110,7 +113,7 @@ def test_logits_are_those_of_the_emulation(folders):
         ):
             tensor.copy_(tensor.bfloat16())
         assert torch.equal(model.logits(windows()), ours.logits(windows()))
-    assert read.model.lm_head.weight is read.model.model.embed_tokens.weight
+    assert read.model.get_parameter("lm_head.weight") is read.model.get_parameter("model.embed_tokens.weight")
 
 
 def test_load_language_model_knows_the_folders(folders):
@@ -183,7 +186,7 @@ def test_input_and_weight_scales_swapped_are_found_by_shape(broken):
         load_quantized(folder)
 
 
-CONFIGURATIONS = {
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown method": ("rows", {"quant_method": "gptq"}, "'gptq' as quant_method; octavo reads"),
     "integers": ("rows", {"format": "int-quantized"}, "'int-quantized' as format"),
     "no groups": ("rows", {"config_groups": None}, "config_groups"),
@@ -211,7 +214,7 @@ def test_configurations_that_are_not_read(broken, fault):
         load_quantized(folder)
 
 
-GROUPS = {
+GROUPS: dict[str, tuple[str, dict[str, Any], str]] = {
     "integer weights": ("weights", {"type": "int"}, "symmetric E4M3"),
     "four bits": ("weights", {"num_bits": 4}, "symmetric E4M3"),
     "groups of weights": ("weights", {"strategy": "group"}, "strategies"),

@@ -29,13 +29,19 @@ def test_what_no_format_has():
         scheme_of(recipes.get("bf16"))
 
 
+def casts_of(recipe):
+    assert recipe.output.a is not None
+    assert recipe.output.b is not None
+    return recipe.output
+
+
 def test_served_keeps_the_weights_and_drops_what_servers_do_not_know():
-    now = served(recipes.get("blockwise"))
-    assert now.output.b == recipes.get("blockwise").output.b
-    assert now.output.a.granularity == GROUP
-    assert now.output.a.scale_rounding is ScaleRounding.FP32
-    assert served(recipes.get("delayed")).output.b.scaling is Scaling.DYNAMIC
-    assert served(recipes.get("tensorwise")).output.a.granularity == PerRow()
+    now = casts_of(served(recipes.get("blockwise")))
+    assert now.b == recipes.get("blockwise").output.b
+    assert now.a.granularity == GROUP
+    assert now.a.scale_rounding is ScaleRounding.FP32
+    assert casts_of(served(recipes.get("delayed"))).b.scaling is Scaling.DYNAMIC
+    assert casts_of(served(recipes.get("tensorwise"))).a.granularity == PerRow()
 
 
 def test_words():
