@@ -9,7 +9,10 @@ from typing import Any
 
 __all__ = ["LATER", "__getattr__"]
 
-LATER = dict.fromkeys(("calibrate", "convert_qat", "load_calibration", "prepare_qat"), "quantization")  # name → where
+LATER = {  # name → where
+    **dict.fromkeys(("calibrate", "convert_qat", "load_calibration", "prepare_qat"), "quantization"),
+    **dict.fromkeys(("load_quantized", "save_quantized"), "export"),
+}
 
 
 def __getattr__(name: str) -> Any:

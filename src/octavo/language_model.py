@@ -4,11 +4,12 @@
 |------------------------------------------------|--------------------------------------------------|
 | a run's folder (config.toml, checkpoints/)     | ``octavo.training.run_folder``                   |
 | a Hugging Face folder (config.json)            | ``transformers.AutoModelForCausalLM``            |
+| one in FP8 (``octavo export``, and the like)   | ``octavo.load_quantized``                        |
 | a .gguf file of the Llama layout               | ``octavo.models.load_gguf``                      |
 | a model's name on Hugging Face's hub, "org/name" | ``transformers``, which downloads it           |
 
 All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32: a run's layers are plain again, with the
-weights it was trained to.
+weights it was trained to. A folder in FP8 keeps its codes, and computes as its format says.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
+from octavo.interchange import is_quantized, load_quantized
 from octavo.models import Llama, load_gguf
 from octavo.training.config import Device
 from octavo.training.precision import resolve_device
@@ -32,7 +34,7 @@ from octavo.training.run_folder import CONFIG, has_run, load_run
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["KeysAndValues", "Kind", "LanguageModel", "kind_of", "load_language_model"]
+__all__ = ["HF_CONFIG", "KeysAndValues", "Kind", "LanguageModel", "kind_of", "load_language_model", "logits_of"]
 
 KeysAndValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
 HF_CONFIG = "config.json"
@@ -40,10 +42,11 @@ INSTALL = "pip install 'octavo[hf]'"
 
 
 class Kind(StrEnum):
-    """Of the sources in the table above."""
+    """Of the sources in the table above; a Hugging Face folder whose weights are FP8 codes is one of its own."""
 
     RUN = "run"
     HUGGING_FACE = "hugging face"
+    QUANTIZED = "quantized"
     GGUF = "gguf"
 
 
@@ -125,9 +128,10 @@ def load_language_model(source: str | Path, *, device: Device = Device.CPU) -> L
 def _loaded(source: str | Path) -> LanguageModel:
     """On the CPU."""
     kind, path = kind_of(source), Path(source)
-    if kind is Kind.GGUF:
-        return _from_gguf(path)
-    return _from_run(path) if kind is Kind.RUN else _from_hugging_face(str(source))
+    if kind is Kind.HUGGING_FACE:
+        return _from_hugging_face(str(source))
+    read = {Kind.GGUF: _from_gguf, Kind.RUN: _from_run, Kind.QUANTIZED: _from_quantized}
+    return read[kind](path)
 
 
 def kind_of(source: str | Path) -> Kind:
@@ -143,7 +147,7 @@ def kind_of(source: str | Path) -> Kind:
     if path.suffix.lower() == ".gguf":
         return Kind.GGUF
     if path.is_dir() and (path / HF_CONFIG).is_file():
-        return Kind.HUGGING_FACE
+        return Kind.QUANTIZED if is_quantized(path) else Kind.HUGGING_FACE
     if has_run(path):
         return Kind.RUN
     if path.exists():
@@ -175,6 +179,11 @@ def _from_run(path: Path) -> LanguageModel:
     return LanguageModel(
         model=run.model, tokenizer=run.tokenizer, context=run.config.training.context, source=str(path)
     )
+
+
+def _from_quantized(path: Path) -> LanguageModel:
+    read = load_quantized(path)
+    return LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(path))
 
 
 def _from_hugging_face(source: str) -> LanguageModel:

@@ -26,6 +26,7 @@ ROWS = (
     "training",
     "trials",
     "parallel",
+    "interchange",
     "language_model",
     "quantization",
     "export",

@@ -23,6 +23,8 @@ PUBLIC = {
     "calibrate", "load_calibration",
     # quantisation-aware training
     "convert_qat", "prepare_qat",
+    # checkpoints in FP8
+    "load_quantized", "save_quantized",
     # modules
     "nn",
 }  # fmt: skip

@@ -213,6 +213,7 @@ VARIANTS = [
     *(get(name) for name in names()),
     get("mxfp8", scale_rounding="floor"),
     get("blockwise", power_of_two=False),
+    get("rowwise", power_of_two=False),
     get("delayed", history_length=3, statistic="mean", margin=2, update_interval=4, backoff=0.99),
     get("tensorwise", emulate_tensor_cores=True),
     get("rowwise", gradient_format="E5M2"),

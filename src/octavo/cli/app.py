@@ -20,8 +20,10 @@ from octavo.cli.data import data
 from octavo.cli.demo import demo
 from octavo.cli.doctor import doctor
 from octavo.cli.evaluate import evaluate
+from octavo.cli.export import export
 from octavo.cli.formats import formats
 from octavo.cli.generate import generate
+from octavo.cli.import_ import import_
 from octavo.cli.qat import qat
 from octavo.cli.sensitivity import show_sensitivity
 from octavo.cli.study import study
@@ -143,6 +145,18 @@ add_command(
     "sensitivity",
     short="Rank layers by what FP8 costs them; find the best mix.",
     example="model.gguf --budget-perplexity 1.0% --budget-bytes 0.60 --out runs/mix",
+)
+add_command(
+    export,
+    "export",
+    short="Write a model in FP8 for vLLM, SGLang, TensorRT-LLM, …",
+    example="model.gguf --format compressed-tensors --out served/",
+)
+add_command(
+    import_,
+    "import",
+    short="Read and check a model in FP8 from another tool.",
+    example="deepseek-style/ --out mine/",
 )
 app.add_typer(
     doctor,

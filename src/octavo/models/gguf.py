@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_tokenizer import VOCABULARY, read_tokenizer, token_id
-from octavo.models.llama import Llama, LlamaConfig
+from octavo.models.llama import Llama, LlamaConfig, NothingDrawn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -147,21 +146,13 @@ def _check_settings(file: GGUFFile, config: LlamaConfig) -> None:
 def _model(file: GGUFFile, config: LlamaConfig, dtype: torch.dtype) -> Llama:
     expected = _expected(config)
     _check_tensors(file, dict(expected.values()))
-    with _NothingDrawn():  # memory that is asked for and not written takes no place
+    with NothingDrawn():  # memory that is asked for and not written takes no place
         model = Llama(config)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     for ours, (theirs, _) in expected.items():
         weight, turned = file.tensor(theirs, dtype), heads.get(ours.split(".")[-2])
         model.get_parameter(ours).data = weight if turned is None else _halves(weight, turned)
     return model
-
-
-class _NothingDrawn(TorchFunctionMode):
-    """Inside, a new module's parameters get no random first values: the file's are coming."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawing = {nn.init.normal_, nn.init.kaiming_uniform_, Tensor.normal_}
-        return None if func in drawing else func(*args, **(kwargs or {}))
 
 
 def _expected(config: LlamaConfig) -> dict[str, tuple[str, tuple[int, ...]]]:

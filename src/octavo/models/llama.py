@@ -19,16 +19,18 @@ dropout, no cache and no padding mask; a training batch is always full.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from octavo.errors import ConfigError
 from octavo.nn import RMSNorm, rotary_table, rotate
 from octavo.nn.attention import attend
 
-__all__ = ["Llama", "LlamaConfig", "Reread"]
+__all__ = ["Llama", "LlamaConfig", "NothingDrawn", "Reread"]
 
 INIT_STD = 0.02
 Reread = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values [B, T, kv, D] → what attention reads
@@ -238,3 +240,11 @@ class Llama(nn.Module):
             if parameter.ndim == 2:
                 adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 parameter.normal_(0.0, residual_std if adds_to_residual else INIT_STD, generator=generator)
+
+
+class NothingDrawn(TorchFunctionMode):
+    """Inside, a new module's parameters get no random first values: a file's are coming."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawing = {nn.init.normal_, nn.init.kaiming_uniform_, Tensor.normal_}
+        return None if func in drawing else func(*args, **(kwargs or {}))

@@ -14,9 +14,11 @@ without transformers.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +28,14 @@ from octavo.models import Llama, LlamaConfig
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["read_llama", "read_tokenizer", "write_llama", "write_tokenizer"]
+__all__ = [
+    "config_record",
+    "read_llama",
+    "read_tokenizer",
+    "shape_from_record",
+    "write_llama",
+    "write_tokenizer",
+]
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -43,11 +52,10 @@ THEIR_NAMES = {
 }
 
 
-def write_llama(folder: Path, model: Llama) -> None:
-    """Write configuration and weights into an existing folder."""
-    config = model.config
+def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What config.json says of a Llama of this shape, with parameters of this dtype."""
     shape = {theirs: getattr(config, ours) for ours, theirs in THEIR_NAMES.items()}
-    written = {
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **shape,
@@ -55,10 +63,42 @@ def write_llama(folder: Path, model: Llama) -> None:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "dtype": str(model.model.embed_tokens.weight.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
+
+def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
+    """The shape that a config.json asks for, where octavo's Llama is just that model; None where it is another.
+
+    Every key is known, or says that what it stands for is left out: nothing that changes the numbers is passed over.
+    """
+    rope = record.get("rope_parameters") or record.get("rope_scaling") or {}
+    given = dict(record) | {"rope_theta": record.get("rope_theta", rope.get("rope_theta", 10000.0))}
+    given |= {"num_key_value_heads": record.get("num_key_value_heads") or record.get("num_attention_heads")}
+    given.setdefault("tie_word_embeddings", False)
+    plain = (
+        record.get("model_type") == "llama"
+        and record.get("hidden_act", "silu") == "silu"
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and not record.get("attention_bias")
+        and not record.get("mlp_bias")
+        and record.get("pretraining_tp", 1) == 1
+    )
+    if not plain or not all(theirs in given for theirs in THEIR_NAMES.values()):
+        return None
+    try:
+        shape = LlamaConfig(**{ours: given[theirs] for ours, theirs in THEIR_NAMES.items()})
+    except (ConfigError, TypeError):
+        return None
+    return shape if (record.get("head_dim") or shape.head_dim) == shape.head_dim else None
+
+
+def write_llama(folder: Path, model: Llama) -> None:
+    """Write configuration and weights into an existing folder."""
+    config = model.config
+    written = config_record(config, model.model.embed_tokens.weight.dtype)
     _write_json(folder / CONFIG, written)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if config.tie_embeddings:

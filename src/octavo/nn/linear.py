@@ -202,6 +202,19 @@ class Linear(StatefulModule, torch.nn.Linear):
                 nonfinite=spec.nonfinite,
             )
         assert isinstance(codes, QuantizedTensor)
+        self.hold_codes(codes)
+
+    def hold_codes(self, codes: QuantizedTensor) -> None:
+        """Take finished codes, such as a file's, in the place of the weight; neither they nor their scale change.
+
+        Raises:
+            ConfigError: they are not those of a weight [N, K] of this layer.
+        """
+        if codes.shape != (self.out_features, self.in_features):
+            raise ConfigError(
+                f"the weight of {self._called} is {[self.out_features, self.in_features]}, and these codes are "
+                f"{list(codes.shape)}"
+            )
         self.held = HeldWeight(codes.granularity, codes.hp_dtype)
         self.weight = torch.nn.Parameter(codes.data, requires_grad=False)
         self.register_buffer("weight_scale", codes.scale)

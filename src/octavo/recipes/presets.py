@@ -98,9 +98,11 @@ def _delayed_te(
     return _with_gradients_in(_from_history("delayed_te", history, margin, emulate_tensor_cores), gradient_format)
 
 
-def _rowwise(*, emulate_tensor_cores: bool = False, gradient_format: str = "E4M3") -> Recipe:
-    """A power-of-two scale for each row of each GEMM's operand, E4M3 throughout (torchao's rowwise recipe)."""
-    row = CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL)
+def _rowwise(*, power_of_two: bool = True, emulate_tensor_cores: bool = False, gradient_format: str = "E4M3") -> Recipe:
+    """A scale for each row of each GEMM's operand, E4M3 throughout (torchao's rowwise recipe: powers of two)."""
+    check_member("power_of_two", power_of_two, (False, True))
+    rounding = ScaleRounding.RCEIL if power_of_two else ScaleRounding.FP32
+    row = CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=rounding)
     recipe = Recipe(
         name="rowwise",
         output=GemmSpec(a=row, b=row, accumulate=Accumulate.HOPPER_FAST),

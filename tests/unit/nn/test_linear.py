@@ -130,3 +130,17 @@ def test_float64_layers_train():
     layer(torch.randn(4, 16, dtype=torch.float64)).sum().backward()
     assert layer.weight.grad is not None
     assert layer.weight.grad.dtype is torch.float64
+
+
+def test_finished_codes_are_held_untouched():
+    weight = torch.randn(8, 16)
+    codes = octavo.quantize(weight, octavo.E4M3, granularity=octavo.PerRow())
+    layer = octavo.nn.Linear(16, 8, recipe="weight_only")
+    layer.weight.requires_grad_(False)
+    layer.hold_codes(codes)
+    assert layer.weight.data_ptr() == codes.data.data_ptr()
+    assert torch.equal(layer.state_dict()["weight_scale"], codes.scale)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(layer(x), x @ codes.dequantize().T + layer.bias)
+    with pytest.raises(ConfigError, match=r"is \[16, 8\], and these codes are \[8, 16\]"):
+        octavo.nn.Linear(8, 16).hold_codes(codes)

@@ -1,0 +1,96 @@
+"""Every checkpoint format on a real model and on the demo's: written, read back by something else, compared.
+
+    python -m benchmarks.export [--run runs/demo/tensorwise] [--cases "hf-fp8;octavo"] [--no-write]
+
+SmolLM2-135M, and a trained run of octavo's where one is given. Errors are ‖difference‖ / ‖logits‖ in FP32 against
+octavo's emulation: in lockstep, and with both running free, where a cast turns the last digit of a sum into another
+code (``octavo.export.agreement``). Bytes are those of the weights' files over BF16's; the head stays in BF16.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import smollm2
+from benchmarks.measure import hardware, write_result
+from octavo.errors import DataError
+from octavo.export.sources import Request, load_source
+from octavo.export.writing import Saved, save_quantized
+from octavo.language_model import load_language_model
+from octavo.quantization import calibrate, text_windows
+from octavo.training.text import BUILTIN
+
+SAMPLES, LENGTH = 8, 256
+CASES = {
+    "compressed-tensors": ("compressed-tensors", None, False),
+    "compressed-tensors, weights only": ("compressed-tensors", "weight_only", False),
+    "compressed-tensors, static, KV cache": ("compressed-tensors", None, True),
+    "hf-fp8": ("hf-fp8", None, False),
+    "modelopt, KV cache": ("modelopt", None, True),
+    "octavo": ("octavo", "mxfp8", False),
+}
+HEAD = [
+    "| model | format | read by | logits, lockstep | worst layer | greedy alike | free | bytes / BF16 |",
+    "|---|---|---|---|---|---|---|---|",
+]
+
+
+def main() -> None:
+    """Write, compare and tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", help="a run of octavo train or demo, to be exported too")
+    parser.add_argument("--cases", default="", help=f"some of {'; '.join(CASES)}, by semicolons; all by default")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    machine, console = hardware(), Console()
+    try:
+        sources = {"SmolLM2-135M": str(smollm2.model_path())} | _runs(arguments.run)
+    except DataError as error:
+        parser.exit(2, f"{error}\n")
+    lines = list(HEAD)
+    for name, source in sources.items():
+        for case in filter(None, arguments.cases.split(";")) if arguments.cases else CASES:
+            lines.append(_row(name, case, measured(source, case)))
+            console.print(lines[-1], markup=False, soft_wrap=True)
+    if not arguments.no_write:
+        command = "python -m benchmarks.export" + (f" --run {arguments.run}" if arguments.run else "")
+        path = write_result("export", lines, title="Checkpoints, read back", command=command, machine=machine)
+        console.print(f"written to {path}", markup=False)
+
+
+def measured(source: str, case: str) -> Saved:
+    """Write one case into a temporary folder, with its verification."""
+    fmt, recipe, is_static = CASES[case]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        request = Request(recipe=recipe, calibration=_calibrated(source, folder) if is_static else None)
+        ready = load_source(source, fmt, request)
+        return save_quantized(ready.language_model, folder / "model", format=fmt, kv_scales=ready.kv_scales)
+
+
+def _runs(run: str | None) -> dict[str, str]:
+    return {} if run is None else {f"run {Path(run).name}": run}
+
+
+def _calibrated(source: str, folder: Path) -> Path:
+    model = load_language_model(source)
+    length = min(LENGTH, model.context)
+    windows = text_windows(model, BUILTIN, "train", count=SAMPLES, length=length)
+    calibrate(model, windows.split(1), kv_cache=True).save(folder / "scales")
+    return folder / "scales"
+
+
+def _row(model: str, case: str, saved: Saved) -> str:
+    found = saved.agreement
+    assert found is not None
+    greedy = f"{found.greedy_equal} of {found.greedy_tokens}"
+    free = f"{found.free_error:.1e}, {found.free_equal} of {found.greedy_tokens}"
+    share = f"{saved.nbytes / saved.bf16_nbytes:.3f}"
+    cells = [model, case, saved.reader, f"{found.logits_error:.1e}", f"{found.worst_error:.1e}", greedy, free, share]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""``octavo import``: what a folder in FP8 holds, and the same codes in another format."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli import options
+from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.export import export
+from octavo.interchange import QuantizedModel, load_quantized
+
+__all__ = ["import_"]
+
+
+def import_(
+    *,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="With config.json and safetensors in FP8.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="Write it there too, its codes and scales untouched.")
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", help="Of what is written.")] = "octavo",
+    as_json: options.Json = False,
+) -> None:
+    """Read a model in FP8 from another tool, check every tensor of it, and say what it is."""
+    if out is not None:
+        export(model=str(folder), out=out, format_=format_, as_json=as_json)
+        return
+    read = load_quantized(folder)
+    if as_json:
+        print_json(_record(read))
+    else:
+        _print(folder, read)
+
+
+def _record(read: QuantizedModel) -> dict[str, Any]:
+    return {
+        "format": read.format,
+        "context": read.context,
+        "layers": {path: recipe.name for path, recipe in read.recipes.items()},
+        "kv_scales": {layer: [float(scale) for scale in pair] for layer, pair in read.kv_scales.items()},
+    }
+
+
+def _print(folder: Path, read: QuantizedModel) -> None:
+    counts: dict[str, int] = {}
+    for recipe in read.recipes.values():
+        counts[recipe.name] = counts.get(recipe.name, 0) + 1
+    print_table(f"{folder}, {read.format}", ["recipe", "layers"], [(name, number(n)) for name, n in counts.items()])
+    lines = [f"keys and values have scales in {len(read.kv_scales)} layers"] if read.kv_scales else []
+    lines.append(
+        "every tensor is known, every scale positive and finite; octavo eval and octavo generate take the folder"
+    )
+    stdout().print("\n".join(lines), markup=False, soft_wrap=True)

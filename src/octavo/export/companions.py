@@ -1,0 +1,117 @@
+"""What goes beside the weights: the tokenizer, the chat template, which token ends an answer, the model's shape.
+
+| source                 | where they come from                                                          |
+|------------------------|-------------------------------------------------------------------------------|
+| a Hugging Face folder  | its own files, byte for byte; config.json but for what it says of quantization |
+| a .gguf file           | the file's values                                                             |
+| a model on the hub     | transformers, which has them already                                          |
+| a run, or anything else | the tokenizer; its end-of-text token ends an answer                           |
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from octavo.interchange.tensor_files import read_json
+from octavo.language_model import LanguageModel
+from octavo.models import Llama
+from octavo.models.gguf import CHAT_TEMPLATE
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_tokenizer import token_id
+from octavo.models.llama_folder import config_record
+from octavo.training.tokenizer import END_OF_TEXT
+
+__all__ = ["Companions", "companions_of"]
+
+CONFIG, TOKENIZER, SETTINGS, GENERATION = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
+COPIED = (
+    TOKENIZER,
+    SETTINGS,
+    GENERATION,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """What a folder has beside weights and quantization.
+
+    Attributes:
+        config: config.json of the model in high precision.
+        files: contents of other files, by name.
+    """
+
+    config: Mapping[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def companions_of(model: LanguageModel) -> Companions:
+    """Find them where the model came from."""
+    source = Path(model.source)
+    own = {TOKENIZER: model.tokenizer.to_str().encode()}
+    if (source / CONFIG).is_file():
+        copied = {name: (source / name).read_bytes() for name in COPIED if (source / name).is_file()}
+        record = {key: value for key, value in read_json(source / CONFIG).items() if key != "quantization_config"}
+        return Companions(config=record, files=_settings(model, {}) | own | copied)
+    if source.suffix.lower() == ".gguf" and source.is_file():
+        return _from_gguf(model, GGUFFile(source), own)
+    if isinstance(model.model, Llama):
+        ends = model.tokenizer.token_to_id(END_OF_TEXT)
+        return _of_llama(model, own, {"eos_token_id": ends}, {} if ends is None else {"eos_token": END_OF_TEXT})
+    return _from_transformers(model, own)
+
+
+def _from_gguf(model: LanguageModel, file: GGUFFile, own: dict[str, bytes]) -> Companions:
+    ids = {f"{which}_token_id": token_id(file, which) for which in ("bos", "eos")}
+    names = {
+        key.removesuffix("_id"): str(model.tokenizer.id_to_token(found))
+        for key, found in ids.items()
+        if found is not None
+    }
+    if CHAT_TEMPLATE in file.values:
+        own = own | {"chat_template.jinja": file.get(CHAT_TEMPLATE, str).encode()}
+    return _of_llama(model, own, ids, names)
+
+
+def _of_llama(
+    model: LanguageModel, own: dict[str, bytes], ids: Mapping[str, int | None], names: Mapping[str, str]
+) -> Companions:
+    """The files of an octavo Llama, whose special tokens are known otherwise."""
+    assert isinstance(model.model, Llama)
+    known = {key: found for key, found in ids.items() if found is not None}
+    files = own | _settings(model, names) | ({GENERATION: _json(known)} if known else {})
+    return Companions(config=config_record(model.model.config, model.model.lm_head.weight.dtype) | known, files=files)
+
+
+def _settings(model: LanguageModel, names: Mapping[str, str]) -> dict[str, bytes]:
+    return {SETTINGS: _json({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.context, **names})}
+
+
+def _from_transformers(model: LanguageModel, own: dict[str, bytes]) -> Companions:
+    """A model that transformers knows by a name on the hub, or that somebody built."""
+    theirs: Any = model.model
+    with TemporaryDirectory() as folder:
+        theirs.config.save_pretrained(folder)
+        if theirs.can_generate():
+            theirs.generation_config.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    config = json.loads(files.pop(CONFIG))
+    return Companions(config=config, files=_settings(model, {}) | own | files)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -1,0 +1,59 @@
+"""A fresh process that reads an exported folder as its reader would, and says how far it is from what was exported.
+
+    python -m octavo.export.reload FOLDER PROBE READER
+
+READER is "transformers" (with compressed-tensors) or "octavo". Prints an ``Agreement`` as one line of JSON; exit code 2
+and one sentence on stderr where the folder cannot be read.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import OctavoError
+from octavo.export.agreement import compare, load_probe
+from octavo.export.emulation import cast_keys_and_values
+from octavo.interchange import load_quantized
+from octavo.language_model import LanguageModel, logits_of
+
+__all__ = ["OCTAVO", "TRANSFORMERS", "main"]
+
+TRANSFORMERS, OCTAVO = "transformers", "octavo"
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit code."""
+    folder, probe, reader = Path(arguments[0]), Path(arguments[1]), arguments[2]
+    try:
+        with ExitStack() as stack:
+            model, logits = _by_transformers(folder) if reader == TRANSFORMERS else _by_octavo(folder, stack)
+            found = compare(logits, model, load_probe(probe))
+    except OctavoError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(found.to_json() + "\n")
+    return 0
+
+
+def _by_octavo(folder: Path, stack: ExitStack) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    read = load_quantized(folder)
+    model = LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(folder))
+    if not read.kv_scales:
+        return read.model, model.logits
+    return read.model, stack.enter_context(model.keys_and_values_through(cast_keys_and_values(read.kv_scales)))
+
+
+def _by_transformers(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), lambda tokens: logits_of(model, tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,217 @@
+"""``octavo.save_quantized``: a converted language model as a folder that others load.
+
+| file                                      | content                                                                |
+|-------------------------------------------|------------------------------------------------------------------------|
+| model.safetensors, or shards and an index | codes, FP32 scales, and every other tensor in ``dtype``                |
+| config.json                               | the model's own, and what is quantized how: ``quantization_config``    |
+| tokenizer.json and its companions         | ``octavo.export.companions``                                           |
+| what the format adds                      | hf_quant_config.json (modelopt), recipe-1.toml … (octavo)              |
+
+The folder is written beside its place, verified there, and renamed: it is whole and verified, or not there.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.export.agreement import Agreement, make_probe
+from octavo.export.companions import Companions, companions_of
+from octavo.export.emulation import emulated
+from octavo.export.verification import reader_of, verify
+from octavo.files import claimed_folder, replacing_folder
+from octavo.interchange import FORMATS, Contents, FileFormat, attention_path, contents_of
+from octavo.interchange.schemes import scheme_of
+from octavo.interchange.tensor_files import write_json, write_tensors
+from octavo.language_model import LanguageModel
+from octavo.nn.arguments import check_whole
+from octavo.quantization.windows import text_windows
+from octavo.recipes.specs import check_member
+from octavo.training.corpus import Split
+from octavo.training.text import BUILTIN
+
+__all__ = ["DTYPES", "Saved", "save_quantized"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WINDOWS, PROMPT, GREEDY = 2, 32, 64
+OnPhase = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What :func:`save_quantized` wrote.
+
+    Attributes:
+        folder: where.
+        format: its name.
+        schemes: how many layers are computed how.
+        left_out: paths of linear layers in high precision.
+        notes: what whoever serves the folder computes otherwise than the recipe says.
+        nbytes: of the weights' files.
+        bf16_nbytes: what they would have in BF16.
+        reader: who read the folder back; "" where nobody did.
+        agreement: how far its numbers were; None as above.
+    """
+
+    folder: Path
+    format: str
+    schemes: Mapping[str, int]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    nbytes: int
+    bf16_nbytes: int
+    reader: str = ""
+    agreement: Agreement | None = None
+
+
+def save_quantized(
+    model: LanguageModel,
+    folder: str | Path,
+    *,
+    format: str = "compressed-tensors",  # noqa: A002 (what everybody calls it)
+    kv_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+    dtype: str = "bf16",
+    max_shard_bytes: int = 5_000_000_000,
+    verify_folder: bool = True,
+    on_phase: OnPhase = lambda _label, _done, _total: None,
+) -> Saved:
+    """Write a language model whose layers run FP8 recipes, so that others load it and compute the same.
+
+    Args:
+        model: converted, with held codes or weights in high precision; it is left as it is.
+        folder: new or empty.
+        format: "compressed-tensors", "hf-fp8", "modelopt" or "octavo".
+        kv_scales: float32 [] of keys and of values by decoder layer, such as a calibration's.
+        dtype: of every other tensor: "bf16", "fp16" or "fp32".
+        max_shard_bytes: of a file of weights.
+        verify_folder: read it back in a fresh process and compare, before it takes its place.
+        on_phase: called with a phase's name, what is done and the total.
+
+    Raises:
+        ConfigError: the folder holds something, no layer is in FP8, or the format cannot say what the model computes.
+        CheckpointError: what was written reads back as something else; it is removed.
+        OSError: it cannot be written; nothing is left of it.
+
+    Example:
+        >>> import octavo
+        >>> from octavo.language_model import load_language_model
+        >>> model = load_language_model("model.gguf")  # doctest: +SKIP
+        >>> octavo.convert(model.model, "rowwise")  # doctest: +SKIP
+        >>> octavo.save_quantized(model, "served").agreement.logits_error < 1e-3  # doctest: +SKIP
+        True
+    """
+    folder = Path(folder)
+    check_member("format", format, tuple(FORMATS))
+    check_member("dtype", dtype, tuple(DTYPES))
+    check_whole("max_shard_bytes", max_shard_bytes, least=1)
+    fmt = FORMATS[format]
+    contents = contents_of(model.model, kv_scales)
+    if (reason := fmt.unsupported_reason(contents)) is not None:
+        raise ConfigError(reason)
+    job = _Job(model=model, contents=contents, fmt=fmt, dtype=DTYPES[dtype], most=max_shard_bytes, on_phase=on_phase)
+    with claimed_folder(folder), replacing_folder(folder) as temporary:
+        on_phase("write", 0, 1)
+        job.write(temporary)
+        nbytes = sum(path.stat().st_size for path in temporary.glob("*.safetensors"))
+        reader = reader_of(fmt) if verify_folder else ""
+        agreement = job.verified(temporary, reader) if verify_folder else None
+    return Saved(
+        folder=folder,
+        format=format,
+        schemes=job.schemes(),
+        left_out=contents.left_out,
+        notes=job.notes(),
+        nbytes=nbytes,
+        bf16_nbytes=job.bf16_nbytes(),
+        reader=reader,
+        agreement=agreement,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One model on its way into one format."""
+
+    model: LanguageModel
+    contents: Contents
+    fmt: FileFormat
+    dtype: torch.dtype
+    most: int
+    on_phase: OnPhase = field(repr=False)
+
+    def write(self, folder: Path) -> None:
+        """Every file."""
+        companions = companions_of(self.model)
+        for name, content in companions.files.items():
+            (folder / name).write_bytes(content)
+        for name, text in self.fmt.other_files(self.contents).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        write_json(folder / "config.json", self._config(companions))
+        floats = {name: self.dtype for name, tensor in self.contents.rest.items() if tensor.is_floating_point()}
+        write_tensors(folder, self._tensors(), floats, self.most)
+
+    def verified(self, folder: Path, reader: str) -> Agreement:
+        """What a fresh process finds."""
+        length = min(PROMPT + GREEDY, self.model.context)
+        text = text_windows(self.model, BUILTIN, Split.TEST, count=WINDOWS, length=length)
+        text = text.to(next(self.model.model.parameters()).device)
+        with emulated(self.model, self.contents, dtype=self.dtype, served=self.fmt.served) as logits:
+            probe = make_probe(
+                logits,
+                self.model.model,
+                self.contents.layers,
+                text,
+                prompt=min(PROMPT, length // 2),
+                on_token=lambda done, total: self.on_phase("emulate", done, total),
+            )
+        self.on_phase("read back", 0, 1)
+        with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}") as scratch:
+            return verify(folder, probe, reader=reader, scratch=Path(scratch))
+
+    def schemes(self) -> dict[str, int]:
+        """How many layers are computed how."""
+        found: dict[str, int] = {}
+        for layer in self.contents.layers.values():
+            name = layer.recipe.name if self.fmt.schemes is None else str(scheme_of(layer.recipe))
+            found[name] = found.get(name, 0) + 1
+        return found
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each recipe of which a server computes something else."""
+        said = []
+        for recipe in {layer.recipe.name: layer.recipe for layer in self.contents.layers.values()}.values():
+            now = self.fmt.served(recipe)
+            if recipe.output.a is not None and now.output.a != recipe.output.a:
+                said.append(
+                    f"recipe {recipe.name!r} casts inputs in a way that {self.fmt.name} cannot say: servers cast them "
+                    f"{scheme_of(recipe).inputs}, from their own amax; that is what was verified"
+                )
+        return tuple(said)
+
+    def bf16_nbytes(self) -> int:
+        """Of the model in BF16."""
+        weights = sum(layer.weight.data.numel() for layer in self.contents.layers.values())
+        return 2 * (weights + sum(tensor.numel() for tensor in self.contents.rest.values()))
+
+    def _config(self, companions: Companions) -> dict[str, object]:
+        plain = {key: value for key, value in companions.config.items() if key not in ("dtype", "torch_dtype")}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {**plain, "dtype": dtype, "quantization_config": self.fmt.configuration(self.contents)}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """In the model's order, a layer's scales behind its weight."""
+        names, found = self.fmt.names, dict[str, Tensor]()
+        for path, layer in self.contents.layers.items():
+            found[f"{path}.weight"] = layer.weight.data
+            found[f"{path}.{names.weight}"] = names.written(layer.weight.scale)
+            if layer.input_scale is not None:
+                found[f"{path}.{names.input}"] = names.written(layer.input_scale)
+        for index, (key, value) in self.contents.kv_scales.items():
+            attention = attention_path(self.model.model, index)
+            found[f"{attention}.{names.key}"] = names.written(key)
+            found[f"{attention}.{names.value}"] = names.written(value)
+        return found | dict(self.contents.rest)

@@ -1,0 +1,18 @@
+"""Formats in which FP8 models change hands: their names and shapes, what each can say, and how they are read."""
+
+from octavo.interchange.contents import Contents, FP8Layer, attention_path, contents_of
+from octavo.interchange.file_format import FileFormat
+from octavo.interchange.formats import FORMATS, is_quantized
+from octavo.interchange.reading import QuantizedModel, load_quantized
+
+__all__ = [
+    "FORMATS",
+    "Contents",
+    "FP8Layer",
+    "FileFormat",
+    "QuantizedModel",
+    "attention_path",
+    "contents_of",
+    "is_quantized",
+    "load_quantized",
+]

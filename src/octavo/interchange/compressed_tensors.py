@@ -1,0 +1,158 @@
+"""compressed-tensors: what vLLM's tools write, and vLLM, SGLang and transformers load.
+
+Its quantization_config has groups of layers; each says how weights and inputs are cast, and which layers it is for, by
+class ("Linear"), by path, or by an expression ("re:…"). `ignore` names those that stay as they are. Of the formats it
+is the most expressive: different layers may have different schemes.
+
+Source: the library compressed-tensors, ``quantization/quant_config.py`` and ``quant_scheme.py``.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import CheckpointError
+from octavo.formats import E4M3
+from octavo.interchange.contents import Contents, FP8Layer
+from octavo.interchange.file_format import FileFormat, Layout, damaged, matched_scheme
+from octavo.interchange.names import NAMES
+from octavo.interchange.schemes import BLOCK, GROUP, Inputs, Scheme, scheme_of
+from octavo.numerics import Granularity, PerRow, PerTensor
+
+__all__ = ["COMPRESSED_TENSORS"]
+
+NAME, FORMAT = "compressed-tensors", "float-quantized"
+STRATEGIES: dict[Granularity, str] = {PerTensor(): "tensor", PerRow(): "channel", BLOCK: "block"}
+SCHEMES = frozenset(
+    Scheme(weight=weight, inputs=inputs)
+    for weight in (PerTensor(), PerRow())
+    for inputs in (Inputs.HIGH_PRECISION, Inputs.STATIC, Inputs.TOKEN)
+) | {Scheme(weight=BLOCK, inputs=Inputs.GROUP), Scheme(weight=BLOCK, inputs=Inputs.HIGH_PRECISION)}
+E4M3_NUMBERS = {"num_bits": E4M3.bits, "type": "float", "symmetric": True}
+INPUTS: dict[Inputs, dict[str, Any] | None] = {
+    Inputs.HIGH_PRECISION: None,
+    Inputs.STATIC: {"strategy": "tensor", "dynamic": False},
+    Inputs.TOKEN: {"strategy": "token", "dynamic": True},
+    Inputs.GROUP: {"strategy": "group", "dynamic": True, "group_size": GROUP.columns},
+}
+
+
+def _configuration(contents: Contents) -> dict[str, Any]:
+    groups: dict[Scheme, list[str]] = {}
+    for path, layer in contents.layers.items():
+        groups.setdefault(scheme_of(layer.recipe), []).append(path)
+    return {
+        "quant_method": NAME,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": _group(scheme, ["Linear"] if len(groups) == 1 else paths)
+            for i, (scheme, paths) in enumerate(groups.items())
+        },
+        "ignore": list(contents.left_out),
+        "kv_cache_scheme": E4M3_NUMBERS | {"strategy": "tensor", "dynamic": False} if contents.kv_scales else None,
+    }
+
+
+def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    weights = E4M3_NUMBERS | {"strategy": STRATEGIES[scheme.weight], "dynamic": False}
+    if scheme.weight == BLOCK:
+        weights["block_structure"] = [BLOCK.rows, BLOCK.columns]
+    inputs = INPUTS[scheme.inputs]
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": None if inputs is None else E4M3_NUMBERS | inputs,
+        "output_activations": None,
+    }
+
+
+def _refuses(layer: FP8Layer) -> str | None:
+    columns = layer.weight.shape[1]
+    if scheme_of(layer.recipe).inputs is Inputs.GROUP and columns % GROUP.columns:
+        return (
+            f"its inputs have {columns} numbers, no multiple of {GROUP.columns}, which compressed-tensors cannot "
+            "divide into groups; use a scale a row, or the format hf-fp8"
+        )
+    return None
+
+
+def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
+    if given.get("format") != FORMAT:
+        raise damaged("format", given.get("format"), f"{FORMAT!r}: weights as FP8 codes")
+    if given.get("sparsity_config") or given.get("transform_config"):
+        raise CheckpointError("quantization_config has sparse or transformed weights; octavo reads neither")
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise damaged("config_groups", groups, "groups of layers by name")
+    ignored = given.get("ignore") or []
+    schemes = [(list(group.get("targets") or []), _scheme(group)) for group in groups.values()]
+    recipes = {}
+    for path in linears:
+        if any(_is_meant(target, path) for target in ignored):
+            continue
+        # A path says more than an expression, and that more than a class.
+        found = sorted((_rank(target), i) for i, (targets, _) in enumerate(schemes) for target in _hits(targets, path))
+        if found:
+            recipes[path] = schemes[found[0][1]][1].recipe
+    kv_scheme = given.get("kv_cache_scheme")
+    if kv_scheme and (_is_dynamic(kv_scheme) or kv_scheme.get("strategy", "tensor") != "tensor"):
+        raise damaged("kv_cache_scheme", kv_scheme, "one static scale for keys and one for values of a layer")
+    return Layout(recipes=recipes, has_kv_scales=bool(kv_scheme))
+
+
+def _hits(targets: Sequence[str], path: str) -> Iterator[str]:
+    return (target for target in targets if target == "Linear" or _is_meant(target, path))
+
+
+def _is_meant(target: str, path: str) -> bool:
+    return bool(re.match(target.removeprefix("re:"), path)) if target.startswith("re:") else target == path
+
+
+def _rank(target: str) -> int:
+    return 2 if target == "Linear" else 1 if target.startswith("re:") else 0
+
+
+def _is_dynamic(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("dynamic", False))
+
+
+def _scheme(group: Mapping[str, Any]) -> Scheme:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if group.get("output_activations") is not None:
+        raise damaged("output_activations", group["output_activations"], "none")
+    if group.get("format") not in (None, FORMAT):
+        raise damaged("a group's format", group["format"], repr(FORMAT))
+    for role, args in (("weights", weights), ("input_activations", inputs)):
+        if args is None and role == "input_activations":
+            continue
+        if not isinstance(args, Mapping) or any(args.get(key) != value for key, value in E4M3_NUMBERS.items()):
+            raise damaged(role, args, "symmetric E4M3 (num_bits 8, type float)")
+    assert isinstance(weights, Mapping)
+    granularity = {strategy: each for each, strategy in STRATEGIES.items()}.get(str(weights.get("strategy")))
+    if granularity is None or (granularity == BLOCK and weights.get("block_structure") not in ([128, 128], (128, 128))):
+        raise damaged("weights", weights, "the strategies tensor, channel and block with block_structure [128, 128]")
+    return matched_scheme(NAME, Scheme(weight=granularity, inputs=_inputs(inputs)), SCHEMES)
+
+
+def _inputs(args: Mapping[str, Any] | None) -> Inputs:
+    if args is None:
+        return Inputs.HIGH_PRECISION
+    for inputs, known in INPUTS.items():
+        if known is not None and all(args.get(key, False) == value for key, value in known.items()):
+            return inputs
+    raise damaged("input_activations", dict(args), "static per tensor, dynamic per token, and dynamic per group of 128")
+
+
+COMPRESSED_TENSORS = FileFormat(
+    name=NAME,
+    quant_method=NAME,
+    names=NAMES[NAME],
+    preset="rowwise",
+    schemes=SCHEMES,
+    one_scheme=False,
+    configuration=_configuration,
+    layout=_layout,
+    refuses=_refuses,
+)

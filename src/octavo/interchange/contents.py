@@ -1,0 +1,132 @@
+"""What a checkpoint holds of a model: layers in FP8, every other tensor, and scales of keys and values."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import ConfigError
+from octavo.functional import cast_operand
+from octavo.nn import Linear
+from octavo.numerics import QuantizedTensor
+from octavo.recipes import Recipe, Scaling
+
+__all__ = ["Contents", "FP8Layer", "attention_path", "contents_of"]
+
+LAYER = "model.layers.{}.self_attn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FP8Layer:
+    """A linear layer whose weight is written as codes.
+
+    Attributes:
+        recipe: what the layer runs.
+        weight: codes [N, K] and their scale.
+        input_scale: float32 [], of a static input; None where the input is not static.
+    """
+
+    recipe: Recipe
+    weight: QuantizedTensor
+    input_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """A model, taken apart.
+
+    Attributes:
+        layers: in FP8, by path, in the model's order.
+        rest: every other tensor under its name in the ``state_dict``; of tied ones the first alone.
+        left_out: paths of linear layers that stay in high precision.
+        kv_scales: float32 [] of keys and of values, by decoder layer.
+    """
+
+    layers: Mapping[str, FP8Layer]
+    rest: Mapping[str, Tensor]
+    left_out: tuple[str, ...]
+    kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def contents_of(model: nn.Module, kv_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> Contents:
+    """Take a converted model apart; codes that it holds stay as they are, other weights are cast as its recipes say.
+
+    Raises:
+        ConfigError: no layer is in FP8, one that is shares its weight with another module, a static input has no scale
+            yet, or there are scales for keys and values of a layer that is not where a Llama's is.
+    """
+    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    owners = _owners(model)
+    layers = {path: _taken(path, layer, owners) for path, layer in linears.items() if _is_fp8(layer)}
+    if not layers:
+        raise ConfigError("no layer of this model is in FP8; octavo.convert(model, recipe) first")
+    scales = dict(kv_scales or {})
+    for index in scales:
+        attention_path(model, index)
+    return Contents(
+        layers=layers,
+        rest=dict(_rest(model, layers)),
+        left_out=tuple(path for path in linears if path not in layers),
+        kv_scales=scales,
+    )
+
+
+def attention_path(model: nn.Module, index: int) -> str:
+    """Where the attention of a decoder layer is.
+
+    Raises:
+        ConfigError: not where a Llama's is, and so no format says where its scales belong.
+    """
+    path = LAYER.format(index)
+    if path not in dict(model.named_modules()):
+        raise ConfigError(
+            f"this model has no {path!r}, which the scales of keys and values are named after; calibrate it without "
+            "them"
+        )
+    return path
+
+
+def _is_fp8(layer: nn.Linear) -> bool:
+    return isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None)
+
+
+def _owners(model: nn.Module) -> dict[int, int]:
+    """How many modules have each parameter."""
+    count: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            count[id(parameter)] = count.get(id(parameter), 0) + 1
+    return count
+
+
+def _taken(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Layer:
+    assert isinstance(layer, Linear)
+    if owners[id(layer.weight)] > 1:
+        raise ConfigError(
+            f"layer {path!r} is in FP8 and shares its weight with another module, which a checkpoint would tear apart; "
+            "leave it out (skip)"
+        )
+    scale = layer.input_scale.detach().clone() if layer.recipe.has_static_input else None
+    if scale is not None and not scale > 0:
+        raise ConfigError(f"layer {path!r} has no scale for its static input; calibrate the model first")
+    return FP8Layer(recipe=layer.recipe, weight=layer.held_weight() or _codes(layer), input_scale=scale)
+
+
+def _codes(layer: Linear) -> QuantizedTensor:
+    spec = layer.recipe.output.b
+    assert spec is not None
+    codes = cast_operand(layer.weight.detach(), replace(spec, scaling=Scaling.DYNAMIC))
+    assert isinstance(codes, QuantizedTensor)
+    return codes
+
+
+def _rest(model: nn.Module, layers: Mapping[str, FP8Layer]) -> Iterator[tuple[str, Tensor]]:
+    own = {f"{path}.{name}" for path in layers for name in ("weight", "weight_scale")}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        identity = (tensor.data_ptr(), tensor.shape)
+        if name in own or (identity in seen and tensor.numel()):
+            continue
+        seen.add(identity)
+        yield name, tensor

@@ -1,0 +1,56 @@
+"""The formats by name, and which of them a folder is in."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from octavo.errors import CheckpointError
+from octavo.interchange.compressed_tensors import COMPRESSED_TENSORS
+from octavo.interchange.file_format import FileFormat
+from octavo.interchange.hf_fp8 import HF_FP8
+from octavo.interchange.modelopt import HF_QUANT_CONFIG, MODELOPT, configuration_from_file
+from octavo.interchange.own import OWN
+from octavo.interchange.tensor_files import read_json
+
+__all__ = ["CONFIG", "FORMATS", "is_quantized", "read_configuration"]
+
+CONFIG, QUANTIZATION = "config.json", "quantization_config"
+FORMATS = MappingProxyType({fmt.name: fmt for fmt in (COMPRESSED_TENSORS, HF_FP8, MODELOPT, OWN)})
+METHODS = {fmt.quant_method: fmt for fmt in FORMATS.values()}
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether a folder with a config.json holds a model in one of the formats; it may still be damaged.
+
+    Raises:
+        CheckpointError: its config.json cannot be read.
+    """
+    return _method(folder, read_json(folder / CONFIG)).get("quant_method") in METHODS
+
+
+def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[str, Any]]:
+    """The format of a folder, its config.json, and the quantization_config of that.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it is in no format that octavo reads.
+    """
+    record = read_json(folder / CONFIG)
+    given = _method(folder, record)
+    method = given.get("quant_method")
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{str(folder)!r} says {method!r} as quant_method; octavo reads {', '.join(map(repr, METHODS))}"
+            if given
+            else f"{str(folder)!r} is not in FP8: its {CONFIG} has no {QUANTIZATION}; octavo export writes such folders"
+        )
+    return METHODS[method], record, given
+
+
+def _method(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    given = record.get(QUANTIZATION)
+    if isinstance(given, Mapping):
+        return dict(given)
+    if (folder / HF_QUANT_CONFIG).is_file():
+        return configuration_from_file(read_json(folder / HF_QUANT_CONFIG))
+    return {}

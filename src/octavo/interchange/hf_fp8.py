@@ -1,0 +1,53 @@
+"""Hugging Face's "fp8": what DeepSeek-V3 was published in. 128x128 blocks of weights, inputs cast as they come.
+
+Source: DeepSeek-V3, arXiv 2412.19437 §3.3.2; ``FineGrainedFP8Config`` of transformers.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.convert import HEAD_NAMES
+from octavo.interchange.contents import Contents
+from octavo.interchange.file_format import FileFormat, Layout, damaged
+from octavo.interchange.names import NAMES
+from octavo.interchange.schemes import BLOCK, Inputs, Scheme
+
+__all__ = ["HF_FP8"]
+
+SCHEME = Scheme(weight=BLOCK, inputs=Inputs.GROUP)
+FIXED = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK.rows, BLOCK.columns]}
+DEFAULTS = {"fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def _configuration(contents: Contents) -> dict[str, Any]:
+    return {"quant_method": "fp8", **FIXED, "modules_to_not_convert": list(contents.left_out)}
+
+
+def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
+    for key, value in FIXED.items():
+        found = given.get(key, DEFAULTS.get(key))
+        if (list(found) if isinstance(found, tuple) else found) != value:
+            raise damaged(key, found, repr(value))
+    if given.get("scale_fmt", "float") != "float":
+        raise damaged("scale_fmt", given["scale_fmt"], "'float'")
+    left_out = given.get("modules_to_not_convert", given.get("ignored_layers"))
+    left_out = HEAD_NAMES if left_out is None else left_out  # as transformers has it; DeepSeek's files leave it out
+    return Layout(recipes={path: SCHEME.recipe for path in linears if not _is_left_out(path, left_out)})
+
+
+def _is_left_out(path: str, left_out: Sequence[str]) -> bool:
+    """A name stands for the module of that path, for those inside it, and for those whose path ends with it."""
+    return any(f".{path}.".find(f".{name}.") >= 0 for name in left_out)
+
+
+HF_FP8 = FileFormat(
+    name="hf-fp8",
+    quant_method="fp8",
+    names=NAMES["hf-fp8"],
+    preset="blockwise",
+    schemes=frozenset({SCHEME}),
+    one_scheme=True,
+    configuration=_configuration,
+    layout=_layout,
+)

@@ -1,0 +1,85 @@
+"""ModelOpt's FP8: one scale for each weight and one, from calibration, for each input. What TensorRT-LLM loads.
+
+The configuration is written twice: hf_quant_config.json is what TensorRT-LLM and older servers look for, and
+config.json's quantization_config what newer ones do. Both name ModelOpt as the producer, which servers insist on; its
+version says who wrote it.
+
+Source: NVIDIA Model Optimizer, "Unified HuggingFace Checkpoint".
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from octavo.interchange.contents import Contents
+from octavo.interchange.file_format import FileFormat, Layout, damaged
+from octavo.interchange.names import NAMES
+from octavo.interchange.schemes import Inputs, Scheme
+from octavo.numerics import PerTensor
+from octavo.training.facts import own_version
+
+__all__ = ["HF_QUANT_CONFIG", "MODELOPT", "configuration_from_file"]
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+ALGORITHM = "FP8"
+SCHEME = Scheme(weight=PerTensor(), inputs=Inputs.STATIC)
+STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+def _configuration(contents: Contents) -> dict[str, Any]:
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": ALGORITHM,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": STATIC, "input_activations": STATIC}},
+        "ignore": list(contents.left_out),
+        "kv_cache_scheme": STATIC if contents.kv_scales else None,
+        "producer": _producer(),
+    }
+
+
+def _other_files(contents: Contents) -> dict[str, str]:
+    quantization = {
+        "quant_algo": ALGORITHM,
+        "kv_cache_quant_algo": ALGORITHM if contents.kv_scales else None,
+        "exclude_modules": list(contents.left_out),
+    }
+    return {HF_QUANT_CONFIG: json.dumps({"producer": _producer(), "quantization": quantization}, indent=2) + "\n"}
+
+
+def _producer() -> dict[str, str]:
+    return {"name": "modelopt", "version": f"octavo {own_version()}"}
+
+
+def configuration_from_file(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A hf_quant_config.json as the quantization_config that older files lack."""
+    inner = given.get("quantization")
+    inner = inner if isinstance(inner, Mapping) else {}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": inner.get("quant_algo"),
+        "ignore": list(inner.get("exclude_modules") or []),
+        "kv_cache_scheme": STATIC if inner.get("kv_cache_quant_algo") == ALGORITHM else None,
+    }
+
+
+def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
+    if given.get("quant_algo") != ALGORITHM:
+        raise damaged("quant_algo", given.get("quant_algo"), repr(ALGORITHM))
+    ignored = given.get("ignore") or given.get("exclude_modules") or []
+    recipes = {path: SCHEME.recipe for path in linears if not any(fnmatchcase(path, name) for name in ignored)}
+    return Layout(recipes=recipes, has_kv_scales=bool(given.get("kv_cache_scheme")))
+
+
+MODELOPT = FileFormat(
+    name="modelopt",
+    quant_method="modelopt",
+    names=NAMES["modelopt"],
+    preset="static",
+    schemes=frozenset({SCHEME}),
+    one_scheme=True,
+    configuration=_configuration,
+    layout=_layout,
+    other_files=_other_files,
+)

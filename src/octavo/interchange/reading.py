@@ -1,0 +1,216 @@
+"""``octavo.load_quantized``: a folder of FP8 codes and scales as a model of octavo's layers, not a code changed.
+
+A layer whose file holds codes becomes an ``octavo.nn.Linear`` that holds just those codes and scales; everything else
+is widened to FP32, which is exact. Nothing falls through: a tensor that is neither the model's nor a scale of the
+format's, a scale of another shape, a layer that the configuration and the file disagree about: each is an error.
+
+A Llama becomes octavo's own, without transformers; any other architecture is transformers'.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.convert import convert
+from octavo.errors import CheckpointError, ConfigError
+from octavo.interchange.contents import attention_path
+from octavo.interchange.file_format import FileFormat, Layout
+from octavo.interchange.formats import CONFIG, read_configuration
+from octavo.interchange.names import ScaleNames, checked_scale
+from octavo.interchange.tensor_files import TensorFiles
+from octavo.models import Llama
+from octavo.models.llama import NothingDrawn
+from octavo.models.llama_folder import read_tokenizer, shape_from_record
+from octavo.nn import Linear
+from octavo.numerics import PerTensor, QuantizedTensor
+from octavo.recipes import Recipe
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["QuantizedModel", "load_quantized"]
+
+INSTALL = "pip install 'octavo[hf]'"
+AGAIN = "export or download the folder again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedModel:
+    """A model read from a folder in FP8.
+
+    Attributes:
+        model: in evaluation mode; its layers in FP8 hold the file's codes.
+        tokenizer: of the folder.
+        context: the most tokens that it reads at once.
+        format: the name of the folder's format.
+        recipes: what each layer in FP8 runs, by path.
+        kv_scales: float32 [] of keys and of values by decoder layer, where the folder has them. The model itself keeps
+            them in high precision.
+    """
+
+    model: nn.Module
+    tokenizer: "Tokenizer"
+    context: int
+    format: str
+    recipes: Mapping[str, Recipe]
+    kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def load_quantized(folder: str | Path) -> QuantizedModel:
+    """Read a folder that ``octavo export`` or somebody else's tool wrote: compressed-tensors, hf-fp8, modelopt, octavo.
+
+    Args:
+        folder: with config.json, safetensors and tokenizer.json.
+
+    Raises:
+        CheckpointError: a missing, truncated or damaged file, an unknown quant_method, tensors that are missing or that
+            the format does not have, a scale of another shape, or one that is NaN, infinite, zero or negative.
+        ConfigError: the architecture is transformers', which is not installed.
+
+    Example:
+        >>> load_quantized("served/model").format  # doctest: +SKIP
+        'compressed-tensors'
+    """
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(f"{str(folder)!r} holds no model: it has no {CONFIG}; name a folder that has one")
+    fmt, record, given = read_configuration(path)
+    files = TensorFiles(path)
+    model = _plain_model(path, record)
+    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    layout = fmt.layout(given, linears, path)
+    _check_codes(path, files, layout, linears)
+    with torch.no_grad():
+        kv_scales = _load(model, files, fmt, layout)
+    context = record.get("max_position_embeddings")
+    if not isinstance(context, int):
+        raise CheckpointError(f"{CONFIG} in {str(folder)!r} does not say how many tokens the model reads")
+    return QuantizedModel(
+        model=model.eval(),
+        tokenizer=read_tokenizer(path),
+        context=context,
+        format=fmt.name,
+        recipes=layout.recipes,
+        kv_scales=kv_scales,
+    )
+
+
+def _plain_model(folder: Path, record: dict[str, Any]) -> nn.Module:
+    """Of the architecture that config.json names, its weights not yet written."""
+    shape = shape_from_record(record)
+    if shape is not None:
+        with NothingDrawn():
+            return Llama(shape)
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            f"{str(folder)!r} is a {record.get('model_type')}, which transformers builds, and it is not installed; "
+            f"{INSTALL}"
+        ) from error
+    plain = {key: value for key, value in record.items() if key != "quantization_config"}
+    try:
+        config = AutoConfig.for_model(**plain)
+        with NothingDrawn():
+            auto: Any = AutoModelForCausalLM
+            built: nn.Module = auto.from_config(config, dtype=torch.float32)
+    except Exception as error:  # transformers raises whatever it likes
+        raise CheckpointError(f"transformers cannot build the model of {str(folder)!r}: {error}") from error
+    return built
+
+
+def _check_codes(folder: Path, files: TensorFiles, layout: Layout, linears: list[str]) -> None:
+    """Raise unless the layers that are to be in FP8 are those whose weights are codes."""
+    coded = {name.removesuffix(".weight") for name in files.names if files.is_fp8(name)}
+    if surplus := sorted(coded - layout.recipes.keys()):
+        where = "no linear layer" if surplus[0] not in linears else "a layer in high precision by its configuration"
+        raise CheckpointError(f"{surplus[0]}.weight in {str(folder)!r} is FP8 codes of {where}; {AGAIN}")
+    if missing := sorted(layout.recipes.keys() - coded):
+        what = "is no FP8 codes" if f"{missing[0]}.weight" in files else "is missing"
+        raise CheckpointError(f"{missing[0]}.weight in {str(folder)!r} {what}, as its configuration has it; {AGAIN}")
+
+
+def _load(model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout) -> dict[int, tuple[Tensor, Tensor]]:
+    own = model.state_dict()
+    coded = {f"{path}.weight" for path in layout.recipes}
+    used = _load_rest(own, files, coded)
+    for recipe in set(layout.recipes.values()):
+        _convert(model, recipe, {path for path, each in layout.recipes.items() if each == recipe})
+    for path, recipe in layout.recipes.items():
+        used |= _load_layer(model.get_submodule(path), path, recipe, files, fmt.names)
+    kv_scales = dict[int, tuple[Tensor, Tensor]]()
+    if layout.has_kv_scales:
+        kv_scales, names = _kv_scales(model, files, fmt.names)
+        used |= names
+    if unknown := sorted(set(files.names) - used):
+        raise CheckpointError(
+            f"the folder has {unknown[0]} and {len(unknown) - 1} more tensors that are neither the model's nor "
+            f"{fmt.name}'s; {AGAIN}"
+        )
+    return kv_scales
+
+
+def _convert(model: nn.Module, recipe: Recipe, paths: set[str]) -> None:
+    convert(model, recipe, layer_filter=lambda path, _: path in paths, convert_head=True)
+
+
+def _load_rest(own: Mapping[str, Tensor], files: TensorFiles, coded: set[str]) -> set[str]:
+    """Fill in everything that is no codes; returns the files' names of it, codes included."""
+    written = {tensor.data_ptr() for name, tensor in own.items() if name in files}
+    for name, tensor in own.items():
+        if name not in files:
+            if name in coded or tensor.data_ptr() not in written:  # a tied tensor is written once
+                raise CheckpointError(f"the folder has no {name}; {AGAIN}")
+            continue
+        if files.shape(name) != tensor.shape:
+            raise CheckpointError(
+                f"{name} is {list(files.shape(name))} in the folder, and {list(tensor.shape)} by its {CONFIG}; {AGAIN}"
+            )
+        if name not in coded:
+            tensor.copy_(files[name])
+    return {name for name in own if name in files}
+
+
+def _load_layer(layer: nn.Module, path: str, recipe: Recipe, files: TensorFiles, names: ScaleNames) -> set[str]:
+    """Hand a layer its codes and scales; returns their names."""
+    assert isinstance(layer, Linear)
+    spec = recipe.output.b
+    assert spec is not None
+    codes = files[f"{path}.weight"]
+    if codes.dtype != spec.format.torch_dtype:
+        raise CheckpointError(f"{path}.weight is {codes.dtype}, and its recipe has {spec.format}; {AGAIN}")
+    if (codes.float()).isnan().any():
+        raise CheckpointError(f"{path}.weight holds NaN; {AGAIN}")
+    name = f"{path}.{names.weight}"
+    scale = checked_scale(name, _present(files, name), spec.granularity, codes.shape)
+    layer.weight.requires_grad_(False)
+    layer.hold_codes(QuantizedTensor(codes, scale, spec.granularity, torch.float32))
+    used = {name}
+    if recipe.has_static_input:
+        name = f"{path}.{names.input}"
+        layer.input_scale.copy_(checked_scale(name, _present(files, name), PerTensor(), torch.Size()))
+        used.add(name)
+    return used
+
+
+def _kv_scales(
+    model: nn.Module, files: TensorFiles, names: ScaleNames
+) -> tuple[dict[int, tuple[Tensor, Tensor]], set[str]]:
+    found, used = dict[int, tuple[Tensor, Tensor]](), set[str]()
+    for index in range(len(model.get_submodule("model.layers"))):  # type: ignore[arg-type]
+        path = attention_path(model, index)
+        key, value = f"{path}.{names.key}", f"{path}.{names.value}"
+        pair = [checked_scale(name, _present(files, name), PerTensor(), torch.Size()) for name in (key, value)]
+        found[index] = pair[0], pair[1]
+        used |= {key, value}
+    return found, used
+
+
+def _present(files: TensorFiles, name: str) -> Tensor:
+    if name not in files:
+        raise CheckpointError(f"the folder has no {name}; {AGAIN}")
+    return files[name]

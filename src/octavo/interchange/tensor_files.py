@@ -1,0 +1,171 @@
+"""Safetensors in a folder: one file, or shards and the index that says which tensor is in which.
+
+| file                                | content                                                              |
+|-------------------------------------|----------------------------------------------------------------------|
+| model.safetensors                   | all tensors, where they fit into one file                            |
+| model-00001-of-00003.safetensors    | the first of three shards                                            |
+| model.safetensors.index.json        | `weight_map`: name → file; `metadata.total_size`: bytes of all       |
+
+Reading maps the files: a tensor takes memory when it is asked for.
+"""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octavo.errors import CheckpointError
+
+__all__ = ["TensorFiles", "read_json", "write_json", "write_tensors"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CODES = ("F8_E4M3", "F8_E5M2")
+AGAIN = "write or download the folder again"
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], most: int) -> None:
+    """Write tensors into an existing folder.
+
+    Args:
+        folder: where to.
+        tensors: by name, in the order to write them in.
+        dtypes: of those that are cast on the way, by name.
+        most: bytes of a shard; a tensor that is larger gets a shard of its own.
+
+    Raises:
+        OSError: the disk is full, or refuses otherwise.
+    """
+    shards = list(_shards(tensors, dtypes, most))
+    names = (
+        [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in _from_one(shards)]
+    )
+    for file, shard in zip(names, shards, strict=True):
+        _save(folder / file, {name: _cast(tensors[name], dtypes.get(name)) for name in shard})
+    if len(shards) > 1:
+        total = sum(_bytes(tensor, dtypes.get(name)) for name, tensor in tensors.items())
+        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file into a folder that is not in its place yet."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}; {AGAIN}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{str(path)!r} holds no JSON object; {AGAIN}")
+    return found
+
+
+class TensorFiles:
+    """The tensors of a folder, by name.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or otherwise damaged, or has other tensors than the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        if (folder / INDEX).is_file():
+            self._open_shards(read_json(folder / INDEX).get("weight_map"))
+        else:
+            opened = self._opened(SINGLE)
+            self._files = dict.fromkeys(opened.keys(), opened)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors."""
+        return tuple(self._files)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a tensor, without reading it."""
+        return torch.Size(self._files[name].get_slice(name).get_shape())
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether a tensor is FP8 codes."""
+        return self._files[name].get_slice(name).get_dtype() in CODES
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            found: Tensor = self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{name} in {str(self._folder)!r} cannot be read: {error}; {AGAIN}") from error
+        return found
+
+    def _open_shards(self, weight_map: Any) -> None:
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{str(self._folder / INDEX)!r} has no weight_map of names and files; {AGAIN}")
+        for file in sorted(set(weight_map.values())):
+            opened = self._opened(file)
+            self._files |= dict.fromkeys(opened.keys(), opened)
+            if wrong := sorted(set(opened.keys()) ^ {name for name, where in weight_map.items() if where == file}):
+                raise CheckpointError(
+                    f"{str(self._folder / file)!r} and {INDEX} disagree about {wrong[0]} and {len(wrong) - 1} more; "
+                    f"{AGAIN}"
+                )
+
+    def _opened(self, file: str) -> Any:
+        path = self._folder / file
+        if Path(file).name != file:
+            raise CheckpointError(f"{INDEX} names {file!r}, which is not in its folder; {AGAIN}")
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{str(path)!r} cannot be read: {error}; {AGAIN}") from error
+
+
+def _from_one(items: list[Any]) -> range:
+    return range(1, len(items) + 1)
+
+
+def _shards(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], most: int) -> Iterator[list[str]]:
+    """Names, in order, as many together as fit."""
+    names, held = list[str](), 0
+    for name, tensor in tensors.items():
+        size = _bytes(tensor, dtypes.get(name))
+        if names and held + size > most:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += size
+    yield names
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * (dtype or tensor.dtype).itemsize
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    cast = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+    return cast if cast.untyped_storage().nbytes() == cast.nbytes else cast.clone()  # a part of another tensor
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library hides the system's number in its text
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error

@@ -1,0 +1,125 @@
+"""``octavo export`` and ``octavo import`` on a finished run and what is made of it."""
+
+import json
+
+import pytest
+
+from octavo.export.writing import save_quantized
+from octavo.interchange import load_quantized
+from tests.unit.interchange.folders import ROW, dynamic, written
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("fp8") / "rows"
+    written(made, "rows")
+    return made
+
+
+def test_a_run_is_exported_verified_and_explained(octavo, finished_run, tmp_path):
+    out = tmp_path / "new" / "served"
+    result = octavo("export", finished_run, "--format", "hf-fp8", "--out", out)
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert "verified by octavo in lockstep" in words
+    assert "16 of 16 greedy tokens are the same" in words
+    for server in ("vLLM", "SGLang", "TensorRT-LLM", "transformers"):
+        assert server in words
+    record = json.loads((out / "config.json").read_text())
+    assert record["architectures"] == ["LlamaForCausalLM"]
+    assert record["quantization_config"]["weight_block_size"] == [128, 128]
+    assert len(load_quantized(out).recipes) == 7
+
+
+def test_json_and_options(octavo, finished_run, tmp_path):
+    out = tmp_path / "m"
+    options = ["--recipe", "weight_only", "--skip", "*.k_proj", "--dtype", "fp32", "--max-shard-size", "10KB"]
+    result = octavo("export", finished_run, "--out", out, *options, "--no-verify", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["agreement"] is None
+    assert record["schemes"] == {"weights with a scale a row, inputs in high precision": 6}
+    assert "model.layers.0.self_attn.k_proj" in record["left_out"]
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert len(list(out.glob("*.safetensors"))) > 2
+
+
+def test_a_qat_folder(octavo, finished_run, text, tmp_path):
+    small = ["--steps", 2, "--batch-size", 2, "--context", 16, "--eval-windows", 3, "--warmup", 1]
+    assert octavo("qat", finished_run, "--data", text, *small, "--out", tmp_path / "qat").exit_code == 0
+    result = octavo(
+        "export", tmp_path / "qat", "--format", "modelopt", "--no-verify", "--out", tmp_path / "m", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    read = load_quantized(tmp_path / "m")
+    assert {recipe.name for recipe in read.recipes.values()} == {"static"}
+    refused = octavo("export", tmp_path / "qat", "--recipe", "rowwise", "--out", tmp_path / "n")
+    assert "recipe of its own" in " ".join(refused.stderr.split())
+
+
+def test_import_says_what_is_there(octavo, folder):
+    result = octavo("import", folder)
+    assert result.exit_code == 0, result.output
+    assert "every tensor is known" in result.stdout
+    record = json.loads(octavo("import", folder, "--json").stdout)
+    assert record["format"] == "compressed-tensors"
+    assert len(record["layers"]) == 14
+
+
+def test_import_writes_the_same_codes(octavo, folder, tmp_path):
+    result = octavo("import", folder, "--out", tmp_path / "own", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["agreement"]["logits_error"] < 1e-6
+    ours, theirs = (load_quantized(each).model.state_dict() for each in (folder, tmp_path / "own"))
+    assert all(ours[name].equal(theirs[name]) for name in ours if "_proj" in name)
+
+
+def test_eval_and_generate_take_the_folder(octavo, folder, text):
+    result = octavo("eval", folder, "--data", text, "--windows", 2, "--context", 16, "--json")
+    assert result.exit_code == 0, result.output
+    result = octavo("generate", folder, "--prompt", "some text", "--max-new-tokens", 4)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("some text")
+
+
+def test_generate_computes_blocks_as_they_are_served(octavo, tmp_path):
+    written(tmp_path / "blocks", "blocks")
+    result = octavo("generate", tmp_path / "blocks", "--prompt", "some text", "--max-new-tokens", 4)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--format", "gguf"], "--format must be one of compressed-tensors"),
+        (["--format", "modelopt"], "has kept no amaxes"),
+        (["--format", "hf-fp8", "--recipe", "rowwise"], "hf-fp8 has weights with a scale a 128x128 block"),
+        (["--recipe", "nothing"], "there is no recipe"),
+        (["--recipe", "rowwise", "--mix", "mix.toml"], "leave one of them out"),
+        (["--calibration", "nowhere"], "holds no calibration"),
+        (["--max-shard-size", "many"], "such as 500MB"),
+        (["--dtype", "int8"], "dtype must be one of"),
+        (["--skip", "nothing.like.it"], "matches no layer"),
+    ],
+)
+def test_bad_input_ends_with_one_sentence_and_leaves_nothing(octavo, finished_run, tmp_path, *, options, words):
+    result = octavo("export", finished_run, "--out", tmp_path / "m", *options)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused_before_any_work(octavo, tmp_path):
+    (tmp_path / "file").touch()
+    result = octavo("export", "no-model.gguf", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "is not empty" in " ".join(result.stderr.split())
+
+
+def test_import_of_what_is_damaged(octavo, tmp_path):
+    save_quantized(dynamic(ROW), tmp_path / "m", verify_folder=False)
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    result = octavo("import", tmp_path / "m")
+    assert result.exit_code == 2
+    assert "cannot be read" in result.stderr

@@ -1,0 +1,97 @@
+import pytest
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.export.sources import Request, load_source
+from octavo.export.writing import save_quantized
+from octavo.interchange import FORMATS
+from octavo.models import Llama
+from octavo.models.llama_folder import write_llama, write_tokenizer
+from octavo.nn import Linear
+from octavo.quantization.sensitivity import Mix, save_mix
+from tests.unit.interchange.folders import LAYER, ROW, dynamic
+from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
+
+
+@pytest.fixture
+def plain(tmp_path):
+    model, folder = language_model(), tmp_path / "plain"
+    folder.mkdir()
+    assert isinstance(model.model, Llama)
+    write_llama(folder, model.model)
+    write_tokenizer(folder, model.tokenizer, context=model.context)
+    return folder
+
+
+def layers_of(source):
+    return {path: layer for path, layer in source.language_model.model.named_modules() if isinstance(layer, Linear)}
+
+
+@pytest.mark.parametrize("fmt", [name for name in FORMATS if name != "modelopt"])
+def test_by_default_the_format_decides(plain, fmt):
+    layers = layers_of(load_source(str(plain), fmt, Request()))
+    assert len(layers) == LINEARS
+    assert {layer.recipe.name for layer in layers.values()} == {FORMATS[fmt].preset}
+    assert all(layer.held is not None for layer in layers.values())
+
+
+def test_a_recipe_and_what_to_skip(plain):
+    layers = layers_of(load_source(str(plain), "octavo", Request(recipe="mxfp8", skip=("*.down_proj",))))
+    assert len(layers) == LINEARS - 2
+    two = load_source(str(plain), "compressed-tensors", Request(recipe="rowwise", power_of_two=True))
+    scale = layers_of(two)[LAYER].weight_scale
+    assert (scale.frexp().mantissa == 0.5).all()
+
+
+def test_a_calibration(plain, tmp_path):
+    from octavo.language_model import load_language_model
+
+    model = load_language_model(plain)
+    octavo.calibrate(model, [windows()], kv_cache=True).save(tmp_path / "scales")
+    source = load_source(str(plain), "modelopt", Request(calibration=tmp_path / "scales"))
+    assert set(source.kv_scales) == {0, 1}
+    assert layers_of(source)[LAYER].input_scale > 0
+    with pytest.raises(ConfigError, match="which layers it is for"):
+        load_source(str(plain), "modelopt", Request(calibration=tmp_path / "scales", skip=("*.k_proj",)))
+
+
+def test_a_mix(plain, tmp_path):
+    save_mix(
+        Mix(overrides={"*.down_proj": "weight_only", "*.k_proj": "bf16", "*_proj": "rowwise"}), tmp_path / "m.toml"
+    )
+    source = load_source(str(plain), "compressed-tensors", Request(mix=tmp_path / "m.toml"))
+    held = {path: layer.recipe.name for path, layer in layers_of(source).items() if layer.held is not None}
+    assert held["model.layers.0.mlp.down_proj"] == "weight_only"
+    assert held[LAYER] == "rowwise"
+    assert "model.layers.0.self_attn.k_proj" not in held
+    saved = save_quantized(source.language_model, tmp_path / "out", verify_folder=False)
+    assert set(saved.left_out) == {"lm_head", *(f"model.layers.{i}.self_attn.k_proj" for i in (0, 1))}
+    save_mix(Mix(overrides={"*_proj": "rowwise"}, tables={"model.embed_tokens": (0,)}), tmp_path / "t.toml")
+    with pytest.raises(ConfigError, match="leave its"):
+        load_source(str(plain), "octavo", Request(mix=tmp_path / "t.toml"))
+
+
+def test_a_folder_in_fp8(tmp_path):
+    save_quantized(dynamic(ROW), tmp_path / "m", verify_folder=False)
+    source = load_source(str(tmp_path / "m"), "octavo", Request())
+    assert layers_of(source)[LAYER].held is not None
+    with pytest.raises(ConfigError, match="in FP8 already"):
+        load_source(str(tmp_path / "m"), "octavo", Request(recipe="rowwise"))
+
+
+def test_static_needs_scales(plain):
+    with pytest.raises(ConfigError, match=r"modelopt has static inputs.*octavo calibrate"):
+        load_source(str(plain), "modelopt", Request())
+
+
+def test_options_that_contradict_each_other(tmp_path):
+    with pytest.raises(ConfigError, match="--recipe and --mix"):
+        Request(recipe="rowwise", mix=tmp_path)
+    with pytest.raises(ConfigError, match="goes with a --recipe"):
+        Request(power_of_two=True)
+    Request(recipe="static", calibration=tmp_path)
+
+
+def test_powers_of_two_are_no_choice_of_every_recipe(plain):
+    with pytest.raises(ConfigError, match="goes with rowwise"):
+        load_source(str(plain), "octavo", Request(recipe="mxfp8", power_of_two=True))

@@ -1,0 +1,295 @@
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.export.writing import save_quantized
+from octavo.interchange import load_quantized
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models import Llama
+from octavo.nn import Linear
+from tests.unit.interchange.folders import (
+    DYNAMIC,
+    LAYER,
+    ROW,
+    change_config,
+    change_tensors,
+    dynamic,
+    layer_of,
+    static,
+    written,
+)
+from tests.unit.quantization.tiny_models import LINEARS, windows
+
+KINDS = [*DYNAMIC, "static", "modelopt"]
+SCALE = {"blocks": "weight_scale_inv"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Each kind once; tests that break one copy it first."""
+    root = tmp_path_factory.mktemp("folders")
+    for kind in KINDS:
+        written(root / kind, kind)
+    return root
+
+
+@pytest.fixture
+def broken(folders, tmp_path):
+    """A copy to break."""
+    import shutil
+
+    def copy(kind):
+        shutil.copytree(folders / kind, tmp_path / kind)
+        return tmp_path / kind
+
+    return copy
+
+
+def as_language_model(folder):
+    read = load_quantized(folder)
+    return read, LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_come_back_byte_for_byte(folders, kind):
+    model = written(folders.parent / f"again {kind}", kind)
+    read = load_quantized(folders / kind)
+    assert len(read.recipes) == LINEARS
+    for path in read.recipes:
+        ours, theirs = layer_of(model.model, path), layer_of(read.model, path)
+        codes = load_file(folders / kind / "model.safetensors")[f"{path}.weight"]
+        assert torch.equal(theirs.weight.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(ours.input_scale, theirs.input_scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_again_the_folder_is_the_same_to_the_byte(folders, tmp_path, kind):
+    read, model = as_language_model(folders / kind)
+    save_quantized(model, tmp_path / "again", format=read.format, kv_scales=read.kv_scales, verify_folder=False)
+    for path in (folders / kind).iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoded_by_hand_the_weights_are_those_that_the_model_multiplies_by(folders, kind):
+    """Against numpy and ml_dtypes, which know nothing of octavo."""
+    read = load_quantized(folders / kind)
+    name = SCALE.get(kind, "weight_scale")
+    with safe_open(folders / kind / "model.safetensors", framework="np") as file:
+        scale = file.get_tensor(f"{LAYER}.{name}")
+    codes = load_file(folders / kind / "model.safetensors")[f"{LAYER}.weight"]
+    values = codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    if scale.dtype == np.uint8:  # E8M0, 32 of K each
+        scale = np.exp2(scale.astype(np.float32) - 127).repeat(32, 1)[:, : values.shape[1]]
+    expected = values * scale  # one for all, a column, or one 128x128 block, which is larger than the weight
+    layer = layer_of(read.model, LAYER)
+    held = layer.held_weight()
+    assert held is not None
+    np.testing.assert_array_equal(held.dequantize().numpy(), expected)
+
+
+def test_powers_of_two_stay_powers_of_two(tmp_path):
+    model, _ = static("row", power_of_two=True)
+    save_quantized(model, tmp_path / "m", verify_folder=False)
+    for path, layer in load_quantized(tmp_path / "m").model.named_modules():
+        if isinstance(layer, Linear):
+            assert torch.equal(layer.weight_scale.frexp().mantissa, torch.full_like(layer.weight_scale, 0.5)), path
+            assert layer.input_scale.frexp().mantissa == 0.5
+
+
+def test_logits_are_those_of_the_emulation(folders):
+    read, model = as_language_model(folders / "rows")
+    ours = dynamic(ROW)
+    with torch.no_grad():
+        for tensor in (
+            p for name, p in ours.model.named_parameters() if name.split(".")[-2].endswith(("norm", "tokens"))
+        ):
+            tensor.copy_(tensor.bfloat16())
+        assert torch.equal(model.logits(windows()), ours.logits(windows()))
+    assert read.model.get_parameter("lm_head.weight") is read.model.get_parameter("model.embed_tokens.weight")
+
+
+def test_load_language_model_knows_the_folders(folders):
+    loaded = load_language_model(folders / "rows")
+    assert isinstance(loaded.model, Llama)
+    assert loaded.model.get_submodule(LAYER).held is not None
+    assert loaded.context == 64
+
+
+def test_kv_scales(folders):
+    read = load_quantized(folders / "modelopt")
+    assert set(read.kv_scales) == {0, 1}
+    assert "model.layers.1.self_attn.v_proj.v_scale" in load_file(folders / "modelopt" / "model.safetensors")
+    assert "model.layers.1.self_attn.v_scale" in load_file(folders / "static" / "model.safetensors")
+
+
+def swap(tensors, one, other):
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+FAULTS = {
+    "a missing scale": (lambda t: t.pop(f"{LAYER}.weight_scale"), f"no {LAYER}.weight_scale"),
+    "a missing weight": (lambda t: t.pop(f"{LAYER}.weight"), "is missing"),
+    "a missing norm": (lambda t: t.pop("model.norm.weight"), "no model.norm.weight"),
+    "a NaN scale": (lambda t: t[f"{LAYER}.weight_scale"].fill_(float("nan")), "holds nan"),
+    "a NaN code": (lambda t: t[f"{LAYER}.weight"].view(torch.uint8)[0, 0].fill_(0x7F), "holds NaN"),
+    "scales of another shape": (
+        lambda t: swap(t, f"{LAYER}.weight_scale", "model.layers.0.mlp.up_proj.weight_scale"),
+        "weight_scale is ",
+    ),
+    "scales under each other's name": (
+        lambda t: swap(t, f"{LAYER}.weight_scale", f"{LAYER}.weight"),
+        "FP8|codes",
+    ),
+    "an unknown scale": (lambda t: t.update({f"{LAYER}.weight_scale_inv": torch.ones(1)}), "neither the model's nor"),
+    "an unknown zero point": (lambda t: t.update({f"{LAYER}.zero_point": torch.ones(1)}), "neither the model's nor"),
+    "a weight of another shape": (
+        lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"][:-1].clone()}),
+        r"is \[63, 64\] in the folder",
+    ),
+    "a norm of another shape": (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"is \[3\] in the folder"),
+    "a weight that is no codes": (
+        lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].bfloat16()}),
+        "is no FP8 codes",
+    ),
+    "codes where none belong": (
+        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
+        "FP8 codes of no linear layer",
+    ),
+    "codes of another format": (
+        lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].float().to(torch.float8_e5m2)}),
+        "its recipe has E4M3",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damaged_tensors(broken, fault):
+    change, match = FAULTS[fault]
+    folder = broken("rows")
+    change_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=match):
+        load_quantized(folder)
+
+
+def test_input_and_weight_scales_swapped_are_found_by_shape(broken):
+    folder = broken("static")
+    change_tensors(folder, lambda t: t.pop(f"{LAYER}.input_scale"))
+    with pytest.raises(CheckpointError, match=f"no {LAYER}.input_scale"):
+        load_quantized(folder)
+
+
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an unknown method": ("rows", {"quant_method": "gptq"}, "'gptq' as quant_method; octavo reads"),
+    "integers": ("rows", {"format": "int-quantized"}, "'int-quantized' as format"),
+    "no groups": ("rows", {"config_groups": None}, "config_groups"),
+    "a dynamic cache": ("static", {"kv_cache_scheme": {"dynamic": True}}, "kv_cache_scheme"),
+    "sparse weights": ("rows", {"sparsity_config": {"format": "dense"}}, "sparse"),
+    "codes that the configuration leaves out": ("rows", {"ignore": [LAYER, "lm_head"]}, "a layer in high precision"),
+    "layers that are no codes": ("rows", {"ignore": []}, "lm_head.weight.* is missing|lm_head.weight.* is no FP8"),
+    "other blocks": ("blocks", {"weight_block_size": [64, 64]}, "weight_block_size"),
+    "static blocks": ("blocks", {"activation_scheme": "static"}, "activation_scheme"),
+    "E8M0 scales": ("blocks", {"scale_fmt": "ue8m0"}, "scale_fmt"),
+    "NVFP4": ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo"),
+    "another version": ("own rows", {"version": 2}, "version"),
+    "no recipes": ("own rows", {"recipes": {}}, "recipes"),
+    "a layer that is not there": ("own rows", {"recipes": {"recipe-1.toml": ["model.x"]}}, "'model.x'"),
+    "a recipe that is not there": ("own rows", {"recipes": {"recipe-9.toml": [LAYER]}}, "is no recipe"),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIGURATIONS)
+def test_configurations_that_are_not_read(broken, fault):
+    kind, change, match = CONFIGURATIONS[fault]
+    folder = broken(kind)
+    change_config(folder, lambda config: config.update(change))
+    with pytest.raises(CheckpointError, match=match):
+        load_quantized(folder)
+
+
+GROUPS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "integer weights": ("weights", {"type": "int"}, "symmetric E4M3"),
+    "four bits": ("weights", {"num_bits": 4}, "symmetric E4M3"),
+    "groups of weights": ("weights", {"strategy": "group"}, "strategies"),
+    "asymmetric inputs": ("input_activations", {"symmetric": False}, "symmetric E4M3"),
+    "other inputs": ("input_activations", {"strategy": "attn_head"}, "input_activations"),
+}
+
+
+@pytest.mark.parametrize("fault", GROUPS)
+def test_groups_that_are_not_read(broken, fault):
+    role, change, match = GROUPS[fault]
+    folder = broken("rows")
+    change_config(folder, lambda config: config["config_groups"]["group_0"][role].update(change))
+    with pytest.raises(CheckpointError, match=match):
+        load_quantized(folder)
+
+
+def test_targets_and_what_is_ignored_may_be_expressions(broken, folders):
+    folder = broken("rows")
+
+    def change(config):
+        config["ignore"] = ["re:.*lm_head"]
+        config["config_groups"]["group_0"]["targets"] = [r"re:.*self_attn\..*_proj$", "re:.*mlp.*"]
+
+    change_config(folder, change)
+    assert load_quantized(folder).recipes == load_quantized(folders / "rows").recipes
+
+
+def test_deepseeks_own_configuration_leaves_the_head_out_without_saying_so(broken, folders):
+    folder = broken("blocks")
+    change_config(folder, lambda config: config.pop("modules_to_not_convert"))
+    assert load_quantized(folder).recipes == load_quantized(folders / "blocks").recipes
+
+
+def test_a_modelopt_folder_of_before_config_json_said_it(broken):
+    folder = broken("modelopt")
+    record = json.loads((folder / "config.json").read_text())
+    del record["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(record))
+    assert load_quantized(folder).format == "modelopt"
+
+
+def test_a_truncated_file(broken):
+    folder = broken("rows")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_quantized(folder)
+
+
+def test_no_model(tmp_path, broken):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_quantized(tmp_path)
+    folder = broken("rows")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load_quantized(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="no JSON object"):
+        load_quantized(folder)
+
+
+def test_a_plain_folder_is_not_read(broken):
+    folder = broken("rows")
+    record = json.loads((folder / "config.json").read_text())
+    del record["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="not in FP8"):
+        load_quantized(folder)
+
+
+def test_transformers_is_asked_for_other_architectures(broken, monkeypatch):
+    folder = broken("rows")
+    record = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(record | {"model_type": "qwen2"}))
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ConfigError, match="transformers builds"):
+        load_quantized(folder)
