@@ -10,8 +10,9 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
+from octavo.files import claimed_folder
 from octavo.language_model import load_language_model
-from octavo.quantization.qat.folder import claimed_folder, save_qat
+from octavo.quantization.qat.folder import save_qat
 from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
 from octavo.quantization.qat.tuning import TuneSettings
 from octavo.quantization.windows import text_windows

@@ -13,10 +13,7 @@ The folder is written beside its place under a hidden name, synced, and renamed:
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,50 +24,23 @@ from safetensors.torch import load_file, save_file
 from octavo import recipes
 from octavo.convert import convert
 from octavo.errors import CheckpointError, ConfigError
-from octavo.files import remove_if_empty, sync_file, sync_folder
+from octavo.files import replacing_folder
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
 from octavo.quantization.qat.run import QATResult, QATSettings
 from octavo.state import load_scaling_state, scaling_state
 
-__all__ = ["claimed_folder", "load_qat", "save_qat"]
+__all__ = ["load_qat", "save_qat"]
 
 FORMAT = 1
 MARK, RECIPE, SCALES, METRICS = "qat.json", "recipe.toml", "scales.safetensors", "metrics.jsonl"
 
 
-@contextmanager
-def claimed_folder(folder: Path) -> Iterator[None]:
-    """Make sure that the folder can be written before hours of work; an empty one that is left over is removed.
-
-    Raises:
-        ConfigError: something is there already.
-    """
-    if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
-        raise ConfigError(f"{str(folder)!r} is not empty; name a new folder, or remove it first")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            remove_if_empty(folder)
-
-
 def save_qat(folder: Path, result: QATResult) -> None:
     """Write a run's model and numbers; the folder must not be there, or be empty."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
-    try:
-        temporary.mkdir(parents=True)
+    with replacing_folder(folder) as temporary:
         _write(temporary, result)
-        for path in temporary.iterdir():
-            sync_file(path)
-        sync_folder(temporary)
-        temporary.replace(folder)
-        sync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def load_qat(folder: str | Path) -> LanguageModel:

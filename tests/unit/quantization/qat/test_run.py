@@ -13,10 +13,10 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.errors import CheckpointError, ConfigError
+from octavo.files import claimed_folder
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.quantization import QATResult, QATSettings, TuneSettings, load_qat, run_qat, save_qat
-from octavo.quantization.qat.folder import claimed_folder
 from octavo.quantization.qat.tuning import window_nats
 from tests.unit.quantization.tiny_model import tiny_language_model, windows
 
