@@ -8,9 +8,12 @@
 
 Shapes are other ones than the graph was traced with. At every QuantizeLinear the tensor that was cast, the encode scale
 and the codes are read out: the codes must be those of ``octavo.numerics`` for just that tensor and scale, a constant
-scale one of the model's, and a scale that the graph computes octavo's for that tensor, all to the bit. Results are compared with the torch module
-that was exported, by ‖difference‖ / ‖torch's‖: sums are made in another order, and a code that lies on a tie may fall
-to the other side in a later layer.
+scale one of the model's, and a scale that the graph computes octavo's for that tensor, all to the bit.
+
+Results are compared with torch's, by ‖difference‖ / ‖torch's‖, in two ways. Sums in another order move a last digit of
+FP32; sooner or later that moves a value across a tie between two codes, 6 % apart, and the layers behind amplify it.
+That says nothing about the graph. So torch runs once more *with the codes that the engine made*: what then remains is
+the engine's arithmetic, and has to be small. The free-running difference is reported beside it.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.export.onnx.graph import BATCH, PAST, SEQUENCE, Graph
 from octavo.export.onnx.layers import DynamicCast, StaticCast
@@ -29,8 +33,8 @@ from octavo.numerics.cast import cast_nearest
 
 __all__ = ["MOST_ERROR", "EngineCheck", "check_engines", "relative_error", "sample_inputs"]
 
-# Sixteen bits round every activation by up to 2^-11 or 2^-8, which moves codes beside a tie in every layer.
-MOST_ERROR = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+# With the same codes; from 2^-24, 2^-11 and 2^-8, each rounded some hundred times on the way.
+MOST_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 SIZES = {BATCH: 3, SEQUENCE: 7, PAST: 5}  # torch.export was shown other ones
 PROBE = "probe.onnx"
 Feeds = Mapping[str, Any]
@@ -48,8 +52,9 @@ class EngineCheck:
         codes: compared.
         wrong_codes: that are not octavo's.
         wrong_scales: that are none of the model's, or that the graph computed and that are not octavo's.
-        error: ‖result - torch's‖ / ‖torch's‖, of the worst output.
+        error: ‖result - torch's‖ / ‖torch's‖ with the engine's codes, of the worst output.
         allowed: of ``error``.
+        free_error: the same with torch's own codes.
     """
 
     engine: str
@@ -60,6 +65,7 @@ class EngineCheck:
     wrong_scales: int = 0
     error: float = 0.0
     allowed: float = 0.0
+    free_error: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -71,7 +77,8 @@ class EngineCheck:
             return f"{self.engine}: not run: {self.skipped}"
         return (
             f"{self.engine}: {self.casts} casts, {self.wrong_codes} of {self.codes} codes and {self.wrong_scales} "
-            f"scales are not octavo's; relative error {self.error:.1e} (at most {self.allowed:.0e})"
+            f"scales are not octavo's; relative error with the same codes {self.error:.1e} (at most "
+            f"{self.allowed:.0e}), free-running {self.free_error:.1e}"
         )
 
 
@@ -116,9 +123,6 @@ def check_engines(graph: Graph, path: Path, inputs: tuple[Tensor, ...]) -> tuple
     import onnx
     import onnxruntime
 
-    with torch.no_grad():
-        made = graph.module(*inputs)
-    expected = dict(zip(graph.outputs, [made] if isinstance(made, Tensor) else made, strict=True))
     probe, casts = _probe(onnx.load(path, load_external_data=False))
     at = path.with_name(PROBE)
     onnx.save(probe, at)
@@ -134,7 +138,7 @@ def check_engines(graph: Graph, path: Path, inputs: tuple[Tensor, ...]) -> tuple
             if graph.dtype is torch.bfloat16 and run is _by_onnxruntime:
                 found.append(EngineCheck(engine=name, skipped="it has no bfloat16 on a CPU"))
             else:
-                found.append(_compare(name, graph, expected, casts, run(at, feeds, wanted)))
+                found.append(_compare(name, graph, inputs, casts, run(at, feeds, wanted)))
     finally:
         at.unlink()
     return tuple(found)
@@ -149,7 +153,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def _compare(
-    engine: str, graph: Graph, expected: dict[str, Tensor], casts: list[_Cast], results: Results
+    engine: str, graph: Graph, inputs: tuple[Tensor, ...], casts: list[_Cast], results: Results
 ) -> EngineCheck:
     dynamic = [module for module in graph.module.modules() if isinstance(module, DynamicCast)]
     static = [module.encode_scale for module in graph.module.modules() if isinstance(module, StaticCast)]
@@ -161,7 +165,8 @@ def _compare(
         wrong_codes += int((given.view(torch.int32) != own.view(torch.int32)).sum())
         known = static if cast.constant else [module.encode(x) for module in dynamic]
         wrong_scales += min(int((own_scale != encode).sum()) for own_scale in known)
-    error = max(relative_error(_tensor(results[name]), wanted) for name, wanted in expected.items())
+    with _TheseCodes([_tensor(results[cast.codes]) for cast in casts]):
+        error = _worst_error(graph, inputs, results)
     return EngineCheck(
         engine=engine,
         casts=len(casts),
@@ -170,7 +175,39 @@ def _compare(
         wrong_scales=wrong_scales,
         error=error,
         allowed=MOST_ERROR[graph.dtype],
+        free_error=_worst_error(graph, inputs, results),
     )
+
+
+@torch.no_grad()
+def _worst_error(graph: Graph, inputs: tuple[Tensor, ...], results: Results) -> float:
+    """Of the engine's results against torch's."""
+    made = graph.module(*inputs)
+    wanted = dict(zip(graph.outputs, [made] if isinstance(made, Tensor) else made, strict=True))
+    return max(relative_error(_tensor(results[name]), tensor) for name, tensor in wanted.items())
+
+
+class _TheseCodes(TorchDispatchMode):
+    """Inside, casts give these codes, in the order in which the graph makes them.
+
+    Casts of one tensor by one scale are one node of the graph, as those of q, k and v.
+    """
+
+    def __init__(self, codes: list[Tensor]) -> None:
+        super().__init__()
+        self.remaining = iter(codes)
+        self.made: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.octavo.graph_quantize.default:
+            return func(*args, **(kwargs or {}))
+        x, encode = args
+        for known, by, codes in self.made:
+            if known is x and torch.equal(by, encode):
+                return codes
+        codes = next(self.remaining).to(E4M3.torch_dtype)
+        self.made.append((x, encode, codes))
+        return codes
 
 
 def _probe(model: Any) -> tuple[Any, list[_Cast]]:

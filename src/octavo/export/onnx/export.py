@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import CheckpointError, ConfigError
-from octavo.export.onnx.checks import MOST_ERROR, check_engines, relative_error, sample_inputs
+from octavo.export.onnx.agreement import MOST_LAYER_ERROR, layer_errors
+from octavo.export.onnx.checks import check_engines, relative_error, sample_inputs
 from octavo.export.onnx.graph import Graph, graph_of_decoder, graph_of_module, write_graph
 from octavo.export.onnx.lint import graph_bytes, lint
 from octavo.export.onnx.report import OnnxReport
@@ -155,9 +156,7 @@ def _checked(
     on_step("running it in onnxruntime and in ONNX's reference")
     vocabulary = _vocabulary(model) if isinstance(model, LanguageModel) else None
     given = sample_inputs(graph, vocabulary=vocabulary)
-    error = _source_error(model, graph, given)
-    if options.attention is None and error > MOST_ERROR[graph.dtype]:
-        raise CheckpointError(f"the graph's form in torch is {error:.1e} from the model (relative)")
+    layer_error = _worst_layer(model, graph, given)
     engines = check_engines(graph, path, given)
     for each in engines:
         if not each.passed:
@@ -169,22 +168,38 @@ def _checked(
         layers=graph.notes,
         bytes=sizes,
         file_bytes=sum(each.stat().st_size for each in path.parent.glob(f"{MODEL}*")),
-        source_error=error,
+        layer_error=layer_error,
+        model_error=_model_error(model, graph, given),
         engines=engines,
     )
 
 
+def _worst_layer(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
+    """How far the graph's layers are from the model's in torch; raises CheckpointError where one is too far."""
+    inner = model.model if isinstance(model, LanguageModel) else model
+    errors = layer_errors(inner, graph, lambda: _source(model, inputs))
+    path, error = max(errors.items(), key=lambda item: item[1])
+    if error > MOST_LAYER_ERROR[graph.dtype]:
+        raise CheckpointError(f"layer {path!r} is {error:.1e} (relative) from the model's in a graph of {graph.dtype}")
+    return error
+
+
 @torch.no_grad()
-def _source_error(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
+def _model_error(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
     """How far the graph's form in torch is from the model; a cache is empty for that, as the model has none."""
+    given = (inputs[0], *(past[:, :, :0] for past in inputs[1:])) if isinstance(model, LanguageModel) else inputs
+    made = (graph.module(*given), _source(model, inputs))
+    found, wanted = (each if isinstance(each, Tensor) else each[0] for each in made)
+    return relative_error(found, wanted)
+
+
+@torch.no_grad()
+def _source(model: LanguageModel | nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """What the model makes of a graph's inputs, in its own dtype."""
     if isinstance(model, LanguageModel):
-        wanted = model.logits(inputs[0])
-        found = graph.module(inputs[0], *(past[: len(inputs[0]), :, :0] for past in inputs[1:]))
-    else:
-        wide = tuple(each.float() if each.is_floating_point() else each for each in inputs)
-        wanted, found = model(*wide), graph.module(*inputs)
-    first = [each if isinstance(each, Tensor) else each[0] for each in (found, wanted)]
-    return relative_error(first[0], first[1])
+        return model.logits(inputs[0])
+    dtype = next(model.parameters()).dtype
+    return model(*(each.to(dtype) if each.is_floating_point() else each for each in inputs))
 
 
 def _vocabulary(model: LanguageModel) -> int:

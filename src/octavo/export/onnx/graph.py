@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.export.onnx.decoder import CacheNames, GraphDecoder, attention_casts
-from octavo.export.onnx.layers import GraphLinear, LayerNote, graph_linear
+from octavo.export.onnx.layers import HIGH_PRECISION, GraphLinear, LayerNote, graph_linear
 from octavo.export.onnx.operators import translations
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
@@ -44,6 +44,7 @@ class Graph:
         shapes: of each input tensor, the dimensions that may vary.
         outputs: names.
         notes: of the linear layers.
+        linears: those that are operators now, by their paths in the model.
         dtype: of the graph's tensors.
     """
 
@@ -53,7 +54,16 @@ class Graph:
     shapes: tuple[Shapes, ...]
     outputs: tuple[str, ...]
     notes: tuple[LayerNote, ...]
+    linears: Mapping[str, GraphLinear]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Linears:
+    """What became of a model's linear layers: the operators by path, and a note of each."""
+
+    made: dict[str, GraphLinear]
+    notes: list[LayerNote]
 
 
 def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: bool, attention: Tensor | None) -> Graph:
@@ -75,9 +85,9 @@ def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: boo
                 f"{model.source!r} is a {type(model.model).__name__}; a cache and attention in FP8 are exported of "
                 "octavo's own Llama (a run or a .gguf file); leave them out"
             )
-        module, notes = _with_graph_linears(model.model, dtype)
-        return _graph(_Logits(module), {"input_ids": tokens}, ("logits",), notes, dtype)
-    copied, notes = _with_graph_linears(model.model, dtype)
+        module, linears = _with_graph_linears(model.model, dtype)
+        return _graph(_Logits(module), {"input_ids": tokens}, ("logits",), linears, dtype)
+    copied, linears = _with_graph_linears(model.model, dtype)
     assert isinstance(copied, Llama)
     decoder = GraphDecoder(copied, has_cache=has_cache)
     if attention is not None:
@@ -86,7 +96,7 @@ def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: boo
     layers = config.num_layers if has_cache else 0
     past = [torch.zeros(2, config.num_kv_heads, 4, config.head_dim, dtype=dtype) for _ in range(2 * layers)]
     names, outputs = ("input_ids", *CacheNames.past(layers)), ("logits", *CacheNames.present(layers))
-    return _graph(decoder, dict(zip(names, (tokens, *past), strict=True)), outputs, notes, dtype)
+    return _graph(decoder, dict(zip(names, (tokens, *past), strict=True)), outputs, linears, dtype)
 
 
 def graph_of_module(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Graph:
@@ -97,18 +107,18 @@ def graph_of_module(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.d
     """
     if not inputs or not all(isinstance(each, Tensor) for each in inputs):
         raise ConfigError("a module is exported with the tensors of one call; give inputs=(tensor, …)")
-    module, notes = _with_graph_linears(model, dtype)
+    module, linears = _with_graph_linears(model, dtype)
     names = tuple(inspect.signature(model.forward).parameters)[: len(inputs)]
     given = tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
     with torch.no_grad():
         made = module(*given)
     count = 1 if isinstance(made, Tensor) else len(made)
     outputs = ("output",) if count == 1 else tuple(f"output_{index}" for index in range(count))
-    return _graph(module, dict(zip(names, given, strict=True)), outputs, notes, dtype)
+    return _graph(module, dict(zip(names, given, strict=True)), outputs, linears, dtype)
 
 
 def _graph(
-    module: nn.Module, inputs: dict[str, Tensor], outputs: tuple[str, ...], notes: list[LayerNote], dtype: torch.dtype
+    module: nn.Module, inputs: dict[str, Tensor], outputs: tuple[str, ...], linears: _Linears, dtype: torch.dtype
 ) -> Graph:
     return Graph(
         module=module.eval(),
@@ -116,7 +126,8 @@ def _graph(
         names=tuple(inputs),
         shapes=tuple(_varying(name, tensor) for name, tensor in inputs.items()),
         outputs=outputs,
-        notes=tuple(notes),
+        notes=tuple(linears.notes),
+        linears=linears.made,
         dtype=dtype,
     )
 
@@ -141,9 +152,9 @@ class _Logits(nn.Module):
         return logits
 
 
-def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, list[LayerNote]]:
+def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, _Linears]:
     """A copy in ``dtype`` whose octavo linears are :class:`GraphLinear`, and what became of every linear."""
-    notes, replaced = [], {}
+    linears, replaced = _Linears(made={}, notes=[]), {}
     for path, layer in model.named_modules():
         if isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None):
             if type(layer) is not Linear:
@@ -151,23 +162,23 @@ def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module
                     f"layer {path!r} is a {type(layer).__name__}; make it a layer for inference first "
                     "(octavo.convert_qat)"
                 )
-            replaced[id(layer)], note = graph_linear(layer, dtype, path)
-            notes.append(note)
+            linears.made[path], note = graph_linear(layer, dtype, path)
+            linears.notes.append(note)
+            replaced[id(layer)] = linears.made[path]
         elif isinstance(layer, nn.Linear):
             why = "recipe bf16" if isinstance(layer, Linear) else "not converted"
-            notes.append(LayerNote(path=path, input="high precision", weight="high precision", reason=why))
+            linears.notes.append(LayerNote(path=path, input=HIGH_PRECISION, weight=HIGH_PRECISION, reason=why))
     if not replaced:
         raise ConfigError("no layer of this model is in FP8; convert or calibrate it first (octavo.convert)")
     copied = copy.deepcopy(model, dict(replaced)).requires_grad_(False)
     _narrow(copied, dtype)
-    return copied, notes
+    return copied, linears
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters in ``dtype``; buffers, such as tables of angles, stay as they are."""
-    kept = {id(each) for layer in model.modules() if isinstance(layer, GraphLinear) for each in layer.parameters()}
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and id(parameter) not in kept:
+    for parameter in model.parameters():  # operators have none
+        if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 

@@ -26,10 +26,20 @@ from octavo.numerics import PerRow, PerTensor, QuantizedTensor, ScaleRounding, e
 from octavo.observers import INPUT, WEIGHT, LayerTap
 from octavo.recipes import CastSpec, Scaling
 
-__all__ = ["DynamicCast", "GraphLinear", "LayerNote", "StaticCast", "graph_linear", "narrowed_scale", "unit_scale"]
+__all__ = [
+    "HIGH_PRECISION",
+    "DynamicCast",
+    "GraphLinear",
+    "LayerNote",
+    "StaticCast",
+    "graph_linear",
+    "narrowed_scale",
+    "unit_scale",
+]
 
 MOST_ROUNDING = 2.0**-8  # of a scale that is stored in 16 bits: what bfloat16 does to any number
 GRANULARITIES = (PerTensor, PerRow)
+HIGH_PRECISION = "high precision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +61,7 @@ class LayerNote:
     @property
     def is_fp8(self) -> bool:
         """Whether both operands are codes."""
-        return "high precision" not in (self.input, self.weight)
+        return HIGH_PRECISION not in (self.input, self.weight)
 
 
 class StaticCast(nn.Module):
@@ -142,7 +152,7 @@ def graph_linear(layer: Linear, dtype: torch.dtype, path: str) -> tuple[GraphLin
     given: Tensor | None = layer.bias
     bias = None if given is None else given.detach().to(dtype)
     made = GraphLinear(cast, weight, narrowed_scale(scale, dtype, f"the weight of {path!r}"), bias)
-    why = f"recipe {layer.recipe.name!r} casts no input" if how == "high precision" else ""
+    why = f"recipe {layer.recipe.name!r} casts no input" if how == HIGH_PRECISION else ""
     return made, LayerNote(path=path, input=how, weight="per channel" if vector else "per tensor", reason=why)
 
 
@@ -188,7 +198,7 @@ def _input_cast(layer: Linear, dtype: torch.dtype, path: str) -> tuple[nn.Module
     """How the layer's input is cast, and what to call it."""
     spec = layer.recipe.output.a
     if spec is None:
-        return PlainInput(), "high precision"
+        return PlainInput(), HIGH_PRECISION
     rounding = (ScaleRounding.FP32, ScaleRounding.RCEIL)
     if spec.format != E4M3 or not isinstance(spec.granularity, GRANULARITIES) or spec.scale_rounding not in rounding:
         raise ConfigError(

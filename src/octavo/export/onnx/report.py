@@ -22,7 +22,8 @@ class OnnxReport:
         layers: what became of each linear layer.
         bytes: of its constants.
         file_bytes: of the files with the graph and its weights.
-        source_error: ‖logits of the torch form of the graph - the model's‖ / ‖the model's‖.
+        layer_error: ‖difference‖ / ‖model's‖ in torch of the worst layer, each given the same input.
+        model_error: the same of the whole model, where codes beside a tie may differ.
         engines: what ran the file.
         files: names of all the files, in the order they were written.
     """
@@ -33,7 +34,8 @@ class OnnxReport:
     layers: tuple[LayerNote, ...]
     bytes: GraphBytes
     file_bytes: int
-    source_error: float
+    layer_error: float
+    model_error: float
     engines: tuple[EngineCheck, ...]
     files: tuple[str, ...] = field(default=())
 
@@ -56,5 +58,5 @@ class OnnxReport:
         lines = [f"{how}; {self.file_bytes / 1e6:.1f} MB, {self.bytes.fp8_share:.0%} of the constants' bytes FP8"]
         kept = [note for note in self.layers if not note.is_fp8]
         lines += [f"  {note.path}: input {note.input}, weight {note.weight}: {note.reason}" for note in kept]
-        lines.append(f"in torch: relative error {self.source_error:.1e} to the model")
+        lines.append(f"in torch: layers within {self.layer_error:.1e} of the model's, results {self.model_error:.1e}")
         return "\n".join(lines + [str(each) for each in self.engines])
