@@ -55,6 +55,8 @@ class EngineCheck:
         error: ‖result - torch's‖ / ‖torch's‖ with the engine's codes, of the worst output.
         allowed: of ``error``.
         free_error: the same with torch's own codes.
+        choices: rows of the first output, such as next tokens.
+        same_choices: whose largest element stands where torch's does, with the engine's codes.
     """
 
     engine: str
@@ -66,6 +68,8 @@ class EngineCheck:
     error: float = 0.0
     allowed: float = 0.0
     free_error: float = 0.0
+    choices: int = 0
+    same_choices: int = 0
 
     @property
     def passed(self) -> bool:
@@ -166,24 +170,31 @@ def _compare(
         known = static if cast.constant else [module.encode(x) for module in dynamic]
         wrong_scales += min(int((own_scale != encode).sum()) for own_scale in known)
     with _TheseCodes([_tensor(results[cast.codes]) for cast in casts]):
-        error = _worst_error(graph, inputs, results)
+        wanted = _torchs(graph, inputs)
+    first = graph.outputs[0]
+    chosen, choices = wanted[first].argmax(-1), _tensor(results[first]).argmax(-1)
     return EngineCheck(
         engine=engine,
         casts=len(casts),
         codes=codes,
         wrong_codes=wrong_codes,
         wrong_scales=wrong_scales,
-        error=error,
+        error=_worst_error(wanted, results),
         allowed=MOST_ERROR[graph.dtype],
-        free_error=_worst_error(graph, inputs, results),
+        free_error=_worst_error(_torchs(graph, inputs), results),
+        choices=choices.numel(),
+        same_choices=int((choices == chosen).sum()),
     )
 
 
 @torch.no_grad()
-def _worst_error(graph: Graph, inputs: tuple[Tensor, ...], results: Results) -> float:
-    """Of the engine's results against torch's."""
+def _torchs(graph: Graph, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     made = graph.module(*inputs)
-    wanted = dict(zip(graph.outputs, [made] if isinstance(made, Tensor) else made, strict=True))
+    return dict(zip(graph.outputs, [made] if isinstance(made, Tensor) else made, strict=True))
+
+
+def _worst_error(wanted: dict[str, Tensor], results: Results) -> float:
+    """Of the engine's results against torch's."""
     return max(relative_error(_tensor(results[name]), tensor) for name, tensor in wanted.items())
 
 
