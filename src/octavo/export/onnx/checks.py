@@ -205,7 +205,7 @@ class _TheseCodes(TorchDispatchMode):
     """
 
     def __init__(self, codes: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.remaining = iter(codes)
         self.made: list[tuple[Tensor, Tensor, Tensor]] = []
 

@@ -83,7 +83,8 @@ class GraphDecoder(nn.Module):
         return out, keys, values
 
     def _heads(self, projected: Tensor, heads: int) -> Tensor:
-        return projected.unflatten(-1, (heads, self.config.head_dim)).transpose(1, 2)
+        split: Tensor = projected.unflatten(-1, (heads, self.config.head_dim))
+        return split.transpose(1, 2)
 
     def _mixed(self, index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """softmax(Q K^T / sqrt(D)) V, [B, heads, T, D], of causal queries that are the last of the keys' positions."""
