@@ -1,0 +1,168 @@
+"""SmolLM2-135M as ONNX graphs: do they compute what octavo's emulation does, and how large are they?
+
+    python -m benchmarks.onnx_export [--recipes static,rowwise,weight_only] [--tokens 64] [--no-write]
+
+Each recipe is exported twice, in FP32, where it is compared, and in FP16, where it is weighed; onnxruntime and ONNX's
+reference run both, as every export does. Greedy text is onnxruntime's beside the emulation's own.
+
+| bar                          | is                                                                               |
+|------------------------------|----------------------------------------------------------------------------------|
+| logits, with the same codes  | within 1e-3 (‖difference‖ / ‖torch's‖)                                           |
+| logits, free-running         | within 1e-3 too; beside it the emulation against itself, its embedding one FP32  |
+|                              | digit off: what no change of arithmetic can stay below                           |
+| greedy text                  | the same 64 tokens: with the same codes, at each place of the emulation's text   |
+| bytes                        | at most 0.62 of BF16's, head and embedding in FP16                               |
+"""
+
+import argparse
+import copy
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import octavo
+from benchmarks import smollm2
+from benchmarks.measure import hardware, verdict, write_result
+from octavo.errors import DataError
+from octavo.export.onnx import OnnxOptions, OnnxReport, export_onnx
+from octavo.export.onnx.checks import check_engines, relative_error
+from octavo.export.onnx.graph import Graph, graph_of_decoder
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.quantization import Calibration, calibrate, text_windows
+from octavo.training.text import LIBRARY_SOURCES
+
+MOST_ERROR, MOST_BYTES = 1e-3, 0.62
+PROMPT = "The capital of France is"
+HEADER = [
+    "recipe",
+    "casts",
+    "wrong codes",
+    "error, same codes",
+    "free-running",
+    "emulation, one digit off",
+    "choices, same codes",
+    "greedy text, free-running",
+]
+Logits = Callable[[Tensor], Tensor]
+
+
+def main() -> None:
+    """Export, compare, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", default="static,rowwise,weight_only")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8, help="windows of 256 tokens that static is calibrated on")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    machine, console = hardware(), Console()
+    try:
+        model = load_language_model(smollm2.model_path())
+    except DataError as error:
+        parser.exit(2, f"{error}\n")
+    text = text_windows(model, LIBRARY_SOURCES, "train", count=arguments.samples, length=256)
+    calibration = calibrate(model, [window[None] for window in text])
+    rows, weights = [], []
+    for recipe in arguments.recipes.split(","):
+        quantized = in_fp8(model, recipe, calibration)
+        row, weight = measured(quantized, recipe, arguments.tokens, lambda said: console.print(said, style="dim"))
+        rows.append(row)
+        weights.append(weight)
+    lines = [*_table(HEADER, rows), "", *weights]
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    if not arguments.no_write:
+        command = f"python -m benchmarks.onnx_export --recipes {arguments.recipes} --tokens {arguments.tokens}"
+        title = "SmolLM2-135M as ONNX graphs beside octavo's emulation"
+        path = write_result("onnx_export", lines, title=title, command=command, machine=machine)
+        console.print(f"written to {path}", markup=False)
+
+
+def in_fp8(model: LanguageModel, recipe: str, calibration: Calibration) -> LanguageModel:
+    """A copy whose linears run the recipe."""
+    made = replace(model, model=copy.deepcopy(model.model))
+    if recipe == "static":
+        calibration.apply(made)
+    else:
+        octavo.convert(made.model, recipe)
+    return made
+
+
+def measured(model: LanguageModel, recipe: str, tokens: int, say: Callable[[str], None]) -> tuple[list[str], str]:
+    """A row of the table, and a line on the file's size."""
+    with tempfile.TemporaryDirectory() as scratch:
+        reports = {}
+        for dtype in ("fp32", "fp16"):
+            start = time.perf_counter()
+            reports[dtype] = export_onnx(model, Path(scratch) / dtype, options=OnnxOptions(dtype=dtype))
+            say(f"{recipe} {dtype}: {time.perf_counter() - start:.0f} s\n{reports[dtype]}")
+        wide = reports["fp32"]
+        prompt, own = greedy(model.logits, model, tokens)
+        text = torch.tensor([prompt + own[:-1]])
+        lockstep = check_engines(_graph(model), wide.folder / "model.onnx", (text,))[0]
+        _, theirs = greedy(_onnxruntime(wide), model, tokens)
+    worst = max(wide.engines, key=lambda each: each.error)
+    free = max(each.free_error for each in wide.engines)
+    same = sum(a == b for a, b in zip(own, theirs, strict=True))
+    row = [
+        recipe,
+        str(worst.casts),
+        str(sum(each.wrong_codes for each in wide.engines)),
+        f"{worst.error:.1e} ({verdict(worst.error <= MOST_ERROR)})",
+        f"{free:.1e} ({verdict(free <= MOST_ERROR)})",
+        f"{one_digit_off(model):.1e}",
+        f"{lockstep.same_choices} of {lockstep.choices} ({verdict(lockstep.same_choices == lockstep.choices)})",
+        f"{same} of {tokens}",
+    ]
+    share = reports["fp16"].file_bytes / (2 * sum(each.numel() for each in model.model.parameters()))
+    size = f"{reports['fp16'].file_bytes / 1e6:.1f} MB in FP16, {share:.3f} of BF16's"
+    return row, f"- {recipe}: {size}: {verdict(share <= MOST_BYTES)}; FP32: {wide.file_bytes / 1e6:.1f} MB"
+
+
+@torch.no_grad()
+def one_digit_off(model: LanguageModel) -> float:
+    """The emulation against itself with every element of its embedding moved by FP32's last digit, at random."""
+    tokens = torch.randint(1000, (3, 7), generator=torch.Generator().manual_seed(0))
+    moved = copy.deepcopy(model.model)
+    table: Any = moved.get_submodule("model.embed_tokens")
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, table.weight.shape, generator=generator) * 2 - 1
+    table.weight = torch.nn.Parameter(table.weight * (1 + signs * torch.finfo(torch.float32).eps))
+    return relative_error(replace(model, model=moved).logits(tokens), model.logits(tokens))
+
+
+@torch.no_grad()
+def greedy(logits: Logits, model: LanguageModel, count: int) -> tuple[list[int], list[int]]:
+    """The prompt, and the most likely token again and again."""
+    ids = list(model.tokenizer.encode(PROMPT).ids)
+    start = len(ids)
+    for _ in range(count):
+        ids.append(int(logits(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[:start], ids[start:]
+
+
+def _graph(model: LanguageModel) -> Graph:
+    return graph_of_decoder(model, torch.float32, has_cache=False, attention=None)
+
+
+def _onnxruntime(report: OnnxReport) -> Logits:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    path = report.folder / "model.onnx"
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda tokens: torch.from_numpy(session.run(["logits"], {"input_ids": tokens.numpy()})[0])
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
+if __name__ == "__main__":
+    main()

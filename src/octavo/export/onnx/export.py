@@ -1,0 +1,232 @@
+"""``export_onnx``: a model in FP8 as a checked ONNX file in a folder of its own.
+
+| file              | content                                                                                    |
+|-------------------|--------------------------------------------------------------------------------------------|
+| model.onnx        | the graph, and its weights                                                                 |
+| model.onnx.data   | the weights, where they are above 2 GB or ``external_data`` asks for it                    |
+| tokenizer.json    | of a language model                                                                        |
+| report.json       | the layers, bytes and checks (:class:`OnnxReport`)                                         |
+| tensorrt scripts  | where asked for (``tensorrt.py``)                                                          |
+
+The folder is there when every check has passed, and not before.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.export.onnx.agreement import MOST_LAYER_ERROR, layer_errors
+from octavo.export.onnx.checks import check_engines, relative_error, sample_inputs
+from octavo.export.onnx.graph import Graph, graph_of_decoder, graph_of_module, write_graph
+from octavo.export.onnx.lint import graph_bytes, lint
+from octavo.export.onnx.report import OnnxReport
+from octavo.export.onnx.tensorrt import MODEL, shape_ranges, tensorrt_files
+from octavo.files import claimed_folder, replacing_folder
+from octavo.language_model import LanguageModel
+from octavo.models import Llama
+
+if TYPE_CHECKING:
+    from octavo.quantization import Calibration
+
+__all__ = ["DTYPES", "OPSETS", "OnnxOptions", "export_onnx"]
+
+OPSETS = (21, 23)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+REPORT, TOKENIZER, CALIBRATION = "report.json", "tokenizer.json", "calibration.json"
+INSTALL = "pip install 'octavo[export]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxOptions:
+    """How a graph is written.
+
+    Attributes:
+        opset: 21, which TensorRT 10 reads, or 23.
+        dtype: of everything that is not FP8: "fp32", "fp16" or "bf16".
+        kv_cache: inputs and outputs for keys and values; octavo's Llama only.
+        attention: token ids [B, T] to take the scales of attention's operands from, which are FP8 then; None leaves
+            attention in ``dtype``. Octavo's Llama only.
+        tensorrt: write the commands and the script that build an engine.
+        external_data: keep the weights in a file of their own, whatever their size.
+
+    Raises:
+        ConfigError: another opset or dtype.
+    """
+
+    opset: int = 21
+    dtype: str = "fp32"
+    kv_cache: bool = False
+    attention: Tensor | None = None
+    tensorrt: bool = False
+    external_data: bool = False
+
+    def __post_init__(self) -> None:
+        if self.opset not in OPSETS:
+            raise ConfigError(f"opset must be one of {', '.join(map(str, OPSETS))}, not {self.opset!r}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+
+
+def export_onnx(
+    model: LanguageModel | nn.Module,
+    folder: str | Path,
+    *,
+    options: OnnxOptions | None = None,
+    inputs: tuple[Tensor, ...] = (),
+    calibration: "Calibration | None" = None,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> OnnxReport:
+    """Write a model whose layers octavo has converted or calibrated as ONNX, and check what was written.
+
+    Codes and scales are those that the model multiplies. The model is not changed.
+
+    Args:
+        model: a language model (token ids to logits), or any module.
+        folder: new or empty.
+        options: see :class:`OnnxOptions`.
+        inputs: for a module, the tensors of one call; batch and sequence, their leading dimensions, may vary.
+        calibration: whose scales the model has; its summary is written beside TensorRT's scripts.
+        on_step: told what is being done, before it is.
+
+    Raises:
+        ConfigError: a package is missing, the folder is not empty, or a layer has no form in a graph.
+        CheckpointError: what was written breaks a rule of TensorRT's or computes something else; no folder is left.
+
+    Example:
+        >>> import tempfile, octavo
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> _ = octavo.convert(model, "tensorwise")
+        >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
+        ...     print(export_onnx(model, f"{folder}/onnx", inputs=(torch.randn(2, 16),)))
+        2 of 2 linear layers in FP8; opset 21, fp32; …
+    """
+    _check_packages()
+    options, folder = options or OnnxOptions(), Path(folder)
+    with claimed_folder(folder):
+        on_step("casting weights")
+        graph = _graph(model, options, inputs)
+        with replacing_folder(folder) as temporary:
+            on_step("tracing the graph")
+            write_graph(graph, temporary / MODEL, opset=options.opset, external_data=options.external_data)
+            report = _checked(model, graph, temporary / MODEL, options, on_step)
+            _write_beside(temporary, model, graph, options, calibration)
+            report = replace(report, folder=folder, files=_names(temporary))
+            (temporary / REPORT).write_text(json.dumps(report.to_record(), indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _check_packages() -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"export to ONNX needs {error.name}, which is not installed; {INSTALL}") from error
+
+
+def _graph(model: LanguageModel | nn.Module, options: OnnxOptions, inputs: tuple[Tensor, ...]) -> Graph:
+    dtype = DTYPES[options.dtype]
+    if isinstance(model, LanguageModel):
+        return graph_of_decoder(model, dtype, has_cache=options.kv_cache, attention=options.attention)
+    if options.kv_cache or options.attention is not None:
+        raise ConfigError("a cache and attention in FP8 are exported of a LanguageModel; leave them out")
+    return graph_of_module(model, inputs, dtype)
+
+
+def _checked(
+    model: LanguageModel | nn.Module, graph: Graph, path: Path, options: OnnxOptions, on_step: Callable[[str], None]
+) -> OnnxReport:
+    """The report; raises CheckpointError where something speaks against the file."""
+    import onnx
+
+    on_step("checking the graph")
+    onnx.checker.check_model(str(path), full_check=True)
+    loaded = onnx.load(path)
+    faults = lint(loaded)
+    if faults:
+        raise CheckpointError(f"the graph breaks {len(faults)} rules of TensorRT's; the first: {faults[0]}")
+    sizes = graph_bytes(loaded)
+    del loaded
+    on_step("running it in onnxruntime and in ONNX's reference")
+    vocabulary = _vocabulary(model) if isinstance(model, LanguageModel) else None
+    given = sample_inputs(graph, vocabulary=vocabulary)
+    layer_error = _worst_layer(model, graph, given)
+    engines = check_engines(graph, path, given)
+    for each in engines:
+        if not each.passed:
+            raise CheckpointError(f"the written graph does not compute what torch does: {each}")
+    return OnnxReport(
+        folder=path.parent,
+        opset=options.opset,
+        dtype=options.dtype,
+        layers=graph.notes,
+        bytes=sizes,
+        file_bytes=sum(each.stat().st_size for each in path.parent.glob(f"{MODEL}*")),
+        layer_error=layer_error,
+        model_error=_model_error(model, graph, given),
+        engines=engines,
+    )
+
+
+def _worst_layer(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
+    """How far the graph's layers are from the model's in torch; raises CheckpointError where one is too far."""
+    inner = model.model if isinstance(model, LanguageModel) else model
+    errors = layer_errors(inner, graph, lambda: _source(model, inputs))
+    path, error = max(errors.items(), key=lambda item: item[1])
+    if error > MOST_LAYER_ERROR[graph.dtype]:
+        raise CheckpointError(f"layer {path!r} is {error:.1e} (relative) from the model's in a graph of {graph.dtype}")
+    return error
+
+
+@torch.no_grad()
+def _model_error(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
+    """How far the graph's form in torch is from the model; a cache is empty for that, as the model has none."""
+    given = (inputs[0], *(past[:, :, :0] for past in inputs[1:])) if isinstance(model, LanguageModel) else inputs
+    made = (graph.module(*given), _source(model, inputs))
+    found, wanted = (each if isinstance(each, Tensor) else each[0] for each in made)
+    return relative_error(found, wanted)
+
+
+@torch.no_grad()
+def _source(model: LanguageModel | nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """What the model makes of a graph's inputs, in its own dtype."""
+    if isinstance(model, LanguageModel):
+        return model.logits(inputs[0])
+    dtype = next(model.parameters()).dtype
+    return model(*(each.to(dtype) if each.is_floating_point() else each for each in inputs))
+
+
+def _vocabulary(model: LanguageModel) -> int:
+    inner: Any = model.model
+    return int((inner.model.embed_tokens if isinstance(inner, Llama) else inner.get_input_embeddings()).num_embeddings)
+
+
+def _write_beside(
+    folder: Path,
+    model: LanguageModel | nn.Module,
+    graph: Graph,
+    options: OnnxOptions,
+    calibration: "Calibration | None",
+) -> None:
+    context = None
+    if isinstance(model, LanguageModel):
+        model.tokenizer.save(str(folder / TOKENIZER))
+        context = model.context
+    if not options.tensorrt:
+        return
+    for name, text in tensorrt_files(shape_ranges(graph, context=context)).items():
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    if calibration is not None:
+        summary: dict[str, Any] = {"recipe": calibration.recipe.name, **calibration.to_record()}
+        (folder / CALIBRATION).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    return (*sorted(path.name for path in folder.iterdir()), REPORT)

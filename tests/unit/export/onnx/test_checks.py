@@ -1,0 +1,59 @@
+"""The comparison itself: what it forgives, what it does not, and that codes are handed over in the graph's order."""
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.export.onnx.agreement import layer_errors
+from octavo.export.onnx.checks import EngineCheck, _TheseCodes, relative_error, sample_inputs
+from octavo.export.onnx.graph import BATCH, SEQUENCE, graph_of_module
+from octavo.export.onnx.operators import to_codes
+
+
+def test_relative_error():
+    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")
+
+
+def test_codes_are_handed_over_once_for_casts_of_one_tensor():
+    x, other, encode = torch.ones(2), torch.ones(2), torch.tensor(2.0)
+    with _TheseCodes([torch.tensor([4.0, 8.0]), torch.tensor([16.0, 32.0])]):
+        first, again, second = (to_codes(each, encode) for each in (x, x, other))
+    assert first.float().tolist() == again.float().tolist() == [4.0, 8.0]
+    assert second.float().tolist() == [16.0, 32.0]
+    assert to_codes(x, encode).float().tolist() == [2.0, 2.0]
+
+
+def test_what_passes():
+    good = EngineCheck(engine="e", casts=1, codes=9, error=1e-5, allowed=1e-4, free_error=0.5)
+    assert good.passed
+    assert "0 of 9 codes and 0 scales are not octavo's" in str(good)
+    assert EngineCheck(engine="e", skipped="no").passed
+    for wrong in ({"wrong_codes": 1}, {"wrong_scales": 1}, {"error": 2e-4}, {"error": float("inf")}):
+        assert not EngineCheck(engine="e", **{"allowed": 1e-4} | wrong).passed
+
+
+def graph():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    octavo.convert(model, "tensorwise")
+    return model, graph_of_module(model, (torch.randn(2, 5, 8),), torch.float32)
+
+
+def test_leading_dimensions_vary():
+    _, made = graph()
+    assert made.names == ("input",)
+    assert made.shapes == ({0: BATCH, 1: SEQUENCE},)
+    assert [each.shape for each in sample_inputs(made, vocabulary=None)] == [(3, 5, 8)]
+
+
+def test_a_layer_that_is_another_is_found():
+    model, made = graph()
+    run = lambda: model(made.inputs[0])  # noqa: E731 (what layer_errors calls)
+    assert max(layer_errors(model, made, run).values()) < 1e-6
+    made.linears["2"].scale.mul_(1.01)
+    errors = layer_errors(model, made, run)
+    assert errors["0"] < 1e-6
+    assert errors["2"] > 1e-3
+    assert not any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,236 @@
+"""What is written, loaded by other software: one small graph with every kind of cast, and a decoder with a cache."""
+
+import builtins
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import CheckpointError, ConfigError
+from octavo.export.onnx import OnnxOptions, export_onnx
+from octavo.export.onnx import export as module_under_test
+from octavo.export.onnx.checks import relative_error
+from octavo.language_model import LanguageModel
+from octavo.models import Llama, LlamaConfig
+from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, VOCABULARY, language_model, windows
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+K, WIDTH, N = 24, 40, 6
+LAYERS = {"0": "tensorwise", "2": "rowwise", "4": "static", "6": "weight_only", "8": "bf16"}
+
+
+def mlp() -> nn.Sequential:
+    """Five layers with biases, each with another cast."""
+    torch.manual_seed(0)
+    sizes = [K, WIDTH, WIDTH, WIDTH, WIDTH, N]
+    parts: list[nn.Module] = []
+    for wide, narrow in pairwise(sizes):
+        parts += [nn.Linear(wide, narrow), nn.ReLU()]
+    model = nn.Sequential(*parts[:-1]).eval()
+    octavo.convert(model, "tensorwise", overrides=LAYERS)
+    model[4].input_scale.copy_(torch.tensor(0.0031))
+    with torch.no_grad():
+        model[2].weight[5] = 0
+    return model
+
+
+def session(path):
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    model = mlp()
+    folder = tmp_path_factory.mktemp("mlp") / "onnx"
+    return model, export_onnx(model, folder, inputs=(torch.randn(2, 5, K),))
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=4 * HEAD_DIM,
+        intermediate_size=96,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=HEADS,
+        max_positions=64,
+        tie_embeddings=True,
+    )
+    model = Llama(shape, seed=3).eval()
+    octavo.convert(model, "rowwise")
+    source = LanguageModel(model=model, tokenizer=language_model().tokenizer, context=64, source="a test")
+    options = OnnxOptions(opset=23, dtype="fp16", kv_cache=True, attention=windows(), tensorrt=True, external_data=True)
+    return source, export_onnx(source, tmp_path_factory.mktemp("decoder") / "onnx", options=options)
+
+
+def test_every_layer_is_accounted_for(exported):
+    _, report = exported
+    notes = {note.path: (note.input, note.weight) for note in report.layers}
+    assert notes == {
+        "0": ("dynamic", "per tensor"),
+        "2": ("dynamic per row", "per channel"),
+        "4": ("static", "per tensor"),
+        "6": ("high precision", "per channel"),
+        "8": ("high precision", "high precision"),
+    }
+    assert report.fp8_layers == 3
+    assert "8: input high precision, weight high precision: recipe bf16" in str(report)
+
+
+def test_two_engines_gave_octavos_codes(exported):
+    _, report = exported
+    assert len(report.engines) == 2
+    for each in report.engines:
+        assert (each.casts, each.wrong_codes, each.wrong_scales) == (3, 0, 0)
+        assert each.codes == 3 * 5 * (K + 2 * WIDTH)  # a batch of three
+        assert each.error < 1e-6
+    assert report.layer_error < 1e-6
+    assert report.model_error < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3)])
+@torch.no_grad()
+def test_other_shapes(exported, shape):
+    model, report = exported
+    x = torch.randn(*shape, K)
+    (y,) = session(report.folder / "model.onnx").run(None, {"input": x.numpy()})
+    assert relative_error(torch.from_numpy(y), model(x)) < 1e-6
+
+
+@torch.no_grad()
+def test_zeros(exported):
+    model, report = exported
+    x = torch.zeros(2, 3, K)
+    (y,) = session(report.folder / "model.onnx").run(None, {"input": x.numpy()})
+    assert relative_error(torch.from_numpy(y), model(x)) < 1e-6
+
+
+def test_the_weights_are_the_layers_codes(exported):
+    model, report = exported
+    graph = onnx.load(report.folder / "model.onnx").graph
+    codes = [
+        each for each in graph.initializer if each.data_type == onnx.TensorProto.FLOAT8E4M3FN and len(each.dims) == 2
+    ]
+    wanted = {
+        path: octavo.quantize(model[int(path)].weight, octavo.E4M3, granularity=granularity)
+        for path, granularity in (("0", octavo.PerTensor()), ("4", octavo.PerTensor()), ("6", octavo.PerRow()))
+    }
+    for path, own in wanted.items():
+        found = next(each for each in codes if each.name == f"{path}.codes")
+        assert found.raw_data == own.data.t().contiguous().view(torch.uint8).numpy().tobytes()
+        scale = next(each for each in graph.initializer if each.name == f"{path}.scale")
+        assert np.array_equal(onnx.numpy_helper.to_array(scale), own.scale.flatten().squeeze().numpy())
+    assert not any(node.op_type == "Cast" for node in graph.node)
+    assert all(not node.metadata_props and not node.doc_string for node in graph.node)
+
+
+def test_the_report_is_written(exported):
+    _, report = exported
+    record = json.loads((report.folder / "report.json").read_text())
+    assert record["fp8_layers"] == 3
+    assert record["files"] == ["model.onnx", "report.json"]
+    assert 0 < record["bytes"]["fp8_share"] < 1
+
+
+def test_a_decoder_with_everything(decoder):
+    _, report = decoder
+    assert report.files == (
+        "benchmark.sh", "build.sh", "build_engine.py", "model.onnx", "model.onnx.data", "tokenizer.json", "report.json",
+    )  # fmt: skip
+    assert all((report.folder / name).is_file() for name in report.files)
+    assert (report.folder / "model.onnx").stat().st_size < (report.folder / "model.onnx.data").stat().st_size
+    assert report.fp8_layers == 7
+    # A layer's q, k and v share a cast, gate and up too; attention has four.
+    assert all(each.casts == 4 + 4 and each.passed for each in report.engines)
+
+
+@torch.no_grad()
+def test_its_cache_continues(decoder):
+    source, report = decoder
+    run = session(report.folder / "model.onnx")
+    names = [each.name for each in run.get_inputs()]
+    outputs = [each.name for each in run.get_outputs()]
+    assert [name.replace("past_key_values", "present") for name in names[1:]] == outputs[1:]
+    assert run.get_inputs()[1].shape == ["batch", HEADS, "past", HEAD_DIM]
+
+    tokens = windows()
+    past = [np.zeros((3, HEADS, 0, HEAD_DIM), np.float16)] * len(names[1:])
+    pieces = []
+    for start, end in ((0, 10), (10, 11), (11, 24)):
+        feeds = {"input_ids": tokens[:, start:end].numpy(), **dict(zip(names[1:], past, strict=True))}
+        logits, *past = run.run(None, feeds)
+        pieces.append(torch.from_numpy(logits))
+    assert relative_error(torch.cat(pieces, 1), source.logits(tokens)) < 0.15  # attention is FP8 too
+
+
+def test_sixteen_bits_without_an_engine(tmp_path):
+    """bfloat16 runs in ONNX's reference alone."""
+    model = nn.Sequential(nn.Linear(K, N))
+    octavo.convert(model, "tensorwise")
+    report = export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, K),), options=OnnxOptions(dtype="bf16"))
+    skipped, reference = report.engines
+    assert skipped.skipped == "it has no bfloat16 on a CPU"
+    assert reference.passed
+    assert (reference.casts, reference.wrong_codes, reference.wrong_scales) == (1, 0, 0)
+
+
+def test_a_graph_that_computes_something_else_leaves_no_folder(tmp_path, monkeypatch):
+    real = module_under_test.write_graph
+
+    def wrong(graph, path, **options):
+        real(graph, path, **options)
+        loaded = onnx.load(path)
+        scale = next(each for each in loaded.graph.initializer if each.name.endswith(".scale"))
+        scale.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(scale), scale.name))
+        onnx.save(loaded, path)
+
+    monkeypatch.setattr(module_under_test, "write_graph", wrong)
+    model = nn.Sequential(nn.Linear(K, N))
+    octavo.convert(model, "tensorwise")
+    with pytest.raises(CheckpointError, match=r"does not compute what torch does: onnxruntime .* same codes 9"):
+        export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, K),))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_empty(tmp_path):
+    (tmp_path / "mine").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        export_onnx(mlp(), tmp_path, inputs=(torch.randn(2, K),))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_missing_package(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name == "onnxscript":
+            raise ImportError(name=name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"needs onnxscript, which is not installed; pip install 'octavo\[export\]'"):
+        export_onnx(mlp(), tmp_path / "a", inputs=(torch.randn(2, K),))
+
+
+def test_words_that_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="opset must be one of 21, 23, not 22"):
+        OnnxOptions(opset=22)
+    with pytest.raises(ConfigError, match="dtype must be one of fp32, fp16, bf16, not 'fp8'"):
+        OnnxOptions(dtype="fp8")
+    with pytest.raises(ConfigError, match="with the tensors of one call"):
+        export_onnx(mlp(), tmp_path / "a")
+    with pytest.raises(ConfigError, match="exported of a LanguageModel"):
+        export_onnx(mlp(), tmp_path / "a", options=OnnxOptions(kv_cache=True))
+    with pytest.raises(ConfigError, match="no layer of this model is in FP8"):
+        export_onnx(nn.Sequential(nn.Linear(2, 2)), tmp_path / "a", inputs=(torch.zeros(1, 2),))
+    assert not list(tmp_path.iterdir())

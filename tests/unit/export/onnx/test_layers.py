@@ -1,0 +1,116 @@
+import pytest
+import torch
+
+import octavo
+from octavo import recipes
+from octavo.errors import ConfigError
+from octavo.export.onnx.checks import relative_error
+from octavo.export.onnx.layers import graph_linear, narrowed_scale, unit_scale
+from octavo.formats import E4M3
+from octavo.nn import Linear
+
+K, N = 48, 20
+
+
+def layer(recipe: str, *, seed: int = 0, bias: bool = True, **options: str) -> Linear:
+    torch.manual_seed(seed)
+    made = Linear(K, N, bias, recipe=recipes.get(recipe, **options))
+    if made.recipe.has_static_input:
+        made.input_scale.copy_(torch.tensor(0.0123))
+    return made.eval()
+
+
+RECIPES = {
+    "tensorwise": ("dynamic", "per tensor"),
+    "rowwise": ("dynamic per row", "per channel"),
+    "static": ("static", "per tensor"),
+    "weight_only": ("high precision", "per channel"),
+    "delayed": ("dynamic", "per tensor"),  # without a past
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@torch.no_grad()
+def test_it_computes_what_the_layer_does(recipe):
+    source, x = layer(recipe), torch.randn(3, 5, K)
+    made, note = graph_linear(source, torch.float32, "a.b")
+    assert relative_error(made(x), source(x)) < 1e-6
+    assert (note.input, note.weight) == RECIPES[recipe]
+    assert note.is_fp8 == (recipe != "weight_only")
+    assert ("casts no input" in note.reason) == (recipe == "weight_only")
+
+
+@torch.no_grad()
+def test_a_delayed_layer_with_a_past_has_its_scale():
+    source = layer("delayed").train()
+    for _ in range(2):  # the second forward closes the first step
+        with torch.enable_grad():
+            source(torch.randn(4, K)).sum().backward()
+    source.eval()
+    x = 3 * torch.randn(4, K)  # beyond what was seen: saturates
+    made, note = graph_linear(source, torch.float32, "a")
+    assert note.input == "static"
+    assert relative_error(made(x), source(x)) < 1e-6
+
+
+def test_the_weight_is_held_codes_untouched():
+    source = layer("static", weight_granularity="row").requires_grad_(False)
+    source.hold_weight_as_codes(scale=torch.rand(N, 1) + 0.01)
+    made, _ = graph_linear(source, torch.float32, "a")
+    assert torch.equal(made.codes.t().view(torch.uint8), source.weight.view(torch.uint8))
+    assert torch.equal(made.scale, source.weight_scale.flatten())
+    assert made.codes.is_contiguous()
+    assert made.codes.shape == (K, N)
+
+
+def test_an_all_zero_channel_has_scale_1():
+    source = layer("rowwise")
+    with torch.no_grad():
+        source.weight[3] = 0
+    made, _ = graph_linear(source, torch.float16, "a")
+    assert made.scale[3] == 1
+    assert (made.codes[:, 3].float() == 0).all()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@torch.no_grad()
+def test_zeros_give_the_bias(recipe):
+    source = layer(recipe)
+    made, _ = graph_linear(source, torch.float32, "a")
+    assert torch.equal(made(torch.zeros(2, K)), source.bias.expand(2, N))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_blocks_have_no_form(recipe):
+    with pytest.raises(ConfigError, match=r"layer 'a\.b' has a weight in E4M3, PerBlock"):
+        graph_linear(layer(recipe), torch.float32, "a.b")
+
+
+def test_a_static_layer_needs_its_scale():
+    source = layer("static")
+    source.input_scale.zero_()
+    with pytest.raises(ConfigError, match="'a' has no scale for its static input"):
+        graph_linear(source, torch.float32, "a")
+
+
+def test_scales_that_a_dtype_cannot_hold_are_refused():
+    small = torch.tensor([0.5, 1e-7])
+    assert torch.equal(narrowed_scale(small, torch.float32, "x"), small)
+    assert narrowed_scale(small, torch.bfloat16, "x").dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match=r"the scale 1e-07 of x is outside what float16 can hold"):
+        narrowed_scale(small, torch.float16, "x")
+    with pytest.raises(ConfigError, match="outside what float16"):
+        narrowed_scale(torch.tensor(1e-9), torch.float16, "x")
+
+
+def test_the_unit_brings_the_maximum_below_1():
+    assert 0.5 <= E4M3.max * unit_scale().item() < 1
+
+
+def test_sixteen_bits_do_not_overflow():
+    source = octavo.nn.Linear(4096, 8, recipe="tensorwise")
+    with torch.no_grad():
+        source.weight.fill_(1.0)
+        made, _ = graph_linear(source, torch.float16, "a")
+        y = made(torch.full((1, 4096), 15.0, dtype=torch.float16))
+    assert torch.equal(y, torch.full((1, 8), 61440.0, dtype=torch.float16) + made.bias)
