@@ -14,6 +14,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.export.onnx import OnnxOptions, export_onnx
 from octavo.export.onnx import export as module_under_test
 from octavo.export.onnx.checks import relative_error
+from octavo.export.onnx.graph import write_graph
 from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, VOCABULARY, language_model, windows
@@ -35,9 +36,9 @@ def mlp() -> nn.Sequential:
         parts += [nn.Linear(wide, narrow), nn.ReLU()]
     model = nn.Sequential(*parts[:-1]).eval()
     octavo.convert(model, "tensorwise", overrides=LAYERS)
-    model[4].input_scale.copy_(torch.tensor(0.0031))
+    model.get_submodule("4").get_buffer("input_scale").copy_(torch.tensor(0.0031))
     with torch.no_grad():
-        model[2].weight[5] = 0
+        model.get_submodule("2").get_parameter("weight")[5] = 0
     return model
 
 
@@ -185,7 +186,7 @@ def test_sixteen_bits_without_an_engine(tmp_path):
 
 
 def test_a_graph_that_computes_something_else_leaves_no_folder(tmp_path, monkeypatch):
-    real = module_under_test.write_graph
+    real = write_graph
 
     def wrong(graph, path, **options):
         real(graph, path, **options)

@@ -113,4 +113,5 @@ def test_sixteen_bits_do_not_overflow():
         source.weight.fill_(1.0)
         made, _ = graph_linear(source, torch.float16, "a")
         y = made(torch.full((1, 4096), 15.0, dtype=torch.float16))
+    assert made.bias is not None
     assert torch.equal(y, torch.full((1, 8), 61440.0, dtype=torch.float16) + made.bias)
