@@ -25,7 +25,7 @@ from octavo.models import Llama, LlamaConfig
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["read_llama", "read_tokenizer", "write_llama", "write_tokenizer"]
+__all__ = ["THEIR_NAMES", "read_llama", "read_tokenizer", "write_llama", "write_tokenizer"]
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 HEAD = "lm_head.weight"
