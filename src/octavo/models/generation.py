@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.nn.arguments import check_whole
 
-__all__ = ["check_request", "check_sampling", "generate", "sample"]
+__all__ = ["check_request", "check_sampling", "generate", "probabilities", "sample"]
 
 
 @torch.no_grad()
@@ -96,16 +96,27 @@ def sample(
         )
     if temperature == 0:
         return likeliest
+    kept = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return int(torch.multinomial(kept.to(logits.dtype), 1, generator=generator))
+
+
+def probabilities(
+    logits: Tensor, *, temperature: float, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """How likely :func:`sample` takes each token, float64 [V], up to a factor; the temperature is above 0.
+
+    Example:
+        >>> probabilities(torch.tensor([0.0, 0.0, -9.0, 0.0]), temperature=1.0, top_k=3, top_p=0.5).count_nonzero()
+        tensor(2)
+    """
     if top_k is not None and top_k < logits.numel():
         lowest_kept = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
-    below_most = (logits - logits[likeliest]).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
-    probabilities = torch.softmax(below_most / temperature, dim=-1)
+    below_most = (logits - logits.max()).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
+    kept = torch.softmax(below_most / temperature, dim=-1)
     if top_p < 1:
-        probabilities = _nucleus(probabilities, top_p)
-    if min_p > 0:
-        probabilities = probabilities.masked_fill(probabilities < min_p * probabilities.max(), 0)
-    return int(torch.multinomial(probabilities.to(logits.dtype), 1, generator=generator))
+        kept = _nucleus(kept, top_p)
+    return kept.masked_fill(kept < min_p * kept.max(), 0) if min_p > 0 else kept
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

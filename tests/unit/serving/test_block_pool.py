@@ -10,9 +10,7 @@ from octavo.errors import ConfigError
 from octavo.serving.block_pool import BlockPool, page_keys
 
 PAGES = 7
-ACTS = st.lists(
-    st.tuples(st.sampled_from(["start", "end"]), st.integers(0, 5), st.integers(1, 4)), max_size=60
-)
+ACTS = st.lists(st.tuples(st.sampled_from(["start", "end"]), st.integers(0, 5), st.integers(1, 4)), max_size=60)
 
 
 class Model:

@@ -1,24 +1,12 @@
 """Text comes out whole, whatever the tokens cut in two."""
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 
 from octavo.serving.text_stream import TextStream
 
 STOPS = ("stop", "to", "\n\n", "öß", "aab")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """One token a byte: every other character is cut."""
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    vocabulary = {letter: i for i, letter in enumerate(sorted(letters))}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return made
 
 
 def pieces_of(tokenizer, text, stop=()):
@@ -32,9 +20,9 @@ def pieces_of(tokenizer, text, stop=()):
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="ab stop\n öß€😀\ufffd"), st.lists(st.sampled_from(STOPS), max_size=3))
-def test_the_text_is_what_was_encoded_up_to_the_first_stop(tokenizer, text, stop):
+def test_the_text_is_what_was_encoded_up_to_the_first_stop(byte_tokenizer, text, stop):
     text = text.rstrip("\ufffd")
-    pieces = pieces_of(tokenizer, text, tuple(stop))
+    pieces = pieces_of(byte_tokenizer, text, tuple(stop))
     ends = [end for s in stop if (at := text.find(s)) >= 0 for end in [(at + len(s), at)]]
     # of stops that overlap, the one that is complete first ends the answer
     wanted = text[: min(at for end, at in ends if end == min(ends)[0])] if ends else text
@@ -42,19 +30,19 @@ def test_the_text_is_what_was_encoded_up_to_the_first_stop(tokenizer, text, stop
     assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
 
 
-def test_half_a_character_is_held_back_and_never_said(tokenizer):
-    ids = tokenizer.encode("a€b").ids
-    stream = TextStream(tokenizer)
+def test_half_a_character_is_held_back_and_never_said(byte_tokenizer):
+    ids = byte_tokenizer.encode("a€b").ids
+    stream = TextStream(byte_tokenizer)
     assert [stream.add(token) for token in ids] == ["a", "", "", "€", "b"]
-    stream = TextStream(tokenizer)
+    stream = TextStream(byte_tokenizer)
     assert [stream.add(token) for token in ids[:3]] == ["a", "", ""]
     assert stream.finish() == ""
 
 
-def test_what_may_begin_a_stop_text_waits_for_it(tokenizer):
-    assert pieces_of(tokenizer, "xaaab!", ("aab",)) == ["x", "", "", "a", ""]
-    assert pieces_of(tokenizer, "xaa", ("aab",)) == ["x", "", "", "aa"]
-    assert pieces_of(tokenizer, "aac", ("aab",)) == ["", "", "aac", ""]
+def test_what_may_begin_a_stop_text_waits_for_it(byte_tokenizer):
+    assert pieces_of(byte_tokenizer, "xaaab!", ("aab",)) == ["x", "", "", "a", ""]
+    assert pieces_of(byte_tokenizer, "xaa", ("aab",)) == ["x", "", "", "aa"]
+    assert pieces_of(byte_tokenizer, "aac", ("aab",)) == ["", "", "aac", ""]
 
 
 def test_spaces_between_words_stay():

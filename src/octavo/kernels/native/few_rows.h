@@ -7,7 +7,7 @@
 // Codes of subnormals become subnormals, which are exact as well (some processors are slow at them; a weight has few).
 // NaN and Inf codes become finite numbers, and a row may span too many binades: such sums are made in the plain way.
 //
-// Every sum is made of the same four chains for up to FEW rows: a row's result does not depend on the others.
+// Every sum is made of the same four chains, here and in many_rows.h: a row's result does not depend on the others.
 #pragma once
 
 #include "fp8.h"
