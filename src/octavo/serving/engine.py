@@ -210,7 +210,8 @@ class Engine:
         tokens, config = request.tokens, self._runner.config
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one token to continue from")
-        if not all(isinstance(token, int) and 0 <= token < config.vocab_size for token in tokens):
+        given: list[object] = [*tokens]  # whoever asks may not be typed
+        if not all(isinstance(token, int) and 0 <= token < config.vocab_size for token in given):
             raise ConfigError(f"token ids are whole numbers from 0 to {config.vocab_size - 1}; this prompt has others")
         positions = min(config.max_positions, self._pool.pages * PAGE)
         needed = len(tokens) + request.params.max_tokens - 1

@@ -69,7 +69,7 @@ class SamplingParams:
             check_whole(name, value, least=least)
             if most is not None and value is not None and value > most:
                 raise ConfigError(f"{name} may be {most} at most, not {value}")
-        if any(not isinstance(text, str) or not text for text in self.stop):
+        if not all(self.stop):
             raise ConfigError(f"stop texts have at least one character each, not {self.stop!r}")
         if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
             raise ConfigError(f"deadline_s is a positive number of seconds, not {self.deadline_s}")
