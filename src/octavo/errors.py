@@ -5,6 +5,8 @@
     ├── DataError               text or token data that is missing, empty, binary or too short (also a ValueError)
     ├── CheckpointError         a checkpoint or scaling state that is damaged or belongs to another model
     ├── BackendError            an explicitly requested backend that cannot run the problem, with its reason
+    ├── QueueFullError          an engine with too many requests waiting; says when to try again
+    ├── ClosedError             an engine that takes no more requests
     └── TrainingError           a run that cannot go on
         └── NonFiniteLossError  the loss became NaN or Inf; names the step, the tensor and the last good checkpoint
 
@@ -14,10 +16,12 @@ A wrong *type* of argument raises the built-in TypeError. ``assert`` guards octa
 __all__ = [
     "BackendError",
     "CheckpointError",
+    "ClosedError",
     "ConfigError",
     "DataError",
     "NonFiniteLossError",
     "OctavoError",
+    "QueueFullError",
     "TrainingError",
 ]
 
@@ -40,6 +44,22 @@ class CheckpointError(OctavoError):
 
 class BackendError(OctavoError):
     """A backend that was asked for by name cannot run this problem; carries its reason."""
+
+
+class QueueFullError(OctavoError):
+    """An engine with too many requests waiting.
+
+    Attributes:
+        retry_after_s: when to try again, in seconds.
+    """
+
+    def __init__(self, waiting: int, *, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} requests are waiting, which is as many as may; try again in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
+class ClosedError(OctavoError):
+    """An engine that is being shut down."""
 
 
 class TrainingError(OctavoError):

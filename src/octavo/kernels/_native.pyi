@@ -194,7 +194,7 @@ class Decoder:
         page_count: int,
         table: int,
         table_stride: int,
-        every: bool,
+        told: int,
         logits: int,
         /,
     ) -> None: ...

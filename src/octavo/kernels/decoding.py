@@ -276,9 +276,7 @@ class NativeDecoder:
             numbers = (layer.attention_norm, layer.mlp_norm, layer.key_mean)
             self._decoder.add_layer(*map(self._numbers, numbers), *map(self._weight, weights))
 
-    def run(
-        self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, every: bool = False
-    ) -> Tensor:
+    def run(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, told: int = 1) -> Tensor:
         """Read the next positions of some sequences; their keys and values go into the cache.
 
         Args:
@@ -286,16 +284,19 @@ class NativeDecoder:
             cache: of all layers.
             sequence: of every row.
             position: of every row; of rows of one sequence, those that follow what is in the cache.
-            every: logits of every row, or of the last.
+            told: how many rows, the last ones, get logits; 1 to R.
 
         Returns:
-            float32 [R, V], or [1, V].
+            float32 [told, V]. A row's numbers are the same bits whatever other rows there are, and for any number of
+            threads.
 
         Raises:
             BackendError: a cache or rows of another model, or rows beyond the cache or the table of angles.
         """
         self._check(hidden, cache, sequence, position)
-        logits = cpu.fresh((len(hidden) if every else 1, self._vocabulary), torch.float32)
+        if not 1 <= told <= len(hidden):
+            raise BackendError(f"of {len(hidden)} rows the last 1 to {len(hidden)} can be told logits, not {told}")
+        logits = cpu.fresh((told, self._vocabulary), torch.float32)
         self._decoder.run(
             hidden.data_ptr(),
             len(hidden),
@@ -306,7 +307,7 @@ class NativeDecoder:
             cache.keys.shape[1],
             cache.table.data_ptr(),
             cache.table.shape[1],
-            every,
+            told,
             logits.data_ptr(),
         )
         return logits

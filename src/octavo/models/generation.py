@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.nn.arguments import check_whole
 
-__all__ = ["check_request", "generate", "sample"]
+__all__ = ["check_request", "check_sampling", "generate", "probabilities", "sample"]
 
 
 @torch.no_grad()
@@ -63,12 +63,30 @@ def generate(
 
 
 def sample(
-    logits: Tensor, *, temperature: float, top_k: int | None = None, generator: torch.Generator | None = None
+    logits: Tensor,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    generator: torch.Generator | None = None,
 ) -> int:
     """One token id from logits [V].
 
+    Args:
+        logits: of every token.
+        temperature: divides them; 0 takes the likeliest.
+        top_k: sample among the k likeliest only; None for all.
+        top_p: then among the fewest that have this probability together; 1 for all.
+        min_p: then among those at least so probable as this times the likeliest.
+        generator: where the randomness comes from, on the CPU; None for torch's global one.
+
     Raises:
         ConfigError: logits among which none is the largest, or it is infinite.
+
+    Example:
+        >>> sample(torch.tensor([1.0, 3.0, 2.0]), temperature=1.0, top_p=0.5)
+        1
     """
     likeliest = int(logits.argmax())  # a NaN, if there is one
     if not math.isfinite(logits[likeliest]):
@@ -78,12 +96,46 @@ def sample(
         )
     if temperature == 0:
         return likeliest
+    kept = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return int(torch.multinomial(kept.to(logits.dtype), 1, generator=generator))
+
+
+def probabilities(
+    logits: Tensor, *, temperature: float, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """How likely :func:`sample` takes each token, float64 [V], up to a factor; the temperature is above 0.
+
+    Example:
+        >>> probabilities(torch.tensor([0.0, 0.0, -9.0, 0.0]), temperature=1.0, top_k=3, top_p=0.5).count_nonzero()
+        tensor(2)
+    """
     if top_k is not None and top_k < logits.numel():
         lowest_kept = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
-    below_most = (logits - logits[likeliest]).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
-    probabilities = torch.softmax(below_most / temperature, dim=-1).to(logits.dtype)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    below_most = (logits - logits.max()).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
+    kept = torch.softmax(below_most / temperature, dim=-1)
+    if top_p < 1:
+        kept = _nucleus(kept, top_p)
+    return kept.masked_fill(kept < min_p * kept.max(), 0) if min_p > 0 else kept
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """0 for what follows the fewest likeliest that reach ``top_p`` together; of equals the first ids are likelier."""
+    values, ids = probabilities.sort(descending=True, stable=True)
+    needed = values.cumsum(0) - values < top_p
+    needed[0] = True
+    return torch.zeros_like(probabilities).scatter(0, ids[needed], values[needed])
+
+
+def check_sampling(*, temperature: float, top_k: int | None, top_p: float = 1.0, min_p: float = 0.0) -> None:
+    """Raise ConfigError for numbers out of range."""
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature must be 0 or more, not {temperature}")
+    check_whole("top_k", top_k, least=1)
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must be above 0 and at most 1, not {top_p}")
+    if not 0 <= min_p <= 1:
+        raise ConfigError(f"min_p must be from 0 to 1, not {min_p}")
 
 
 def check_request(prompt_ids: list[int], *, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
@@ -92,7 +144,5 @@ def check_request(prompt_ids: list[int], *, max_new_tokens: int, temperature: fl
         raise TypeError(f"prompt_ids is a list of token ids, not {type(prompt_ids).__name__}")
     if not prompt_ids:
         raise ConfigError("the prompt is empty; give at least one token to continue from")
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature must be 0 or more, not {temperature}")
-    check_whole("top_k", top_k, least=1)
+    check_sampling(temperature=temperature, top_k=top_k)
     check_whole("max_new_tokens", max_new_tokens, least=0)

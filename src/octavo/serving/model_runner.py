@@ -7,6 +7,7 @@ one CUDA graph, and many tokens at once are cast, for its FP8 tensor cores: kern
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from octavo.errors import BackendError, ConfigError
 from octavo.formats import E4M3, Format
 from octavo.kernels import cpu, quantize
 from octavo.kernels.cuda_decoding import CudaDecoder
-from octavo.kernels.decoding import MAX_HEAD_DIM, Decoder, DecoderLayer, DecoderShape, NativeDecoder
+from octavo.kernels.decoding import MAX_HEAD_DIM, CacheTensors, Decoder, DecoderLayer, DecoderShape, NativeDecoder
 from octavo.models import Llama, LlamaConfig, llama
 from octavo.nn import Linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor
@@ -181,19 +182,53 @@ class ModelRunner:
             logits = self._cuda.step(tokens, batch.tensors, positions)
         elif self._native is not None:
             sequence, position = (torch.tensor(x, device="cpu") for x in (range(len(tokens)), positions))
-            logits = self._native.run(self._embed(tokens), batch.tensors, sequence, position, every=True)
+            logits = self._native.run(self._embed(tokens), batch.tensors, sequence, position, told=len(tokens))
         else:
             pairs = zip(tokens.split(1), batch.sequences, strict=True)
             logits = torch.cat([self._on_cpu(token, cache) for token, cache in pairs])
         batch.advance()
         return logits
 
+    @torch.no_grad()
+    def read_rows(
+        self, tokens: Tensor, tensors: CacheTensors, *, sequence: Tensor, position: Tensor, told: int
+    ) -> Tensor:
+        """Read any next tokens of any sequences of a cache at once: what an engine's step does.
+
+        What a row gives depends on its own sequence alone, to the bit: neither on the other rows nor on how a
+        sequence's tokens are cut into calls. Without native kernels that is so because rows are read one by one.
+
+        Args:
+            tokens: int64 [R], within the vocabulary.
+            tensors: all sequences' pages, with a row of the table for each.
+            sequence: int64 [R], the row of the table of every token.
+            position: int64 [R]; those of a sequence ascend, and follow what is in the cache.
+            told: how many rows, the last ones, get logits.
+
+        Returns:
+            float32 [told, V].
+
+        Raises:
+            BackendError: a runner on a GPU, or rows, tables and positions that do not go together.
+        """
+        if self._device.type != "cpu":
+            raise BackendError(f"rows of several sequences are read on a CPU, and this model is on {self._device}")
+        hidden = self._embed(tokens)
+        if self._native is not None:
+            return self._native.run(hidden, tensors, sequence, position, told=told)
+        rows = []
+        for row, (own, at) in enumerate(zip(sequence.tolist(), position.split(1), strict=True)):
+            cache = PagedKVCache.over(replace(tensors, table=tensors.table[own : own + 1]))
+            rows.append(layers.run(self._decoder, hidden[row : row + 1], cache, at))
+        return torch.cat(rows[-told:])
+
     def _on_cpu(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
         """By the native kernels or the definition, which runs on a GPU too."""
         position, hidden = cache.next_positions(len(tokens)), self._embed(tokens.to(self._device))
         if self._native is None:
             return layers.run(self._decoder, hidden, cache, position, every=every)
-        return self._native.run(hidden, cache.tensors, torch.zeros_like(position), position, every=every)
+        told = len(tokens) if every else 1
+        return self._native.run(hidden, cache.tensors, torch.zeros_like(position), position, told=told)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:

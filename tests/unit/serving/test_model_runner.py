@@ -273,7 +273,7 @@ def test_sequences_share_a_call_and_nothing_else(level):
         sequence = torch.tensor([0, 1]).repeat(5)
         position = torch.arange(start, start + 5).repeat_interleave(2)
         hidden = runner._embed(tokens[:, start : start + 5].t().flatten())
-        found.append(native.run(hidden, shared, sequence, position, every=True).view(5, 2, -1))
+        found.append(native.run(hidden, shared, sequence, position, told=10).view(5, 2, -1))
     torch.testing.assert_close(torch.cat(found).transpose(0, 1), alone, rtol=1e-3, atol=1e-3)
 
 

@@ -87,9 +87,16 @@ struct Decoder {
 
     void linear(const float* x, int64_t k, const Weight& weight, float* y) const { linear(x, rows, k, weight, y); }
 
+    // Codes meet every row in the same way, however many there are: what a sequence is told does not depend on others.
     static void linear(const float* x, int64_t count, int64_t k, const Weight& weight, float* y) {
-        const Operand numbers{x, Element::f32, k, 1, nullptr, false};
-        gemm({numbers, weight.operand, count, weight.rows, k, weight.block, weight.bias, y, Dtype::f32});
+        auto some_rows = [&](int64_t first, int64_t some) -> GemmProblem {
+            const Operand numbers{x + first * k, Element::f32, k, 1, nullptr, false};
+            return {numbers, weight.operand, some, weight.rows, k, weight.block, weight.bias, y + first * weight.rows, Dtype::f32};
+        };
+        const GemmProblem whole = some_rows(0, count);
+        if (!has_codes_in_rows(weight.operand)) return gemm(whole);
+        if (takes_many_rows(whole)) return many_rows(whole);
+        for (int64_t row = 0; row < count; row += FEW) few_rows(some_rows(row, least_of(FEW, count - row)));
     }
 
     void add_to_hidden(const float* x) const {
@@ -185,7 +192,7 @@ struct Decoder {
     }
 
     void finish() const {
-        const int64_t first = p.every ? 0 : rows - 1;
+        const int64_t first = rows - p.told;
         norm(p.norm);
         linear(normed + first * p.hidden_size, rows - first, p.hidden_size, p.head, p.logits);
     }

@@ -7,7 +7,7 @@
 // Codes of subnormals become subnormals, which are exact as well (some processors are slow at them; a weight has few).
 // NaN and Inf codes become finite numbers, and a row may span too many binades: such sums are made in the plain way.
 //
-// Every sum is made of the same four chains for up to FEW rows: a row's result does not depend on the others.
+// Every sum is made of the same four chains, here and in many_rows.h: a row's result does not depend on the others.
 #pragma once
 
 #include "fp8.h"
@@ -57,9 +57,11 @@ constexpr int64_t FEW = 16;  // rows
 constexpr int64_t SOME = 4 * LANES;  // columns whose sums are finished together
 constexpr int STEP = 4 * LANES;      // of K
 
-inline bool takes_few_rows(const GemmProblem& p) {
-    return p.m <= FEW && p.b.column_stride == 1 && (p.b.element == Element::e4m3 || p.b.element == Element::e5m2);
+inline bool has_codes_in_rows(const Operand& b) {
+    return b.column_stride == 1 && (b.element == Element::e4m3 || b.element == Element::e5m2);
 }
+
+inline bool takes_few_rows(const GemmProblem& p) { return p.m <= FEW && has_codes_in_rows(p.b); }
 
 // One row of an operand in FP32.
 template <class F>
@@ -96,8 +98,13 @@ inline void read_row(const Operand& from, int64_t row, int64_t k, float* to) {
     }
 }
 
-// One row of a: as it is, and shifted. Of each STEP numbers of a block of K, the shifted row has those for byte 0 of every
-// lane, then those for byte 1, and so on; zeros behind the block's end.
+// Where a shifted row has the four vectors of STEP numbers: those for byte 0 of every lane, then those for byte 1, and so on.
+struct Places {
+    int64_t step;  // from STEP numbers to the next
+    int64_t byte;  // from one byte's vector to the next one's
+};
+
+// One row of a: as it is, and shifted, block of K after block, zeros behind each block's end.
 struct Row {
     const float* x;
     const float* shifted;
@@ -131,13 +138,13 @@ inline float least_magnitude(const float* x, int64_t n) {  // but zero
 
 // The smallest number times the smallest code must still be normal after the shift.
 template <class F>
-Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
+Row shift_row(const float* x, int64_t k, int64_t block, const Places& places, float* shifted) {
     const int shift = shift_of(x, k);
     constexpr int smallest_code = F::min_exponent - F::mantissa_bits - MISSING<F>;
     const bool fits = double(least_magnitude(x, k)) * power_of_two(shift) >= double(power_of_two(-126 - smallest_code));
     const f32v factor = all(power_of_two(shift));
     const int64_t padded = (block + STEP - 1) / STEP * STEP;
-    for (int64_t begin = 0; begin < k; begin += block, shifted += padded) {
+    for (int64_t begin = 0; begin < k; begin += block) {
         const int64_t count = least_of(block, k - begin);
         for (int64_t i = 0; i < padded; i += STEP) {
             float some[STEP] = {};
@@ -146,14 +153,14 @@ Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
             for (int v = 0; v < 4; ++v) parts[v] = load<f32v>(some + v * LANES) * factor;
             const Unzipped low = unzip(parts[0], parts[1]), high = unzip(parts[2], parts[3]);
             const Unzipped even = unzip(low.even, high.even), odd = unzip(low.odd, high.odd);
-            store(shifted + i, even.even);
-            store(shifted + i + LANES, odd.even);
-            store(shifted + i + 2 * LANES, even.odd);
-            store(shifted + i + 3 * LANES, odd.odd);
+            float* to = shifted + (begin / block * padded + i) / STEP * places.step;
+            store(to, even.even);
+            store(to + places.byte, odd.even);
+            store(to + 2 * places.byte, even.odd);
+            store(to + 3 * places.byte, odd.odd);
         }
     }
-    const float unshift = fits ? power_of_two(MISSING<F> - shift) : 0.0f;
-    return {x, shifted - (k + block - 1) / block * padded, unshift};
+    return {x, shifted, fits ? power_of_two(MISSING<F> - shift) : 0.0f};
 }
 
 inline float sum_of_lanes(f32v value) {
@@ -240,6 +247,15 @@ float plain_dot(const float* x, const uint8_t* codes, int64_t count) {
     return sum_of_lanes(sum);
 }
 
+// Rows and columns of the output, at most SOME, whose sums stand together: [row][SOME].
+struct Part {
+    int64_t row, last_row, column, last_column;
+
+    float* of(float* sums, int64_t own_row, int64_t own_column) const {
+        return sums + (own_row - row) * SOME + own_column - column;
+    }
+};
+
 struct FewRows {
     const GemmProblem& p;
     const Row* rows;
@@ -284,21 +300,33 @@ struct FewRows {
             if (row + 2 == p.m) multiply<F, 2>(row, n, own + row * SOME, seen);
             if (row + 1 == p.m) multiply<F, 1>(row, n, own + row * SOME, seen);
         }
+        mend<F>({0, p.m, first, last}, seen, out);
+    }
+
+    // Makes sums in the plain way where a code or a row asks for it.
+    template <class F>
+    void mend(const Part& part, u8v seen, float* sums) const {
         const bool special = has_special<F>(seen);
-        for (int64_t row = 0; row < p.m; ++row)
+        for (int64_t row = part.row; row < part.last_row; ++row)
             if (special || rows[row].unshift == 0)
-                for (int64_t n = first; n < last; ++n) multiply_plainly<F>(row, n, out + row * SOME + n - first);
+                for (int64_t n = part.column; n < part.last_column; ++n) multiply_plainly<F>(row, n, part.of(sums, row, n));
     }
 
     template <class T>
-    void finish(int64_t first, int64_t last, const float* sums) const {
-        for (int64_t row = 0; row < p.m; ++row)
-            for (int64_t n = first; n < last; n += LANES) {
-                const int64_t some = least_of<int64_t>(LANES, last - n);
-                f32v own = scales.finished(load<f32v>(sums + row * SOME + n - first), row, n, some);
+    void finish_as(const Part& part, float* sums) const {
+        for (int64_t row = part.row; row < part.last_row; ++row)
+            for (int64_t n = part.column; n < part.last_column; n += LANES) {
+                const int64_t some = least_of<int64_t>(LANES, part.last_column - n);
+                f32v own = scales.finished(load<f32v>(part.of(sums, row, n)), row, n, some);
                 if (p.bias) own = own + load_f32(p.bias + n, some);
                 store_f32(static_cast<T*>(p.out) + row * p.n + n, own, some);
             }
+    }
+
+    void finish(const Part& part, float* sums) const {
+        if (p.out_dtype == Dtype::f32) finish_as<float>(part, sums);
+        else if (p.out_dtype == Dtype::bf16) finish_as<Bf16>(part, sums);
+        else finish_as<F16>(part, sums);
     }
 
     template <class F>
@@ -309,13 +337,24 @@ struct FewRows {
                 float sums[FEW * SOME];
                 const int64_t first = group * SOME, last = least_of(first + SOME, p.n);
                 multiply_columns<F>(first, last, sums);
-                if (p.out_dtype == Dtype::f32) finish<float>(first, last, sums);
-                else if (p.out_dtype == Dtype::bf16) finish<Bf16>(first, last, sums);
-                else finish<F16>(first, last, sums);
+                finish({0, p.m, first, last}, sums);
             }
         });
     }
 };
+
+// Reads and shifts all rows of a; `room` numbers of memory for each.
+template <class F>
+void prepare_rows(const GemmProblem& p, const Places& places, int64_t room, float* memory, Row* rows) {
+    const int64_t dense = (p.k + LANES - 1) / LANES * LANES;
+    parallel_for(p.m, largest<int64_t>(1, 4096 / p.k), [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) {
+            float* x = memory + row * (dense + room);
+            read_row(p.a, row, p.k, x);
+            rows[row] = shift_row<F>(x, p.k, p.block ? p.block : p.k, places, x + dense);
+        }
+    });
+}
 
 template <class F>
 void few_rows_of(const GemmProblem& p) {
@@ -323,15 +362,8 @@ void few_rows_of(const GemmProblem& p) {
     const int64_t width = p.block ? p.block : p.k;
     const int64_t dense = (p.k + LANES - 1) / LANES * LANES;
     const int64_t padded = (p.k + width - 1) / width * ((width + STEP - 1) / STEP * STEP);
-    float* all_rows = numbers.floats(p.m * (dense + padded));
     Row rows[FEW];
-    parallel_for(p.m, largest<int64_t>(1, 4096 / p.k), [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; ++row) {
-            float* x = all_rows + row * (dense + padded);
-            read_row(p.a, row, p.k, x);
-            rows[row] = shift_row<F>(x, p.k, width, x + dense);
-        }
-    });
+    prepare_rows<F>(p, {STEP, LANES}, padded, numbers.floats(p.m * (dense + padded)), rows);
     FewRows{p, rows}.run<F>();
     numbers.trim();
 }

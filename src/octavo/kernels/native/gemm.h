@@ -5,7 +5,7 @@
 // at every change, and its sums are scaled before they are added to those of the blocks before.
 #pragma once
 
-#include "few_rows.h"
+#include "many_rows.h"
 #include "panels.h"
 
 namespace octavo {
@@ -144,7 +144,7 @@ void gemm_by(const GemmProblem& p) {
 }
 
 void gemm(const GemmProblem& p) {
-    if (takes_few_rows(p)) return few_rows(p);
+    if (takes_few_rows(p)) return takes_many_rows(p) ? many_rows(p) : few_rows(p);
 #if defined(__AVX512BF16__)
     if (Pairs::can(p)) return gemm_by<Pairs>(p);
 #endif

@@ -196,8 +196,8 @@ struct DecoderProblem {
     int64_t page_count;         // of one layer
     Rows rows;
     float* hidden;              // [rows, hidden], the residual stream, in and out
-    bool every;                 // logits of every row, or of the last
-    float* logits;              // [rows or 1, rows of the head]
+    int64_t told;               // so many rows, the last ones, get logits
+    float* logits;              // [told, rows of the head]
 };
 
 struct Kernels {

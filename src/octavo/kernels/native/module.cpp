@@ -67,7 +67,7 @@ public:
 
     void run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t keys,
              uintptr_t key_scales, uintptr_t values, uintptr_t value_scales, int64_t page_count, uintptr_t table, int64_t table_stride,
-             bool every, uintptr_t logits) const {
+             int64_t told, uintptr_t logits) const {
         DecoderProblem problem = problem_;
         problem.layers = layers_.data();
         problem.layer_count = static_cast<int64_t>(layers_.size());
@@ -79,7 +79,7 @@ public:
         problem.page_count = page_count;
         problem.rows = {rows, at<const int64_t>(sequence), at<const int64_t>(position)};
         problem.hidden = at<float>(hidden);
-        problem.every = every;
+        problem.told = told;
         problem.logits = at<float>(logits);
         nb::gil_scoped_release released;
         kernels(level_).decode(problem);

@@ -1,0 +1,120 @@
+"""``load_served_model``: a runner, its tokenizer and what ends an answer, from where the user has a model.
+
+| MODEL                                   | read by                                   | answers end at               |
+|-----------------------------------------|-------------------------------------------|------------------------------|
+| a .gguf file of the Llama layout        | ``octavo.models.load_gguf``               | its end-of-text token        |
+| a run's folder                          | ``octavo.language_model``                 | nothing but max_tokens       |
+| a Hugging Face folder, or a hub's name  | the same, then as octavo's ``Llama``      | its generation's eos tokens  |
+
+Of Hugging Face's models those of the type "llama" are served: no biases, rotary positions as they come, heads of
+hidden_size / num_heads. Another one is refused, since what octavo leaves out would be left out silently.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from octavo.errors import CheckpointError
+from octavo.language_model import load_language_model
+from octavo.models import Llama, load_gguf
+from octavo.models.llama_folder import shape_from_record
+from octavo.serving.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["ServedModel", "load_served_model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What an engine is made of.
+
+    Attributes:
+        runner: the model, its weights FP8 codes.
+        tokenizer: text to ids and back.
+        end_ids: tokens with which the model ends an answer; perhaps none.
+        chat_template: the Jinja template that turns messages into text, or None.
+    """
+
+    runner: ModelRunner
+    tokenizer: "Tokenizer"
+    end_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+def load_served_model(source: str | Path) -> ServedModel:
+    """Read a model and make its weights FP8 codes.
+
+    Args:
+        source: see the table above.
+
+    Raises:
+        ConfigError: there is no such model, or a library is missing that would read it.
+        CheckpointError: it is damaged, or no Llama.
+    """
+    if Path(source).suffix.lower() == ".gguf":
+        file = load_gguf(source)
+        end_ids = () if file.eos_id is None else (file.eos_id,)
+        runner = ModelRunner(file.model)
+        return ServedModel(runner=runner, tokenizer=file.tokenizer, end_ids=end_ids, chat_template=file.chat_template)
+    loaded = load_language_model(source)
+    model: Any = loaded.model
+    own = isinstance(model, Llama)
+    return ServedModel(
+        runner=ModelRunner(model if own else _as_llama(model, loaded.source)),
+        tokenizer=loaded.tokenizer,
+        end_ids=() if own else _end_ids(model),
+        chat_template=None if own else _chat_template(Path(source)),
+    )
+
+
+def _as_llama(model: nn.Module, source: str) -> Llama:
+    """A model of transformers as octavo's."""
+    theirs: Any = model.config
+    refused, shape = _unsupported_reason(theirs), shape_from_record(theirs.to_dict())
+    if shape is None:
+        refused = refused or "its configuration asks for more than octavo's Llama has, such as biases"
+    else:
+        made = Llama(shape)
+        given, wanted = model.state_dict(), made.state_dict()
+        if {name: x.shape for name, x in given.items()} == {name: x.shape for name, x in wanted.items()}:
+            made.load_state_dict(given)
+            return made.eval()
+        others = sorted(given.keys() ^ wanted.keys())
+        refused = f"it has other tensors, such as {others[0]}" if others else "its tensors have other shapes"
+    raise CheckpointError(f"{source!r} cannot be served: {refused}; octavo serves models of the Llama layout alone")
+
+
+def _unsupported_reason(config: Any) -> str | None:
+    """What of a model's settings octavo's Llama does not do."""
+    if config.model_type != "llama":
+        return f"its type is {config.model_type!r}, not 'llama'"
+    if config.hidden_act != "silu":
+        return f"its MLP has {config.hidden_act!r}, not 'silu'"
+    if config.rope_parameters.get("rope_type", "default") != "default":
+        return f"its rotary positions are {config.rope_parameters['rope_type']!r}, not 'default'"
+    width = config.hidden_size // config.num_attention_heads
+    if config.head_dim not in (None, width):
+        return f"its heads are {config.head_dim} wide, not hidden_size / num_attention_heads, {width}"
+    return None
+
+
+def _end_ids(model: Any) -> tuple[int, ...]:
+    """One id, a list of them, or None."""
+    given = model.generation_config.eos_token_id
+    return () if given is None else tuple(given) if isinstance(given, list) else (given,)
+
+
+def _chat_template(folder: Path) -> str | None:
+    """From the file of its own that transformers writes, or from the tokenizer's settings."""
+    own, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    if not settings.is_file():
+        return None
+    found = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,69 @@
+"""Tokens in, text out: whole characters only, and nothing that may yet turn out to be a stop text.
+
+A token of a byte-level tokenizer may be half a character, and a stop text may begin in one token and end in another. So
+text is held back while its last character is unfinished, and as long as its end is the beginning of a stop text.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["TextStream"]
+
+UNFINISHED = "\ufffd"  # what a character decodes to while some of its bytes are missing
+
+
+class TextStream:
+    """The text of one answer.
+
+    Args:
+        tokenizer: whose ids come.
+        stop: texts before which the answer ends.
+
+    Attributes:
+        stopped: whether one was found; nothing is said after it.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._ids: list[int] = []  # those since a place where a character ended, and before it one piece as context
+        self._said = 0  # of them, those whose text is out
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that is certain after one more token; empty where it is not."""
+        self._ids.append(token)
+        before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
+        if now.endswith(UNFINISHED) or len(now) <= len(before):
+            return ""
+        self._ids, self._said = self._ids[self._said :], len(self._ids) - self._said
+        return self._search(now[len(before) :])
+
+    def finish(self) -> str:
+        """What was held back, without a character that was never finished."""
+        before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
+        said = self._search(now[len(before) :].rstrip(UNFINISHED))
+        rest, self._held = self._held, ""
+        return said + rest
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))
+
+    def _search(self, text: str) -> str:
+        """``text`` up to the first stop text, or to what may be the beginning of one."""
+        text = self._held + text
+        places = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if places or self.stopped:
+            self.stopped, self._held = True, ""
+            return text[: min(places, default=0)]
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How long the longest end of ``text`` is with which ``stop`` begins, without being all of it."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,91 @@
+"""Answers as asyncio wants them, from an engine in a thread of its own."""
+
+import asyncio
+
+import pytest
+
+from octavo.errors import ClosedError, QueueFullError
+from octavo.serving import Engine, EngineConfig, EngineThread, FinishReason, SamplingParams
+
+
+@pytest.fixture
+def thread(byte_runner, byte_tokenizer):
+    made = EngineThread(Engine(byte_runner, byte_tokenizer, config=EngineConfig(max_running=3, max_waiting=6)))
+    yield made
+    assert made.drain(60)
+
+
+async def tokens_of(thread, prompt, **params):
+    async with thread.answer(prompt, SamplingParams(**params)) as events:
+        return [event.token async for event in events if event.token is not None]
+
+
+def test_answers_stream_side_by_side(thread):
+    async def ask():
+        asked = [tokens_of(thread, [n, 2, 3], max_tokens=8, seed=n) for n in range(4)]
+        together = await asyncio.gather(*asked)
+        return together, [await tokens_of(thread, [n, 2, 3], max_tokens=8, seed=n) for n in range(4)]
+
+    together, alone = asyncio.run(ask())
+    assert together == alone
+    assert [len(tokens) for tokens in together] == [8] * 4
+
+
+def test_leaving_the_block_cancels(thread):
+    async def ask():
+        async with thread.answer([1], SamplingParams(max_tokens=300, temperature=0)) as events:
+            async for _ in events:
+                break
+        return await tokens_of(thread, [1], max_tokens=2)
+
+    assert len(asyncio.run(ask())) == 2
+    assert thread.drain(60)
+    finished = thread.engine.metrics.finished
+    assert (finished[FinishReason.CANCELLED], finished[FinishReason.LENGTH]) == (1, 1)
+    assert thread.engine.load.pages_used == 0
+
+
+def test_a_loop_that_is_gone_cancels(thread):
+    async def ask():
+        return thread.answer([1], SamplingParams(max_tokens=320))
+
+    asyncio.run(ask())
+    assert thread.drain(60)
+    assert thread.failure is None
+    assert sum(thread.engine.metrics.finished.values()) == 1
+
+
+def test_a_full_queue_and_a_closed_engine_are_told_at_once(thread):
+    async def ask():
+        def ask_many():
+            for _ in range(300):
+                thread.answer([1] * 200, SamplingParams(max_tokens=100))
+
+        with pytest.raises(QueueFullError):
+            ask_many()
+        thread.engine.close()
+        with pytest.raises(ClosedError):
+            thread.answer([1], SamplingParams())
+
+    asyncio.run(ask())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_engine_says_so_to_everybody(byte_runner, byte_tokenizer, monkeypatch):
+    engine = Engine(byte_runner, byte_tokenizer)
+
+    def broken(chunks):
+        raise ArithmeticError("the model is gone")
+
+    monkeypatch.setattr(engine, "_read", broken)
+    thread = EngineThread(engine)
+
+    async def ask():
+        async with thread.answer([1], SamplingParams()) as events:
+            return [event async for event in events]
+
+    (last,) = asyncio.run(ask())
+    assert (last.finish, last.error) == (FinishReason.ERROR, "the engine broke: the model is gone")
+    assert thread.drain(60)
+    assert isinstance(thread.failure, ArithmeticError)
+    assert engine.load.pages_used == 0

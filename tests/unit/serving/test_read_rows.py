@@ -1,0 +1,109 @@
+"""A row's logits are the same bits whatever else is read with it, and however a text is cut into calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.errors import BackendError
+from octavo.formats import BF16, E4M3, FP32
+from octavo.kernels import cpu, products
+from octavo.models import Llama, LlamaConfig
+from octavo.serving import ModelRunner
+
+LEVELS = ("torch", *cpu.levels())
+LENGTHS = (1, 64, 70, 97, 30)
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = LlamaConfig(
+        vocab_size=75,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=128,
+    )
+    return Llama(config, seed=3)
+
+
+def cache_of(runner, fmt, generator):
+    """Two pages a sequence, anywhere, full of what would be seen if it were read."""
+    tensors = runner.new_batch(2 * len(LENGTHS), 64, fmt=fmt).tensors
+    for x in (tensors.keys, tensors.values, tensors.key_scale, tensors.value_scale):
+        if x is not None:
+            x.view(torch.uint8).fill_(0x7F)
+    order = torch.randperm(2 * len(LENGTHS), generator=generator)
+    return replace(tensors, table=order.to(torch.int32).view(len(LENGTHS), 2))
+
+
+def read(runner, texts, cuts, fmt, generator):
+    """Logits after every token of every text, read in calls of any numbers of rows of each."""
+    tensors, done, found = cache_of(runner, fmt, generator), [0] * len(texts), [[] for _ in texts]
+    while any(at < len(text) for at, text in zip(done, texts, strict=True)):
+        rows = []
+        for own, text in enumerate(texts):
+            count = min(cuts(), len(text) - done[own])
+            rows += [(own, done[own] + i) for i in range(count)]
+            done[own] += count
+        if not rows:
+            continue
+        sequence, position = (torch.tensor(column) for column in zip(*rows, strict=True))
+        tokens = torch.tensor([texts[own][at] for own, at in rows])
+        logits = runner.read_rows(tokens, tensors, sequence=sequence, position=position, told=len(rows))
+        for (own, _), row in zip(rows, logits, strict=True):
+            found[own].append(row)
+    return [torch.stack(rows) for rows in found]
+
+
+@pytest.mark.parametrize("fmt", [E4M3, BF16, FP32], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_row_is_the_same_in_every_company(model, level, fmt):
+    runner, generator = ModelRunner(model, level=level), torch.Generator().manual_seed(7)
+    lengths = (3, 65) if level == "torch" else LENGTHS
+    texts = [torch.randint(0, 75, (length,), generator=generator).tolist() for length in lengths]
+    alone = [read(runner, [text], lambda: 1, fmt, generator)[0] for text in texts]
+    for most in (2, 20, 128):
+        cuts = [*torch.randint(0, most + 1, (1000,), generator=generator).tolist(), *[1] * 10**4]
+        together = read(runner, texts, iter(cuts).__next__, fmt, generator)
+        for one, other in zip(alone, together, strict=True):
+            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+        if level == "torch":
+            break  # one row at a time, in any case
+
+
+@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("k", [1, 31, 32, 100, 577, 9001, 33000])
+def test_a_product_of_many_rows_has_the_bits_of_one(level, k):
+    """Sums of few rows and of many, with codes and rows that are summed in the plain way among them."""
+    generator = torch.Generator().manual_seed(k)
+    weight = torch.randn(70, k, generator=generator).to(E4M3.torch_dtype)
+    weight.view(torch.uint8)[40, k // 2] = 0x7F
+    x = torch.randn(50, k, generator=generator) * 10.0 ** torch.randint(-9, 9, (50, 1), generator=generator)
+    x[7, 0], x[8, k // 2], x[9] = 1e-38, torch.inf, 0
+    scale = torch.rand(70, 1, generator=generator)
+    many = torch.cat(
+        [products.gemm(some, weight, b_scale=scale, out_dtype=torch.float32, level=level) for some in x.split(16)]
+    )
+    one = torch.cat(
+        [products.gemm(row, weight, b_scale=scale, out_dtype=torch.float32, level=level) for row in x.split(1)]
+    )
+    assert torch.equal(many.view(torch.int32), one.view(torch.int32))
+    usual = torch.tensor([row not in (7, 8, 9) for row in range(50)])
+    exact = x.double() @ (weight.double() * scale.double()).t()
+    near = (x.double().abs() @ (weight.double() * scale.double()).abs().t()) * k**0.5 * 2.0**-22
+    gap = (many.double() - exact).abs()[usual]
+    assert bool((gap <= near[usual])[~gap.isnan()].all())
+    assert torch.equal(gap.isnan().any(0), torch.arange(70) == 40)
+
+
+def test_rows_that_get_logits_are_some_of_them(model):
+    runner = ModelRunner(model)
+    tensors = cache_of(runner, E4M3, torch.Generator().manual_seed(0))
+    rows = {"sequence": torch.zeros(2, dtype=torch.int64), "position": torch.arange(2)}
+    if cpu.why_absent() is None:
+        with pytest.raises(BackendError, match="of 2 rows the last 1 to 2 can be told logits, not 3"):
+            runner.read_rows(torch.tensor([1, 2]), tensors, **rows, told=3)
+    assert runner.read_rows(torch.tensor([1, 2]), tensors, **rows, told=1).shape == (1, 75)

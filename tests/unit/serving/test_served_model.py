@@ -1,0 +1,83 @@
+"""Models from where users have them, beside transformers."""
+
+import json
+
+import pytest
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.models import Llama, LlamaConfig
+from octavo.serving import load_served_model
+from tests.unit.test_language_model import hugging_face_folder
+
+SHAPE = LlamaConfig(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_positions=32,
+    rope_theta=5000.0,
+)
+TOKENS = torch.arange(20) * 7 % 300
+
+
+@pytest.fixture
+def folder(tmp_path):
+    hugging_face_folder(tmp_path, Llama(SHAPE, seed=3))
+    return tmp_path
+
+
+def change(path, **settings):
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_a_hugging_face_folder_is_octavo_s_llama(folder):
+    from transformers import LlamaForCausalLM
+
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    served = load_served_model(folder)
+    assert (served.runner.config, served.end_ids, served.chat_template) == (SHAPE, (5, 7), "{{ messages }}")
+    logits = served.runner(TOKENS, served.runner.new_cache(), every=True)
+    theirs = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        wanted = theirs(TOKENS[None]).logits[0]
+    assert float((logits - wanted).norm() / wanted.norm()) < 0.1  # FP8's own
+    assert float(torch.nn.functional.cosine_similarity(logits, wanted).min()) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "its type is 'qwen2', not 'llama'"),
+        ({"hidden_act": "gelu"}, "its MLP has 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary positions are 'linear'",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_models_that_are_no_llama_are_refused(folder, settings, says):
+    change(folder / "config.json", **settings)
+    with pytest.raises(CheckpointError, match=says):
+        load_served_model(folder)
+
+
+def test_biases_are_refused(folder):
+    change(folder / "config.json", attention_bias=True)
+    with pytest.raises(CheckpointError, match=r"other tensors, such as model\.layers\.0\.self_attn\.k_proj\.bias"):
+        load_served_model(folder)
+
+
+def test_a_gguf_file(tmp_path):
+    from benchmarks import smollm2
+
+    path = smollm2.cached()
+    if path is None:
+        pytest.skip("needs build/models (python -m benchmarks.smollm2)")
+    served = load_served_model(path)
+    assert served.end_ids == (2,)
+    assert served.chat_template is not None
