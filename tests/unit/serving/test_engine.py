@@ -1,6 +1,7 @@
 """Each of many requests is what it is alone; pages, places and events are accounted for, whoever comes and goes."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def tokens_of(events):
 
 
 def answer(engine, prompt, params):
-    events = []
+    events: list[Any] = []
     engine.submit(prompt, params, events.append)
     run(engine)
     return events
@@ -72,7 +73,7 @@ def test_an_answer_does_not_depend_on_the_others(new_engine, seed):
     chance = random.Random(seed)
     engine = new_engine(max_running=5, step_rows=chance.choice([5, 40, 300]), cache_positions=64 * 14)
     requests = [any_request(chance) for _ in range(24)]
-    told = [[] for _ in requests]
+    told: list[Any] = [[] for _ in requests]
     for (prompt, params), events in zip(requests, told, strict=True):
         engine.submit(prompt, params, events.append)
         run(engine, chance.randrange(6))
@@ -112,7 +113,9 @@ def test_a_conversation_goes_on_from_its_pages(new_engine):
 def test_nothing_is_left_of_random_requests(new_engine):
     chance, clock = random.Random(5), Clock()
     engine = new_engine(max_running=3, max_waiting=6, step_rows=64, cache_positions=64 * 9, clock=clock)
-    held, told, refused = [], [], 0
+    held: list[Any] = []
+    told: list[Any] = []
+    refused = 0
     for _ in range(60):
         prompt, params = any_request(chance)
         try:
@@ -171,7 +174,8 @@ def test_requests_start_in_their_order_even_if_a_later_one_fits(new_engine):
 
 def test_a_deadline_ends_what_runs_and_what_waits(new_engine):
     clock = Clock()
-    engine, told = new_engine(max_running=1, step_rows=16, clock=clock), [[], []]
+    told: list[Any] = [[], []]
+    engine = new_engine(max_running=1, step_rows=16, clock=clock)
     for events in told:
         engine.submit([1, 2], SamplingParams(max_tokens=99, deadline_s=5.0), events.append)
     engine.step()
@@ -183,7 +187,8 @@ def test_a_deadline_ends_what_runs_and_what_waits(new_engine):
 
 
 def test_the_model_s_last_token_ends_an_answer_and_is_not_told(new_engine):
-    prompt, params = ids_of(TEXT), {"max_tokens": 9, "temperature": 0.0}
+    params: dict[str, Any] = {"max_tokens": 9, "temperature": 0.0}
+    prompt = ids_of(TEXT)
     whole = tokens_of(answer(new_engine(), prompt, SamplingParams(**params)))
     end = whole[4]
     cut = answer(new_engine(end_ids=[end]), prompt, SamplingParams(**params))
@@ -197,7 +202,7 @@ def test_the_model_s_last_token_ends_an_answer_and_is_not_told(new_engine):
 
 
 def test_a_stop_text_ends_an_answer_before_it(new_engine, byte_tokenizer):
-    params = {"max_tokens": 40, "temperature": 1.0, "seed": 1}
+    params: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 1}
     whole = answer(new_engine(), ids_of(TEXT), SamplingParams(**params))
     text = "".join(event.text for event in whole)
     plain = next(text[i : i + 2] for i in range(8, len(text)) if text[i : i + 2].isascii())
@@ -218,18 +223,19 @@ def test_one_whose_logits_are_not_finite_ends_alone(byte_tokenizer):
     )
     model = Llama(config)
     model.model.embed_tokens.weight.data[9] = torch.nan
-    engine, told = Engine(ModelRunner(model), byte_tokenizer), [[], []]
+    told: list[Any] = [[], []]
+    engine = Engine(ModelRunner(model), byte_tokenizer)
     engine.submit([1, 9], SamplingParams(max_tokens=5), told[0].append)
     engine.submit([1, 2], SamplingParams(max_tokens=5, temperature=0), told[1].append)
     run(engine)
     assert told[0][-1].finish is FinishReason.ERROR
     assert "largest logit is nan" in told[0][-1].error
     assert engine.load.pages_used == 0
-    lone = [[]]
+    lone: list[Any] = []
     fresh = Engine(ModelRunner(model), byte_tokenizer)
-    fresh.submit([1, 2], SamplingParams(max_tokens=5, temperature=0), lone[0].append)
+    fresh.submit([1, 2], SamplingParams(max_tokens=5, temperature=0), lone.append)
     run(fresh)
-    assert tokens_of(told[1]) == tokens_of(lone[0])
+    assert tokens_of(told[1]) == tokens_of(lone)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +260,8 @@ def test_requests_that_cannot_be_answered_are_refused_at_once(new_engine, prompt
 
 
 def test_a_closed_engine_answers_what_it_took(new_engine):
-    engine, events = new_engine(), []
+    events: list[Any] = []
+    engine = new_engine()
     engine.submit([1], SamplingParams(max_tokens=3), events.append)
     engine.close()
     with pytest.raises(ClosedError, match="takes no more requests"):

@@ -41,7 +41,8 @@ def cache_of(runner, fmt, generator):
 
 def read(runner, texts, cuts, fmt, generator):
     """Logits after every token of every text, read in calls of any numbers of rows of each."""
-    tensors, done, found = cache_of(runner, fmt, generator), [0] * len(texts), [[] for _ in texts]
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    tensors, done = cache_of(runner, fmt, generator), [0] * len(texts)
     while any(at < len(text) for at, text in zip(done, texts, strict=True)):
         rows = []
         for own, text in enumerate(texts):
