@@ -77,7 +77,7 @@ def _as_llama(model: nn.Module, source: str) -> Llama:
     theirs: Any = model.config
     refused, shape = _unsupported_reason(theirs), shape_from_record(theirs.to_dict())
     if shape is None:
-        refused = refused or "its configuration asks for more than octavo's Llama has, such as biases"
+        refused = refused or "its configuration asks for more than octavo's Llama has"
     else:
         made = Llama(shape)
         given, wanted = model.state_dict(), made.state_dict()
@@ -95,6 +95,8 @@ def _unsupported_reason(config: Any) -> str | None:
         return f"its type is {config.model_type!r}, not 'llama'"
     if config.hidden_act != "silu":
         return f"its MLP has {config.hidden_act!r}, not 'silu'"
+    if config.attention_bias or config.mlp_bias:
+        return "its layers have biases"
     if config.rope_parameters.get("rope_type", "default") != "default":
         return f"its rotary positions are {config.rope_parameters['rope_type']!r}, not 'default'"
     width = config.hidden_size // config.num_attention_heads

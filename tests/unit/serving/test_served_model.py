@@ -68,7 +68,7 @@ def test_models_that_are_no_llama_are_refused(folder, settings, says):
 
 def test_biases_are_refused(folder):
     change(folder / "config.json", attention_bias=True)
-    with pytest.raises(CheckpointError, match=r"other tensors, such as model\.layers\.0\.self_attn\.k_proj\.bias"):
+    with pytest.raises(CheckpointError, match="its layers have biases"):
         load_served_model(folder)
 
 
