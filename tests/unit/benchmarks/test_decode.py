@@ -100,7 +100,7 @@ def test_without_llama_cpp_it_says_what_to_install(tmp_path, monkeypatch):
 
 def test_a_position_takes_its_keys_and_values():
     runner = ModelRunner(Llama(SHAPE))
-    assert Octavo(runner, 64).position_bytes == 2 * 2 * (32 + 1)
+    assert Octavo(runner, 64).position_bytes == 2 * 2 * (32 + 2)
     assert Octavo(runner, 64, BF16).position_bytes == 2 * 2 * 32 * 2
 
 

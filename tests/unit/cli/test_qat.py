@@ -16,7 +16,7 @@ def test_it_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["reference"] == "bf16-tuned"
-    assert list(record["measured"]) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"]
+    assert list(record["measured"]) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-by-data", "fp8-qat"]
     assert record["measured"]["fp8-qat"]["perplexity"] < record["measured"]["bf16"]["perplexity"]
     loaded = load_qat(out)
     with torch.no_grad():

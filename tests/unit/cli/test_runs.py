@@ -11,6 +11,7 @@ def test_a_runs_is_its_own(finished_run, text):
 
 def test_another_models_has_nothing_of_what_it_is_evaluated_on(tmp_path):
     (tmp_path / "tokenizer.json").touch()  # a Hugging Face folder has one, as a run has
+    (tmp_path / "config.json").write_text("{}")
     for model in (tmp_path, "model.gguf", "org/name"):
         assert own_source(model) is None
         assert text_to_train_on(model) == LIBRARY_SOURCES
