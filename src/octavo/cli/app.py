@@ -149,7 +149,7 @@ add_command(
 add_command(
     export,
     "export",
-    short="Write a model in FP8 for vLLM, SGLang, TensorRT-LLM, …",
+    short="Write a model in FP8 as servers read it, and verify it.",
     example="model.gguf --format compressed-tensors --out served/",
 )
 add_command(
