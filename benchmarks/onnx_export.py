@@ -31,8 +31,9 @@ import octavo
 from benchmarks import smollm2
 from benchmarks.measure import hardware, verdict, write_result
 from octavo.errors import DataError
+from octavo.export.agreement import relative_error
 from octavo.export.onnx import OnnxOptions, OnnxReport, export_onnx
-from octavo.export.onnx.checks import check_engines, relative_error
+from octavo.export.onnx.checks import check_engines
 from octavo.export.onnx.graph import Graph, graph_of_decoder
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import Calibration, calibrate, text_windows

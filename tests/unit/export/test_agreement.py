@@ -152,5 +152,9 @@ def test_static_inputs_that_saturate_keep_their_codes():
     assert agreement_of(model, probe).logits_error < 1e-6
 
 
-def test_relative_error_of_other_shapes_is_infinite():
-    assert relative_error(torch.ones(2), torch.ones(3)) == float("inf")
+def test_relative_error():
+    assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    for other in (torch.ones(3), torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("inf")])):
+        assert relative_error(other, torch.ones(2)) == float("inf")
+        assert relative_error(torch.ones(2), other) == float("inf")
