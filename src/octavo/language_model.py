@@ -120,8 +120,9 @@ def load_language_model(source: str | Path, *, device: Device = Device.CPU) -> L
         ConfigError: there is no such path and it is no name, or transformers is needed and not installed.
         CheckpointError: what is there is no language model, or a damaged one.
     """
+    place = resolve_device(device)
     loaded = _loaded(source)
-    loaded.model.to(resolve_device(device))
+    loaded.model.to(place)
     return loaded
 
 

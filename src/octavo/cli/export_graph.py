@@ -70,11 +70,7 @@ def _notes(asked: OnnxOptions, *, has_scales: bool) -> list[str]:
 
 
 def _print(report: OnnxReport, notes: list[str]) -> None:
-    title = (
-        f"{report.folder}: {report.fp8_layers} of {len(report.layers)} linear layers in FP8; "
-        f"opset {report.opset}, {report.dtype}"
-    )
-    print_table(title, ["inputs", "weights", "layers", ""], _layers(report), left=3)
+    print_table(str(report.folder), ["inputs", "weights", "layers", ""], _layers(report), left=3)
     header = [
         "checked by",
         "casts",
@@ -96,6 +92,9 @@ def _print(report: OnnxReport, notes: list[str]) -> None:
     ]
     print_table("The graph's results beside torch's", header, rows)
     lines = [str(each) for each in report.engines if each.skipped]
+    lines.append(
+        f"{report.fp8_layers} of {len(report.layers)} linear layers in FP8; opset {report.opset}, {report.dtype}"
+    )
     lines.append(
         f"in torch, layers are within {report.layer_error:.1e} of the model's, results {report.model_error:.1e}"
     )

@@ -9,7 +9,6 @@ from octavo.export.writing import save_quantized
 from octavo.interchange import load_quantized
 from tests.unit.interchange.folders import ROW, dynamic, written
 
-
 GRAPH = ["--format", "onnx"]
 FOREIGN = [
     *([*GRAPH, option, *value] for option, value in (("--no-verify", []), ("--max-shard-size", ["1GB"]))),
@@ -153,10 +152,10 @@ def test_a_graph_of_a_folder_in_fp8_with_everything(octavo, text, tmp_path):
     assert "onnxruntime" in words
     assert "the scales of keys and values that came with the model are not in the graph: its cache is in fp32" in words
     assert "tracing the graph" in result.stderr
-    read = load_quantized(tmp_path / "fp8").model.get_submodule("model.layers.0.mlp.up_proj")
+    weight = load_quantized(tmp_path / "fp8").model.get_parameter("model.layers.0.mlp.up_proj.weight")
     graph = onnx.load(tmp_path / "graph" / "model.onnx").graph
     codes = next(each for each in graph.initializer if each.name.endswith("layers.0.mlp.up_proj.codes"))
-    assert codes.raw_data == read.held.data.t().contiguous().view(torch.uint8).numpy().tobytes()
+    assert codes.raw_data == weight.data.t().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def test_a_folder_in_use_is_refused_before_any_work(octavo, tmp_path):
