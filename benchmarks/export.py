@@ -50,24 +50,25 @@ def main() -> None:
     except DataError as error:
         parser.exit(2, f"{error}\n")
     lines = list(HEAD)
+    cases = list(filter(None, arguments.cases.split(";"))) or list(CASES)
     for name, source in sources.items():
-        for case in filter(None, arguments.cases.split(";")) if arguments.cases else CASES:
-            lines.append(_row(name, case, measured(source, case)))
-            console.print(lines[-1], markup=False, soft_wrap=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            scales = _calibrated(source, Path(scratch)) if any(CASES[case][2] for case in cases) else None
+            for case in cases:
+                lines.append(_row(name, case, measured(source, case, scales)))
+                console.print(lines[-1], markup=False, soft_wrap=True)
     if not arguments.no_write:
         command = "python -m benchmarks.export" + (f" --run {arguments.run}" if arguments.run else "")
         path = write_result("export", lines, title="Checkpoints, read back", command=command, machine=machine)
         console.print(f"written to {path}", markup=False)
 
 
-def measured(source: str, case: str) -> Saved:
+def measured(source: str, case: str, scales: Path | None) -> Saved:
     """Write one case into a temporary folder, with its verification."""
     fmt, recipe, is_static = CASES[case]
+    ready = load_source(source, fmt, Request(recipe=recipe, calibration=scales if is_static else None))
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        request = Request(recipe=recipe, calibration=_calibrated(source, folder) if is_static else None)
-        ready = load_source(source, fmt, request)
-        return save_quantized(ready.language_model, folder / "model", format=fmt, kv_scales=ready.kv_scales)
+        return save_quantized(ready.language_model, Path(scratch) / "model", format=fmt, kv_scales=ready.kv_scales)
 
 
 def _runs(run: str | None) -> dict[str, str]:

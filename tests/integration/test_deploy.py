@@ -35,20 +35,18 @@ checkpoint_interval = 2
 """
 PROGRAMS = {
     "octavo": f'#!/bin/sh\nexec {sys.executable} -m octavo "$@"\n',
-    "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
     "trtexec": '#!/bin/sh\n[ "$1" = --help ] && exec echo --stronglyTyped\necho "$@" >> asked\n',
 }
 
 
 @pytest.fixture
 def workplace(tmp_path):
-    """A folder with a trained run, the examples, and the programs."""
+    """A folder with a trained run, and the programs."""
     (tmp_path / "own.txt").write_text("".join(f"{n} times {n % 7} makes {n * (n % 7)}.\n" for n in range(2000)))
     (tmp_path / "run.toml").write_text(RUN)
     setting = ["--config", tmp_path / "run.toml", "--data", tmp_path / "own.txt", "--recipe", "bf16"]
     result = CliRunner().invoke(app, [str(arg) for arg in ["train", *setting, "--out", tmp_path / "runs/mine"]])
     assert result.exit_code == 0, result.output
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "programs").mkdir()
     for name, text in PROGRAMS.items():
         (tmp_path / "programs" / name).write_text(text)

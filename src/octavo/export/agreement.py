@@ -37,7 +37,7 @@ from octavo.numerics import QuantizedTensor
 from octavo.observers import RoleTap
 from octavo.recipes import CastSpec
 
-__all__ = ["Agreement", "Probe", "compare", "load_probe", "make_probe", "save_probe"]
+__all__ = ["Agreement", "Probe", "compare", "load_probe", "make_probe", "relative_error", "save_probe"]
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -84,7 +84,7 @@ class Agreement:
     free_equal: int
 
     def within(self, tolerance: float) -> bool:
-        """Whether it is the same model; NaN is not."""
+        """Whether it is the same model."""
         return max(self.logits_error, self.worst_error) <= tolerance and self.greedy_equal == self.greedy_tokens
 
     def to_json(self) -> str:
@@ -157,7 +157,7 @@ def compare(logits: Logits, model: nn.Module, probe: Probe) -> Agreement:
 
     with _watched(model, probe.inputs, replace):
         found = logits(probe.tokens)
-    worst = max(errors, key=lambda path: (errors[path] != errors[path], errors[path]), default="")
+    worst = max(errors, key=lambda path: errors[path], default="")
     return Agreement(
         logits_error=relative_error(found, probe.logits),
         worst_error=errors.get(worst, 0.0),
@@ -170,7 +170,7 @@ def compare(logits: Logits, model: nn.Module, probe: Probe) -> Agreement:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖ in float64.
+    """‖found − expected‖ / ‖expected‖ in float64; infinite of another shape, or where one of them is not finite.
 
     Example:
         >>> relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
@@ -179,7 +179,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
         return float("inf")
     expected = expected.double()
-    return float((found.double() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float64).tiny))
+    error = (found.double() - expected).norm() / expected.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    return float(error) if error.isfinite() else float("inf")
 
 
 def save_probe(probe: Probe, path: Path) -> None:

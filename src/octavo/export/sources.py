@@ -7,13 +7,14 @@
 | a model and a calibration     | the calibration's static recipe                   | the calibration's         |
 | a model and a mix             | each its own                                      | –                         |
 | a run of a delayed recipe     | ``static``, by the amaxes that it kept, on request | –                        |
-| any other model               | the recipe of that name                           | –                         |
+| any other model               | the recipe of that name, or the format's          | –                         |
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from octavo import recipes
@@ -25,11 +26,14 @@ from octavo.nn import Linear
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
 from octavo.quantization.qat.folder import MARK
 from octavo.recipes import Recipe
+from octavo.training.config import Device
+from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG as RUN
 
-__all__ = ["Request", "Source", "load_source"]
+__all__ = ["ONNX", "Request", "Source", "load_source"]
 
-STATIC = "static"
+STATIC, ONNX = "static", "onnx"
+PRESETS = {name: fmt.preset for name, fmt in FORMATS.items()} | {ONNX: "tensorwise"}
 SCALE_OPTIONS = ("rowwise", "blockwise", STATIC)  # presets that leave the choice of powers of two
 
 
@@ -76,32 +80,40 @@ class Source:
     Attributes:
         language_model: converted, its weights held as codes.
         kv_scales: of keys and of values, by decoder layer.
+        calibration: that it was given.
     """
 
     language_model: LanguageModel
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
 
-def load_source(model: str, fmt: str, request: Request) -> Source:
+def load_source(model: str, fmt: str, request: Request, *, device: Device = Device.CPU) -> Source:
     """Load a model and let it run in FP8 as asked for, or as suits the format.
+
+    Args:
+        model: a run, a folder or a file.
+        fmt: a checkpoint format, or "onnx".
+        request: how the layers are to run.
+        device: where to put it.
 
     Raises:
         ConfigError: options that contradict each other or the model, a static recipe without scales, a mix with rows of
             an embedding in FP8.
         CheckpointError: there is no such model, calibration or mix, or it belongs to another model.
     """
-    folder = Path(model)
+    folder, place = Path(model), resolve_device(device)
     if (folder / MARK).is_file():
-        return _finished(_trained(folder, request))
+        return _finished(_trained(folder, request, place))
     if (folder / "config.json").is_file() and is_quantized(folder):
-        return _in_fp8(folder, request)
-    loaded = load_language_model(model)
+        return _in_fp8(folder, request, place)
+    loaded = load_language_model(model, device=device)
     loaded.model.requires_grad_(False)
     if request.calibration is not None:
         return _calibrated(loaded, load_calibration(request.calibration), request)
     if request.mix is not None:
         return _mixed(loaded, request.mix)
-    name = request.recipe or FORMATS[fmt].preset
+    name = request.recipe or PRESETS[fmt]
     if name == STATIC:
         return _from_history(loaded, folder, fmt, request)
     recipe = _recipe(name, power_of_two=request.power_of_two)
@@ -117,17 +129,21 @@ def _recipe(name: str, *, power_of_two: bool) -> Recipe:
     return recipes.get(name)
 
 
-def _trained(folder: Path, request: Request) -> LanguageModel:
+def _trained(folder: Path, request: Request, place: torch.device) -> LanguageModel:
     if not request.is_empty:
         raise ConfigError(f"{str(folder)!r} was trained for a recipe of its own; leave out what says how layers run")
-    return load_qat(folder)
+    loaded = load_qat(folder)
+    loaded.model.to(place)
+    return loaded
 
 
-def _in_fp8(folder: Path, request: Request) -> Source:
+def _in_fp8(folder: Path, request: Request, place: torch.device) -> Source:
     if not request.is_empty:
         raise ConfigError(f"{str(folder)!r} is in FP8 already; leave out what says how layers run")
     read = load_quantized(folder)
-    model = LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(folder))
+    model = LanguageModel(
+        model=read.model.to(place), tokenizer=read.tokenizer, context=read.context, source=str(folder)
+    )
     return Source(language_model=model, kv_scales=read.kv_scales)
 
 
@@ -135,14 +151,14 @@ def _calibrated(loaded: LanguageModel, calibration: Calibration, request: Reques
     if request.skip or request.convert_head:
         raise ConfigError("a calibration says which layers it is for; leave out --skip and --head")
     calibration.apply(loaded, hold_weights=True)
-    return Source(language_model=loaded, kv_scales=calibration.kv_scales)
+    return Source(language_model=loaded, kv_scales=calibration.kv_scales, calibration=calibration)
 
 
 def _mixed(loaded: LanguageModel, path: Path) -> Source:
     mix = load_mix(path)
     if mix.tables:
         raise ConfigError(
-            f"{str(path)!r} keeps rows of {next(iter(mix.tables))!r} in FP8, which no checkpoint format has; leave its "
+            f"{str(path)!r} keeps rows of {next(iter(mix.tables))!r} in FP8, which no format has; leave its "
             "[tables] out"
         )
     mix.apply(loaded.model, cache_weights=False)

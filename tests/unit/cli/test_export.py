@@ -3,10 +3,27 @@
 import json
 
 import pytest
+import torch
 
 from octavo.export.writing import save_quantized
 from octavo.interchange import load_quantized
 from tests.unit.interchange.folders import ROW, dynamic, written
+
+GRAPH = ["--format", "onnx"]
+FOREIGN = [
+    *([*GRAPH, option, *value] for option, value in (("--no-verify", []), ("--max-shard-size", ["1GB"]))),
+    [*GRAPH, "--device", "cpu"],
+    *(
+        [option, *value]
+        for option, value in (
+            ("--opset", ["21"]),
+            ("--kv-cache", []),
+            ("--attention", ["builtin"]),
+            ("--external-data", []),
+            ("--tensorrt", []),
+        )
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +108,10 @@ def test_generate_computes_blocks_as_they_are_served(octavo, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--format", "gguf"], "--format must be one of compressed-tensors"),
+        (["--format", "gguf"], "--format must be one of compressed-tensors, hf-fp8, modelopt, octavo, onnx"),
+        ([*GRAPH, "--opset", "22"], "opset must be one of 21, 23, not 22"),
+        ([*GRAPH, "--dtype", "int8"], "dtype must be one of fp32, fp16, bf16"),
+        ([*GRAPH, "--recipe", "blockwise"], "an ONNX graph takes"),
         (["--format", "modelopt"], "has kept no amaxes"),
         (["--format", "hf-fp8", "--recipe", "rowwise"], "hf-fp8 has weights with a scale a 128x128 block"),
         (["--recipe", "nothing"], "there is no recipe"),
@@ -107,6 +127,35 @@ def test_bad_input_ends_with_one_sentence_and_leaves_nothing(octavo, finished_ru
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", FOREIGN, ids=" ".join)
+def test_options_of_another_format_are_refused_before_any_work(octavo, tmp_path, *, options):
+    result = octavo("export", "no-model.gguf", "--out", tmp_path / "m", *options)
+    assert result.exit_code == 2
+    option = options[2] if options[:2] == GRAPH else options[0]
+    assert f"{option} belongs to --format" in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_graph_of_a_folder_in_fp8_with_everything(octavo, text, tmp_path):
+    """Its codes are those of the folder; the scales of its cache have no place in the graph, and that is said."""
+    pytest.importorskip("onnxscript")
+    onnx = pytest.importorskip("onnx")
+    written(tmp_path / "fp8", "static")
+    switches = ["--kv-cache", "--external-data", "--tensorrt", "--opset", "23", "--dtype", "fp32", "--attention", text]
+    result = octavo("export", tmp_path / "fp8", *GRAPH, *switches, "--out", tmp_path / "graph")
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert "14 of 15 linear layers in FP8; opset 23, fp32" in words
+    assert "not converted: lm_head" in words
+    assert "onnxruntime" in words
+    assert "the scales of keys and values that came with the model are not in the graph: its cache is in fp32" in words
+    assert "tracing the graph" in result.stderr
+    weight = load_quantized(tmp_path / "fp8").model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    graph = onnx.load(tmp_path / "graph" / "model.onnx").graph
+    codes = next(each for each in graph.initializer if each.name.endswith("layers.0.mlp.up_proj.codes"))
+    assert codes.raw_data == weight.data.t().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def test_a_folder_in_use_is_refused_before_any_work(octavo, tmp_path):

@@ -11,6 +11,7 @@ COMMANDS = [
     ["calibrate", "nowhere.gguf", "--out", "out"],
     ["qat", "nowhere.gguf", "--out", "out"],
     ["sensitivity", "nowhere.gguf", "--out", "out"],
+    ["export", "nowhere.gguf", "--out", "out"],
     ["eval", "nowhere.gguf"],
     ["eval", "nowhere.gguf", "--compare", "bf16"],
 ]

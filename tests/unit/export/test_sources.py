@@ -2,7 +2,7 @@ import pytest
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.export.sources import Request, load_source
+from octavo.export.sources import ONNX, Request, load_source
 from octavo.export.writing import save_quantized
 from octavo.interchange import FORMATS
 from octavo.models import Llama
@@ -35,6 +35,11 @@ def test_by_default_the_format_decides(plain, fmt):
     assert all(layer.held is not None for layer in layers.values())
 
 
+def test_a_graph_has_a_default_too(plain):
+    layers = layers_of(load_source(str(plain), ONNX, Request()))
+    assert {layer.recipe.name for layer in layers.values()} == {"tensorwise"}
+
+
 def test_a_recipe_and_what_to_skip(plain):
     layers = layers_of(load_source(str(plain), "octavo", Request(recipe="mxfp8", skip=("*.down_proj",))))
     assert len(layers) == LINEARS - 2
@@ -50,6 +55,7 @@ def test_a_calibration(plain, tmp_path):
     octavo.calibrate(model, [windows()], kv_cache=True).save(tmp_path / "scales")
     source = load_source(str(plain), "modelopt", Request(calibration=tmp_path / "scales"))
     assert set(source.kv_scales) == {0, 1}
+    assert source.calibration is not None
     assert layers_of(source)[LAYER].input_scale > 0
     with pytest.raises(ConfigError, match="which layers it is for"):
         load_source(str(plain), "modelopt", Request(calibration=tmp_path / "scales", skip=("*.k_proj",)))

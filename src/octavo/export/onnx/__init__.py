@@ -1,9 +1,19 @@
 """ONNX graphs in FP8 that TensorRT reads: export.py writes and checks, operators.py says what the casts become."""
 
 from octavo.export.onnx.checks import EngineCheck
-from octavo.export.onnx.export import OnnxOptions, export_onnx
+from octavo.export.onnx.export import OPSETS, OnnxOptions, check_packages, export_onnx
 from octavo.export.onnx.layers import LayerNote
 from octavo.export.onnx.lint import LintFault, lint
 from octavo.export.onnx.report import OnnxReport
 
-__all__ = ["EngineCheck", "LayerNote", "LintFault", "OnnxOptions", "OnnxReport", "export_onnx", "lint"]
+__all__ = [
+    "OPSETS",
+    "EngineCheck",
+    "LayerNote",
+    "LintFault",
+    "OnnxOptions",
+    "OnnxReport",
+    "check_packages",
+    "export_onnx",
+    "lint",
+]

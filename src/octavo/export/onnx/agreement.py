@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.export.onnx.checks import relative_error
+from octavo.export.agreement import relative_error
 from octavo.export.onnx.graph import Graph
 
 __all__ = ["MOST_LAYER_ERROR", "layer_errors"]

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from octavo.export.agreement import relative_error
 from octavo.export.onnx.graph import BATCH, PAST, SEQUENCE, Graph
 from octavo.export.onnx.layers import DynamicCast, StaticCast
 from octavo.formats import E4M3
 from octavo.numerics.cast import cast_nearest
 
-__all__ = ["MOST_ERROR", "EngineCheck", "check_engines", "relative_error", "sample_inputs"]
+__all__ = ["MOST_ERROR", "EngineCheck", "check_engines", "sample_inputs"]
 
 # With the same codes; from 2^-24, 2^-11 and 2^-8, each rounded some hundred times on the way.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -146,14 +147,6 @@ def check_engines(graph: Graph, path: Path, inputs: tuple[Tensor, ...]) -> tuple
     finally:
         at.unlink()
     return tuple(found)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """‖found - wanted‖ / ‖wanted‖ in FP64; 0 where both are zero, infinite where one is not finite."""
-    difference, size = (found.double() - wanted.double()).norm(), wanted.double().norm()
-    if not difference.isfinite():
-        return float("inf")
-    return float(difference / size if size > 0 else difference)
 
 
 def _compare(

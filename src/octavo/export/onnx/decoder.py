@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.export.onnx.layers import StaticCast, narrowed_scale
+from octavo.export.onnx.operators import in_dtype
 from octavo.formats import E4M3
 from octavo.models import Llama
 from octavo.numerics import encode_scale_from_amax
@@ -55,12 +56,14 @@ class GraphDecoder(nn.Module):
         """See the module's table; ``past`` is key and value of the first layer, of the second, …, or nothing."""
         known = past[0].shape[2] if past else 0
         at = torch.arange(input_ids.shape[1], device=input_ids.device) + known
-        cos, sin = self.cos.index_select(0, at), self.sin.index_select(0, at)
+        angles = self.cos.index_select(0, at), self.sin.index_select(0, at)
+        key_at = torch.arange(input_ids.shape[1] + known, device=input_ids.device)
+        unseen = key_at > at[:, None]
         hidden, present = self.embed_tokens(input_ids), []
         layers: Any = self.layers
         for index, layer in enumerate(layers):
             cached = past[2 * index : 2 * index + 2]
-            attended, keys, values = self._attention(index, layer.input_layernorm(hidden), (cos, sin), cached)
+            attended, keys, values = self._attention(index, layer.input_layernorm(hidden), angles, unseen, cached)
             hidden = hidden + attended
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             present += [keys, values]
@@ -68,7 +71,7 @@ class GraphDecoder(nn.Module):
         return (logits, *present) if self.has_cache else logits
 
     def _attention(
-        self, index: int, hidden: Tensor, angles: tuple[Tensor, Tensor], cached: tuple[Tensor, ...]
+        self, index: int, hidden: Tensor, angles: tuple[Tensor, Tensor], unseen: Tensor, cached: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attention's result [B, T, H], and all keys and values [B, kv, P + T, D]."""
         layer: Any = self.layers[index]
@@ -78,7 +81,7 @@ class GraphDecoder(nn.Module):
         values = self._heads(own.v_proj(hidden), own.num_kv_heads)
         if cached:
             keys, values = torch.cat([cached[0], keys], 2), torch.cat([cached[1], values], 2)
-        mixed = self._mixed(index, queries, keys, values)
+        mixed = self._mixed(index, queries, (keys, values), unseen)
         out: Tensor = own.o_proj(mixed.transpose(1, 2).flatten(2))
         return out, keys, values
 
@@ -86,15 +89,13 @@ class GraphDecoder(nn.Module):
         split: Tensor = projected.unflatten(-1, (heads, self.config.head_dim))
         return split.transpose(1, 2)
 
-    def _mixed(self, index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """softmax(Q K^T / sqrt(D)) V, [B, heads, T, D], of causal queries that are the last of the keys' positions."""
-        asked, known = queries.shape[2], keys.shape[2]
+    def _mixed(self, index: int, queries: Tensor, known: tuple[Tensor, Tensor], unseen: Tensor) -> Tensor:
+        """softmax(Q K^T / sqrt(D)) V, [B, heads, T, D], of queries that do not see the keys ``unseen`` [T, P + T]."""
+        keys, values = known
         group = self.config.num_heads // self.config.num_kv_heads
         queries = queries * (1 / math.sqrt(self.config.head_dim))
         keys_t, values = _repeated(keys, group).transpose(2, 3), _repeated(values, group)
         scores = self._cast(index, 0, queries) @ self._cast(index, 1, keys_t)
-        key_at = torch.arange(known, device=keys.device)
-        unseen = key_at > (torch.arange(asked, device=keys.device) + (known - asked))[:, None]
         probabilities = scores.masked_fill(unseen, -math.inf).softmax(-1)
         return self._cast(index, 2, probabilities) @ self._cast(index, 3, values)
 
@@ -110,7 +111,7 @@ def _turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """``octavo.nn.rotate`` of [B, heads, T, D], by tables of half the width."""
     cos, sin = angles
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return in_dtype(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1), x.dtype)
 
 
 def _repeated(x: Tensor, group: int) -> Tensor:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import CheckpointError, ConfigError
+from octavo.export.agreement import relative_error
 from octavo.export.onnx.agreement import MOST_LAYER_ERROR, layer_errors
-from octavo.export.onnx.checks import check_engines, relative_error, sample_inputs
+from octavo.export.onnx.checks import check_engines, sample_inputs
 from octavo.export.onnx.graph import Graph, graph_of_decoder, graph_of_module, write_graph
 from octavo.export.onnx.lint import graph_bytes, lint
 from octavo.export.onnx.report import OnnxReport
@@ -34,7 +35,7 @@ from octavo.models import Llama
 if TYPE_CHECKING:
     from octavo.quantization import Calibration
 
-__all__ = ["DTYPES", "OPSETS", "OnnxOptions", "export_onnx"]
+__all__ = ["DTYPES", "OPSETS", "OnnxOptions", "check_packages", "export_onnx"]
 
 OPSETS = (21, 23)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -106,7 +107,7 @@ def export_onnx(
         ...     print(export_onnx(model, f"{folder}/onnx", inputs=(torch.randn(2, 16),)))
         2 of 2 linear layers in FP8; opset 21, fp32; …
     """
-    _check_packages()
+    check_packages()
     options, folder = options or OnnxOptions(), Path(folder)
     with claimed_folder(folder):
         on_step("casting weights")
@@ -121,7 +122,12 @@ def export_onnx(
     return report
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """Refuse to begin without what an export needs.
+
+    Raises:
+        ConfigError: onnx, onnxscript or onnxruntime is not installed.
+    """
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401

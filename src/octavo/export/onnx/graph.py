@@ -214,13 +214,25 @@ def _tidy(model: Any) -> None:
     """Fold constants and share what is computed twice; leave weights as they are, and drop the exporter's notes.
 
     A transposed copy of a head that is tied to its embedding would double its bytes, and stack traces name the paths of
-    the machine that exported.
+    the machine that exported. The optimizer tries each of its patterns on each node, constants too, which takes it
+    longest; so it is given what is left of them.
     """
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+    from onnx_ir.passes import common
     from onnxscript import optimizer
 
-    optimizer.optimize_ir(model, should_fold=lambda node: False if node.op_type in UNFOLDED else None)
-    ClearMetadataAndDocStringPass()(model)
+    def should_fold(node: Any) -> bool | None:
+        return False if node.op_type in UNFOLDED else None
+
+    optimizer.fold_constants_ir(model, should_fold=should_fold)
+    for tidy in (
+        common.RemoveUnusedNodesPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+    ):
+        tidy(model)
+    optimizer.optimize_ir(model, should_fold=should_fold)
+    common.ClearMetadataAndDocStringPass()(model)
 
 
 def _nested(graph: Graph) -> tuple[Any, ...]:

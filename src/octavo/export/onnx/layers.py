@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ConfigError
-from octavo.export.onnx.operators import encode_scale, from_codes, to_codes
+from octavo.export.onnx.operators import encode_scale, from_codes, in_dtype, to_codes
 from octavo.formats import E4M3
 from octavo.functional import cast_operand
 from octavo.nn import Linear
@@ -91,6 +91,7 @@ class DynamicCast(nn.Module):
         self.power_of_two = spec.scale_rounding is ScaleRounding.RCEIL
         self.amax_floor, self.margin = spec.amax_floor, spec.margin
         self.register_buffer("unit", unit_scale().to(dtype))
+        self.left = unit_scale().reciprocal().item()  # computed here, as every operation of forward is traced
 
     def encode(self, x: Tensor) -> Tensor:
         """The encode scale of ``x``'s own amax."""
@@ -105,7 +106,7 @@ class DynamicCast(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The codes times a unit, and the factor [..., 1], FP32."""
         encode = self.encode(x)
-        return from_codes(to_codes(x, encode), self.unit), encode.reciprocal() * unit_scale().reciprocal().item()
+        return from_codes(to_codes(x, encode), self.unit), encode.reciprocal() * self.left
 
 
 class PlainInput(nn.Module):
@@ -135,7 +136,7 @@ class GraphLinear(nn.Module):
         operand, factor = self.cast(x)
         y: Tensor = operand @ from_codes(self.codes, self.scale, axis=1)
         if factor is not None:
-            y = (y.float() * factor).to(y.dtype)
+            y = in_dtype(in_dtype(y, torch.float32) * factor, y.dtype)
         return y if self.bias is None else y + self.bias
 
 

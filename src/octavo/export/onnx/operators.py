@@ -29,7 +29,7 @@ from octavo.formats import E4M3
 from octavo.numerics import Granularity, PerRow, PerTensor, ScaleRounding, encode_scale_from_amax, measure
 from octavo.numerics.cast import cast_nearest
 
-__all__ = ["encode_scale", "from_codes", "to_codes", "translations"]
+__all__ = ["encode_scale", "from_codes", "in_dtype", "to_codes", "translations"]
 
 _LIBRARY = "octavo"
 _SMALLEST, _LARGEST = (getattr(torch.finfo(torch.float32), name) for name in ("tiny", "max"))
@@ -57,6 +57,11 @@ def encode_scale(x: Tensor, *, per_row: bool, power_of_two: bool, amax_floor: fl
     """What brings ``x``'s largest magnitude to E4M3's maximum, FP32 of shape [1, …] or [..., 1]; 1 where all is 0."""
     made: Tensor = torch.ops.octavo.graph_encode_scale(x, per_row, power_of_two, amax_floor, margin)
     return made
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)`` where that changes something: ``torch.export`` would record and decompose the others too."""
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _quantize(x: Tensor, encode_scale: Tensor) -> Tensor:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.export.onnx.checks import relative_error
+from octavo.export.agreement import relative_error
 from octavo.export.onnx.decoder import CacheNames, attention_casts
 from octavo.export.onnx.graph import graph_of_decoder
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, SHAPE, language_model, windows

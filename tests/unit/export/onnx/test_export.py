@@ -11,9 +11,9 @@ from torch import nn
 
 import octavo
 from octavo.errors import CheckpointError, ConfigError
+from octavo.export.agreement import relative_error
 from octavo.export.onnx import OnnxOptions, export_onnx
 from octavo.export.onnx import export as module_under_test
-from octavo.export.onnx.checks import relative_error
 from octavo.export.onnx.graph import write_graph
 from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig

@@ -4,7 +4,7 @@ import torch
 import octavo
 from octavo import recipes
 from octavo.errors import ConfigError
-from octavo.export.onnx.checks import relative_error
+from octavo.export.agreement import relative_error
 from octavo.export.onnx.layers import graph_linear, narrowed_scale, unit_scale
 from octavo.formats import E4M3
 from octavo.nn import Linear

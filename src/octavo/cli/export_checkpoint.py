@@ -1,0 +1,84 @@
+"""A checkpoint in FP8 by ``octavo export``: written, read back, and who does what with it."""
+
+from dataclasses import asdict
+from typing import Any
+
+from octavo.cli import options
+from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.export_job import Job
+from octavo.cli.progress import open_display, phases
+from octavo.errors import ConfigError
+from octavo.export import Saved, save_quantized
+from octavo.export.servers import DOES, SOURCES
+from octavo.export.sources import load_source
+from octavo.export.verification import TOLERANCE
+from octavo.files import claimed_folder
+
+__all__ = ["write_checkpoint"]
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def write_checkpoint(job: Job, *, as_json: bool) -> None:
+    """Write a folder of safetensors, and tell."""
+    place = options.device_of(job.checkpoint.device)
+    most = _bytes(job.checkpoint.max_shard_size or "5GB")
+    with claimed_folder(job.out), open_display() as display:
+        show = phases(display)
+        show("load", 0, 1)
+        source = load_source(job.model, job.format, job.request, device=place)
+        saved = save_quantized(
+            source.language_model,
+            job.out,
+            format=job.format,
+            kv_scales=source.kv_scales,
+            dtype=job.dtype or "bf16",
+            max_shard_bytes=most,
+            verify_folder=not job.checkpoint.no_verify,
+            on_phase=show,
+        )
+    if as_json:
+        print_json(_record(saved))
+    else:
+        _print(saved)
+
+
+def _bytes(size: str) -> int:
+    """A size in words.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    for unit, factor in UNITS.items():
+        count = size.upper().removesuffix(unit)
+        if count != size.upper() and count.strip().isdecimal() and int(count):
+            return int(count) * factor
+    raise ConfigError(f"--max-shard-size is a number and {', '.join(UNITS)}, such as 500MB, not {size!r}")
+
+
+def _record(saved: Saved) -> dict[str, Any]:
+    return {**asdict(saved), "folder": str(saved.folder), "servers": dict(DOES[saved.format])}
+
+
+def _print(saved: Saved) -> None:
+    rows = [(scheme, number(count)) for scheme, count in saved.schemes.items()]
+    rows.append(("high precision: " + ", ".join(saved.left_out[:3]), number(len(saved.left_out))))
+    print_table(f"{saved.folder}, {saved.format}", ["layers", ""], rows)
+    share = saved.nbytes / saved.bf16_nbytes
+    lines = [f"{number(saved.nbytes)} bytes of weights, {share:.3f} times as many as in BF16"]
+    lines += [f"note: {note}" for note in saved.notes]
+    lines.append(_verdict(saved))
+    stdout().print("\n".join(lines), markup=False, soft_wrap=True)
+    servers = [(server, does, SOURCES[server]) for server, does in DOES[saved.format].items()]
+    print_table("Who does what with it", ["", "weights and inputs", "source"], servers, left=3)
+
+
+def _verdict(saved: Saved) -> str:
+    found = saved.agreement
+    if found is None:
+        return "not verified: nobody has read it back"
+    return (
+        f"verified by {saved.reader} in lockstep: logits differ by {found.logits_error:.1e} (at most {TOLERANCE:g}), "
+        f"{found.greedy_equal} of {found.greedy_tokens} greedy tokens are the same; running free, by "
+        f"{found.free_error:.1e} and {found.free_equal}"
+    )
