@@ -12,7 +12,7 @@ All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32:
 weights it was trained to. A folder in FP8 keeps its codes, and computes as its format says.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
-from octavo.interchange import is_quantized, load_quantized
+from octavo.interchange import check_no_codes, is_quantized, load_quantized
 from octavo.models import Llama, load_gguf
 from octavo.training.config import Device
 from octavo.training.precision import resolve_device
@@ -192,12 +192,15 @@ def _from_hugging_face(source: str) -> LanguageModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ConfigError(f"{source!r} is read with transformers, which is not installed; {INSTALL}") from error
+    check_no_codes(Path(source))
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model: Any
+        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         tokenizer: Any = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers, its readers and its tokenizers raise whatever they like
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"transformers cannot read {source!r}: {first}") from error
+    _check_report(source, report)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise CheckpointError(f"{source!r} has no fast tokenizer (tokenizer.json); convert it with transformers first")
@@ -205,6 +208,16 @@ def _from_hugging_face(source: str) -> LanguageModel:
     if not isinstance(context, int):
         raise CheckpointError(f"{source!r} does not say how many tokens it reads (max_position_embeddings)")
     return LanguageModel(model=model.eval(), tokenizer=backend, context=context, source=source)
+
+
+def _check_report(source: str, report: Mapping[str, Any]) -> None:
+    """Raise where transformers left out tensors of the file, or drew numbers for those that it has not."""
+    for kind, what in (("unexpected_keys", "which its model does not have"), ("missing_keys", "which is not there")):
+        if names := sorted(report[kind]):
+            raise CheckpointError(
+                f"transformers reads {source!r} without {names[0]}, {what}, and {len(names) - 1} more; download or "
+                "write it again"
+            )
 
 
 def _passing_cache(pass_through: KeysAndValues) -> Any:

@@ -1,8 +1,11 @@
 import copy
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks import smollm2
@@ -125,6 +128,40 @@ def test_what_is_no_model(tmp_path, folder):
     (broken / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="transformers cannot read"):
         load_language_model(broken)
+
+
+def changed(folder, tmp_path, *, config=None, tensors=lambda _: None):
+    """A copy of a folder, with more in its config.json and other tensors."""
+    copied = tmp_path / "changed"
+    shutil.copytree(folder, copied)
+    record = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(record | (config or {})))
+    found = load_file(copied / "model.safetensors")
+    tensors(found)
+    save_file(found, copied / "model.safetensors", metadata={"format": "pt"})
+    return copied
+
+
+@pytest.mark.parametrize("given", [{"quant_method": "foo"}, {"quant_method": []}, {}, [], {"bits": 8}])
+def test_an_unknown_quantization_is_never_taken_for_weights(folder, tmp_path, given):
+    copied = changed(folder, tmp_path, config={"quantization_config": given})
+    with pytest.raises(CheckpointError, match="quant_method"):
+        load_language_model(copied)
+
+
+NORM, PROJ = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+UNEXPLAINED = {
+    "codes": (lambda t: t.update({PROJ: t[PROJ].to(torch.float8_e4m3fn)}), "FP8 codes, and config.json does not say"),
+    "one too many": (lambda t: t.update({f"{PROJ}_scale": torch.ones(1)}), f"without {PROJ}_scale, which its model"),
+    "one too few": (lambda t: t.pop(NORM), f"without {NORM}, which is not there"),
+}
+
+
+@pytest.mark.parametrize("fault", UNEXPLAINED)
+def test_a_plain_folder_has_just_the_tensors_of_its_model(folder, tmp_path, fault):
+    change, match = UNEXPLAINED[fault]
+    with pytest.raises(CheckpointError, match=match):
+        load_language_model(changed(folder, tmp_path, tensors=change))
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypatch):

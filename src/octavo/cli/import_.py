@@ -8,7 +8,7 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export import export
-from octavo.interchange import QuantizedModel, load_quantized
+from octavo.interchange import QuantizedModel, load_quantized, read_configuration
 
 __all__ = ["import_"]
 
@@ -24,6 +24,7 @@ def import_(
 ) -> None:
     """Read a model in FP8 from another tool, check every tensor of it, and say what it is."""
     if out is not None:
+        read_configuration(folder)  # what is not in FP8 is octavo export's to quantize, not taken for it here
         export(model=str(folder), out=out, format_=format_, as_json=as_json)
         return
     read = load_quantized(folder)

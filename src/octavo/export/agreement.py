@@ -20,6 +20,7 @@ token. (The reference may itself choose another one where it reads all of its te
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -85,7 +86,8 @@ class Agreement:
 
     def within(self, tolerance: float) -> bool:
         """Whether it is the same model."""
-        return max(self.logits_error, self.worst_error) <= tolerance and self.greedy_equal == self.greedy_tokens
+        near = self.logits_error <= tolerance and self.worst_error <= tolerance  # max() would pass over a NaN
+        return near and math.isfinite(self.free_error) and self.greedy_equal == self.greedy_tokens
 
     def to_json(self) -> str:
         """One line."""

@@ -2,8 +2,9 @@
 
 from octavo.interchange.contents import Contents, FP8Layer, attention_path, contents_of
 from octavo.interchange.file_format import FileFormat
-from octavo.interchange.formats import FORMATS, is_quantized
+from octavo.interchange.formats import FORMATS, is_quantized, read_configuration
 from octavo.interchange.reading import QuantizedModel, load_quantized
+from octavo.interchange.tensor_files import check_no_codes
 
 __all__ = [
     "FORMATS",
@@ -12,7 +13,9 @@ __all__ = [
     "FileFormat",
     "QuantizedModel",
     "attention_path",
+    "check_no_codes",
     "contents_of",
     "is_quantized",
     "load_quantized",
+    "read_configuration",
 ]

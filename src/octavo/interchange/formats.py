@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.errors import CheckpointError
 from octavo.interchange.compressed_tensors import COMPRESSED_TENSORS
-from octavo.interchange.file_format import FileFormat
+from octavo.interchange.file_format import FileFormat, damaged
 from octavo.interchange.hf_fp8 import HF_FP8
 from octavo.interchange.modelopt import HF_QUANT_CONFIG, MODELOPT, configuration_from_file
 from octavo.interchange.own import OWN
@@ -21,12 +21,14 @@ METHODS = {fmt.quant_method: fmt for fmt in FORMATS.values()}
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether a folder with a config.json holds a model in one of the formats; it may still be damaged.
+    """Whether a folder with a config.json says that it is quantized, be it in a format that octavo does not read.
+
+    Whoever takes such a folder for a plain one takes codes for weights, so every method counts, unknown ones too.
 
     Raises:
         CheckpointError: its config.json cannot be read.
     """
-    return _method(folder, read_json(folder / CONFIG)).get("quant_method") in METHODS
+    return bool(_method(folder, read_json(folder / CONFIG)))
 
 
 def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[str, Any]]:
@@ -38,7 +40,7 @@ def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[s
     record = read_json(folder / CONFIG)
     given = _method(folder, record)
     method = given.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
             f"{str(folder)!r} says {method!r} as quant_method; octavo reads {', '.join(map(repr, METHODS))}"
             if given
@@ -49,7 +51,9 @@ def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[s
 
 def _method(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     given = record.get(QUANTIZATION)
-    if isinstance(given, Mapping):
+    if given is not None:
+        if not isinstance(given, Mapping) or not given:
+            raise damaged("what it holds", given, "an object with a quant_method")
         return dict(given)
     if (folder / HF_QUANT_CONFIG).is_file():
         return configuration_from_file(read_json(folder / HF_QUANT_CONFIG))

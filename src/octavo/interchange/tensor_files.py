@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError
 
-__all__ = ["TensorFiles", "read_json", "write_json", "write_tensors"]
+__all__ = ["TensorFiles", "check_no_codes", "read_json", "write_json", "write_tensors"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = ("F8_E4M3", "F8_E5M2")
@@ -73,6 +73,25 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{str(path)!r} holds no JSON object; {AGAIN}")
     return found
+
+
+def check_no_codes(folder: Path) -> None:
+    """Make sure that no tensor of a folder whose configuration knows nothing of it is FP8 codes.
+
+    Raises:
+        CheckpointError: one is, or a file of tensors cannot be read.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                coded = [name for name in file.keys() if file.get_slice(name).get_dtype() in CODES]  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{str(path)!r} cannot be read: {error}; {AGAIN}") from error
+        if coded:
+            raise CheckpointError(
+                f"{coded[0]} in {str(path)!r} is FP8 codes, and config.json does not say what of "
+                f"(quantization_config); {AGAIN}"
+            )
 
 
 class TensorFiles:

@@ -1,6 +1,7 @@
 """``octavo export`` and ``octavo import`` on a finished run and what is made of it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -89,6 +90,20 @@ def test_import_writes_the_same_codes(octavo, folder, tmp_path):
     assert json.loads(result.stdout)["agreement"]["logits_error"] < 1e-6
     ours, theirs = (load_quantized(each).model.state_dict() for each in (folder, tmp_path / "own"))
     assert all(ours[name].equal(theirs[name]) for name in ours if "_proj" in name)
+
+
+@pytest.mark.parametrize("method", [None, "foo"])
+def test_import_quantizes_nothing(octavo, folder, tmp_path, method):
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    record = json.loads((copied / "config.json").read_text())
+    record["quantization_config"] = method and {"quant_method": method}
+    (copied / "config.json").write_text(json.dumps(record))
+    for out in ([], ["--out", tmp_path / "out"]):
+        result = octavo("import", copied, *out)
+        assert result.exit_code == 2, result.output
+        assert ("'foo' as quant_method" if method else "is not in FP8") in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == [copied]
 
 
 def test_eval_and_generate_take_the_folder(octavo, folder, text):

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,6 +118,20 @@ def test_an_embedding_or_head_that_differs_is_found(probe):
     model = dynamic(ROW)
     model.model.get_parameter("model.embed_tokens.weight").data[:, 0] *= 1.1
     assert not agreement_of(model, probe).within(TOLERANCE)
+
+
+def test_a_norm_that_is_nan_is_found(probe):
+    model = dynamic(ROW)
+    model.model.get_parameter("model.layers.1.input_layernorm.weight").data[0] = float("nan")
+    assert not agreement_of(model, probe).within(TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["logits_error", "worst_error", "free_error"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_no_error_may_be_other_than_finite(probe, name, wrong):
+    found = agreement_of(dynamic(ROW), probe)
+    assert found.within(TOLERANCE)
+    assert not replace(found, **{name: wrong}).within(TOLERANCE)
 
 
 def test_a_layer_that_never_runs_is_found(probe):
