@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from octavo.errors import CheckpointError
+from octavo.formats import E8M0, FP32, Format
 from octavo.numerics import Granularity
 
-__all__ = ["NAMES", "ScaleNames", "checked_scale"]
+__all__ = ["EXACT_IN_FP32", "NAMES", "ScaleNames", "checked_scale"]
 
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,7 +66,9 @@ NAMES = MappingProxyType(
 )
 
 
-def checked_scale(name: str, given: Tensor, granularity: Granularity, shape: torch.Size) -> Tensor:
+def checked_scale(
+    name: str, given: Tensor, granularity: Granularity, shape: torch.Size, scale_format: Format = FP32
+) -> Tensor:
     """A scale of a file as octavo has it: decoding, float32 (E8M0 bytes stay bytes), in the granularity's shape.
 
     Args:
@@ -73,9 +76,11 @@ def checked_scale(name: str, given: Tensor, granularity: Granularity, shape: tor
         given: the file's tensor.
         granularity: which elements of the scaled tensor share a scale.
         shape: of the scaled tensor.
+        scale_format: FP32, or E8M0 for bytes.
 
     Raises:
-        CheckpointError: another dtype or shape, or a number that no scale is: NaN, infinite, zero or negative.
+        CheckpointError: another dtype or shape, or a number that no scale is: NaN (byte 255), infinite, zero or
+            negative.
 
     Example:
         >>> from octavo import PerTensor
@@ -83,19 +88,30 @@ def checked_scale(name: str, given: Tensor, granularity: Granularity, shape: tor
         tensor(0.5000)
     """
     expected = granularity.scale_shape(shape)
-    if given.dtype == torch.uint8:
-        scale = given
-    elif given.dtype in EXACT_IN_FP32:
-        scale = given.float()
-        if not ((scale > 0) & scale.isfinite()).all():
-            wrong = scale[~((scale > 0) & scale.isfinite())][0].item()
-            raise CheckpointError(f"{name} holds {wrong}; every scale is a positive, finite number")
-    else:
-        raise CheckpointError(f"{name} is {given.dtype}; a scale is float32, bfloat16 or float16")
+    scale = _checked_bytes(name, given) if scale_format == E8M0 else _checked_numbers(name, given)
     if not expected and scale.shape == (1,):
         scale = scale.reshape(())
     if scale.shape != expected:
         raise CheckpointError(
             f"{name} is {list(given.shape)}; a {granularity} scale of {list(shape)} is {list(expected)}"
         )
+    return scale
+
+
+def _checked_bytes(name: str, given: Tensor) -> Tensor:
+    (nan,) = E8M0.nan_codes
+    if given.dtype != torch.uint8:
+        raise CheckpointError(f"{name} is {given.dtype}; a scale of its recipe is an E8M0 byte, uint8")
+    if (given == nan).any():
+        raise CheckpointError(f"{name} holds {nan}, which is NaN in E8M0; every scale is a number")
+    return given
+
+
+def _checked_numbers(name: str, given: Tensor) -> Tensor:
+    if given.dtype not in EXACT_IN_FP32:
+        raise CheckpointError(f"{name} is {given.dtype}; a scale is float32, bfloat16 or float16")
+    scale = given.float()
+    if not ((scale > 0) & scale.isfinite()).all():
+        wrong = scale[~((scale > 0) & scale.isfinite())][0].item()
+        raise CheckpointError(f"{name} holds {wrong}; every scale is a positive, finite number")
     return scale

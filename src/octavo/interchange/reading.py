@@ -20,7 +20,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange.contents import attention_path
 from octavo.interchange.file_format import FileFormat, Layout
 from octavo.interchange.formats import CONFIG, read_configuration
-from octavo.interchange.names import ScaleNames, checked_scale
+from octavo.interchange.names import EXACT_IN_FP32, ScaleNames, checked_scale
 from octavo.interchange.tensor_files import TensorFiles
 from octavo.models import Llama
 from octavo.models.llama import NothingDrawn
@@ -160,6 +160,7 @@ def _convert(model: nn.Module, recipe: Recipe, paths: set[str]) -> None:
 
 def _load_rest(own: Mapping[str, Tensor], files: TensorFiles, coded: set[str]) -> set[str]:
     """Fill in everything that is no codes; returns the files' names of it, codes included."""
+    _check_tied(own, files)
     written = {tensor.data_ptr() for name, tensor in own.items() if name in files}
     for name, tensor in own.items():
         if name not in files:
@@ -171,8 +172,26 @@ def _load_rest(own: Mapping[str, Tensor], files: TensorFiles, coded: set[str]) -
                 f"{name} is {list(files.shape(name))} in the folder, and {list(tensor.shape)} by its {CONFIG}; {AGAIN}"
             )
         if name not in coded:
-            tensor.copy_(files[name])
+            tensor.copy_(_checked(name, files[name], tensor.dtype))
     return {name for name in own if name in files}
+
+
+def _check_tied(own: Mapping[str, Tensor], files: TensorFiles) -> None:
+    """Raise where names of one tensor of the model have different tensors in the file."""
+    first: dict[int, str] = {}
+    for name in (name for name, tensor in own.items() if name in files and tensor.numel()):
+        other = first.setdefault(own[name].data_ptr(), name)
+        if other != name and not torch.equal(files[name], files[other]):
+            raise CheckpointError(f"{name} and {other} are one tensor by its {CONFIG}, and differ in the file; {AGAIN}")
+
+
+def _checked(name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in high precision, which widens to the model's without a loss."""
+    if given.dtype not in (EXACT_IN_FP32 if dtype == torch.float32 else (dtype,)):
+        raise CheckpointError(f"{name} is {given.dtype}, which is not exact in the model's {dtype}; {AGAIN}")
+    if not given.isfinite().all():
+        raise CheckpointError(f"{name} holds NaN or infinity; {AGAIN}")
+    return given
 
 
 def _load_layer(layer: nn.Module, path: str, recipe: Recipe, files: TensorFiles, names: ScaleNames) -> set[str]:
@@ -186,7 +205,7 @@ def _load_layer(layer: nn.Module, path: str, recipe: Recipe, files: TensorFiles,
     if (codes.float()).isnan().any():
         raise CheckpointError(f"{path}.weight holds NaN; {AGAIN}")
     name = f"{path}.{names.weight}"
-    scale = checked_scale(name, _present(files, name), spec.granularity, codes.shape)
+    scale = checked_scale(name, _present(files, name), spec.granularity, codes.shape, spec.scale_format)
     layer.weight.requires_grad_(False)
     layer.hold_codes(QuantizedTensor(codes, scale, spec.granularity, torch.float32))
     used = {name}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError
+from octavo.formats import E8M0
 from octavo.interchange.names import NAMES, checked_scale
 from octavo.numerics import PerBlock, PerRow, PerTensor
 
@@ -45,6 +46,18 @@ def test_narrow_scales_are_widened_and_integers_refused():
     assert checked_scale("a", scale, PerTensor(), SHAPE) == scale.float()
     with pytest.raises(CheckpointError, match="int64"):
         checked_scale("a", torch.ones((), dtype=torch.int64), PerTensor(), SHAPE)
+
+
+def test_bytes_belong_to_e8m0_and_nothing_else_does():
+    scale = torch.tensor([[126], [127]], dtype=torch.uint8)
+    assert checked_scale("a", scale, PerRow(), torch.Size([2, 8]), E8M0) is scale
+    with pytest.raises(CheckpointError, match=r"a is torch\.uint8; a scale is float32"):
+        checked_scale("a", scale, PerRow(), torch.Size([2, 8]))
+    with pytest.raises(CheckpointError, match=r"a is torch\.float32; a scale of its recipe is an E8M0 byte"):
+        checked_scale("a", torch.ones(2, 1), PerRow(), torch.Size([2, 8]), E8M0)
+    scale[1] = 255
+    with pytest.raises(CheckpointError, match="holds 255"):
+        checked_scale("a", scale, PerRow(), torch.Size([2, 8]), E8M0)
 
 
 def test_one_scale_is_written_as_each_format_has_it():

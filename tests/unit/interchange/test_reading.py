@@ -170,6 +170,46 @@ FAULTS = {
 }
 
 
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+NUMBERS = {
+    "a norm of integers": (lambda t: t.update({NORM: t[NORM].to(torch.int8)}), "rows", f"{NORM} is torch.int8"),
+    "a norm that is NaN": (lambda t: t[NORM][3].fill_(float("nan")), "rows", f"{NORM} holds NaN"),
+    "an embedding without end": (lambda t: t[EMBEDDING][3].fill_(float("inf")), "rows", f"{EMBEDDING} holds NaN or"),
+    "an embedding that does not fit": (
+        lambda t: t.update({EMBEDDING: t[EMBEDDING].double()}),
+        "rows",
+        f"{EMBEDDING} is torch.float64",
+    ),
+    "a tied head of its own": (
+        lambda t: t.update({"lm_head.weight": t[EMBEDDING] * 2}),
+        "rows",
+        f"lm_head.weight and {EMBEDDING} are one tensor",
+    ),
+    "a scale byte that is NaN": (lambda t: t[f"{LAYER}.weight_scale"][0].fill_(255), "own groups", "holds 255"),
+    "bytes as scales": (
+        lambda t: t.update({f"{LAYER}.weight_scale": t[f"{LAYER}.weight_scale"].to(torch.uint8)}),
+        "rows",
+        r"weight_scale is torch\.uint8",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", NUMBERS)
+def test_numbers_that_a_model_cannot_have(broken, fault):
+    change, kind, match = NUMBERS[fault]
+    folder = broken(kind)
+    change_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=match):
+        load_quantized(folder)
+
+
+def test_a_tied_head_may_be_in_the_file_as_well(broken, folders):
+    folder = broken("rows")
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
+    ours, theirs = (load_quantized(each).model.state_dict() for each in (folder, folders / "rows"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_damaged_tensors(broken, fault):
     change, match = FAULTS[fault]
