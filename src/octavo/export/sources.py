@@ -64,6 +64,8 @@ class Request:
             given.remove("--recipe")
         if len(given) > 1:
             raise ConfigError(f"{given[0]} and {given[1]} both say how layers run; leave one of them out")
+        if self.mix is not None and (self.skip or self.convert_head):
+            raise ConfigError("a mix says which layers it is for; leave out --skip and --head")
         if self.recipe is None and self.power_of_two:
             raise ConfigError("--power-of-two goes with a --recipe; calibrations say for themselves")
 

@@ -15,7 +15,7 @@ from typing import Any
 from octavo.errors import CheckpointError
 from octavo.formats import E4M3
 from octavo.interchange.contents import Contents, FP8Layer
-from octavo.interchange.file_format import FileFormat, Layout, damaged, matched_scheme
+from octavo.interchange.file_format import FileFormat, Layout, damaged, matched_scheme, names_in
 from octavo.interchange.names import NAMES
 from octavo.interchange.schemes import BLOCK, GROUP, Inputs, Scheme, scheme_of
 from octavo.numerics import Granularity, PerRow, PerTensor
@@ -30,6 +30,7 @@ SCHEMES = frozenset(
     for inputs in (Inputs.HIGH_PRECISION, Inputs.STATIC, Inputs.TOKEN)
 ) | {Scheme(weight=BLOCK, inputs=Inputs.GROUP), Scheme(weight=BLOCK, inputs=Inputs.HIGH_PRECISION)}
 E4M3_NUMBERS = {"num_bits": E4M3.bits, "type": "float", "symmetric": True}
+CACHE = E4M3_NUMBERS | {"strategy": "tensor", "dynamic": False}
 INPUTS: dict[Inputs, dict[str, Any] | None] = {
     Inputs.HIGH_PRECISION: None,
     Inputs.STATIC: {"strategy": "tensor", "dynamic": False},
@@ -51,7 +52,7 @@ def _configuration(contents: Contents) -> dict[str, Any]:
             for i, (scheme, paths) in enumerate(groups.items())
         },
         "ignore": list(contents.left_out),
-        "kv_cache_scheme": E4M3_NUMBERS | {"strategy": "tensor", "dynamic": False} if contents.kv_scales else None,
+        "kv_cache_scheme": dict(CACHE) if contents.kv_scales else None,
     }
 
 
@@ -86,8 +87,8 @@ def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise damaged("config_groups", groups, "groups of layers by name")
-    ignored = given.get("ignore") or []
-    schemes = [(list(group.get("targets") or []), _scheme(group)) for group in groups.values()]
+    ignored = _targets("ignore", given)
+    schemes = [(_targets("targets", group), _scheme(group)) for group in groups.values()]
     recipes = {}
     for path in linears:
         if any(_is_meant(target, path) for target in ignored):
@@ -97,9 +98,20 @@ def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout
         if found:
             recipes[path] = schemes[found[0][1]][1].recipe
     kv_scheme = given.get("kv_cache_scheme")
-    if kv_scheme and (_is_dynamic(kv_scheme) or kv_scheme.get("strategy", "tensor") != "tensor"):
-        raise damaged("kv_cache_scheme", kv_scheme, "one static scale for keys and one for values of a layer")
-    return Layout(recipes=recipes, has_kv_scales=bool(kv_scheme))
+    if kv_scheme is not None and not _is_cache(kv_scheme):
+        raise damaged("kv_cache_scheme", kv_scheme, "symmetric E4M3, a static scale for keys and one for values")
+    return Layout(recipes=recipes, has_kv_scales=kv_scheme is not None)
+
+
+def _targets(key: str, given: Mapping[str, Any]) -> list[str]:
+    """Names and expressions, each of which compiles."""
+    found = names_in(key, given.get(key))
+    for target in found:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as error:
+            raise damaged(key, target, f"regular expressions; this is none: {error}") from error
+    return found
 
 
 def _hits(targets: Sequence[str], path: str) -> Iterator[str]:
@@ -114,8 +126,12 @@ def _rank(target: str) -> int:
     return 2 if target == "Linear" else 1 if target.startswith("re:") else 0
 
 
-def _is_dynamic(args: Mapping[str, Any]) -> bool:
-    return bool(args.get("dynamic", False))
+def _is_cache(args: object) -> bool:
+    """Keys and values as octavo reads them; what is left out is as compressed-tensors has it by default."""
+    if not isinstance(args, Mapping):
+        return False
+    found = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False} | dict(args)
+    return all(found[key] == value for key, value in CACHE.items())
 
 
 def _scheme(group: Mapping[str, Any]) -> Scheme:

@@ -11,7 +11,7 @@ from octavo.interchange.names import ScaleNames
 from octavo.interchange.schemes import Scheme, scheme_of, served
 from octavo.recipes import Recipe
 
-__all__ = ["FileFormat", "Layout", "damaged", "matched_scheme"]
+__all__ = ["FileFormat", "Layout", "damaged", "matched_scheme", "names_in"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +102,16 @@ def matched_scheme(fmt: str, scheme: Scheme, known: frozenset[Scheme]) -> Scheme
 def damaged(what: str, given: object, allowed: str) -> CheckpointError:
     """The error for a configuration that says something octavo does not read."""
     return CheckpointError(f"quantization_config has {given!r} as {what}; octavo reads {allowed}")
+
+
+def names_in(what: str, given: object) -> list[str]:
+    """A configuration's list of names; None is an empty one.
+
+    Raises:
+        CheckpointError: it is no such list.
+    """
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise damaged(what, given, "a list of names")
+    return given

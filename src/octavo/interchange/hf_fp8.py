@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.convert import HEAD_NAMES
 from octavo.interchange.contents import Contents
-from octavo.interchange.file_format import FileFormat, Layout, damaged
+from octavo.interchange.file_format import FileFormat, Layout, damaged, names_in
 from octavo.interchange.names import NAMES
 from octavo.interchange.schemes import BLOCK, Inputs, Scheme
 
@@ -31,8 +31,9 @@ def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout
             raise damaged(key, found, repr(value))
     if given.get("scale_fmt", "float") != "float":
         raise damaged("scale_fmt", given["scale_fmt"], "'float'")
-    left_out = given.get("modules_to_not_convert", given.get("ignored_layers"))
-    left_out = HEAD_NAMES if left_out is None else left_out  # as transformers has it; DeepSeek's files leave it out
+    said = given.get("modules_to_not_convert", given.get("ignored_layers"))
+    # As transformers has it; DeepSeek's files leave it out.
+    left_out = HEAD_NAMES if said is None else names_in("modules_to_not_convert", said)
     return Layout(recipes={path: SCHEME.recipe for path in linears if not _is_left_out(path, left_out)})
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.interchange.contents import Contents
-from octavo.interchange.file_format import FileFormat, Layout, damaged
+from octavo.interchange.file_format import FileFormat, Layout, damaged, names_in
 from octavo.interchange.names import NAMES
 from octavo.interchange.schemes import Inputs, Scheme
 from octavo.numerics import PerTensor
@@ -56,20 +56,24 @@ def configuration_from_file(given: Mapping[str, Any]) -> dict[str, Any]:
     """A hf_quant_config.json as the quantization_config that older files lack."""
     inner = given.get("quantization")
     inner = inner if isinstance(inner, Mapping) else {}
+    cache = inner.get("kv_cache_quant_algo")
     return {
         "quant_method": "modelopt",
         "quant_algo": inner.get("quant_algo"),
-        "ignore": list(inner.get("exclude_modules") or []),
-        "kv_cache_scheme": STATIC if inner.get("kv_cache_quant_algo") == ALGORITHM else None,
+        "ignore": inner.get("exclude_modules"),
+        "kv_cache_scheme": STATIC if cache == ALGORITHM else cache,
     }
 
 
 def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
     if given.get("quant_algo") != ALGORITHM:
         raise damaged("quant_algo", given.get("quant_algo"), repr(ALGORITHM))
-    ignored = given.get("ignore") or given.get("exclude_modules") or []
+    ignored = names_in("ignore", given.get("ignore")) or names_in("exclude_modules", given.get("exclude_modules"))
+    cache = given.get("kv_cache_scheme")
+    if cache is not None and cache != STATIC:
+        raise damaged("kv_cache_scheme", cache, f"{STATIC}: {ALGORITHM}")
     recipes = {path: SCHEME.recipe for path in linears if not any(fnmatchcase(path, name) for name in ignored)}
-    return Layout(recipes=recipes, has_kv_scales=bool(given.get("kv_cache_scheme")))
+    return Layout(recipes=recipes, has_kv_scales=cache is not None)
 
 
 MODELOPT = FileFormat(

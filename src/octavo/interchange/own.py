@@ -14,7 +14,7 @@ from typing import Any
 from octavo import recipes
 from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange.contents import Contents
-from octavo.interchange.file_format import FileFormat, Layout, damaged
+from octavo.interchange.file_format import FileFormat, Layout, damaged, names_in
 from octavo.interchange.names import NAMES
 from octavo.recipes import Recipe
 
@@ -54,7 +54,8 @@ def _layout(given: Mapping[str, Any], linears: Sequence[str], folder: Path) -> L
     groups = given.get("recipes")
     if not isinstance(groups, Mapping) or not groups:
         raise damaged("recipes", groups, "paths of layers by the file of their recipe")
-    found = {path: recipe for file, paths in groups.items() for recipe in [_read(folder, file)] for path in paths}
+    listed = {file: names_in(f"layers of {file}", paths) for file, paths in groups.items()}
+    found = {path: recipe for file, paths in listed.items() for recipe in [_read(folder, file)] for path in paths}
     if unknown := sorted(found.keys() - set(linears)):
         raise CheckpointError(f"quantization_config names the layer {unknown[0]!r}, which the model has not")
     return Layout(recipes=found, has_kv_scales=bool(given.get("kv_cache")))

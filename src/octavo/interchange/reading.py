@@ -87,7 +87,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     with torch.no_grad():
         kv_scales = _load(model, files, fmt, layout)
     context = record.get("max_position_embeddings")
-    if not isinstance(context, int):
+    if not isinstance(context, int) or isinstance(context, bool):
         raise CheckpointError(f"{CONFIG} in {str(folder)!r} does not say how many tokens the model reads")
     return QuantizedModel(
         model=model.eval(),
@@ -181,7 +181,10 @@ def _check_tied(own: Mapping[str, Tensor], files: TensorFiles) -> None:
     first: dict[int, str] = {}
     for name in (name for name, tensor in own.items() if name in files and tensor.numel()):
         other = first.setdefault(own[name].data_ptr(), name)
-        if other != name and not torch.equal(files[name], files[other]):
+        if other == name:
+            continue
+        here, there = files[name], files[other]
+        if here.dtype != there.dtype or not torch.equal(here, there):
             raise CheckpointError(f"{name} and {other} are one tensor by its {CONFIG}, and differ in the file; {AGAIN}")
 
 

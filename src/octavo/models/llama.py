@@ -53,7 +53,7 @@ class LlamaConfig:
         tie_embeddings: whether the head shares the embedding's weight.
 
     Raises:
-        ConfigError: a size below 1, or heads that do not divide.
+        ConfigError: a size that is no whole number of at least 1, or heads that do not divide.
     """
 
     vocab_size: int
@@ -70,10 +70,13 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is int and value < 1:
-                raise ConfigError(f"{field.name} must be at least 1, not {value}")
-            if field.type is float and not 0 < value < math.inf:
-                raise ConfigError(f"{field.name} must be a positive number, not {value}")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if field.type is int and not (is_number and isinstance(value, int) and value >= 1):
+                raise ConfigError(f"{field.name} must be a whole number of at least 1, not {value!r}")
+            if field.type is float and not (is_number and 0 < value < math.inf):
+                raise ConfigError(f"{field.name} must be a positive number, not {value!r}")
+            if field.type is bool and not isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be true or false, not {value!r}")
         if self.hidden_size % (2 * self.num_heads):
             raise ConfigError(
                 f"hidden_size must be a multiple of twice num_heads, so that a head can be turned in pairs; "

@@ -73,8 +73,13 @@ def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
     """The shape that a config.json asks for, where octavo's Llama is just that model; None where it is another.
 
     Every key is known, or says that what it stands for is left out: nothing that changes the numbers is passed over.
+
+    Raises:
+        CheckpointError: its rotary positions are described by no object.
     """
     rope = record.get("rope_parameters") or record.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"{CONFIG} has {rope!r} as rope_parameters; they are an object, or left out")
     given = dict(record) | {"rope_theta": record.get("rope_theta", rope.get("rope_theta", 10000.0))}
     given |= {"num_key_value_heads": record.get("num_key_value_heads") or record.get("num_attention_heads")}
     given.setdefault("tie_word_embeddings", False)

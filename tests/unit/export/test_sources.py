@@ -93,6 +93,9 @@ def test_static_needs_scales(plain):
 def test_options_that_contradict_each_other(tmp_path):
     with pytest.raises(ConfigError, match="--recipe and --mix"):
         Request(recipe="rowwise", mix=tmp_path)
+    for layers in ({"skip": ("*.k_proj",)}, {"convert_head": True}):
+        with pytest.raises(ConfigError, match="a mix says which layers it is for"):
+            Request(mix=tmp_path, **layers)
     with pytest.raises(ConfigError, match="goes with a --recipe"):
         Request(power_of_two=True)
     Request(recipe="static", calibration=tmp_path)

@@ -226,11 +226,30 @@ def test_input_and_weight_scales_swapped_are_found_by_shape(broken):
         load_quantized(folder)
 
 
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "an unknown method": ("rows", {"quant_method": "gptq"}, "'gptq' as quant_method; octavo reads"),
     "integers": ("rows", {"format": "int-quantized"}, "'int-quantized' as format"),
     "no groups": ("rows", {"config_groups": None}, "config_groups"),
     "a dynamic cache": ("static", {"kv_cache_scheme": {"dynamic": True}}, "kv_cache_scheme"),
+    "a cache of integers": ("static", {"kv_cache_scheme": CACHE | {"type": "int"}}, "kv_cache_scheme"),
+    "a cache of integers by default": (
+        "static",
+        {"kv_cache_scheme": {key: value for key, value in CACHE.items() if key != "type"}},
+        "kv_cache_scheme",
+    ),
+    "a cache of four bits": ("static", {"kv_cache_scheme": CACHE | {"num_bits": 4}}, "kv_cache_scheme"),
+    "an asymmetric cache": ("static", {"kv_cache_scheme": CACHE | {"symmetric": False}}, "kv_cache_scheme"),
+    "a cache that is a number": ("static", {"kv_cache_scheme": 5}, "5 as kv_cache_scheme"),
+    "ModelOpt's cache of integers": ("modelopt", {"kv_cache_scheme": CACHE | {"type": "int"}}, "kv_cache_scheme"),
+    "ModelOpt's cache that is a number": ("modelopt", {"kv_cache_scheme": 5}, "5 as kv_cache_scheme"),
+    "a method that is a list": ("rows", {"quant_method": []}, r"\[\] as quant_method"),
+    "a number to ignore": ("rows", {"ignore": 5}, "5 as ignore"),
+    "numbers to ignore": ("rows", {"ignore": [5]}, r"\[5\] as ignore"),
+    "half an expression": ("rows", {"ignore": ["re:["]}, r"'re:\[' as ignore"),
+    "ModelOpt's number to ignore": ("modelopt", {"ignore": 5}, "5 as ignore"),
+    "a number not to convert": ("blocks", {"modules_to_not_convert": 5}, "5 as modules_to_not_convert"),
+    "a number of layers": ("own rows", {"recipes": {"recipe-1.toml": 5}}, "5 as layers of recipe-1.toml"),
     "sparse weights": ("rows", {"sparsity_config": {"format": "dense"}}, "sparse"),
     "codes that the configuration leaves out": ("rows", {"ignore": [LAYER, "lm_head"]}, "a layer in high precision"),
     "layers that are no codes": ("rows", {"ignore": []}, "lm_head.weight.* is missing|lm_head.weight.* is no FP8"),
@@ -261,6 +280,14 @@ GROUPS: dict[str, tuple[str, dict[str, Any], str]] = {
     "asymmetric inputs": ("input_activations", {"symmetric": False}, "symmetric E4M3"),
     "other inputs": ("input_activations", {"strategy": "attn_head"}, "input_activations"),
 }
+
+
+@pytest.mark.parametrize("targets", [5, [5], ["re:["]])
+def test_targets_that_are_none(broken, targets):
+    folder = broken("rows")
+    change_config(folder, lambda config: config["config_groups"]["group_0"].update(targets=targets))
+    with pytest.raises(CheckpointError, match="as targets"):
+        load_quantized(folder)
 
 
 @pytest.mark.parametrize("fault", GROUPS)
@@ -295,6 +322,32 @@ def test_a_modelopt_folder_of_before_config_json_said_it(broken):
     del record["quantization_config"]
     (folder / "config.json").write_text(json.dumps(record))
     assert load_quantized(folder).format == "modelopt"
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "INT8", 8])
+def test_a_modelopt_cache_of_other_numbers_of_before_config_json_said_it(broken, algorithm):
+    folder = broken("modelopt")
+    record = json.loads((folder / "config.json").read_text())
+    del record["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(record))
+    said = json.loads((folder / "hf_quant_config.json").read_text())
+    said["quantization"]["kv_cache_quant_algo"] = algorithm
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=f"{algorithm!r} as kv_cache_scheme"):
+        load_quantized(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_parameters": 5}, {"intermediate_size": True}, {"num_hidden_layers": "two"}, {"tie_word_embeddings": 3}],
+    ids=str,
+)
+def test_a_shape_that_is_none(broken, change):
+    folder = broken("rows")
+    record = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(record | change))
+    with pytest.raises(CheckpointError, match=r"rope_parameters|cannot build"):
+        load_quantized(folder)
 
 
 def test_a_truncated_file(broken):

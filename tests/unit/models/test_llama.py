@@ -161,7 +161,11 @@ def test_autocast_keeps_the_residual_stream_in_fp32():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
+        ({"num_layers": 0}, "num_layers must be a whole number of at least 1, not 0"),
+        ({"num_layers": True}, "num_layers must be a whole number of at least 1, not True"),
+        ({"intermediate_size": 64.0}, "intermediate_size must be a whole number"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a positive number"),
+        ({"tie_embeddings": 1}, "tie_embeddings must be true or false"),
         ({"hidden_size": 36}, "36 is not a multiple of 8"),
         ({"num_kv_heads": 3}, "3 does not divide 4"),
         ({"rope_theta": float("nan")}, "rope_theta must be a positive number"),
