@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from octavo.interchange.tensor_files import read_json
+from octavo.interchange import plain_configuration
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
 from octavo.models.gguf import CHAT_TEMPLATE
@@ -65,8 +65,7 @@ def companions_of(model: LanguageModel) -> Companions:
     own = {TOKENIZER: model.tokenizer.to_str().encode()}
     if (source / CONFIG).is_file():
         copied = {name: (source / name).read_bytes() for name in COPIED if (source / name).is_file()}
-        record = {key: value for key, value in read_json(source / CONFIG).items() if key != "quantization_config"}
-        return Companions(config=record, files=_settings(model, {}) | own | copied)
+        return Companions(config=plain_configuration(source), files=_settings(model, {}) | own | copied)
     if source.suffix.lower() == ".gguf" and source.is_file():
         return _from_gguf(model, GGUFFile(source), own)
     if isinstance(model.model, Llama):

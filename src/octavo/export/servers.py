@@ -5,7 +5,7 @@ from types import MappingProxyType
 __all__ = ["DOES", "SOURCES"]
 
 VLLM, SGLANG, TENSORRT_LLM, TRANSFORMERS = "vLLM", "SGLang", "TensorRT-LLM", "transformers"
-NOTHING = "refuses: unknown quant_method"
+NOTHING = "refuses: unknown model_type"
 
 # What the format's weights become. "FP8 products" need an Ada, Hopper or Blackwell GPU, or an MI300.
 DOES = MappingProxyType(

@@ -24,7 +24,7 @@ from octavo.export.companions import Companions, companions_of
 from octavo.export.emulation import emulated
 from octavo.export.verification import reader_of, verify
 from octavo.files import claimed_folder, replacing_folder
-from octavo.interchange import FORMATS, Contents, FileFormat, attention_path, contents_of
+from octavo.interchange import FORMATS, Contents, FileFormat, attention_path, contents_of, written_configuration
 from octavo.interchange.schemes import scheme_of
 from octavo.interchange.tensor_files import write_json, write_tensors
 from octavo.language_model import LanguageModel
@@ -200,7 +200,7 @@ class _Job:
     def _config(self, companions: Companions) -> dict[str, object]:
         plain = {key: value for key, value in companions.config.items() if key not in ("dtype", "torch_dtype")}
         dtype = str(self.dtype).removeprefix("torch.")
-        return {**plain, "dtype": dtype, "quantization_config": self.fmt.configuration(self.contents)}
+        return written_configuration(self.fmt, {**plain, "dtype": dtype}, self.fmt.configuration(self.contents))
 
     def _tensors(self) -> dict[str, Tensor]:
         """In the model's order, a layer's scales behind its weight."""

@@ -2,7 +2,13 @@
 
 from octavo.interchange.contents import Contents, FP8Layer, attention_path, contents_of
 from octavo.interchange.file_format import FileFormat
-from octavo.interchange.formats import FORMATS, is_quantized, read_configuration
+from octavo.interchange.formats import (
+    FORMATS,
+    is_quantized,
+    plain_configuration,
+    read_configuration,
+    written_configuration,
+)
 from octavo.interchange.reading import QuantizedModel, load_quantized
 from octavo.interchange.tensor_files import check_no_codes
 
@@ -17,5 +23,7 @@ __all__ = [
     "contents_of",
     "is_quantized",
     "load_quantized",
+    "plain_configuration",
     "read_configuration",
+    "written_configuration",
 ]

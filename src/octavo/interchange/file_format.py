@@ -41,6 +41,9 @@ class FileFormat:
         refuses: why a layer of such a path and scheme cannot be written, or None.
         configuration: contents → config.json's quantization_config.
         other_files: contents → texts of more files, by name.
+        model_type: what config.json has instead of the model's own, which is in quantization_config then; None leaves
+            it there. A program that does not know a quant_method may load codes as weights; one that does not know a
+            model_type refuses.
         layout: quantization_config, paths of the model's linear layers, the folder → what they say.
     """
 
@@ -54,6 +57,7 @@ class FileFormat:
     layout: Callable[[Mapping[str, Any], Sequence[str], Path], Layout]
     refuses: Callable[[FP8Layer], str | None] = lambda _: None
     other_files: Callable[[Contents], dict[str, str]] = lambda _: {}
+    model_type: str | None = None
 
     def served(self, recipe: Recipe) -> Recipe:
         """What is computed of a layer that runs ``recipe`` by whoever loads the file."""

@@ -13,9 +13,9 @@ from octavo.interchange.modelopt import HF_QUANT_CONFIG, MODELOPT, configuration
 from octavo.interchange.own import OWN
 from octavo.interchange.tensor_files import read_json
 
-__all__ = ["CONFIG", "FORMATS", "is_quantized", "read_configuration"]
+__all__ = ["CONFIG", "FORMATS", "is_quantized", "plain_configuration", "read_configuration", "written_configuration"]
 
-CONFIG, QUANTIZATION = "config.json", "quantization_config"
+CONFIG, QUANTIZATION, MODEL_TYPE = "config.json", "quantization_config", "model_type"
 FORMATS = MappingProxyType({fmt.name: fmt for fmt in (COMPRESSED_TENSORS, HF_FP8, MODELOPT, OWN)})
 METHODS = {fmt.quant_method: fmt for fmt in FORMATS.values()}
 
@@ -32,7 +32,7 @@ def is_quantized(folder: Path) -> bool:
 
 
 def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[str, Any]]:
-    """The format of a folder, its config.json, and the quantization_config of that.
+    """The format of a folder, its config.json as of the model in high precision, and its quantization_config.
 
     Raises:
         CheckpointError: there is none, it cannot be read, or it is in no format that octavo reads.
@@ -46,7 +46,28 @@ def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[s
             if given
             else f"{str(folder)!r} is not in FP8: its {CONFIG} has no {QUANTIZATION}; octavo export writes such folders"
         )
-    return METHODS[method], record, given
+    return METHODS[method], plain_configuration(folder), given
+
+
+def written_configuration(fmt: FileFormat, plain: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json in a format: of the model in high precision, and the quantization_config."""
+    if fmt.model_type is None:
+        return {**plain, QUANTIZATION: dict(given)}
+    return {**plain, MODEL_TYPE: fmt.model_type, QUANTIZATION: {**given, MODEL_TYPE: plain.get(MODEL_TYPE)}}
+
+
+def plain_configuration(folder: Path) -> dict[str, Any]:
+    """config.json as the model in high precision has it, whatever the folder is in.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    record = read_json(folder / CONFIG)
+    given = _method(folder, record)
+    method = given.get("quant_method")
+    fmt = METHODS.get(method) if isinstance(method, str) else None
+    own = {} if fmt is None or fmt.model_type is None else {MODEL_TYPE: given.get(MODEL_TYPE)}
+    return {key: value for key, value in record.items() if key != QUANTIZATION} | own
 
 
 def _method(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:

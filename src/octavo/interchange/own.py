@@ -1,10 +1,12 @@
 """octavo's own: every recipe, whole. The ``state_dict`` as it is, and recipes as ``octavo.recipes.to_toml`` has them.
 
-    config.json           "quantization_config": {"quant_method": "octavo", "version": 1,
+    config.json           "model_type": "octavo",
+                          "quantization_config": {"quant_method": "octavo", "version": 1, "model_type": "llama",
                            "recipes": {"recipe-1.toml": ["model.layers.0.self_attn.q_proj", …], …}}
     recipe-1.toml         what those layers run
 
-Whoever does not know the method refuses the folder; nobody mistakes codes for weights.
+The model's own type is in quantization_config. An unknown method alone is passed over: transformers warns and takes
+codes for weights. An unknown model_type it refuses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,4 +80,5 @@ OWN = FileFormat(
     configuration=_configuration,
     layout=_layout,
     other_files=_other_files,
+    model_type=METHOD,
 )

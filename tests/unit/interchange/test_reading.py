@@ -379,6 +379,13 @@ def test_a_plain_folder_is_not_read(broken):
         load_quantized(folder)
 
 
+@pytest.mark.parametrize("kind", ["own rows", "own groups"])
+def test_transformers_refuses_what_is_octavos_own(folders, kind):
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="model type `octavo`"):
+        transformers.AutoModelForCausalLM.from_pretrained(folders / kind)
+
+
 def test_transformers_is_asked_for_other_architectures(broken, monkeypatch):
     folder = broken("rows")
     record = json.loads((folder / "config.json").read_text())
