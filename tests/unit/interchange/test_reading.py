@@ -130,6 +130,18 @@ def test_kv_scales(folders):
     assert "model.layers.1.self_attn.v_scale" in load_file(folders / "static" / "model.safetensors")
 
 
+@pytest.mark.parametrize(("kind", "before"), [("static", ""), ("modelopt", "{}_proj.")])
+def test_keys_and_values_have_their_own_scales(folders, kind, before):
+    """By the names of the format, which are spelt out here."""
+    _, scales = static(kv_cache=True)
+    tensors, read = load_file(folders / kind / "model.safetensors"), load_quantized(folders / kind)
+    for index, pair in scales.items():
+        assert pair[0] != pair[1]
+        for name, scale, ours in zip("kv", pair, read.kv_scales[index], strict=True):
+            found = tensors[f"model.layers.{index}.self_attn.{before.format(name)}{name}_scale"]
+            assert found.item() == scale.item() == ours.item()
+
+
 def swap(tensors, one, other):
     tensors[one], tensors[other] = tensors[other], tensors[one]
 
@@ -219,7 +231,15 @@ def test_damaged_tensors(broken, fault):
         load_quantized(folder)
 
 
-def test_input_and_weight_scales_swapped_are_found_by_shape(broken):
+def test_input_and_weight_scales_swapped_are_found_by_shape(tmp_path):
+    model, _ = static("row")
+    save_quantized(model, tmp_path / "m", verify_folder=False)
+    change_tensors(tmp_path / "m", lambda t: swap(t, f"{LAYER}.input_scale", f"{LAYER}.weight_scale"))
+    with pytest.raises(CheckpointError, match=rf"{LAYER}.weight_scale is \[1\]"):
+        load_quantized(tmp_path / "m")
+
+
+def test_a_missing_input_scale(broken):
     folder = broken("static")
     change_tensors(folder, lambda t: t.pop(f"{LAYER}.input_scale"))
     with pytest.raises(CheckpointError, match=f"no {LAYER}.input_scale"):
