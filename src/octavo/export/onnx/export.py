@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export.agreement import relative_error
-from octavo.export.onnx.agreement import MOST_LAYER_ERROR, layer_errors
-from octavo.export.onnx.checks import check_engines, sample_inputs
+from octavo.export.onnx.agreement import MOST_LAYER_ERROR, layer_errors, lockstep_errors
+from octavo.export.onnx.checks import MOST_ERROR, check_engines, sample_inputs
 from octavo.export.onnx.graph import Graph, graph_of_decoder, graph_of_module, write_graph
 from octavo.export.onnx.lint import graph_bytes, lint
 from octavo.export.onnx.report import OnnxReport
@@ -163,6 +163,7 @@ def _checked(
     vocabulary = _vocabulary(model) if isinstance(model, LanguageModel) else None
     given = sample_inputs(graph, vocabulary=vocabulary)
     layer_error = _worst_layer(model, graph, given)
+    lockstep_error = _worst_place(model, graph, given)
     engines = check_engines(graph, path, given)
     for each in engines:
         if not each.passed:
@@ -175,7 +176,8 @@ def _checked(
         bytes=sizes,
         file_bytes=sum(each.stat().st_size for each in path.parent.glob(f"{MODEL}*")),
         layer_error=layer_error,
-        model_error=_model_error(model, graph, given),
+        lockstep_error=lockstep_error,
+        model_error=relative_error(_torchs(model, graph, given), _source(model, given)),
         engines=engines,
     )
 
@@ -190,22 +192,36 @@ def _worst_layer(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[T
     return error
 
 
+def _worst_place(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
+    """How far they are between the layers, in lockstep; raises CheckpointError where it is too far."""
+    inner = model.model if isinstance(model, LanguageModel) else model
+    errors = lockstep_errors(inner, graph, lambda: _source(model, inputs), lambda: _torchs(model, graph, inputs))
+    path, error = max(errors.items(), key=lambda item: item[1])
+    if error > MOST_ERROR[graph.dtype]:
+        where = f"what reaches layer {path!r}" if path else "the result"
+        raise CheckpointError(f"{where} is {error:.1e} (relative) from the model's in a graph of {graph.dtype}")
+    return error
+
+
 @torch.no_grad()
-def _model_error(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
-    """How far the graph's form in torch is from the model; a cache is empty for that, as the model has none."""
+def _torchs(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> Tensor:
+    """The first output of the graph's form in torch; a cache is empty for that, as the model has none."""
     given = (inputs[0], *(past[:, :, :0] for past in inputs[1:])) if isinstance(model, LanguageModel) else inputs
-    made = (graph.module(*given), _source(model, inputs))
-    found, wanted = (each if isinstance(each, Tensor) else each[0] for each in made)
-    return relative_error(found, wanted)
+    return _first(graph.module(*given))
 
 
 @torch.no_grad()
-def _source(model: LanguageModel | nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """What the model makes of a graph's inputs, in its own dtype."""
+def _source(model: LanguageModel | nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    """What the model makes of a graph's inputs, in its own dtype: its first output."""
     if isinstance(model, LanguageModel):
         return model.logits(inputs[0])
     dtype = next(model.parameters()).dtype
-    return model(*(each.to(dtype) if each.is_floating_point() else each for each in inputs))
+    return _first(model(*(each.to(dtype) if each.is_floating_point() else each for each in inputs)))
+
+
+def _first(made: Any) -> Tensor:
+    first: Tensor = made if isinstance(made, Tensor) else made[0]
+    return first
 
 
 def _vocabulary(model: LanguageModel) -> int:

@@ -23,6 +23,7 @@ class OnnxReport:
         bytes: of its constants.
         file_bytes: of the files with the graph and its weights.
         layer_error: ‖difference‖ / ‖model's‖ in torch of the worst layer, each given the same input.
+        lockstep_error: the same of what reaches a layer, or of the result, with the model's results of all layers.
         model_error: the same of the whole model, where codes beside a tie may differ.
         engines: what ran the file.
         files: names of all the files, in the order they were written.
@@ -35,6 +36,7 @@ class OnnxReport:
     bytes: GraphBytes
     file_bytes: int
     layer_error: float
+    lockstep_error: float
     model_error: float
     engines: tuple[EngineCheck, ...]
     files: tuple[str, ...] = field(default=())
@@ -58,5 +60,8 @@ class OnnxReport:
         lines = [f"{how}; {self.file_bytes / 1e6:.1f} MB, {self.bytes.fp8_share:.0%} of the constants' bytes FP8"]
         kept = [note for note in self.layers if not note.is_fp8]
         lines += [f"  {note.path}: input {note.input}, weight {note.weight}: {note.reason}" for note in kept]
-        lines.append(f"in torch: layers within {self.layer_error:.1e} of the model's, results {self.model_error:.1e}")
+        lines.append(
+            f"in torch: layers within {self.layer_error:.1e} of the model's, what is between them "
+            f"{self.lockstep_error:.1e}, results {self.model_error:.1e}"
+        )
         return "\n".join(lines + [str(each) for each in self.engines])
