@@ -203,6 +203,25 @@ def test_a_graph_that_computes_something_else_leaves_no_folder(tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def test_one_weight_that_was_folded_back_leaves_no_folder(tmp_path, monkeypatch):
+    real = write_graph
+
+    def folded(graph, path, **options):
+        real(graph, path, **options)
+        loaded = onnx.load(path)
+        node = next(each for each in loaded.graph.node if each.input[0] == "2.codes")
+        linear = graph.linears["2"]
+        weight = (linear.codes.float() * linear.scale).numpy()  # what the node decodes
+        loaded.graph.initializer.append(onnx.numpy_helper.from_array(weight, node.output[0]))
+        loaded.graph.node.remove(node)
+        onnx.save(loaded, path)
+
+    monkeypatch.setattr(module_under_test, "write_graph", folded)
+    with pytest.raises(CheckpointError, match=r"breaks 1 rules.* no product reads the codes of layer '2'"):
+        export_onnx(mlp(), tmp_path / "a", inputs=(torch.randn(2, 5, K),))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_is_not_empty(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(ConfigError, match="not empty"):
