@@ -74,7 +74,10 @@ def lockstep_errors(
 
     def replace(path: str) -> Hook:
         def hook(_: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
-            expected, replaced = calls[path].pop(0) if calls[path] else (given[0] * torch.inf, made)
+            if not calls[path]:
+                errors[path] = torch.inf
+                return made
+            expected, replaced = calls[path].pop(0)
             errors[path] = max(errors[path], relative_error(given[0], expected))
             return replaced.to(graph.dtype)
 

@@ -7,8 +7,8 @@
 | ONNX's ReferenceEvaluator    | what the standard says, every operator and dtype                                   |
 
 Shapes are other ones than the graph was traced with. At every QuantizeLinear the tensor that was cast, the encode scale
-and the codes are read out: the codes must be those of ``octavo.numerics`` for just that tensor and scale, a constant
-scale one of the model's, and a scale that the graph computes octavo's for that tensor, all to the bit.
+and the codes are read out: the codes must be those of ``octavo.numerics`` for just that tensor and scale, and the scale
+that of the very layer whose cast it is: its constant, or what octavo computes of that tensor; all to the bit.
 
 Results are compared with torch's, by ‖difference‖ / ‖torch's‖, in two ways. Sums in another order move a last digit of
 FP32; sooner or later that moves a value across a tie between two codes, 6 % apart, and the layers behind amplify it.
@@ -16,7 +16,8 @@ That says nothing about the graph. So torch runs once more *with the codes that 
 the engine's arithmetic, and has to be small. The free-running difference is reported beside it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from octavo.errors import CheckpointError
 from octavo.export.agreement import relative_error
 from octavo.export.onnx.graph import BATCH, PAST, SEQUENCE, Graph
 from octavo.export.onnx.layers import DynamicCast, StaticCast
@@ -52,7 +54,7 @@ class EngineCheck:
         casts: QuantizeLinear nodes.
         codes: compared.
         wrong_codes: that are not octavo's.
-        wrong_scales: that are none of the model's, or that the graph computed and that are not octavo's.
+        wrong_scales: that are not those of the layer whose cast it is.
         error: ‖result - torch's‖ / ‖torch's‖ with the engine's codes, of the worst output.
         allowed: of ``error``.
         free_error: the same with torch's own codes.
@@ -94,7 +96,6 @@ class _Cast:
     x: str
     encode_scale: str
     codes: str
-    constant: bool
 
 
 def sample_inputs(graph: Graph, *, vocabulary: int | None) -> tuple[Tensor, ...]:
@@ -152,16 +153,17 @@ def check_engines(graph: Graph, path: Path, inputs: tuple[Tensor, ...]) -> tuple
 def _compare(
     engine: str, graph: Graph, inputs: tuple[Tensor, ...], casts: list[_Cast], results: Results
 ) -> EngineCheck:
-    dynamic = [module for module in graph.module.modules() if isinstance(module, DynamicCast)]
-    static = [module.encode_scale for module in graph.module.modules() if isinstance(module, StaticCast)]
+    with _noted_casts(graph) as own_casts:
+        free = _torchs(graph, inputs)
+    if len(own_casts) != len(casts):
+        raise CheckpointError(f"the graph has {len(casts)} casts to FP8, the model {len(own_casts)}")
     codes = wrong_codes = wrong_scales = 0
-    for cast in casts:
+    for cast, own_cast in zip(casts, own_casts, strict=True):
         x, encode, given = (_tensor(results[name]) for name in (cast.x, cast.encode_scale, cast.codes))
         own = cast_nearest(x, E4M3, encode).float()
         codes += own.numel()
         wrong_codes += int((given.view(torch.int32) != own.view(torch.int32)).sum())
-        known = static if cast.constant else [module.encode(x) for module in dynamic]
-        wrong_scales += min(int((own_scale != encode).sum()) for own_scale in known)
+        wrong_scales += int((own_cast.encode(x) != encode).sum())
     with _TheseCodes([_tensor(results[cast.codes]) for cast in casts]):
         wanted = _torchs(graph, inputs)
     first = graph.outputs[0]
@@ -174,7 +176,7 @@ def _compare(
         wrong_scales=wrong_scales,
         error=_worst_error(wanted, results),
         allowed=MOST_ERROR[graph.dtype],
-        free_error=_worst_error(_torchs(graph, inputs), results),
+        free_error=_worst_error(free, results),
         choices=choices.numel(),
         same_choices=int((choices == chosen).sum()),
     )
@@ -189,6 +191,27 @@ def _torchs(graph: Graph, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
 def _worst_error(wanted: dict[str, Tensor], results: Results) -> float:
     """Of the engine's results against torch's."""
     return max(relative_error(_tensor(results[name]), tensor) for name, tensor in wanted.items())
+
+
+@contextmanager
+def _noted_casts(graph: Graph) -> Iterator[list[DynamicCast | StaticCast]]:
+    """Inside, the casts that torch makes are listed, in the order of the graph; see :class:`_TheseCodes`."""
+    made: list[tuple[Tensor, Tensor]] = []
+    casts: list[DynamicCast | StaticCast] = []
+
+    def note(cast: Any, given: tuple[Tensor, ...], _: Any) -> None:
+        x, encode = given[0], cast.encode(given[0])
+        if not any(known is x and torch.equal(by, encode) for known, by in made):
+            made.append((x, encode))
+            casts.append(cast)
+
+    modules = [each for each in graph.module.modules() if isinstance(each, DynamicCast | StaticCast)]
+    handles = [module.register_forward_hook(note) for module in modules]
+    try:
+        yield casts
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _TheseCodes(TorchDispatchMode):
@@ -224,7 +247,7 @@ def _probe(model: Any) -> tuple[Any, list[_Cast]]:
         product, decoded = made_by[node.input[0]], f"{node.output[0]}_as_fp32"
         model.graph.node.append(onnx.helper.make_node("Cast", node.output, [decoded], to=onnx.TensorProto.FLOAT))
         x, encode = product.input
-        cast = _Cast(x, f"{encode}_{node.output[0]}", decoded, constant=encode not in made_by)
+        cast = _Cast(x, f"{encode}_{node.output[0]}", decoded)
         model.graph.node.append(onnx.helper.make_node("Identity", [encode], [cast.encode_scale]))
         casts.append(cast)
     known = {each.name for each in model.graph.output}

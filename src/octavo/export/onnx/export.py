@@ -154,7 +154,7 @@ def _checked(
     on_step("checking the graph")
     onnx.checker.check_model(str(path), full_check=True)
     loaded = onnx.load(path)
-    faults = lint(loaded)
+    faults = lint(loaded, weights={path: linear.codes for path, linear in graph.linears.items()})
     if faults:
         raise CheckpointError(f"the graph breaks {len(faults)} rules of TensorRT's; the first: {faults[0]}")
     sizes = graph_bytes(loaded)

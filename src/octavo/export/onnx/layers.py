@@ -75,6 +75,10 @@ class StaticCast(nn.Module):
         self.register_buffer("encode_scale", encode)
         self.register_buffer("scale", scale)
 
+    def encode(self, _: Tensor) -> Tensor:
+        """The encode scale, whatever the tensor."""
+        return self.encode_scale
+
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """What the codes decode to; no factor is left."""
         return from_codes(to_codes(x, self.encode_scale), self.scale), None

@@ -8,16 +8,21 @@
 | zero point           | is 0, or not there                                                               |
 | dtype                | a scale has the dtype of the tensor that is not codes                            |
 | weight               | the codes of a constant are read by DequantizeLinear alone, next to its product  |
-| fp8 share            | at least one product has a weight in FP8                                         |
+| fp8 share            | at least one product has a weight in FP8, and of each layer that should, one has |
+|                      | that layer's codes                                                               |
 
 Nothing here runs the graph; ``checks.py`` does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 __all__ = ["GraphBytes", "LintFault", "graph_bytes", "lint"]
 
@@ -103,8 +108,12 @@ class _Facts:
         return self.fp8.get(kind) or str(self.onnx.TensorProto.DataType.Name(kind))
 
 
-def lint(model: Any) -> tuple[LintFault, ...]:
-    """Everything in an ONNX model (``onnx.ModelProto``, with its weights) that breaks a rule of the table.
+def lint(model: Any, *, weights: Mapping[str, Tensor] = MappingProxyType({})) -> tuple[LintFault, ...]:
+    """Everything in an ONNX model that breaks a rule of the table.
+
+    Args:
+        model: ``onnx.ModelProto``, with its weights.
+        weights: codes, E4M3 [K, N], that products have to read, by the paths of their layers.
 
     Example:
         >>> import onnx
@@ -122,7 +131,7 @@ def lint(model: Any) -> tuple[LintFault, ...]:
             faults.append(_fault("cast", node, "casts to FP8; TensorRT takes QuantizeLinear only"))
         if node.op_type in (QUANTIZE, DEQUANTIZE):
             faults += [*_scale(facts, node), *_zero_point(facts, node), *_dtype(facts, node)]
-    faults += _weights(facts)
+    faults += _weights(facts, weights)
     return tuple(faults)
 
 
@@ -173,27 +182,35 @@ def _dtype(facts: _Facts, node: Any) -> Iterator[LintFault]:
         yield _fault("dtype", node, f"has a scale in {names[0]} and a tensor in {names[1]}")
 
 
-def _weights(facts: _Facts) -> Iterator[LintFault]:
-    """Constants in FP8 go to DequantizeLinear, and some product reads one."""
+def _weights(facts: _Facts, wanted: Mapping[str, Tensor]) -> Iterator[LintFault]:
+    """Constants in FP8 go to DequantizeLinear, some product reads one, and one reads each that is wanted."""
     for node in facts.nodes:
         for name in node.input:
             codes = name in facts.constants and facts.types[name] in facts.fp8
             if codes and node.op_type not in (DEQUANTIZE, QUANTIZE):
                 yield _fault("weight", node, f"reads the codes {name!r} without decoding them")
-    read = [node for node in facts.nodes if node.op_type in PRODUCTS if _reads_codes(facts, node)]
+    read = {name for node in facts.nodes if node.op_type in PRODUCTS for name in _codes_read(facts, node)}
     if not read:
         yield LintFault(rule="fp8 share", node="", message="no product has a weight in FP8")
+    digests = {_digest(facts.onnx.numpy_helper.to_array(facts.constants[name])) for name in read}
+    for path, codes in wanted.items():
+        if _digest(codes.view(torch.uint8).numpy()) not in digests:
+            yield LintFault(rule="fp8 share", node="", message=f"no product reads the codes of layer {path!r}")
 
 
-def _reads_codes(facts: _Facts, product: Any) -> bool:
-    """Whether one of a product's operands is a decoded constant."""
+def _codes_read(facts: _Facts, product: Any) -> Iterator[str]:
+    """Those of a product's operands that are decoded constants in FP8."""
     for name in product.input:
         source = facts.made_by.get(name)
         while source is not None and source.op_type in PASSED_THROUGH:
             source = facts.made_by.get(source.input[0])
         if source is not None and source.op_type == DEQUANTIZE and source.input[0] in facts.constants:
-            return True
-    return False
+            yield source.input[0]
+
+
+def _digest(codes: Any) -> tuple[tuple[int, ...], bytes]:
+    """Shape and bytes, without keeping the bytes."""
+    return codes.shape, sha256(codes.tobytes()).digest()
 
 
 def _without_weights(model: Any) -> Any:

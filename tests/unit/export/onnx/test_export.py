@@ -42,6 +42,19 @@ def mlp() -> nn.Sequential:
     return model
 
 
+def rewritten(monkeypatch, change):
+    """The next graph is changed by ``change(ModelProto)`` after it is written."""
+    real = write_graph
+
+    def write(graph, path, **options):
+        real(graph, path, **options)
+        loaded = onnx.load(path)
+        change(loaded)
+        onnx.save(loaded, path)
+
+    monkeypatch.setattr(module_under_test, "write_graph", write)
+
+
 def session(path):
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -186,21 +199,64 @@ def test_sixteen_bits_without_an_engine(tmp_path):
 
 
 def test_a_graph_that_computes_something_else_leaves_no_folder(tmp_path, monkeypatch):
-    real = write_graph
-
-    def wrong(graph, path, **options):
-        real(graph, path, **options)
-        loaded = onnx.load(path)
+    def wrong(loaded):
         scale = next(each for each in loaded.graph.initializer if each.name.endswith(".scale"))
         scale.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(scale), scale.name))
-        onnx.save(loaded, path)
 
-    monkeypatch.setattr(module_under_test, "write_graph", wrong)
+    rewritten(monkeypatch, wrong)
     model = nn.Sequential(nn.Linear(K, N))
     octavo.convert(model, "tensorwise")
     with pytest.raises(CheckpointError, match=r"does not compute what torch does: onnxruntime .* same codes 9"):
         export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, K),))
     assert not list(tmp_path.iterdir())
+
+
+def test_one_weight_that_was_folded_back_leaves_no_folder(tmp_path, monkeypatch):
+    model = mlp()
+    weight = octavo.quantize(model[2].weight, octavo.E4M3, granularity=octavo.PerRow()).dequantize()
+
+    def folded(loaded):
+        node = next(each for each in loaded.graph.node if each.input[0] == "2.codes")
+        loaded.graph.initializer.append(onnx.numpy_helper.from_array(weight.t().contiguous().numpy(), node.output[0]))
+        loaded.graph.node.remove(node)
+
+    rewritten(monkeypatch, folded)
+    with pytest.raises(CheckpointError, match=r"breaks 1 rules.* no product reads the codes of layer '2'"):
+        export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, 5, K),))
+    assert not list(tmp_path.iterdir())
+
+
+def two_static_layers():
+    model = nn.Sequential(nn.Linear(K, WIDTH), nn.ReLU(), nn.Linear(WIDTH, N)).eval()
+    octavo.convert(model, "static")
+    for layer, scale in (("0", 0.0031), ("2", 0.0057)):
+        model.get_submodule(layer).get_buffer("input_scale").copy_(torch.tensor(scale))
+    return model
+
+
+def test_encode_scales_of_two_layers_that_are_swapped(tmp_path, monkeypatch):
+    def swap(loaded):
+        first, second = (each for each in loaded.graph.initializer if each.name.endswith("encode_scale"))
+        first.raw_data, second.raw_data = second.raw_data, first.raw_data
+
+    rewritten(monkeypatch, swap)
+    with pytest.raises(CheckpointError, match=r"0 of \d+ codes and 2 scales are not octavo's"):
+        export_onnx(two_static_layers(), tmp_path / "a", inputs=(torch.randn(2, K),))
+
+
+def test_a_cast_that_is_not_there(tmp_path, monkeypatch):
+    def drop(loaded):
+        nodes = loaded.graph.node
+        quantize = next(each for each in nodes if each.op_type == "QuantizeLinear")
+        decode = next(each for each in nodes if quantize.output[0] in each.input)
+        product = next(each for each in nodes if decode.output[0] in each.input)
+        product.input[0] = loaded.graph.input[0].name
+        nodes.remove(quantize)
+        nodes.remove(decode)
+
+    rewritten(monkeypatch, drop)
+    with pytest.raises(CheckpointError, match="the graph has 1 casts to FP8, the model 2"):
+        export_onnx(two_static_layers(), tmp_path / "a", inputs=(torch.randn(2, K),))
 
 
 def test_a_folder_that_is_not_empty(tmp_path):

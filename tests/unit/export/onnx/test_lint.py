@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 onnx = pytest.importorskip("onnx")
 
@@ -93,6 +94,19 @@ def test_a_scale_of_another_dtype():
 def test_weights_that_were_folded_back():
     found = lint(fp8_graph(weight_kind=FLOAT))
     assert [str(fault) for fault in found] == ["fp8 share: the graph: no product has a weight in FP8"]
+
+
+def test_the_weight_of_each_layer_is_looked_for():
+    own, other = (torch.full((4, 2), value).to(torch.float8_e4m3fn) for value in (1.0, 2.0))
+    assert lint(fp8_graph(), weights={"0": own}) == ()
+    found = lint(fp8_graph(), weights={"0": own, "2": other, "4": own.reshape(2, 4)})
+    assert [str(fault) for fault in found] == [
+        "fp8 share: the graph: no product reads the codes of layer '2'",
+        "fp8 share: the graph: no product reads the codes of layer '4'",
+    ]
+    unread = fp8_graph()
+    unread.graph.initializer.append(tensor("unread", E4M3, [4, 2], 2.0))
+    assert len(lint(unread, weights={"2": other})) == 1
 
 
 def test_codes_that_are_read_as_they_are():
