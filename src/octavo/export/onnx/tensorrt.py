@@ -44,14 +44,15 @@ def shape_ranges(graph: Graph, *, context: int | None) -> tuple[ShapeRange, ...]
         graph: with the dimensions that may vary.
         context: the most tokens that the model reads at once; None is not known, and 2,048 are taken.
 
-    With a cache the engine is tuned for one new token.
+    With a cache the engine is tuned for one new token. A range is of one dimension, so TensorRT cannot be told that
+    past and new tokens together must stay within the context: whoever runs the engine has to see to it.
     """
     longest = context or 2048
     has_cache = any(PAST in shape.values() for shape in graph.shapes)
-    usual = min(USUAL_LENGTH, longest)
+    usual, usual_past = min(USUAL_LENGTH, longest), min(USUAL_LENGTH, longest - 1)
     points: dict[str, Mapping[str, int]] = {
         "min": {BATCH: 1, SEQUENCE: 1, PAST: 0},
-        "opt": {BATCH: USUAL_BATCH, SEQUENCE: 1 if has_cache else usual, PAST: usual},
+        "opt": {BATCH: USUAL_BATCH, SEQUENCE: 1 if has_cache else usual, PAST: usual_past},
         "max": {BATCH: LARGEST_BATCH, SEQUENCE: longest, PAST: longest - 1},
     }
     ranges = []

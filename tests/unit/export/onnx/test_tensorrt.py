@@ -5,9 +5,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from octavo.export.onnx.tensorrt import ShapeRange, benchmark_command, build_command, tensorrt_files
+import octavo
+from octavo.export.onnx.graph import graph_of_decoder
+from octavo.export.onnx.tensorrt import ShapeRange, benchmark_command, build_command, shape_ranges, tensorrt_files
+from tests.unit.quantization.tiny_models import language_model
 
+SOURCE = language_model()
+octavo.convert(SOURCE.model, "tensorwise")
 RANGES = (
     ShapeRange(name="input_ids", min=(1, 1), opt=(16, 1), max=(32, 512)),
     ShapeRange(name="past_key_values.0.key", min=(1, 3, 0, 64), opt=(16, 3, 64, 64), max=(32, 3, 511, 64)),
@@ -47,6 +53,19 @@ class OnnxParser:
         return {parsed}
     def get_error(self, index): return "this operator is unknown"
 """
+
+
+@pytest.mark.parametrize("context", [1, 2, 63, 64, 65, 512, None])
+def test_ranges_lie_within_the_context(context):
+    graph = graph_of_decoder(SOURCE, torch.float32, has_cache=True, attention=None)
+    ranges = shape_ranges(graph, context=context)
+    longest = context or 2048
+    for each in ranges:
+        assert all(least <= usual <= most for least, usual, most in zip(each.min, each.opt, each.max, strict=True))
+    tokens, past = ranges[0], ranges[1]
+    assert tokens.max[1] == longest
+    assert past.max[2] + tokens.min[1] == longest
+    assert past.opt[2] + tokens.opt[1] <= longest  # what is tuned and timed can be run
 
 
 def test_the_commands():
