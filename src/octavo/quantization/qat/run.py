@@ -33,11 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import ConversionReport, convert, restore
+from octavo.convert import ConversionReport, convert, read_by_others, restore
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
+from octavo.nn import Linear
 from octavo.quantization.calibration import calibrate, compensate_rounding
-from octavo.quantization.qat.linear import Scales
+from octavo.quantization.qat.linear import QATLinear, Scales
 from octavo.quantization.qat.prepare import HIGH_PRECISION, NO_SCALE, check_recipe, convert_qat, prepare_qat
 from octavo.quantization.qat.tuning import TuneSettings, TuneStep, tune, window_nats
 from octavo.recipes import Recipe
@@ -158,6 +159,9 @@ def run_qat(
         run.tune_baseline()
     student, report = run.trained_for_fp8()
     run.measure(QAT, student)
+    for path, layer in list(student.named_modules()):
+        if isinstance(layer, Linear) and path not in report.converted:
+            restore(layer)
     return QATResult(
         language_model=replace(source, model=student),
         report=report,
@@ -281,6 +285,10 @@ class _Run:
         windows = self._some(-(-ROUNDING_TOKENS // self.training.shape[1]))
         with self.around:
             compensate_rounding(prepared, windows, on_batch=partial(self.on_phase, "round by data"))
+        shared = read_by_others(prepared)
+        if stay := [path for path in shared if isinstance(prepared.get_submodule(path), QATLinear)]:
+            note = f"not {', '.join(stay)}: {shared[stay[0]]}"
+            self.on_phase("round by data", len(windows), len(windows), note)
 
     def _input_scales(self, model: nn.Module) -> dict[str, Tensor]:
         """The scales of inputs that ``octavo.calibrate`` finds on training windows."""

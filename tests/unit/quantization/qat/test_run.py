@@ -1,5 +1,6 @@
 """A whole run: what it measures, what it leaves alone, and the folder it writes."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -53,7 +54,9 @@ def test_what_is_measured_is_each_model_in_the_same_surroundings(result):
     plain = tiny_language_model().model
     octavo.convert(plain, "bf16", convert_head=True)
     assert window_nats(plain, HELD_OUT, surroundings=AROUND) == result.windows["bf16"]
-    assert window_nats(result.language_model.model, HELD_OUT, surroundings=AROUND) == result.windows["fp8-qat"]
+    made = copy.deepcopy(result.language_model.model)
+    octavo.convert(made, "bf16", convert_head=True, layer_filter=lambda path, _: path not in result.report.converted)
+    assert window_nats(made, HELD_OUT, surroundings=AROUND) == result.windows["fp8-qat"]
     amaxes: dict[str, float] = {}
 
     def remember(path: str) -> Any:
@@ -215,16 +218,36 @@ def test_distillation_reaches_the_loop():
     assert plain.steps["fp8-qat"][0].loss > 1.9 * distilled.steps["fp8-qat"][0].loss  # teacher and student agree
 
 
-def test_a_saved_model_computes_the_same_to_the_bit(result, tmp_path):
+@pytest.mark.parametrize("recipe", ["static", "rowwise", "weight_only"])
+def test_a_loaded_model_computes_the_same_to_the_bit(recipe, tmp_path):
+    """With and without autocast; what takes no part is a plain layer in both."""
+    found = ran(settings_of(recipe, skip=("*.down_proj",)))
+    save_qat(tmp_path / "qat", found)
+    loaded = load_qat(tmp_path / "qat")
+    for path, layer in loaded.model.named_modules():
+        assert type(layer) is type(found.language_model.model.get_submodule(path)), path
+    with torch.no_grad():
+        assert torch.equal(loaded.logits(HELD_OUT), found.language_model.logits(HELD_OUT))
+        with AROUND:
+            assert torch.equal(loaded.logits(HELD_OUT), found.language_model.logits(HELD_OUT))
+
+
+def test_a_tied_head_trains_and_keeps_the_embedding_that_it_is_when_rounded_by_data():
+    said: list[tuple[object, ...]] = []
+    settings = settings_of("weight_only", by_data=True, convert_head=True)
+    run_qat(
+        tiny_language_model(tie=True), settings, training=TRAINING, held_out=HELD_OUT,
+        on_phase=lambda *words: said.append(words),
+    )  # fmt: skip
+    assert ("round by data", 8, 8, "not lm_head: other modules use it too") in said
+
+
+def test_what_a_run_says_of_itself_is_in_its_folder(result, tmp_path):
     save_qat(tmp_path / "qat", result)
     loaded = load_qat(tmp_path / "qat")
     assert isinstance(loaded.model, Llama)
     assert loaded.context == 32
     assert loaded.tokenizer.to_str() == result.language_model.tokenizer.to_str()
-    with torch.no_grad():
-        assert torch.equal(loaded.logits(HELD_OUT), result.language_model.logits(HELD_OUT))
-        with AROUND:
-            assert torch.equal(loaded.logits(HELD_OUT), result.language_model.logits(HELD_OUT))
     lines = [json.loads(line) for line in (tmp_path / "qat/metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["step"] * 8 + ["evaluation"] * 5
     assert lines[-1]["perplexity"] == result.perplexity("fp8-qat")
