@@ -36,7 +36,7 @@ def main() -> None:
         recipe=recipes.get(arguments.recipe),
         scales=arguments.scales,
         skip=tuple(arguments.skip),
-        by_data=not arguments.nearest,
+        by_data=arguments.by_data,
         baseline=True,
         tuning=TuneSettings(
             steps=arguments.steps,
@@ -123,7 +123,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=DEFAULTS.learning_rate)
     parser.add_argument("--high-precision-share", type=float, default=DEFAULTS.high_precision_share)
     parser.add_argument("--distill", type=float, default=DEFAULTS.distill)
-    parser.add_argument("--nearest", action="store_true", help="do not round the weights by data")
+    parser.add_argument("--by-data", action="store_true", help="round the weights by training windows first")
     parser.add_argument("--recipe", default="static")
     parser.add_argument("--scales", default="tracked")
     parser.add_argument("--skip", nargs="*", default=[], help="patterns of layers that stay in BF16")

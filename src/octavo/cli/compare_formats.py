@@ -18,7 +18,16 @@ from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
 from octavo.quantization.comparison.cache_formats import key_means
 from octavo.quantization.comparison.comparison import Comparison, compare
-from octavo.quantization.comparison.contestants import BF16, CENTRED, FP32, STATIC, TUNED, Contestant, Scales
+from octavo.quantization.comparison.contestants import (
+    AS_IT_IS,
+    BF16,
+    CENTRED,
+    STATIC,
+    TUNED,
+    Contestant,
+    Scales,
+    as_it_is,
+)
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import check_formats, line_up
 from octavo.training.config import Device
@@ -61,14 +70,15 @@ class Question:
 
 
 def evaluate_model(question: Question, *, as_json: bool) -> None:
-    """Print the loss of a model that is no run, in FP32."""
+    """Print the loss of a model that is no run: in FP32, or with the codes that its folder has."""
     with open_display() as display:
         model = load_language_model(question.model, device=question.device)
         windows, text = _windows(model, question)
-        found = _compared(display, line_up(model, [FP32]), windows, reference=FP32)
-    entry = found.entry(FP32)
+        found = _compared(display, [as_it_is(model)], windows, reference=AS_IT_IS)
+    entry = found.entry(AS_IT_IS)
     record = {
         "model": question.model,
+        "format": f"FP8 codes in {entry.quantized} layers, as stored" if entry.quantized else "FP32",
         **text,
         "windows": found.windows,
         "context": found.length,

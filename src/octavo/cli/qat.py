@@ -53,8 +53,8 @@ def qat(
         int | None, typer.Option(help=f"Tokens of a window. [default: {DEFAULTS.context}, or what the model reads]")
     ] = None,
     by_data: Annotated[
-        bool, typer.Option("--by-data/--nearest", help="Round the weights by training windows before the casts begin.")
-    ] = True,
+        bool, typer.Option("--by-data", help="Round the weights by training windows before the casts begin.")
+    ] = False,
     learning_rate: options.LearningRate = DEFAULTS.learning_rate,
     warmup: options.Warmup = DEFAULTS.warmup,
     high_precision_share: Annotated[

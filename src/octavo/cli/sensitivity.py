@@ -10,6 +10,7 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stdout
 from octavo.cli.progress import open_display, phases
+from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError
 from octavo.files import check_folder, write_atomically
 from octavo.language_model import load_language_model
@@ -21,7 +22,6 @@ from octavo.quantization.sensitivity.page import render
 from octavo.quantization.sensitivity.telling import FORMAT, cost_of, headline, name_of, notes, record, worst_first
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
 from octavo.training.config import MOST_SEED
-from octavo.training.text import BUILTIN
 
 __all__ = ["show_sensitivity"]
 
@@ -35,7 +35,7 @@ def show_sensitivity(
     *,
     source_of_model: options.Model,
     out: Annotated[Path, typer.Option(help="Folder for mix.toml, sensitivity.json and report.html.")],
-    source: options.Source = None,
+    source: options.ModelText = None,
     split: Annotated[str, typer.Option(help="What to choose on: train, validation, test or all.")] = "train",
     windows: Annotated[int, typer.Option(help="Windows to choose on, 2 or more.")] = 8,
     verify_source: Annotated[
@@ -63,7 +63,7 @@ def show_sensitivity(
     place = options.device_of(device)
     budget = _budget(budget_perplexity, budget_bytes)
     _check_numbers(windows=windows, verify_windows=verify_windows, pairs=pairs, seed=seed)
-    text = BUILTIN if source is None else source
+    text = text_to_train_on(source_of_model) if source is None else source
     other = text if verify_source is None else verify_source
     _check_apart((text, split), (other, verify_split))
     check_folder(out, is_own=_is_ours)

@@ -11,6 +11,8 @@ with digits that the reference was never given. ``octavo eval --compare`` and ``
 import torch
 from torch import nn
 
+from octavo.errors import ConfigError
+
 __all__ = ["bf16_autocast", "round_to_bf16"]
 
 
@@ -19,14 +21,32 @@ def round_to_bf16(model: nn.Module) -> None:
 
     FP8 codes, which are no values, stay as they are.
 
+    Raises:
+        ConfigError: a parameter's largest value becomes infinite, as FP16's 65504 does: BF16's nearest is 65536. The
+            model is left as it was.
+
     Example:
         >>> layer = nn.Linear(1, 1)
         >>> layer.weight.data.fill_(1 + 2**-9), round_to_bf16(layer), layer.weight.item()
         (tensor([[1.0020]]), None, 1.0)
     """
+    for path, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.element_size() > 1 and _overflows(parameter):
+            raise ConfigError(
+                f"parameter {path!r} has a value whose nearest in BF16 is infinite as {parameter.dtype}; load the "
+                "model in FP32, or mend that value"
+            )
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.element_size() > 1:
             parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
+
+
+def _overflows(parameter: nn.Parameter) -> bool:
+    """Whether a finite value becomes infinite: its largest does then."""
+    if not parameter.numel():
+        return False
+    largest = parameter.detach().abs().amax()
+    return bool(largest.isfinite() and largest.to(torch.bfloat16).to(parameter.dtype).isinf())
 
 
 def bf16_autocast(device: torch.device) -> torch.autocast:

@@ -213,6 +213,8 @@ class ModelRunner:
         """
         if self._device.type != "cpu":
             raise BackendError(f"rows of several sequences are read on a CPU, and this model is on {self._device}")
+        if not 1 <= told <= len(tokens):
+            raise BackendError(f"from 1 to all {len(tokens)} rows get logits, not {told}")
         hidden = self._embed(tokens)
         if self._native is not None:
             return self._native.run(hidden, tensors, sequence, position, told=told)

@@ -190,6 +190,25 @@ def test_a_hugging_face_folder_is_evaluated_and_compared(octavo, tmp_path, kind,
     assert rows["fp8-dynamic"]["divergence"] > 0
 
 
+def test_a_folder_in_fp8_is_no_reference_and_is_not_called_fp32(octavo, gguf, finished_run, tmp_path):
+    """BF16 made of codes would be FP8, and FP8 beside it would look free."""
+    out = tmp_path / "served"
+    assert octavo("export", finished_run, "--no-verify", "--out", out).exit_code == 0
+    for names in ("bf16,fp8-static", "fp32", "fp8-kv-centred"):
+        result = octavo("eval", out, "--compare", names, *FEW)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "give the model in high precision that they were made of" in " ".join(result.stderr.split())
+    record = json.loads(octavo("eval", out, *FEW, "--json").stdout)
+    assert record["format"] == "FP8 codes in 7 layers, as stored"
+    model = load_language_model(out)
+    windows = evaluation_windows(model, TOPICS, "all", count=3, length=16)
+    with torch.no_grad():
+        logits = model.logits(windows[:, :-1])
+    nats = F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten()).item()
+    assert record["nats"] == pytest.approx(nats, rel=1e-6)
+    assert json.loads(octavo("eval", gguf, *FEW, "--json").stdout)["format"] == "FP32"
+
+
 def test_a_model_of_which_nothing_would_be_quantised_is_refused(octavo, tmp_path):
     folder = hugging_face_folder(tmp_path, "GPT2")
     for name in ("int8", "fp8-dynamic"):

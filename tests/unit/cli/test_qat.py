@@ -16,7 +16,7 @@ def test_it_tunes_measures_and_writes(octavo, finished_run, text, tmp_path):
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["reference"] == "bf16-tuned"
-    assert list(record["measured"]) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-by-data", "fp8-qat"]
+    assert list(record["measured"]) == ["bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"]
     assert record["measured"]["fp8-qat"]["perplexity"] < record["measured"]["bf16"]["perplexity"]
     loaded = load_qat(out)
     with torch.no_grad():
@@ -50,6 +50,8 @@ def test_the_table_says_what_stands_beside_what(octavo, finished_run, text, tmp_
         (["--recipe", "delayed"], "takes its scales from training steps"),
         (["--recipe", "tensorwise", "--scales", "tracked"], "leave --scales out"),
         (["--scales", "guessed"], "scales must be one of"),
+        (["--high-precision-share", 1], "leaves none of 3 steps that cast"),
+        (["--scales", "learned", "--freeze-share", 1], "lower it, or use scales='frozen'"),
         (["--skip", "nothing.like.it"], "matches no layer"),
         (["--context", 4096], "reads at most"),
         (["--eval-windows", 0], "at least 1"),

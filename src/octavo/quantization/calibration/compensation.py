@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.context import autocast
+from octavo.convert import read_by_others
 from octavo.errors import ConfigError, DataError
 from octavo.functional import cast_operand
 from octavo.kernels import quantize
@@ -54,7 +55,8 @@ def compensate_rounding(
 ) -> dict[str, float]:
     """Put the weights of a converted or prepared model where their FP8 codes disturb the outputs least, in place.
 
-    The batches are run in high precision. A layer that they do not reach stays as it is.
+    The batches are run in high precision. A layer that they do not reach stays as it is, and so does one whose weight
+    something else reads too, such as a head's that is the embedding: that would be given what is best for the layer.
 
     Args:
         model: whose layers ``octavo.convert`` or ``octavo.prepare_qat`` has given recipes that cast weights.
@@ -62,12 +64,12 @@ def compensate_rounding(
         on_batch: called after each batch with (done, total or None).
 
     Returns:
-        For each layer's path, what is left of the squared error that rounding to the nearest makes in its output on
-        these batches.
+        For the path of each layer that may move, what is left of the squared error that rounding to the nearest makes
+        in its output on these batches.
 
     Raises:
-        ConfigError: no layer of the model casts a weight that it holds in high precision.
-        DataError: no batch, or one in which a layer is given NaN or ±Inf.
+        ConfigError: no layer of the model casts a weight of its own, in high precision; NaN or ±Inf in one.
+        DataError: no batch, or one in which a layer is given NaN or ±Inf, or squares of its inputs overflow.
 
     Example:
         >>> import octavo
@@ -78,13 +80,21 @@ def compensate_rounding(
         >>> left["0"] < 0.8
         True
     """
+    others_read = read_by_others(module_of(model))
     layers = {
         path: layer
         for path, layer in module_of(model).named_modules()
         if isinstance(layer, Linear) and layer.recipe.output.b is not None and layer.held is None
+        if path not in others_read
     }
     if not layers:
-        raise ConfigError("no layer of this model casts its weight; call octavo.convert or octavo.prepare_qat first")
+        raise ConfigError(
+            "no layer of this model casts its weight, or nothing but those whose weight others use; call "
+            "octavo.convert or octavo.prepare_qat first"
+        )
+    for path, layer in layers.items():
+        if not layer.weight.isfinite().all():
+            raise ConfigError(f"the weight of layer {path!r} holds NaN or infinity; mend the model")
     moments = _second_moments(model, batches, layers, on_batch)
     with torch.autocast(next(iter(layers.values())).weight.device.type, enabled=False):
         return {path: _moved(layers[path], moment) for path, moment in moments.items()}
@@ -97,7 +107,7 @@ def _moved(layer: Linear, moment: Tensor) -> float:
     moved, rounded = rounded_by_data(weight, spec, moment)
     nearest = _output_error(_quantized(weight, spec).dequantize() - weight, moment)
     left = _output_error(rounded - weight, moment)
-    if left >= nearest:
+    if not left < nearest:
         return 1.0
     layer.weight.copy_(moved)
     return left / nearest
@@ -168,24 +178,26 @@ def _second_moments(
 ) -> dict[str, Tensor]:
     """Σ x xᵀ of what each layer is given, float32 [K, K]; layers that are not reached are missing."""
     found: dict[str, Tensor] = {}
-    last: list[Tensor] = []  # what a layer was given last and its moment: queries, keys and values share them
+    last: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}  # queries, keys and values share an input and its moment
 
-    def add(path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
-        if not last or last[0] is not x:
-            with torch.autocast(x.device.type, enabled=False):  # its own products would be narrow
-                rows = x.reshape(-1, x.shape[-1]).float()
-                last[:] = [x, rows.t() @ rows]
-        if not last[1].isfinite().all():
-            raise DataError(f"layer {path!r} is given NaN or infinity; mend that batch, or the model")
-        found[path] = found[path] + last[1] if path in found else last[1]
+    def add(path: str, _: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        x: Tensor = args[0] if args else named["input"]
+        known = (id(x), _version(x))
+        if known not in last:
+            last.clear()
+            last[known] = (x, _second_moment(x))
+        moment = last[known][1]
+        found[path] = found[path] + moment if path in found else moment
+        if not found[path].isfinite().all():
+            raise DataError(f"layer {path!r} is given {_fault(x)}; mend that batch, or the model")
 
-    handles = [layer.register_forward_pre_hook(partial(add, path)) for path, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(partial(add, path), with_kwargs=True) for path, layer in layers.items()]
     total, done = len(batches) if isinstance(batches, Sized) else None, 0
     try:
         with evaluating(module_of(model)), autocast(enabled=False):
             for done, batch in enumerate(batches, start=1):
                 call_of(model)(batch)
+                last.clear()
                 on_batch(done, total)
     finally:
         for handle in handles:
@@ -193,3 +205,19 @@ def _second_moments(
     if not done:
         raise DataError("there is no batch to round the weights by; give a few thousand tokens")
     return found
+
+
+def _second_moment(x: Tensor) -> Tensor:
+    """Σ x xᵀ over all rows, float32 [K, K]."""
+    with torch.autocast(x.device.type, enabled=False):  # its own products would be narrow
+        rows = x.reshape(-1, x.shape[-1]).float()
+        return rows.t() @ rows
+
+
+def _version(x: Tensor) -> object:
+    """Equal while the tensor is not written to; inference tensors do not know, and are never taken to be equal."""
+    return object() if x.is_inference() else x._version  # noqa: SLF001 - torch has no other name for it
+
+
+def _fault(x: Tensor) -> str:
+    return "values whose squares FP32 cannot add up" if x.isfinite().all() else "NaN or infinity"

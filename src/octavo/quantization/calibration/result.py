@@ -289,7 +289,8 @@ def check_holds_no_codes(module: nn.Module, paths: Iterable[str]) -> None:
         layer = module.get_submodule(path)
         if isinstance(layer, Linear) and layer.held is not None:
             raise ConfigError(
-                f"layer {path!r} holds its weight as FP8 codes already; start from the model in high precision"
+                f"layer {path!r} holds its weight as FP8 codes already; give the model in high precision that they "
+                "were made of"
             )
 
 

@@ -55,7 +55,7 @@ def cached(means: Mapping[int, Tensor] | None = None) -> KeysAndValues:
     """
 
     def through(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        stored = keys.float() if means is None else keys.float() - means[layer]
+        stored = keys.float() if means is None else keys.float() - means[layer].to(keys.device)
         return as_cached(stored).to(keys.dtype), as_cached(values.float()).to(values.dtype)
 
     return through

@@ -40,6 +40,7 @@ from octavo.quantization.comparison.storage import Storage, storage_of
 from octavo.quantization.layers import check_has_layers
 
 __all__ = [
+    "AS_IT_IS",
     "BF16",
     "CACHE",
     "CENTRED",
@@ -50,6 +51,7 @@ __all__ = [
     "TUNED",
     "Contestant",
     "Scales",
+    "as_it_is",
     "from_recipe",
     "high_precision",
     "int8",
@@ -58,7 +60,7 @@ __all__ = [
     "with_scales",
 ]
 
-FP32, BF16 = "fp32", "bf16"
+FP32, BF16, AS_IT_IS = "fp32", "bf16", "as it is"
 INT8, STATIC, TUNED = "int8", "fp8-static", "fp8-qat"
 CACHE, CENTRED = "fp8-kv", "fp8-kv-centred"
 RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise": "blockwise"}
@@ -113,6 +115,11 @@ class Contestant:
         return bf16_autocast(device)
 
 
+def as_it_is(model: LanguageModel) -> Contestant:
+    """The model itself, in FP32 but for layers that hold FP8 codes, which compute as their recipes say."""
+    return Contestant(name=AS_IT_IS, language_model=model, surrounding=torch.float32, quantized=_in_codes(model))
+
+
 def high_precision(model: LanguageModel, name: str) -> Contestant:
     """The model as it is ("fp32"; no copy), or a copy in BF16 ("bf16")."""
     if name == FP32:
@@ -155,13 +162,18 @@ def int8(model: LanguageModel) -> Contestant:
 def _in_fp8(made: LanguageModel, name: str, quantize: Callable[[nn.Module], object]) -> Contestant:
     """Of a copy, in place."""
     quantize(made.model)
-    paths = tuple(
-        path
-        for path, layer in made.model.named_modules()
-        if isinstance(layer, Linear) and not layer.recipe.is_high_precision
-    )
+    paths = _in_codes(made)
     check_has_layers(made.model, paths)
     return _finished(made, name, paths)
+
+
+def _in_codes(model: LanguageModel) -> tuple[str, ...]:
+    """Paths of the layers that multiply codes."""
+    return tuple(
+        path
+        for path, layer in model.model.named_modules()
+        if isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None)
+    )
 
 
 def _hold_and_round(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel
-from octavo.quantization.calibration.result import shape_hash
+from octavo.quantization.calibration.result import check_holds_no_codes, shape_hash
 from octavo.quantization.comparison.contestants import (
     BF16,
     CACHE,
@@ -71,9 +71,11 @@ def line_up(
         advance: called after each with (done, total).
 
     Raises:
-        ConfigError: a format that lacks its calibration, tuned model or library.
+        ConfigError: a format that lacks its calibration, tuned model or library; a model that holds FP8 codes, whose
+            BF16 would be those codes and no reference.
         CheckpointError: a calibration or tuned model of another model.
     """
+    check_holds_no_codes(model.model, (path for path, _ in model.model.named_modules()))
     bf16 = high_precision(model, BF16)
     given = {
         STATIC: lambda: with_scales(model, _needed(calibration, STATIC, "a calibration")),

@@ -23,7 +23,15 @@ from octavo.nn import Linear
 from octavo.quantization.qat.linear import DECAY, QATLinear, Scales
 from octavo.recipes import Recipe
 
-__all__ = ["HIGH_PRECISION", "check_recipe", "convert_qat", "freeze_scales", "parameter_groups", "prepare_qat"]
+__all__ = [
+    "HIGH_PRECISION",
+    "NO_SCALE",
+    "check_recipe",
+    "convert_qat",
+    "freeze_scales",
+    "parameter_groups",
+    "prepare_qat",
+]
 
 HIGH_PRECISION = "bf16"
 NO_SCALE = "a plain layer again: its input has no scale, since no training forward has reached it"

@@ -17,8 +17,9 @@ learns from the text alone, whatever the distillation.
 
 Where the casts begin, before the first step or after those in high precision, three things follow from the model as it
 then is: it is the teacher; ``octavo.calibrate`` gives its inputs' first scales; and with ``by_data`` its weights are
-rounded by the training windows (``octavo.quantization.compensate_rounding``), so that training starts from the best
-codes that are known and not from the nearest.
+rounded by the training windows (``octavo.quantization.compensate_rounding``), so that training starts from codes that
+disturb the layers' outputs less than the nearest. Whether the model's loss gains by it is to be measured, model by
+model: it is not the default (docs/qat.md).
 """
 
 import copy
@@ -32,12 +33,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import ConversionReport, convert, restore
+from octavo.convert import ConversionReport, convert, read_by_others, restore
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
+from octavo.nn import Linear
 from octavo.quantization.calibration import calibrate, compensate_rounding
-from octavo.quantization.qat.linear import Scales
-from octavo.quantization.qat.prepare import HIGH_PRECISION, check_recipe, convert_qat, prepare_qat
+from octavo.quantization.qat.linear import QATLinear, Scales
+from octavo.quantization.qat.prepare import HIGH_PRECISION, NO_SCALE, check_recipe, convert_qat, prepare_qat
 from octavo.quantization.qat.tuning import TuneSettings, TuneStep, tune, window_nats
 from octavo.recipes import Recipe
 from octavo.state import load_scaling_state, scaling_state
@@ -72,7 +74,7 @@ class QATSettings:
     clip_gradients: bool = False
     skip: tuple[str, ...] = ()
     convert_head: bool = False
-    by_data: bool = True
+    by_data: bool = False
     baseline: bool = False
     tuning: TuneSettings
 
@@ -80,6 +82,17 @@ class QATSettings:
         check_recipe(self.recipe)
         if self.scales not in tuple(Scales):
             raise ConfigError(f"scales must be one of {', '.join(Scales)}, not {self.scales!r}")
+        tuning = self.tuning
+        if self.starts_scales_at_first_batch and tuning.moving_steps == tuning.high_precision_steps:
+            raise ConfigError(
+                f"learned scales start at the first batch that is cast, and a freeze_share of {tuning.freeze_share} "
+                "lets none come before they are frozen; lower it, or use scales='frozen'"
+            )
+
+    @property
+    def starts_scales_at_first_batch(self) -> bool:
+        """Whether static inputs' scales begin with what training shows them, and not with a calibration's."""
+        return self.scales == Scales.LEARNED and self.recipe.has_static_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +159,9 @@ def run_qat(
         run.tune_baseline()
     student, report = run.trained_for_fp8()
     run.measure(QAT, student)
+    for path, layer in list(student.named_modules()):
+        if isinstance(layer, Linear) and path not in report.converted:
+            restore(layer)
     return QATResult(
         language_model=replace(source, model=student),
         report=report,
@@ -193,7 +209,7 @@ class _Run:
         self._load_input_scales(made, model)
         if by_data:
             self._round_by_data(made)
-        convert_qat(made)
+        _converted(made)
         return made
 
     def tune_baseline(self) -> None:
@@ -212,7 +228,7 @@ class _Run:
 
         def before_casts() -> None:
             teachers.append(self._as_it_is(made))
-            if self.settings.scales != Scales.LEARNED:  # those start at their first batch's
+            if not self.settings.starts_scales_at_first_batch:
                 self._load_input_scales(made, teachers[0])
             if self.settings.by_data:
                 self._round_by_data(made)
@@ -222,7 +238,7 @@ class _Run:
                 return logits_of(teachers[0], tokens)
 
         self._tune(QAT, made, self.settings.tuning, teacher=teach, before_casts=before_casts)
-        return made, convert_qat(made)
+        return made, _converted(made)
 
     def _tune(self, name: str, model: nn.Module, settings: TuneSettings, **options: Any) -> None:
         """Tune a copy in place, and keep what its steps said."""
@@ -233,7 +249,9 @@ class _Run:
             self.on_phase(f"tune {name}", step.step, settings.steps, f"loss {step.loss:.3f}")
 
         self.on_phase(f"tune {name}", 0, settings.steps)
-        tune(model, self.training, settings, surroundings=self.around, on_step=on_step, **options)
+        with torch.random.fork_rng():
+            torch.manual_seed(settings.seed)  # of what the model itself draws, such as dropout's masks
+            tune(model, self.training, settings, surroundings=self.around, on_step=on_step, **options)
         self.steps[name] = tuple(done)
 
     def _prepared(self, model: nn.Module, *, scales: str) -> nn.Module:
@@ -267,6 +285,10 @@ class _Run:
         windows = self._some(-(-ROUNDING_TOKENS // self.training.shape[1]))
         with self.around:
             compensate_rounding(prepared, windows, on_batch=partial(self.on_phase, "round by data"))
+        shared = read_by_others(prepared)
+        if stay := [path for path in shared if isinstance(prepared.get_submodule(path), QATLinear)]:
+            note = f"not {', '.join(stay)}: {shared[stay[0]]}"
+            self.on_phase("round by data", len(windows), len(windows), note)
 
     def _input_scales(self, model: nn.Module) -> dict[str, Tensor]:
         """The scales of inputs that ``octavo.calibrate`` finds on training windows."""
@@ -283,3 +305,14 @@ class _Run:
     def _some(self, count: int) -> list[Tensor]:
         """So many training windows, spread evenly, as batches of one; all if there are fewer."""
         return [window[None] for window in self.training[:: max(1, len(self.training) // count)][:count]]
+
+
+def _converted(prepared: nn.Module) -> ConversionReport:
+    """Convert what was prepared, all of it: a layer that stayed plain would be measured as if it were in FP8."""
+    report = convert_qat(prepared)
+    if unreached := [path for path, why in report.skipped.items() if why == NO_SCALE]:
+        raise ConfigError(
+            f"no training window reaches layer {unreached[0]!r}, so its input has no scale; leave it out with skip, or "
+            "give more windows"
+        )
+    return report

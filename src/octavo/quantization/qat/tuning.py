@@ -50,7 +50,7 @@ class TuneSettings:
         warmup: updates until the peak.
         weight_decay: of matrices.
         clip_norm: gradients are scaled down to this norm.
-        high_precision_share: share of the steps, at the beginning, in which nothing is cast.
+        high_precision_share: share of the steps, at the beginning, in which nothing is cast; one step at least casts.
         freeze_share: share of the others, at the end, in which scales stay what they are.
         distill: weight of the divergence from the teacher, from 0 to 1, in steps that cast.
         temperature: of that divergence.
@@ -86,6 +86,11 @@ class TuneSettings:
         for name in ("high_precision_share", "freeze_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
+        if self.high_precision_steps == self.steps:
+            raise ConfigError(
+                f"a high_precision_share of {self.high_precision_share} leaves none of {self.steps} steps that cast, "
+                "and so nothing that is trained for FP8; lower it, or take more steps"
+            )
         check_distillation(self.distill, self.temperature)
 
     @property

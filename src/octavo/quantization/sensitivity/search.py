@@ -39,7 +39,7 @@ class Option:
 def cheapest(units: Sequence[Sequence[Option]], limit: float) -> tuple[str, ...] | None:
     """The choices with the least sum of costs whose ``limited`` add up to at most ``limit``; None where none do.
 
-    Of equally good options the first counts.
+    Of options that cost the same the one that takes least of the limit counts, and of those the first.
 
     Raises:
         ConfigError: a unit without options, a negative ``limited``, or a negative limit.
@@ -53,7 +53,7 @@ def cheapest(units: Sequence[Sequence[Option]], limit: float) -> tuple[str, ...]
         raise ConfigError("every unit needs an option; give it bf16 at least")
     if limit < 0 or any(option.limited < 0 for options in units for option in options):
         raise ConfigError("a limit and what it limits are 0 or more")
-    freely = [min(options, key=lambda option: option.cost) for options in units]
+    freely = [min(options, key=lambda option: (option.cost, option.limited)) for options in units]
     if math.fsum(option.limited for option in freely) <= limit:
         return tuple(option.choice for option in freely)
     least = [min(option.limited for option in options) for options in units]

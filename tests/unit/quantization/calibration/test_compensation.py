@@ -217,3 +217,83 @@ def test_weights_held_as_codes_are_no_longer_moved():
     model[0].requires_grad_(False)
     octavo.convert(model, "tensorwise", frozen="fp8")
     assert list(compensate_rounding(model, [alike(50, 6)])) == ["1"]
+
+
+@pytest.mark.parametrize("seed", [31, 120, 228])
+def test_a_weight_that_would_come_off_worse_stays(seed):
+    """Nothing is known beforehand of the columns to come: here the chosen codes disturb the output more."""
+    torch.manual_seed(seed)
+    weight, x = torch.randn(1, 4), torch.randn(6, 4)
+    nearest = cast(weight, spec_of("tensor")).dequantize()
+    _, chosen = rounded_by_data(weight, spec_of("tensor"), x.t() @ x)
+    assert error(chosen - weight, x.t() @ x) > 1.1 * error(nearest - weight, x.t() @ x)
+    model = nn.Sequential(nn.Linear(4, 1))
+    model[0].weight.data.copy_(weight)
+    octavo.convert(model, "tensorwise")
+    assert compensate_rounding(model, [x]) == {"0": 1.0}
+    assert torch.equal(model[0].weight, weight)
+
+
+class Head(nn.Module):
+    """A head that is the embedding, after a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.head = nn.Embedding(20, 6), nn.Linear(6, 6), nn.Linear(6, 20, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.up(self.table(tokens)))
+
+
+def test_a_weight_that_others_read_stays():
+    torch.manual_seed(0)
+    model = Head()
+    octavo.convert(model, "tensorwise", convert_head=True)
+    before = model.table.weight.detach().clone()
+    assert list(compensate_rounding(model, [torch.arange(20)[None]])) == ["up"]
+    assert torch.equal(model.table.weight, before)
+    octavo.restore(model.up)
+    with pytest.raises(ConfigError, match="whose weight others use"):
+        compensate_rounding(model, [torch.arange(20)[None]])
+
+
+class InPlace(nn.Module):
+    """The second layer is given the first one's tensor, with other values in it by then; both by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.first(input=x)
+        x.mul_(torch.linspace(0, 4, x.shape[-1]).roll(5)).add_(x.roll(1, -1))
+        return y, self.second(input=x)
+
+
+def test_a_tensor_that_was_written_to_is_another_input():
+    torch.manual_seed(0)
+    model, alone, x = InPlace(), nn.Sequential(nn.Linear(12, 8)), alike(64, 12)
+    alone[0].load_state_dict(model.second.state_dict())
+    octavo.convert(model, "tensorwise")
+    octavo.convert(alone, "tensorwise")
+    given = x.clone()
+    compensate_rounding(model, [given])
+    compensate_rounding(alone, [given])
+    assert torch.equal(model.second.weight, alone[0].weight)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(value):
+    model = nn.Sequential(nn.Linear(6, 6))
+    model[0].weight.data[2, 3] = value
+    octavo.convert(model, "tensorwise")
+    with pytest.raises(ConfigError, match="weight of layer '0' holds NaN or infinity"):
+        compensate_rounding(model, [alike(50, 6)])
+
+
+def test_inputs_whose_squares_overflow_are_not_called_nan():
+    model = nn.Sequential(nn.Linear(6, 6))
+    octavo.convert(model, "tensorwise")
+    with pytest.raises(DataError, match="squares FP32 cannot add up"):
+        compensate_rounding(model, [torch.full((2, 6), 1e30)])
