@@ -194,8 +194,8 @@ def _from_hugging_face(source: str) -> LanguageModel:
         raise ConfigError(f"{source!r} is read with transformers, which is not installed; {INSTALL}") from error
     check_no_codes(Path(source))
     try:
-        model: Any
-        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        read: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        model, report = read
         tokenizer: Any = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # transformers, its readers and its tokenizers raise whatever they like
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,6 +12,8 @@ PARENTS = {
     "DataError": (errors.OctavoError, ValueError),
     "CheckpointError": (errors.OctavoError,),
     "BackendError": (errors.OctavoError,),
+    "QueueFullError": (errors.OctavoError,),
+    "ClosedError": (errors.OctavoError,),
     "TrainingError": (errors.OctavoError,),
     "NonFiniteLossError": (errors.TrainingError,),
 }

@@ -25,18 +25,19 @@ def test_every_parameter_is_that_of_a_checkpoint():
     round_to_bf16(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), checkpoint.parameters(), strict=True))
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert model.get_submodule("lm_head").weight is model.get_submodule("model.embed_tokens").weight
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 65504.0), (torch.float32, 3.4e38)])
 def test_a_value_that_would_become_infinite_is_refused_and_nothing_has_changed(dtype, value):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(dtype)
-    model[1].weight.data[0, 0] = -value
+    weight = model.get_parameter("1.weight").data
+    weight[0, 0] = -value
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(ConfigError, match=r"parameter '1\.weight' has a value whose nearest in BF16 is infinite"):
         round_to_bf16(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-    model[1].weight.data[0, 0] = -0.99 * value
+    weight[0, 0] = -0.99 * value
     round_to_bf16(model)
 
 

@@ -193,8 +193,8 @@ def _weights(facts: _Facts, wanted: Mapping[str, Tensor]) -> Iterator[LintFault]
     if not read:
         yield LintFault(rule="fp8 share", node="", message="no product has a weight in FP8")
     digests = {_digest(facts.onnx.numpy_helper.to_array(facts.constants[name])) for name in read}
-    for path, codes in wanted.items():
-        if _digest(codes.view(torch.uint8).numpy()) not in digests:
+    for path, wanted_codes in wanted.items():
+        if _digest(wanted_codes.view(torch.uint8).numpy()) not in digests:
             yield LintFault(rule="fp8 share", node="", message=f"no product reads the codes of layer {path!r}")
 
 

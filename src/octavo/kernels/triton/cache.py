@@ -43,8 +43,7 @@ def _searched_scale(vector, MAX: tl.constexpr, MANTISSA: tl.constexpr):
     dropped: tl.constexpr = 23 - MANTISSA
     best, least = tl.full([1], _STEPS, tl.int32), tl.full([1], 1 << 62, tl.int64)
     for step in tl.static_range(_STEPS, 2 * _STEPS):
-        factor: tl.constexpr = _FINE * _STEPS / step
-        scaled = fitting * factor
+        scaled = fitting * (_FINE * _STEPS / step)
         nearest = (scaled.to(tl.int32, bitcast=True) + (1 << (dropped - 1))) >> dropped << dropped
         left = scaled - nearest.to(tl.float32, bitcast=True)
         error = tl.sum((left * left).to(tl.int32), axis=0, keep_dims=True).to(tl.int64) * (step * step)

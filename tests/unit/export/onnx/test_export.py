@@ -213,7 +213,8 @@ def test_a_graph_that_computes_something_else_leaves_no_folder(tmp_path, monkeyp
 
 def test_one_weight_that_was_folded_back_leaves_no_folder(tmp_path, monkeypatch):
     model = mlp()
-    weight = octavo.quantize(model[2].weight, octavo.E4M3, granularity=octavo.PerRow()).dequantize()
+    folded_back = model.get_parameter("2.weight")
+    weight = octavo.quantize(folded_back, octavo.E4M3, granularity=octavo.PerRow()).dequantize()
 
     def folded(loaded):
         node = next(each for each in loaded.graph.node if each.input[0] == "2.codes")

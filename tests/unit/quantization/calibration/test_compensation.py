@@ -228,10 +228,11 @@ def test_a_weight_that_would_come_off_worse_stays(seed):
     _, chosen = rounded_by_data(weight, spec_of("tensor"), x.t() @ x)
     assert error(chosen - weight, x.t() @ x) > 1.1 * error(nearest - weight, x.t() @ x)
     model = nn.Sequential(nn.Linear(4, 1))
-    model[0].weight.data.copy_(weight)
+    own = model.get_parameter("0.weight")
+    own.data.copy_(weight)
     octavo.convert(model, "tensorwise")
     assert compensate_rounding(model, [x]) == {"0": 1.0}
-    assert torch.equal(model[0].weight, weight)
+    assert torch.equal(own, weight)
 
 
 class Head(nn.Module):
@@ -274,19 +275,19 @@ class InPlace(nn.Module):
 def test_a_tensor_that_was_written_to_is_another_input():
     torch.manual_seed(0)
     model, alone, x = InPlace(), nn.Sequential(nn.Linear(12, 8)), alike(64, 12)
-    alone[0].load_state_dict(model.second.state_dict())
+    alone.get_submodule("0").load_state_dict(model.second.state_dict())
     octavo.convert(model, "tensorwise")
     octavo.convert(alone, "tensorwise")
     given = x.clone()
     compensate_rounding(model, [given])
     compensate_rounding(alone, [given])
-    assert torch.equal(model.second.weight, alone[0].weight)
+    assert torch.equal(model.second.weight, alone.get_parameter("0.weight"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_refused(value):
     model = nn.Sequential(nn.Linear(6, 6))
-    model[0].weight.data[2, 3] = value
+    model.get_parameter("0.weight").data[2, 3] = value
     octavo.convert(model, "tensorwise")
     with pytest.raises(ConfigError, match="weight of layer '0' holds NaN or infinity"):
         compensate_rounding(model, [alike(50, 6)])

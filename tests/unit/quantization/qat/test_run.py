@@ -126,7 +126,7 @@ def test_the_seed_says_what_dropout_drops_and_leaves_the_callers_generator_alone
     losses = []
     for noise in (1, 2):
         model = tiny_language_model()
-        layer: Any = model.model.model.layers[0]
+        layer: Any = model.model.get_submodule("model.layers.0")
         layer.mlp = Dropping(layer.mlp)
         torch.manual_seed(noise)
         state = torch.get_rng_state()
@@ -139,7 +139,7 @@ def test_the_seed_says_what_dropout_drops_and_leaves_the_callers_generator_alone
 
 def test_a_layer_that_no_window_reaches_is_not_measured_as_fp8():
     model = tiny_language_model()
-    layer: Any = model.model.model.layers[0]
+    layer: Any = model.model.get_submodule("model.layers.0")
     layer.never = nn.Linear(8, 8)
     with pytest.raises(ConfigError, match=r"no training window reaches layer 'model\.layers\.0\.never'"):
         ran(settings_of(), model)
