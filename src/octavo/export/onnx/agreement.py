@@ -27,20 +27,20 @@ Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
 @torch.no_grad()
 def layer_errors(model: nn.Module, graph: Graph, run: Callable[[], Any]) -> dict[str, float]:
-    """‖graph's layer - model's layer‖ / ‖model's‖ of each layer that is an operator, by path; 0 where none was called.
+    """‖graph's layer - model's layer‖ / ‖model's‖ of each layer that is an operator and was called, by path.
 
     Args:
         model: the source.
         graph: made from it.
         run: calls the model, whatever that takes.
     """
-    errors = dict.fromkeys(graph.linears, 0.0)
+    errors: dict[str, float] = {}
 
     def compare(path: str) -> Hook:
         def hook(layer: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
             x = given[0].to(graph.dtype)
             wanted = layer.forward(x.to(given[0].dtype))  # of the rounded input, and without hooks
-            errors[path] = max(errors[path], relative_error(graph.linears[path](x), wanted))
+            errors[path] = max(errors.get(path, 0.0), relative_error(graph.linears[path](x), wanted))
 
         return hook
 

@@ -106,7 +106,8 @@ def sample_inputs(graph: Graph, *, vocabulary: int | None) -> tuple[Tensor, ...]
         vocabulary: number of token ids; None takes the graph's own inputs, their first row once more.
     """
     if vocabulary is None:
-        return tuple(torch.cat([each, each[:1]]) for each in graph.inputs)
+        pairs = zip(graph.inputs, graph.shapes, strict=True)
+        return tuple(torch.cat([each, each[:1]]) if 0 in varying else each for each, varying in pairs)
     generator = torch.Generator().manual_seed(0)
     made = []
     for each, varying in zip(graph.inputs, graph.shapes, strict=True):

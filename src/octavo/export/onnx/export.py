@@ -152,6 +152,10 @@ def _checked(
     import onnx
 
     on_step("checking the graph")
+    vocabulary = _vocabulary(model) if isinstance(model, LanguageModel) else None
+    given = sample_inputs(graph, vocabulary=vocabulary)
+    layer_error = _worst_layer(model, graph, given)
+    lockstep_error = _worst_place(model, graph, given)
     onnx.checker.check_model(str(path), full_check=True)
     loaded = onnx.load(path)
     faults = lint(loaded, weights={path: linear.codes for path, linear in graph.linears.items()})
@@ -160,10 +164,6 @@ def _checked(
     sizes = graph_bytes(loaded)
     del loaded
     on_step("running it in onnxruntime and in ONNX's reference")
-    vocabulary = _vocabulary(model) if isinstance(model, LanguageModel) else None
-    given = sample_inputs(graph, vocabulary=vocabulary)
-    layer_error = _worst_layer(model, graph, given)
-    lockstep_error = _worst_place(model, graph, given)
     engines = check_engines(graph, path, given)
     for each in engines:
         if not each.passed:
@@ -186,6 +186,12 @@ def _worst_layer(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[T
     """How far the graph's layers are from the model's in torch; raises CheckpointError where one is too far."""
     inner = model.model if isinstance(model, LanguageModel) else model
     errors = layer_errors(inner, graph, lambda: _source(model, inputs))
+    for path in graph.linears:
+        if path not in errors:
+            raise CheckpointError(
+                f"layer {path!r} is not called with these inputs, so nothing says whether it is right; give inputs "
+                "that reach it, or leave it out of the conversion (skip)"
+            )
     path, error = max(errors.items(), key=lambda item: item[1])
     if error > MOST_LAYER_ERROR[graph.dtype]:
         raise CheckpointError(f"layer {path!r} is {error:.1e} (relative) from the model's in a graph of {graph.dtype}")

@@ -108,10 +108,19 @@ def graph_of_module(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.d
     if not inputs or not all(isinstance(each, Tensor) for each in inputs):
         raise ConfigError("a module is exported with the tensors of one call; give inputs=(tensor, …)")
     module, linears = _with_graph_linears(model, dtype)
-    names = tuple(inspect.signature(model.forward).parameters)[: len(inputs)]
+    parameters = list(inspect.signature(model.forward).parameters.values())[: len(inputs)]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(parameters) < len(inputs) or any(each.kind not in positional for each in parameters):
+        raise ConfigError(
+            f"forward of this {type(model).__name__} has no name for each of {len(inputs)} inputs; give it one "
+            "parameter for each tensor (no *args)"
+        )
+    names = tuple(each.name for each in parameters)
     given = tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
     with torch.no_grad():
         made = module(*given)
+    if isinstance(made, dict):
+        raise ConfigError(f"this {type(model).__name__} gives a dict; a graph gives a tensor or a tuple of them")
     count = 1 if isinstance(made, Tensor) else len(made)
     outputs = ("output",) if count == 1 else tuple(f"output_{index}" for index in range(count))
     return _graph(module, dict(zip(names, given, strict=True)), outputs, linears, dtype)

@@ -1,9 +1,11 @@
 """The comparison itself: what it forgives, what it does not, and that codes are handed over in the graph's order."""
 
+import pytest
 import torch
 from torch import nn
 
 import octavo
+from octavo.errors import ConfigError
 from octavo.export.onnx.checks import EngineCheck, _TheseCodes, sample_inputs
 from octavo.export.onnx.graph import BATCH, SEQUENCE, graph_of_module
 from octavo.export.onnx.operators import to_codes
@@ -38,3 +40,35 @@ def test_leading_dimensions_vary():
     assert made.names == ("input",)
     assert made.shapes == ({0: BATCH, 1: SEQUENCE},)
     assert [each.shape for each in sample_inputs(made, vocabulary=None)] == [(3, 5, 8)]
+
+
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x, shift):
+        return self.linear(x) + shift
+
+
+def test_an_input_whose_shape_does_not_vary_keeps_it():
+    model = Shifted()
+    octavo.convert(model, "tensorwise")
+    made = graph_of_module(model, (torch.randn(2, 8), torch.randn(4)), torch.float32)
+    assert [each.shape for each in sample_inputs(made, vocabulary=None)] == [(3, 8), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda self, *x: self.linear(x[0]), "has no name for each of 2 inputs"),
+        (lambda self, x: self.linear(x), "has no name for each of 2 inputs"),
+        (lambda self, x, shift: {"y": self.linear(x) + shift}, "gives a dict"),
+    ],
+)
+def test_modules_that_a_graph_cannot_name(monkeypatch, forward, message):
+    monkeypatch.setattr(Shifted, "forward", forward)
+    model = Shifted()
+    octavo.convert(model, "tensorwise")
+    with pytest.raises(ConfigError, match=message):
+        graph_of_module(model, (torch.randn(2, 8), torch.randn(4)), torch.float32)
