@@ -85,19 +85,23 @@ def replacing_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> Iterator[P
 
 @contextmanager
 def claimed_folder(folder: Path) -> Iterator[None]:
-    """Make sure that the folder can be written before hours of work; an empty one that is left over is removed.
+    """Make sure that the folder can be written before hours of work; what is left of it empty is removed.
+
+    With it go the folders above that were made for it.
 
     Raises:
         ConfigError: something is there already, or nobody may write there.
     """
     check_folder(folder)
     check_may_write(folder.absolute().parent)
+    above = [place for place in folder.absolute().parents if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        with suppress(OSError):
-            remove_if_empty(folder)
+        for place in (folder, *above):
+            with suppress(OSError):
+                remove_if_empty(place)
 
 
 def check_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> None:

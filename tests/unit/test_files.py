@@ -1,6 +1,7 @@
 """Atomic writes: the new content or the old, never half."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,13 @@ def test_a_place_where_nobody_may_write_is_refused_before_the_work(tmp_path, mon
             check_may_write(tmp_path / folder)
     with pytest.raises(ConfigError, match="you may not write into"), claimed_folder(tmp_path / "shut" / "empty"):
         pass
+
+
+def test_folders_made_for_a_result_that_never_came_are_removed(tmp_path):
+    (tmp_path / "kept").mkdir()
+    with suppress(RuntimeError), claimed_folder(tmp_path / "kept" / "new" / "below"):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+    with claimed_folder(tmp_path / "kept" / "new" / "below"):
+        (tmp_path / "kept" / "new" / "below" / "result").touch()
+    assert (tmp_path / "kept" / "new" / "below" / "result").is_file()

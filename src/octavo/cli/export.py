@@ -35,7 +35,10 @@ def export(
     skip: options.Skip = None,
     head: options.Head = False,
     dtype: Annotated[
-        str | None, typer.Option(help=f"Of all other tensors: {', '.join(DTYPES)}. [default: bf16; onnx: fp16]")
+        str | None,
+        typer.Option(
+            help=f"Of all other tensors: {', '.join(DTYPES)}. [default: bf16, or what an FP8 folder has; onnx: fp16]"
+        ),
     ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of a checkpoint's file, such as 500MB. [default: 5GB]")

@@ -3,6 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export_job import Job
@@ -12,10 +14,12 @@ from octavo.export import Saved, save_quantized
 from octavo.export.servers import DOES, SOURCES
 from octavo.export.sources import load_source
 from octavo.export.verification import TOLERANCE
+from octavo.export.writing import DTYPES
 from octavo.files import claimed_folder
 
 __all__ = ["write_checkpoint"]
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -32,7 +36,7 @@ def write_checkpoint(job: Job, *, as_json: bool) -> None:
             job.out,
             format=job.format,
             kv_scales=source.kv_scales,
-            dtype=job.dtype or "bf16",
+            dtype=job.dtype or DTYPE_NAMES[source.dtype or torch.bfloat16],
             max_shard_bytes=most,
             verify_folder=not job.checkpoint.no_verify,
             on_phase=show,

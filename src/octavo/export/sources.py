@@ -66,8 +66,8 @@ class Request:
             raise ConfigError(f"{given[0]} and {given[1]} both say how layers run; leave one of them out")
         if self.mix is not None and (self.skip or self.convert_head):
             raise ConfigError("a mix says which layers it is for; leave out --skip and --head")
-        if self.recipe is None and self.power_of_two:
-            raise ConfigError("--power-of-two goes with a --recipe; calibrations say for themselves")
+        if self.power_of_two and (self.calibration or self.mix):
+            raise ConfigError("--power-of-two goes with a recipe; calibrations and mixes say for themselves")
 
     @property
     def is_empty(self) -> bool:
@@ -83,11 +83,13 @@ class Source:
         language_model: converted, its weights held as codes.
         kv_scales: of keys and of values, by decoder layer.
         calibration: that it was given.
+        dtype: that loses nothing of what is not in FP8, where the model was in FP8 already.
     """
 
     language_model: LanguageModel
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     calibration: Calibration | None = None
+    dtype: torch.dtype | None = None
 
 
 def load_source(model: str, fmt: str, request: Request, *, device: Device = Device.CPU) -> Source:
@@ -146,7 +148,7 @@ def _in_fp8(folder: Path, request: Request, place: torch.device) -> Source:
     model = LanguageModel(
         model=read.model.to(place), tokenizer=read.tokenizer, context=read.context, source=str(folder)
     )
-    return Source(language_model=model, kv_scales=read.kv_scales)
+    return Source(language_model=model, kv_scales=read.kv_scales, dtype=read.dtype)
 
 
 def _calibrated(loaded: LanguageModel, calibration: Calibration, request: Request) -> Source:

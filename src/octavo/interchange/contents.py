@@ -1,5 +1,6 @@
 """What a checkpoint holds of a model: layers in FP8, every other tensor, and scales of keys and values."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from octavo.recipes import Recipe, Scaling
 __all__ = ["Contents", "FP8Layer", "attention_path", "contents_of"]
 
 LAYER = "model.layers.{}.self_attn"
+ATTENTION = re.compile(r"model\.layers\.\d+\.self_attn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +56,18 @@ def contents_of(model: nn.Module, kv_scales: Mapping[int, tuple[Tensor, Tensor]]
 
     Raises:
         ConfigError: no layer is in FP8, one that is shares its weight with another module, a static input has no scale
-            yet, or there are scales for keys and values of a layer that is not where a Llama's is.
+            yet, or the scales of keys and values are not a pair of positive numbers for each layer of a Llama.
     """
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     owners = _owners(model)
     layers = {path: _taken(path, layer, owners) for path, layer in linears.items() if _is_fp8(layer)}
     if not layers:
         raise ConfigError("no layer of this model is in FP8; octavo.convert(model, recipe) first")
-    scales = dict(kv_scales or {})
-    for index in scales:
-        attention_path(model, index)
     return Contents(
         layers=layers,
         rest=dict(_rest(model, layers)),
         left_out=tuple(path for path in linears if path not in layers),
-        kv_scales=scales,
+        kv_scales=_checked_kv_scales(model, kv_scales or {}),
     )
 
 
@@ -85,6 +84,24 @@ def attention_path(model: nn.Module, index: int) -> str:
             "them"
         )
     return path
+
+
+def _checked_kv_scales(
+    model: nn.Module, given: Mapping[int, tuple[Tensor, Tensor]]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    paths = dict(model.named_modules())
+    for index in given:
+        attention_path(model, index)
+    for index in range(sum(ATTENTION.fullmatch(path) is not None for path in paths) if given else 0):
+        if index not in given:
+            raise ConfigError(f"layer {index} has no scales of keys and values; give them of every layer, or of none")
+        for scale in given[index]:
+            if scale.numel() != 1 or not (scale.isfinite() & (scale > 0)):
+                raise ConfigError(
+                    f"the scales of keys and values of layer {index} are {given[index]}; a scale is one positive, "
+                    "finite number"
+                )
+    return {index: (key.reshape(()), value.reshape(())) for index, (key, value) in given.items()}
 
 
 def _is_fp8(layer: nn.Linear) -> bool:
@@ -105,7 +122,7 @@ def _taken(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Layer:
     if owners[id(layer.weight)] > 1:
         raise ConfigError(
             f"layer {path!r} is in FP8 and shares its weight with another module, which a checkpoint would tear apart; "
-            "leave it out (skip)"
+            "convert the model without that layer"
         )
     scale = layer.input_scale.detach().clone() if layer.recipe.has_static_input else None
     if scale is not None and not scale > 0:

@@ -36,6 +36,7 @@ __all__ = ["QuantizedModel", "load_quantized"]
 
 INSTALL = "pip install 'octavo[hf]'"
 AGAIN = "export or download the folder again"
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class QuantizedModel:
         tokenizer: of the folder.
         context: the most tokens that it reads at once.
         format: the name of the folder's format.
+        dtype: the narrowest that holds every floating tensor of the folder that is neither codes nor a scale.
         recipes: what each layer in FP8 runs, by path.
         kv_scales: float32 [] of keys and of values by decoder layer, where the folder has them. The model itself keeps
             them in high precision.
@@ -56,6 +58,7 @@ class QuantizedModel:
     tokenizer: "Tokenizer"
     context: int
     format: str
+    dtype: torch.dtype
     recipes: Mapping[str, Recipe]
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -84,6 +87,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     layout = fmt.layout(given, linears, path)
     _check_codes(path, files, layout, linears)
+    dtype = _dtype(files, {name for name in model.state_dict() if name in files} - _coded(layout))
     with torch.no_grad():
         kv_scales = _load(model, files, fmt, layout)
     context = record.get("max_position_embeddings")
@@ -94,6 +98,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
         tokenizer=read_tokenizer(path),
         context=context,
         format=fmt.name,
+        dtype=dtype,
         recipes=layout.recipes,
         kv_scales=kv_scales,
     )
@@ -134,10 +139,19 @@ def _check_codes(folder: Path, files: TensorFiles, layout: Layout, linears: list
         raise CheckpointError(f"{missing[0]}.weight in {str(folder)!r} {what}, as its configuration has it; {AGAIN}")
 
 
+def _coded(layout: Layout) -> set[str]:
+    return {f"{path}.weight" for path in layout.recipes}
+
+
+def _dtype(files: TensorFiles, names: set[str]) -> torch.dtype:
+    """The one of all floating tensors of those names; float32, which holds every other, where they differ."""
+    found = {FLOATS[kind] for name in names if (kind := files.kind(name)) in FLOATS}
+    return found.pop() if len(found) == 1 else torch.float32
+
+
 def _load(model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout) -> dict[int, tuple[Tensor, Tensor]]:
     own = model.state_dict()
-    coded = {f"{path}.weight" for path in layout.recipes}
-    used = _load_rest(own, files, coded)
+    used = _load_rest(own, files, _coded(layout))
     for recipe in set(layout.recipes.values()):
         _convert(model, recipe, {path for path, each in layout.recipes.items() if each == recipe})
     for path, recipe in layout.recipes.items():

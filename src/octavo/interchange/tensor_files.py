@@ -121,7 +121,12 @@ class TensorFiles:
 
     def is_fp8(self, name: str) -> bool:
         """Whether a tensor is FP8 codes."""
-        return self._files[name].get_slice(name).get_dtype() in CODES
+        return self.kind(name) in CODES
+
+    def kind(self, name: str) -> str:
+        """What a tensor's elements are, in safetensors' word, without reading it."""
+        kind: str = self._files[name].get_slice(name).get_dtype()
+        return kind
 
     def __contains__(self, name: object) -> bool:
         return name in self._files

@@ -84,6 +84,15 @@ def test_import_says_what_is_there(octavo, folder):
     assert len(record["layers"]) == 14
 
 
+def test_import_narrows_nothing(octavo, tmp_path):
+    save_quantized(dynamic(ROW), tmp_path / "wide", dtype="fp32", verify_folder=False)
+    assert octavo("import", tmp_path / "wide", "--out", tmp_path / "own").exit_code == 0
+    assert load_quantized(tmp_path / "own").dtype == torch.float32
+    narrow = octavo("export", tmp_path / "wide", "--out", tmp_path / "narrow", "--dtype", "bf16")
+    assert narrow.exit_code == 0, narrow.output
+    assert load_quantized(tmp_path / "narrow").dtype == torch.bfloat16
+
+
 def test_import_writes_the_same_codes(octavo, folder, tmp_path):
     result = octavo("import", folder, "--out", tmp_path / "own", "--json")
     assert result.exit_code == 0, result.output

@@ -43,9 +43,10 @@ def test_a_graph_has_a_default_too(plain):
 def test_a_recipe_and_what_to_skip(plain):
     layers = layers_of(load_source(str(plain), "octavo", Request(recipe="mxfp8", skip=("*.down_proj",))))
     assert len(layers) == LINEARS - 2
-    two = load_source(str(plain), "compressed-tensors", Request(recipe="rowwise", power_of_two=True))
-    scale = layers_of(two)[LAYER].weight_scale
-    assert (scale.frexp().mantissa == 0.5).all()
+    for recipe in ("rowwise", None):  # which is the format's
+        two = load_source(str(plain), "compressed-tensors", Request(recipe=recipe, power_of_two=True))
+        scale = layers_of(two)[LAYER].weight_scale
+        assert (scale.frexp().mantissa == 0.5).all()
 
 
 def test_a_calibration(plain, tmp_path):
@@ -96,8 +97,9 @@ def test_options_that_contradict_each_other(tmp_path):
     for layers in ({"skip": ("*.k_proj",)}, {"convert_head": True}):
         with pytest.raises(ConfigError, match="a mix says which layers it is for"):
             Request(mix=tmp_path, **layers)
-    with pytest.raises(ConfigError, match="goes with a --recipe"):
-        Request(power_of_two=True)
+    for other in ({"calibration": tmp_path}, {"mix": tmp_path}):
+        with pytest.raises(ConfigError, match="goes with a recipe"):
+            Request(power_of_two=True, **other)
     Request(recipe="static", calibration=tmp_path)
 
 

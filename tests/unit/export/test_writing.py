@@ -141,6 +141,15 @@ def test_other_refusals(tmp_path):
     blocks, scales = dynamic("blockwise"), static(kv_cache=True)[1]
     with pytest.raises(ConfigError, match="no scales of keys and values"):
         save_quantized(blocks, tmp_path / "m", format="hf-fp8", kv_scales=scales)
+    for wrong, words in (
+        ({0: scales[0]}, "layer 1 has no scales"),
+        (scales | {7: scales[0]}, "no 'model.layers.7.self_attn'"),
+        (scales | {1: (scales[1][0], torch.tensor(torch.nan))}, "one positive, finite number"),
+        (scales | {1: (scales[1][0], torch.zeros(()))}, "one positive, finite number"),
+        (scales | {1: (scales[1][0], torch.ones(2))}, "one positive, finite number"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            save_quantized(dynamic(ROW), tmp_path / "m", kv_scales=wrong)
     model, _ = static()
     model.model.get_submodule(LAYER).input_scale.zero_()
     with pytest.raises(ConfigError, match="no scale for its static input"):

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from octavo.errors import CheckpointError, ConfigError
-from octavo.export.writing import save_quantized
+from octavo.export.writing import DTYPES, save_quantized
 from octavo.interchange import load_quantized
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
@@ -413,3 +413,12 @@ def test_transformers_is_asked_for_other_architectures(broken, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ConfigError, match="transformers builds"):
         load_quantized(folder)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_written_again_nothing_is_narrowed(tmp_path, dtype):
+    """One tensor in FP32, and the folder is as wide as that."""
+    save_quantized(dynamic(ROW), tmp_path / "m", dtype=dtype, verify_folder=False)
+    assert load_quantized(tmp_path / "m").dtype == DTYPES[dtype]
+    change_tensors(tmp_path / "m", lambda tensors: tensors.update({NORM: tensors[NORM].float()}))
+    assert load_quantized(tmp_path / "m").dtype == torch.float32

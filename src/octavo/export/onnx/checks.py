@@ -16,7 +16,7 @@ That says nothing about the graph. So torch runs once more *with the codes that 
 the engine's arithmetic, and has to be small. The free-running difference is reported beside it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +103,11 @@ def sample_inputs(graph: Graph, *, vocabulary: int | None) -> tuple[Tensor, ...]
 
     Args:
         graph: as it is exported.
-        vocabulary: number of token ids; None takes the graph's own inputs, their first row once more.
+        vocabulary: number of token ids; None takes the graph's own inputs, with the first of what may vary once more.
     """
     if vocabulary is None:
         pairs = zip(graph.inputs, graph.shapes, strict=True)
-        return tuple(torch.cat([each, each[:1]]) if 0 in varying else each for each, varying in pairs)
+        return tuple(_one_more(each, varying) for each, varying in pairs)
     generator = torch.Generator().manual_seed(0)
     made = []
     for each, varying in zip(graph.inputs, graph.shapes, strict=True):
@@ -117,6 +117,12 @@ def sample_inputs(graph: Graph, *, vocabulary: int | None) -> tuple[Tensor, ...]
         else:
             made.append(torch.randint(vocabulary, shape, generator=generator))
     return tuple(made)
+
+
+def _one_more(given: Tensor, dimensions: Iterable[int]) -> Tensor:
+    for dimension in dimensions:
+        given = torch.cat([given, given.narrow(dimension, 0, 1)], dimension)
+    return given
 
 
 def check_engines(graph: Graph, path: Path, inputs: tuple[Tensor, ...]) -> tuple[EngineCheck, ...]:

@@ -39,7 +39,7 @@ def test_leading_dimensions_vary():
     _, made = graph()
     assert made.names == ("input",)
     assert made.shapes == ({0: BATCH, 1: SEQUENCE},)
-    assert [each.shape for each in sample_inputs(made, vocabulary=None)] == [(3, 5, 8)]
+    assert [each.shape for each in sample_inputs(made, vocabulary=None)] == [(3, 6, 8)]
 
 
 class Shifted(nn.Module):

@@ -106,7 +106,7 @@ def test_two_engines_gave_octavos_codes(exported):
     assert len(report.engines) == 2
     for each in report.engines:
         assert (each.casts, each.wrong_codes, each.wrong_scales) == (3, 0, 0)
-        assert each.codes == 3 * 5 * (K + 2 * WIDTH)  # a batch of three
+        assert each.codes == 3 * 6 * (K + 2 * WIDTH)  # one more of the batch and of the sequence
         assert each.error < 1e-6
     assert report.layer_error < 1e-6
     assert report.model_error < 1e-6
