@@ -53,8 +53,8 @@ class QueueFullError(OctavoError):
         retry_after_s: when to try again, in seconds.
     """
 
-    def __init__(self, waiting: int, *, retry_after_s: float) -> None:
-        super().__init__(f"{waiting} requests are waiting, which is as many as may; try again in {retry_after_s:g} s")
+    def __init__(self, text: str, *, retry_after_s: float) -> None:
+        super().__init__(text)
         self.retry_after_s = retry_after_s
 
 

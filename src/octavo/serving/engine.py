@@ -167,7 +167,11 @@ class Engine:
                 raise ClosedError("this engine is being shut down and takes no more requests; ask another")
             if len(self._waiting) >= self.config.max_waiting:
                 self.metrics.refused += 1
-                raise QueueFullError(len(self._waiting), retry_after_s=self._retry_after_s())
+                seconds = self._retry_after_s()
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests are waiting, as many as may; try again in {seconds:g} s",
+                    retry_after_s=seconds,
+                )
             self._waiting.append(made)
             self.metrics.submitted += 1
             self._changed.notify_all()
