@@ -169,7 +169,7 @@ class Engine:
                 self.metrics.refused += 1
                 seconds = self._retry_after_s()
                 raise QueueFullError(
-                    f"{len(self._waiting)} requests are waiting, as many as may; try again in {seconds:g} s",
+                    f"{len(self._waiting)} requests are waiting, which is as many as may; try again in {seconds:g} s",
                     retry_after_s=seconds,
                 )
             self._waiting.append(made)
