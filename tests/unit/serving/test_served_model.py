@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo.errors import CheckpointError
 from octavo.models import Llama, LlamaConfig
@@ -31,6 +32,15 @@ def folder(tmp_path):
 
 def change(path, **settings):
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def add_biases(path, *names):
+    """Of the layers of every attention, as a model that has them is stored."""
+    tensors = load_file(path)
+    rows = {name: len(tensor) for name, tensor in tensors.items() if name.split(".")[-2] in names}
+    biases = {name.replace("weight", "bias"): torch.zeros(count) for name, count in rows.items()}
+    assert biases
+    save_file(tensors | biases, path, metadata={"format": "pt"})
 
 
 def test_a_hugging_face_folder_is_octavo_s_llama(folder):
@@ -62,12 +72,15 @@ def test_a_hugging_face_folder_is_octavo_s_llama(folder):
 )
 def test_models_that_are_no_llama_are_refused(folder, settings, says):
     change(folder / "config.json", **settings)
+    if settings.get("model_type") == "qwen2":
+        add_biases(folder / "model.safetensors", "q_proj", "k_proj", "v_proj")
     with pytest.raises(CheckpointError, match=says):
         load_served_model(folder)
 
 
 def test_biases_are_refused(folder):
     change(folder / "config.json", attention_bias=True)
+    add_biases(folder / "model.safetensors", "q_proj", "k_proj", "v_proj", "o_proj")
     with pytest.raises(CheckpointError, match="its layers have biases"):
         load_served_model(folder)
 
