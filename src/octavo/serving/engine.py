@@ -266,21 +266,24 @@ class Engine:
         return chunks
 
     def _read(self, chunks: list[tuple[Sequence, int]]) -> None:
-        complete = [request for request, count in chunks if count == request.unread]
-        rows = [(own, own.read + i) for own, count in chunks for i in range(count) if i + 1 < own.unread]
-        rows += [(own, len(own.tokens) - 1) for own in complete]
+        rows = [(own, own.read + i) for own, count in chunks for i in range(count)]
+        told = [(own, at) for own, at in rows if own.told_after(at)]
+        rows = [(own, at) for own, at in rows if not own.told_after(at)] + told
         numbers = [(own.tokens[at], own.row, at) for own, at in rows]
         tokens, sequence, position = (torch.tensor(column) for column in zip(*numbers, strict=True))
         logits = self._runner.read_rows(
-            tokens, self._cache, sequence=sequence, position=position, told=max(len(complete), 1)
+            tokens, self._cache, sequence=sequence, position=position, told=max(len(told), 1)
         )
         self.metrics.steps += 1
         self.metrics.rows += len(rows)
         for request, count in chunks:
             request.read += count
             request.publish(self._pool)
-        for request, own in zip(complete, logits, strict=False):
-            self._answer(request, own)
+        for (request, at), own in zip(told, logits, strict=False):
+            if at + 1 < len(request.tokens):
+                request.score(at, own)
+            else:
+                self._answer(request, own)
 
     def _answer(self, request: Sequence, logits: torch.Tensor) -> None:
         try:
