@@ -68,21 +68,15 @@ def serve(
     )
     address, key = Address(host=host, port=port), None if api_key_file is None else _read_key(api_key_file)
     address.check_secure(key=key, insecure=insecure)
-    listening = address.bind()
-    with open_display() as display:
-        display.phase("loading", None)
-        served = load_served_model(model)
-    service = Service.of(
-        served,
-        _name_of(model) if name is None else name,
-        config=config,
-        limits=limits,
-        on_prompt=_show if log_prompts else _ignore,
-    )
-    place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-    Server(service, key=key, on_ready=lambda: _say(f"{service.name} is served at {place}; Ctrl-C ends it")).run(
-        sockets=[listening]
-    )
+    with address.bind() as listening:
+        with open_display() as display:
+            display.phase("loading", None)
+            served = load_served_model(model)
+        on_prompt = _show if log_prompts else _ignore
+        service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
+        place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        sentence = f"{service.name} is served at {place}; Ctrl-C ends it"
+        Server(service, key=key, on_ready=lambda: _say(sentence)).run(sockets=[listening])
 
 
 def _read_key(path: Path) -> str:

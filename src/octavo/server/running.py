@@ -8,6 +8,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 
@@ -69,9 +70,11 @@ class Address:
             family, kind, protocol, _, place = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            made = socket.socket(family, kind, protocol)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(place)
+            with ExitStack() as unless_bound:
+                made = unless_bound.enter_context(socket.socket(family, kind, protocol))
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                made.bind(place)
+                unless_bound.pop_all()
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(f"cannot listen at {self.host} port {self.port}: {reason}; choose another") from error

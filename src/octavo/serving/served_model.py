@@ -69,7 +69,7 @@ def load_served_model(source: str | Path) -> ServedModel:
             tokenizer=file.tokenizer,
             end_ids=end_ids,
             chat_template=file.chat_template,
-            template_tokens={name: file.tokenizer.id_to_token(i) for name, i in ids.items() if i is not None},
+            template_tokens={name: str(file.tokenizer.id_to_token(i)) for name, i in ids.items() if i is not None},
         )
     loaded = load_language_model(source)
     model: Any = loaded.model

@@ -1,6 +1,7 @@
 """``/v1/completions`` beside the engine, asked without a server, and the runner's own logits."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ def events(response):
 
 def told(byte_runner, byte_tokenizer, prompt, **params):
     """The text of an engine of its own."""
-    engine, seen = Engine(byte_runner, byte_tokenizer), []
+    engine = Engine(byte_runner, byte_tokenizer)
+    seen: list[Any] = []
     engine.submit(byte_tokenizer.encode(prompt).ids, SamplingParams(**params), seen.append)
     while engine.step():
         pass

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -66,7 +67,7 @@ class Peer:
 
     def __init__(self, *messages):
         self.told = []
-        self._messages = asyncio.Queue()
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
         for message in messages:
             self._messages.put_nowait(message)
 
