@@ -96,7 +96,12 @@ def test_an_answer_streams_and_a_conversation_goes_on(page, start):
 def test_an_answer_stops_at_once(page, start, how, monkeypatch):
     service, place = start()
     step = service.thread.engine.step
-    monkeypatch.setattr(service.thread.engine, "step", lambda: time.sleep(0.02) or step())  # it would be over too soon
+
+    def slow_step():  # or it would be over too soon
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(service.thread.engine, "step", slow_step)
     page.goto(place)
     page.fill("#most", "280")
     page.fill("#prompt", "Hi")

@@ -205,6 +205,18 @@ def test_a_deadline_ends_what_runs_and_what_waits(new_engine):
     assert [len(tokens_of(events)) for events in told] == [2, 0]
 
 
+def test_all_can_be_cancelled_at_once(new_engine):
+    engine = new_engine(max_running=2)
+    told: list[Any] = [[] for _ in range(4)]
+    for events in told:
+        engine.submit([1, 2], SamplingParams(max_tokens=50), events.append)
+    run(engine, 3)
+    engine.cancel_all()
+    run(engine)
+    assert [events[-1].finish for events in told] == [FinishReason.CANCELLED] * 4
+    assert engine.load.pages_used == 0
+
+
 def test_the_model_s_last_token_ends_an_answer_and_is_not_told(new_engine):
     params: dict[str, Any] = {"max_tokens": 9, "temperature": 0.0}
     prompt = ids_of(TEXT)
