@@ -67,7 +67,8 @@ def test_models_that_are_no_llama_are_refused(folder, settings, says):
 
 
 def test_a_template_may_name_tokens_however_they_are_written(folder):
-    change(folder / "tokenizer_config.json", bos_token={"content": "<s>", "lstrip": False}, eos_token="</s>")
+    record = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
+    change(folder / "tokenizer_config.json", bos_token=record, eos_token="</s>")
     assert load_served_model(folder).template_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
