@@ -31,6 +31,7 @@ ROWS = (
     "quantization",
     "export",
     "serving",
+    "server",
     "planning",
     "compat",
     "bench",

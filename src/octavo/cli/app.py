@@ -26,6 +26,7 @@ from octavo.cli.generate import generate
 from octavo.cli.import_ import import_
 from octavo.cli.qat import qat
 from octavo.cli.sensitivity import show_sensitivity
+from octavo.cli.serve import serve
 from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.errors import OctavoError
@@ -151,6 +152,12 @@ add_command(
     "export",
     short="Write a model in FP8 as servers read it, and verify it.",
     example="model.gguf --format compressed-tensors --out served/",
+)
+add_command(
+    serve,
+    "serve",
+    short="Serve a model over HTTP, as OpenAI's API and KServe's.",
+    example="model.gguf --port 8000",
 )
 add_command(
     import_,

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3
@@ -245,6 +244,8 @@ def _attend_all(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> 
 
     What begins later than its keys gets the mask that torch's fast kernels know by name.
     """
+    from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo: as slow to import as torch itself
+
     own = queries.to(keys.dtype).transpose(0, 1)[None]  # [1, heads, R, D]
     whole = len(queries) == keys.shape[1]
     seen = None if whole else causal_lower_right(len(queries), keys.shape[1])

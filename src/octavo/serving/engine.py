@@ -142,6 +142,21 @@ class Engine:
             pages_idle=pool.idle,
         )
 
+    @property
+    def positions(self) -> int:
+        """How many a prompt and its answer may have together: what the model knows and the cache has room for."""
+        return min(self._runner.config.max_positions, self._pool.pages * PAGE)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model knows."""
+        return self._runner.config.vocab_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closed
+
     def submit(self, prompt_ids: Listed[int], params: SamplingParams, tell: Callable[[Event], None]) -> Sequence:
         """Take a request; its events come from whoever calls :meth:`step`.
 
@@ -183,6 +198,12 @@ class Engine:
             request.cancelled = True
             self._changed.notify_all()
 
+    def cancel_all(self) -> None:
+        """End all requests before the next step."""
+        with self._changed:
+            for request in [*self._running, *self._waiting]:
+                request.cancelled = True
+
     def close(self) -> None:
         """Take no more requests; those that were taken are answered."""
         with self._changed:
@@ -211,13 +232,12 @@ class Engine:
             self._end(request, FinishReason.ERROR, error=error)
 
     def _check(self, request: Sequence) -> None:
-        tokens, config = request.tokens, self._runner.config
+        tokens, positions = request.tokens, self.positions
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one token to continue from")
         given: list[object] = [*tokens]  # whoever asks may not be typed
-        if not all(isinstance(token, int) and 0 <= token < config.vocab_size for token in given):
-            raise ConfigError(f"token ids are whole numbers from 0 to {config.vocab_size - 1}; this prompt has others")
-        positions = min(config.max_positions, self._pool.pages * PAGE)
+        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in given):
+            raise ConfigError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}; this prompt has others")
         needed = len(tokens) + request.params.max_tokens - 1
         if needed > positions:
             raise ConfigError(
@@ -270,21 +290,24 @@ class Engine:
         return chunks
 
     def _read(self, chunks: list[tuple[Sequence, int]]) -> None:
-        complete = [request for request, count in chunks if count == request.unread]
-        rows = [(own, own.read + i) for own, count in chunks for i in range(count) if i + 1 < own.unread]
-        rows += [(own, len(own.tokens) - 1) for own in complete]
+        rows = [(own, own.read + i) for own, count in chunks for i in range(count)]
+        told = [(own, at) for own, at in rows if own.told_after(at)]
+        rows = [(own, at) for own, at in rows if not own.told_after(at)] + told
         numbers = [(own.tokens[at], own.row, at) for own, at in rows]
         tokens, sequence, position = (torch.tensor(column) for column in zip(*numbers, strict=True))
         logits = self._runner.read_rows(
-            tokens, self._cache, sequence=sequence, position=position, told=max(len(complete), 1)
+            tokens, self._cache, sequence=sequence, position=position, told=max(len(told), 1)
         )
         self.metrics.steps += 1
         self.metrics.rows += len(rows)
         for request, count in chunks:
             request.read += count
             request.publish(self._pool)
-        for request, own in zip(complete, logits, strict=False):
-            self._answer(request, own)
+        for (request, at), own in zip(told, logits, strict=False):
+            if at + 1 < len(request.tokens):
+                request.score(at, own)
+            else:
+                self._answer(request, own)
 
     def _answer(self, request: Sequence, logits: torch.Tensor) -> None:
         try:

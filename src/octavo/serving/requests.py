@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from octavo.serving.sampling import Chosen
+
 __all__ = ["Event", "FinishReason", "Usage"]
 
 
@@ -39,6 +41,7 @@ class Event:
         token: the token that was chosen; None where the answer ended without one.
         logprob: natural logarithm of the model's probability of it, if asked for.
         top: ids and logarithms of the likeliest tokens, if asked for.
+        prompt: the prompt's tokens from the second on, with their probabilities: in the first event, if asked for.
         text: what is certain of the text since the last event; perhaps nothing yet.
         finish: why the answer ended; None while it goes on.
         usage: what it took, at the end.
@@ -48,6 +51,7 @@ class Event:
     token: int | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[Chosen, ...] = ()
     text: str = ""
     finish: FinishReason | None = None
     usage: Usage | None = None

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.models.generation import check_sampling, sample
 from octavo.nn.arguments import check_whole
 
-__all__ = ["Chooser", "Chosen", "SamplingParams"]
+__all__ = ["Chooser", "Chosen", "SamplingParams", "scored"]
 
 MOST_SEED = 2**63 - 1
 MOST_LOGPROBS = 20  # of the likeliest tokens, as the OpenAI API allows
@@ -36,10 +36,11 @@ class SamplingParams:
         stop_ids: tokens before which it ends, besides the model's own.
         ignore_end: go on after the model's own last token.
         logprobs: so many of the likeliest tokens are told with each token, 0 to 20; None tells no probabilities.
+        prompt_logprobs: tell the same of the prompt's own tokens, from the second on; all of them are read for that.
         deadline_s: seconds from submission on after which the answer ends; None for never.
 
     Raises:
-        ConfigError: a number out of range, or an empty stop text.
+        ConfigError: a number out of range, an empty stop text, or a prompt's probabilities without the answer's.
 
     Example:
         >>> SamplingParams(max_tokens=5, temperature=0.7, top_p=0.9, seed=1).top_k is None
@@ -56,6 +57,7 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     ignore_end: bool = False
     logprobs: int | None = None
+    prompt_logprobs: bool = False
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ class SamplingParams:
                 raise ConfigError(f"{name} may be {most} at most, not {value}")
         if not all(self.stop):
             raise ConfigError(f"stop texts have at least one character each, not {self.stop!r}")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise ConfigError("prompt_logprobs tells as many of the likeliest tokens as logprobs says; give logprobs")
         if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
             raise ConfigError(f"deadline_s is a positive number of seconds, not {self.deadline_s}")
 
@@ -113,8 +117,16 @@ class Chooser:
         token = sample(
             logits, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, generator=self._generator
         )
-        if p.logprobs is None:
-            return Chosen(token)
-        logprobs = torch.log_softmax(logits.double(), dim=-1)
-        values, ids = logprobs.topk(min(p.logprobs, len(logits)))
-        return Chosen(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+        return Chosen(token) if p.logprobs is None else scored(logits, token, top=p.logprobs)
+
+
+def scored(logits: Tensor, token: int, *, top: int) -> Chosen:
+    """A token with the model's probability of it, and of the ``top`` likeliest, from logits [V].
+
+    Example:
+        >>> scored(torch.zeros(4), 2, top=0).logprob == -math.log(4)
+        True
+    """
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
+    values, ids = logprobs.topk(min(top, len(logits)))
+    return Chosen(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -8,7 +8,7 @@ from torch import Tensor
 from octavo.kernels.decoding import PAGE
 from octavo.serving.block_pool import BlockPool, page_keys
 from octavo.serving.requests import Event, FinishReason, Usage
-from octavo.serving.sampling import Chooser, Chosen, SamplingParams
+from octavo.serving.sampling import Chooser, Chosen, SamplingParams, scored
 from octavo.serving.text_stream import TextStream
 
 __all__ = ["Sequence"]
@@ -53,6 +53,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         self._chooser, self._text, self._tell = Chooser(params), text, tell
         self._keys: list[bytes] = []
+        self._prompt: list[Chosen] = []
 
     @property
     def answer_length(self) -> int:
@@ -64,6 +65,10 @@ class Sequence:
         """How many tokens have to be read before the next can be chosen."""
         return len(self.tokens) - self.read
 
+    def told_after(self, position: int) -> bool:
+        """Whether the logits after the token there are needed: the last token's, and a prompt's if it is scored."""
+        return position + 1 == len(self.tokens) or (self.params.prompt_logprobs and position + 1 < self.prompt_length)
+
     @property
     def pages_needed(self) -> int:
         """How many pages the longest answer takes; its last token is told and never read."""
@@ -72,9 +77,11 @@ class Sequence:
     def start(self, pool: BlockPool, row: int) -> bool:
         """Take all pages that may be needed; False, and nothing is taken, where there are too few.
 
-        At least one token of the prompt is read anew: what follows it is known only then.
+        At least one token of the prompt is read anew: what follows it is known only then. If the prompt is scored, so
+        are all of them.
         """
-        shared = pool.find(page_keys(self.tokens[: (self.prompt_length - 1) // PAGE * PAGE]))
+        reusable = 0 if self.params.prompt_logprobs else (self.prompt_length - 1) // PAGE * PAGE
+        shared = pool.find(page_keys(self.tokens[:reusable]))
         fresh = self.pages_needed - len(shared)
         if not pool.can_take(fresh, shared):
             return False
@@ -91,6 +98,11 @@ class Sequence:
         for page, key in zip(self.pages[known : len(self._keys)], self._keys[known:], strict=True):
             pool.publish(page, key)
 
+    def score(self, position: int, logits: Tensor) -> None:
+        """Keep how probable the token of the prompt behind ``position`` was, from logits [V] after it."""
+        assert self.params.logprobs is not None
+        self._prompt.append(scored(logits, self.tokens[position + 1], top=self.params.logprobs))
+
     def choose(self, logits: Tensor) -> Chosen:
         """The next token, from logits [V]."""
         return self._chooser.choose(logits)
@@ -104,7 +116,7 @@ class Sequence:
         elif self.answer_length == self.params.max_tokens:
             self._finish(event, FinishReason.LENGTH)
         else:
-            self._tell(event)
+            self._say(event)
 
     def end(self, reason: FinishReason, *, error: str | None = None) -> None:
         """Tell that the answer is over, without another token."""
@@ -113,4 +125,9 @@ class Sequence:
     def _finish(self, event: Event, reason: FinishReason) -> None:
         self.finish = reason
         usage = Usage(prompt_tokens=self.prompt_length, reused_tokens=self.reused, answer_tokens=self.answer_length)
-        self._tell(replace(event, text=event.text + self._text.finish(), finish=reason, usage=usage))
+        self._say(replace(event, text=event.text + self._text.finish(), finish=reason, usage=usage))
+
+    def _say(self, event: Event) -> None:
+        """With what is known of the prompt, once."""
+        self._tell(replace(event, prompt=tuple(self._prompt)) if self._prompt else event)
+        self._prompt = []

@@ -10,14 +10,15 @@ Of Hugging Face's models those of the type "llama" are served: no biases, rotary
 hidden_size / num_heads. Another one is refused, since what octavo leaves out would be left out silently.
 """
 
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from octavo.errors import CheckpointError
+from octavo.interchange.tensor_files import read_json
 from octavo.language_model import load_language_model
 from octavo.models import Llama, load_gguf
 from octavo.models.llama_folder import shape_from_record
@@ -38,12 +39,14 @@ class ServedModel:
         tokenizer: text to ids and back.
         end_ids: tokens with which the model ends an answer; perhaps none.
         chat_template: the Jinja template that turns messages into text, or None.
+        template_tokens: texts of tokens that a template may name: bos_token, eos_token.
     """
 
     runner: ModelRunner
     tokenizer: "Tokenizer"
     end_ids: tuple[int, ...]
     chat_template: str | None
+    template_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_served_model(source: str | Path) -> ServedModel:
@@ -60,7 +63,14 @@ def load_served_model(source: str | Path) -> ServedModel:
         file = load_gguf(source)
         end_ids = () if file.eos_id is None else (file.eos_id,)
         runner = ModelRunner(file.model)
-        return ServedModel(runner=runner, tokenizer=file.tokenizer, end_ids=end_ids, chat_template=file.chat_template)
+        ids = {"bos_token": file.bos_id, "eos_token": file.eos_id}
+        return ServedModel(
+            runner=runner,
+            tokenizer=file.tokenizer,
+            end_ids=end_ids,
+            chat_template=file.chat_template,
+            template_tokens={name: str(file.tokenizer.id_to_token(i)) for name, i in ids.items() if i is not None},
+        )
     loaded = load_language_model(source)
     model: Any = loaded.model
     own = isinstance(model, Llama)
@@ -69,6 +79,7 @@ def load_served_model(source: str | Path) -> ServedModel:
         tokenizer=loaded.tokenizer,
         end_ids=() if own else _end_ids(model),
         chat_template=None if own else _chat_template(Path(source)),
+        template_tokens={} if own else _template_tokens(Path(source)),
     )
 
 
@@ -113,10 +124,20 @@ def _end_ids(model: Any) -> tuple[int, ...]:
 
 def _chat_template(folder: Path) -> str | None:
     """From the file of its own that transformers writes, or from the tokenizer's settings."""
-    own, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    own = folder / "chat_template.jinja"
     if own.is_file():
         return own.read_text(encoding="utf-8")
-    if not settings.is_file():
-        return None
-    found = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    found = _tokenizer_settings(folder).get("chat_template")
     return found if isinstance(found, str) else None
+
+
+def _template_tokens(folder: Path) -> dict[str, str]:
+    """Written as texts, or as records of a token and how it is split off."""
+    given = {name: _tokenizer_settings(folder).get(name) for name in ("bos_token", "eos_token")}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}

@@ -55,6 +55,7 @@ def any_request(chance):
     start = TEXT if chance.random() < 0.6 else TEXT[::-1]
     prompt = ids_of((start * 3)[: chance.choice([1, 5, 63, 64, 65, 128, 129, 200])])
     prompt += [chance.randrange(256) for _ in range(chance.randrange(3))]
+    logprobs = chance.choice([None, 2])
     params = SamplingParams(
         max_tokens=chance.choice([1, 2, 9, 70]),
         temperature=chance.choice([0.0, 0.7, 3.0]),
@@ -62,7 +63,8 @@ def any_request(chance):
         top_p=chance.choice([1.0, 0.9]),
         min_p=chance.choice([0.0, 0.01]),
         seed=chance.randrange(100),
-        logprobs=chance.choice([None, 2]),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs is not None and chance.random() < 0.5,
         stop=chance.choice([(), ("e", "xy")]),
     )
     return prompt, params
@@ -96,6 +98,23 @@ def test_an_answer_is_what_the_runner_generates(new_engine, byte_runner):
     wanted = list(generate(byte_runner, prompt, max_new_tokens=20, temperature=0.8, top_k=40, generator=generator))
     params = SamplingParams(max_tokens=20, temperature=0.8, top_k=40, seed=4)
     assert tokens_of(answer(new_engine(), prompt, params)) == wanted
+
+
+@pytest.mark.parametrize("step_rows", [16, 40, 500])
+def test_a_scored_prompt_is_what_the_model_finds_likely(new_engine, byte_runner, step_rows):
+    prompt = ids_of(TEXT[:100])
+    engine = new_engine(step_rows=step_rows)
+    answer(engine, prompt, SamplingParams(max_tokens=1))  # its pages are there, and not taken
+    events = answer(engine, prompt, SamplingParams(max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=True))
+    with torch.no_grad():
+        logits = byte_runner(torch.tensor(prompt), byte_runner.new_cache(), every=True).double()
+    wanted = logits.log_softmax(-1)
+    first, *others = events
+    assert [own.token for own in first.prompt] == prompt[1:]
+    assert [own.logprob for own in first.prompt] == [float(wanted[at, t]) for at, t in enumerate(prompt[1:])]
+    assert [own.top[0][0] for own in first.prompt] == logits[:-1].argmax(-1).tolist()
+    assert not any(event.prompt for event in others)
+    assert events[-1].usage.reused_tokens == 0
 
 
 def test_a_conversation_goes_on_from_its_pages(new_engine):
@@ -184,6 +203,18 @@ def test_a_deadline_ends_what_runs_and_what_waits(new_engine):
     assert not engine.step()
     assert [events[-1].finish for events in told] == [FinishReason.DEADLINE] * 2
     assert [len(tokens_of(events)) for events in told] == [2, 0]
+
+
+def test_all_can_be_cancelled_at_once(new_engine):
+    engine = new_engine(max_running=2)
+    told: list[Any] = [[] for _ in range(4)]
+    for events in told:
+        engine.submit([1, 2], SamplingParams(max_tokens=50), events.append)
+    run(engine, 3)
+    engine.cancel_all()
+    run(engine)
+    assert [events[-1].finish for events in told] == [FinishReason.CANCELLED] * 4
+    assert engine.load.pages_used == 0
 
 
 def test_the_model_s_last_token_ends_an_answer_and_is_not_told(new_engine):

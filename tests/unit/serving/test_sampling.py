@@ -98,6 +98,7 @@ def test_of_equally_likely_tokens_a_small_top_p_keeps_one():
         ({"seed": 2**63}, "seed may be"),
         ({"stop": ("",)}, "stop texts have at least one character"),
         ({"logprobs": 21}, "logprobs may be 20 at most"),
+        ({"prompt_logprobs": True}, "give logprobs"),
         ({"deadline_s": 0.0}, "deadline_s is a positive number"),
         ({"deadline_s": math.nan}, "deadline_s is a positive number"),
     ],

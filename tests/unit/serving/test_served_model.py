@@ -78,6 +78,12 @@ def test_models_that_are_no_llama_are_refused(folder, settings, says):
         load_served_model(folder)
 
 
+def test_a_template_may_name_tokens_however_they_are_written(folder):
+    record = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
+    change(folder / "tokenizer_config.json", bos_token=record, eos_token="</s>")
+    assert load_served_model(folder).template_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
 def test_biases_are_refused(folder):
     change(folder / "config.json", attention_bias=True)
     add_biases(folder / "model.safetensors", "q_proj", "k_proj", "v_proj", "o_proj")
@@ -94,3 +100,4 @@ def test_a_gguf_file(tmp_path):
     served = load_served_model(path)
     assert served.end_ids == (2,)
     assert served.chat_template is not None
+    assert served.template_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}

@@ -1,0 +1,107 @@
+"""``octavo serve``: a model behind HTTP, for clients of OpenAI's API and of KServe's, and a page to chat with it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from octavo.cli.console import stderr
+from octavo.cli.options import Model
+from octavo.cli.progress import open_display
+from octavo.errors import ConfigError
+from octavo.formats import BF16, E4M3, FP32
+from octavo.nn.arguments import check_choice
+from octavo.serving import EngineConfig, load_served_model
+
+__all__ = ["serve"]
+
+RECIPES = ("fp8",)
+CACHE_FORMATS = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}
+INSTALL = "pip install 'octavo[serve]'"
+
+
+def serve(
+    *,
+    model: Model,
+    recipe: Annotated[str, typer.Option(help="fp8: weights as E4M3 codes, activations as they are.")] = "fp8",
+    name: Annotated[str | None, typer.Option(help="What clients ask for. [default: the file's or folder's]")] = None,
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Its text is the key to send.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let other machines ask without a key.")] = False,
+    max_running: Annotated[int, typer.Option(help="Answers written at once.")] = 16,
+    max_waiting: Annotated[int, typer.Option(help="Answers in the queue; more are refused.")] = 64,
+    cache_positions: Annotated[int, typer.Option(help="Tokens whose keys and values are kept.")] = 16384,
+    cache_format: Annotated[str, typer.Option(help="Of keys and values: e4m3, bf16 or fp32.")] = "e4m3",
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt. [default: the model's]")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 4096,
+    max_requests: Annotated[int, typer.Option(help="Requests at once; more are refused.")] = 256,
+    max_body_bytes: Annotated[int, typer.Option(help="Of one request.")] = 2**20,
+    body_seconds: Annotated[float, typer.Option(help="In which a request has to arrive.")] = 10.0,
+    answer_seconds: Annotated[float, typer.Option(help="After which an answer ends.")] = 600.0,
+    drain_seconds: Annotated[float, typer.Option(help="For answers to end in after SIGTERM or Ctrl-C.")] = 30.0,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts, to stderr.")] = False,
+) -> None:
+    """Serve a model over HTTP."""
+    check_choice("recipe", recipe, RECIPES)
+    check_choice("cache_format", cache_format, CACHE_FORMATS)
+    config = EngineConfig(
+        max_running=max_running,
+        max_waiting=max_waiting,
+        cache_positions=cache_positions,
+        step_rows=max(256, max_running),
+        cache_format=CACHE_FORMATS[cache_format],
+    )
+    try:
+        from octavo.server import Address, Limits, Server, Service
+    except ImportError as error:
+        raise ConfigError(f"serving needs starlette, uvicorn and prometheus-client; {INSTALL}") from error
+    limits = Limits(
+        body_bytes=max_body_bytes,
+        body_s=body_seconds,
+        requests=max_requests,
+        prompt_tokens=max_prompt_tokens,
+        max_tokens=max_tokens,
+        answer_s=answer_seconds,
+        drain_s=drain_seconds,
+    )
+    address, key = Address(host=host, port=port), None if api_key_file is None else _read_key(api_key_file)
+    address.check_secure(key=key, insecure=insecure)
+    with address.bind() as listening:
+        with open_display() as display:
+            display.phase("loading", None)
+            served = load_served_model(model)
+        on_prompt = _show if log_prompts else _ignore
+        service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
+        place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        sentence = f"{service.name} is served at {place}; Ctrl-C ends it"
+        Server(service, key=key, on_ready=lambda: _say(sentence)).run(sockets=[listening])
+
+
+def _read_key(path: Path) -> str:
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not text, so it holds no key; write one line of ASCII") from error
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{str(path)!r} holds no key: it has to be one line of ASCII characters")
+    return key
+
+
+def _name_of(model: str) -> str:
+    """A file's without its ending, or the last part of a folder's or a hub's."""
+    path = Path(model).resolve() if Path(model).exists() else Path(model)
+    return path.stem if path.is_file() else path.name
+
+
+def _show(prompt: str | list[int]) -> None:
+    _say(f"prompt: {prompt!r}")
+
+
+def _ignore(prompt: str | list[int]) -> None:
+    """Prompts are nobody's business unless they are asked for."""
+
+
+def _say(line: str) -> None:
+    stderr().print(escape(line), soft_wrap=True)

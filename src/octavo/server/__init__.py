@@ -1,0 +1,12 @@
+"""An HTTP server for ``octavo.serving``: OpenAI's API, KServe's protocol v2, and a page to chat with the model.
+
+Its libraries are starlette, uvicorn and prometheus-client: ``pip install 'octavo[serve]'``.
+"""
+
+from octavo.server.app import create_app
+from octavo.server.chat_template import ChatTemplate
+from octavo.server.limits import Limits
+from octavo.server.running import Address, Server
+from octavo.server.service import Service, State
+
+__all__ = ["Address", "ChatTemplate", "Limits", "Server", "Service", "State", "create_app"]

@@ -1,0 +1,139 @@
+"""``Guard``: what every request passes before anything looks at it, and who watches it afterwards.
+
+1. The key, compared in constant time. Health and the chat page need none.
+2. How many requests are being worked on.
+3. The body: how large it is, and how long it takes to come. Only a whole body goes on.
+4. While it is answered, whether whoever asked is still there. When they go, the work on it is cancelled, and leaving
+   its exit stack ends what the engine still does for it.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from hashlib import sha256
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server.limits import Limits
+from octavo.server.refusals import CLOSE, Refusal, refusal_response
+
+__all__ = ["EXITS", "OPEN_PATHS", "Guard"]
+
+EXITS = "octavo.exits"  # in a request's scope: what is left when the request is over
+OPEN_PATHS = ("/", "/health", "/v2/health/live", "/v2/health/ready")
+BEARER = "bearer "
+
+
+class Guard:
+    """Passes on the requests that may be answered.
+
+    Args:
+        app: what answers them.
+        limits: of bodies and requests.
+        key: what has to be sent as ``Authorization: Bearer KEY``; None asks for none.
+    """
+
+    def __init__(self, app: ASGIApp, *, limits: Limits, key: str | None) -> None:
+        self._app, self._limits = app, limits
+        self._key = None if key is None else _digest(key.encode())
+        self._working = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            if scope["method"] == "POST":
+                await self._answer(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        except Refusal as refusal:
+            await refusal_response(refusal, scope["path"])(scope, receive, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        given = Headers(scope=scope).get("authorization", "")
+        bearer = given[len(BEARER) :] if given.lower().startswith(BEARER) else ""
+        if not hmac.compare_digest(self._key, _digest(bearer.encode("latin-1"))):
+            message = "this server wants its API key, sent as 'Authorization: Bearer KEY'"
+            headers = {"WWW-Authenticate": "Bearer", **CLOSE}
+            raise Refusal(401, message, code="invalid_api_key", headers=headers)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._working >= self._limits.requests:
+            message = f"{self._working} requests are being worked on, which is as many as may; try again"
+            headers = {"Retry-After": "1", **CLOSE}
+            raise Refusal(429, message, code="rate_limit_exceeded", headers=headers)
+        self._working += 1
+        try:
+            body = await self._body(scope, receive)
+            if body is not None:
+                async with AsyncExitStack() as exits:
+                    answered = self._app({**scope, EXITS: exits}, _replay(body), send)
+                    await _unless(_gone(receive), answered)
+        finally:
+            self._working -= 1
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None where whoever sent it went away."""
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdigit() and len(declared) < 20:
+            self._check_size(int(declared))
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                while (message := await receive())["type"] == "http.request":
+                    body += message.get("body", b"")
+                    self._check_size(len(body))
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            sentence = f"the body did not arrive within {self._limits.body_s:g} s; send it faster"
+            raise Refusal(408, sentence, headers=CLOSE) from None
+        return None
+
+    def _check_size(self, size: int) -> None:
+        if size > (most := self._limits.body_bytes):
+            raise Refusal(413, f"a body may have {most} bytes; shorten it", headers=CLOSE)
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length, whatever was sent."""
+    return sha256(key).digest()
+
+
+def _replay(body: bytes) -> Receive:
+    """What an application receives of a request that was read before: the body, and then nothing more."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    return receive
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when whoever asked goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless(over: Awaitable[None], work: Awaitable[None]) -> None:
+    """Do the work, and leave it when it is over."""
+    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(one) for one in (work, over)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

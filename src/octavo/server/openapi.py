@@ -1,0 +1,79 @@
+"""``GET /openapi.json``: the server's surface as an OpenAPI file, made of the tables that its requests are read by."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from octavo.server.operations import JSON, Operation
+
+__all__ = ["openapi"]
+
+REFUSALS = {
+    "400": "The request says something that cannot be answered",
+    "401": "The key is missing or wrong",
+    "404": "Another model, or nothing at this path",
+    "408": "The body came too slowly",
+    "413": "The body is too large",
+    "429": "Too many requests; Retry-After says when to try again",
+    "500": "The server made a mistake",
+    "503": "The server is shutting down, or its engine broke",
+}
+OPENAI = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+KSERVE = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+
+
+def openapi(operations: Iterable[Operation]) -> dict[str, Any]:
+    """The file.
+
+    Example:
+        >>> openapi([])["openapi"]
+        '3.1.0'
+    """
+    paths: dict[str, dict[str, Any]] = {}
+    for each in operations:
+        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "octavo", "version": "1", "description": "A language model, served."},
+        "paths": paths,
+        "components": {
+            "schemas": {"OpenAIError": OPENAI, "KServeError": KSERVE},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(each: Operation) -> dict[str, Any]:
+    name = "KServeError" if each.path.startswith("/v2") else "OpenAIError"
+    refused = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    answered: dict[str, Any] = {"description": "The answer"}
+    if each.answers:
+        answered["content"] = {media: {} for media in each.answers}
+    made: dict[str, Any] = {
+        "summary": each.about,
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in re.findall(r"{(\w+)}", each.path)
+        ],
+        "responses": {"200": answered}
+        | {status: {"description": about, "content": refused} for status, about in REFUSALS.items()},
+    }
+    if each.body is not None:
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": each.body.schema()}}}
+    return made

@@ -1,0 +1,71 @@
+"""``Operation``: one path of the server, from which its route and its part of ``/openapi.json`` are made."""
+
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from octavo.server.fields import Record
+from octavo.server.refusals import Refusal
+
+__all__ = ["JSON", "Operation", "body_of", "parse_json", "routes"]
+
+JSON, EVENTS = "application/json", "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What can be asked for.
+
+    Attributes:
+        method: GET or POST.
+        path: with places in braces.
+        run: makes the response.
+        about: one line.
+        body: what has to be sent; None for nothing.
+        answers: media types of the response.
+    """
+
+    method: str
+    path: str
+    run: Callable[[Request], Awaitable[Response]]
+    about: str
+    body: Record | None = None
+    answers: tuple[str, ...] = (JSON,)
+
+
+def routes(operations: Iterable[Operation]) -> list[Route]:
+    """For starlette."""
+    return [Route(each.path, each.run, methods=[each.method]) for each in operations]
+
+
+async def body_of(request: Request, record: Record) -> dict[str, Any]:
+    """The fields of a request's body.
+
+    Raises:
+        Refusal: it is no JSON.
+        FieldError: it holds something else.
+    """
+    return record.read(parse_json(await request.body()))
+
+
+def parse_json(body: bytes) -> Any:
+    """The value in a body.
+
+    Raises:
+        Refusal: it is no JSON in UTF-8.
+    """
+    try:
+        return json.loads(body.decode(), parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise Refusal(400, f"the body is not UTF-8 at byte {error.start}; send JSON in UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is no JSON: {str(error).splitlines()[0]}") from None
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON's")

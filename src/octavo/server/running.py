@@ -1,0 +1,136 @@
+"""``Server``: an application on a port, which ends its answers before it ends.
+
+A first SIGTERM or Ctrl-C closes the engine: ``/health`` says "draining", new requests get 503, and answers that were
+begun go on, for as long as ``Limits.drain_s``. Then the port closes. A second signal ends at once.
+"""
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+
+from octavo.errors import ConfigError
+from octavo.server.app import create_app
+from octavo.server.service import Service
+
+__all__ = ["Address", "Server"]
+
+CLOSING_S = 2  # that what is answered has to leave through the socket
+QUIET = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server listens.
+
+    Attributes:
+        host: a name or an IP address.
+        port: 0 takes any that is free.
+
+    Example:
+        >>> Address(host="127.0.0.1").is_loopback, Address(host="0.0.0.0").is_loopback
+        (True, False)
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether this machine alone can reach it; of a name other than "localhost" nobody knows."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def check_secure(self, *, key: str | None, insecure: bool) -> None:
+        """Refuse to be asked by other machines without a key, unless that is wanted.
+
+        Raises:
+            ConfigError: it would be.
+        """
+        if not (self.is_loopback or key is not None or insecure):
+            raise ConfigError(
+                f"at {self.host} other machines can ask this server; give --api-key-file, or --insecure to let "
+                "everybody, or listen at 127.0.0.1"
+            )
+
+    def bind(self) -> socket.socket:
+        """Take the port, so that nobody else can; who connects is refused until a server listens.
+
+        Raises:
+            ConfigError: there is no such address, or somebody has it.
+        """
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with ExitStack() as unless_bound:
+                made = unless_bound.enter_context(socket.socket(family, kind, protocol))
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                made.bind(place)
+                unless_bound.pop_all()
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"cannot listen at {self.host} port {self.port}: {reason}; choose another") from error
+        return made
+
+
+def _ignore() -> None:
+    """Nobody asked to be told."""
+
+
+class Server(uvicorn.Server):
+    """Serves until it is told to end: ``Server(service).run(sockets=[address.bind()])``.
+
+    Args:
+        service: what it serves.
+        key: as :func:`octavo.server.create_app` takes it.
+        on_ready: is called once it listens.
+    """
+
+    def __init__(self, service: Service, *, key: str | None = None, on_ready: Callable[[], None] = _ignore) -> None:
+        self._service, self._on_ready = service, on_ready
+        self._drain_until: float | None = None
+        super().__init__(
+            uvicorn.Config(
+                create_app(service, key=key),
+                log_level=QUIET,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=CLOSING_S,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    def drain(self) -> None:
+        """Take no more requests, and end when those taken are answered."""
+        self._service.thread.engine.close()
+        self._drain_until = time.monotonic() + self._service.limits.drain_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal; end at the second."""
+        if self._drain_until is None:
+            self.drain()
+        else:
+            self.should_exit = self.force_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to end."""
+        if self._drain_until is not None:
+            engine = self._service.thread.engine
+            late = time.monotonic() >= self._drain_until
+            if late:
+                engine.cancel_all()
+            self.should_exit = self.should_exit or late or not (engine.load.running or engine.load.waiting)
+        return await super().on_tick(counter)

@@ -1,0 +1,76 @@
+"""``octavo serve``: what it refuses before it reads a model, and a whole life of one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from octavo.server import Address
+from tests.policy.source_tree import SOURCE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--host", "0.0.0.0"], "other machines can ask this server"),
+        (["--recipe", "int8"], "recipe must be one of fp8, not 'int8'"),
+        (["--cache-format", "fp4"], "cache_format must be one of e4m3, bf16, fp32"),
+        (["--max-running", "0"], "max_running must be a whole number of at least 1"),
+        (["--max-tokens", "0"], "max_tokens must be a whole number of at least 1"),
+        (["--drain-seconds", "0"], "drain_s is a positive number of seconds"),
+        (["--host", "no.such.host.invalid", "--insecure"], "cannot listen at no.such.host.invalid"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_bad_settings_are_refused_before_the_model_is_read(octavo, arguments, says):
+    done = octavo("serve", "no/such/model", *arguments)
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(("text", "says"), [(b"", "holds no key"), (b"\xff", "is not text"), (b"a\nb", "one line")])
+def test_a_file_that_holds_no_key_is_refused(octavo, tmp_path, text, says):
+    (tmp_path / "key").write_bytes(text)
+    done = octavo("serve", "no/such/model", "--api-key-file", tmp_path / "key")
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+def test_a_port_that_is_taken_is_refused(octavo):
+    with Address(port=0).bind() as taken:
+        taken.listen()
+        done = octavo("serve", "no/such/model", "--port", taken.getsockname()[1])
+    assert done.exit_code == 2
+    assert "address already in use; choose another" in done.stderr
+
+
+def test_a_model_that_is_not_there_is_refused(octavo):
+    done = octavo("serve", "no/such/model", "--port", 0)
+    assert done.exit_code == 2
+    assert "no/such/model" in done.stderr
+
+
+def test_a_run_is_served_until_it_is_told_to_end(finished_run, tmp_path):
+    (tmp_path / "key").write_text("a key\n")
+    command = [sys.executable, "-m", "octavo", "serve", str(finished_run), "--port", "0", "--name", "mine"]
+    command += ["--log-prompts", "--api-key-file", str(tmp_path / "key")]
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if "is served at" in line)
+        place = line.split(" at ")[1].split(";")[0]
+        body = {"model": "mine", "prompt": "12 times", "max_tokens": 3, "temperature": 0}
+        headers = {"Authorization": "Bearer a key", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{place}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["usage"]["completion_tokens"] == 3
+        server.send_signal(signal.SIGTERM)
+        rest = server.stderr.read()
+    assert server.returncode == 0
+    assert line.startswith("mine is served at http://127.0.0.1:")
+    assert "prompt: '12 times'" in rest
+    assert "Traceback" not in rest

@@ -1,0 +1,46 @@
+"""A server of a tiny model whose every token is a byte, in this process."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from octavo.server import ChatTemplate, Limits, Service, create_app
+from octavo.serving import Engine, EngineConfig, EngineThread
+from tests.unit.serving.conftest import byte_runner, byte_tokenizer
+
+__all__ = ["byte_runner", "byte_tokenizer"]
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture
+def new_service(byte_runner, byte_tokenizer):
+    """Makes services, whose engines have nothing left at the end."""
+    made = []
+
+    def make(*, template=TEMPLATE, limits=None, **settings):
+        thread = EngineThread(Engine(byte_runner, byte_tokenizer, config=EngineConfig(**settings)))
+        service = Service(
+            name="tiny",
+            thread=thread,
+            tokenizer=byte_tokenizer,
+            template=None if template is None else ChatTemplate(template),
+            limits=limits or Limits(max_tokens=300),
+        )
+        made.append(service)
+        return service
+
+    yield make
+    for service in made:
+        assert service.thread.drain(60)
+        assert service.thread.engine.load.pages_used == 0
+
+
+@pytest.fixture
+def service(new_service):
+    return new_service()
+
+
+@pytest.fixture
+def client(service):
+    with TestClient(create_app(service)) as made:
+        yield made

@@ -1,0 +1,113 @@
+"""``/v1/chat/completions`` beside ``/v1/completions`` of the text that the template writes."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.server import ChatTemplate, create_app
+from tests.unit.server.test_completions import events
+
+PATH = "/v1/chat/completions"
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+WRITTEN = "system: Be brief.\nuser: Hi\nassistant:"
+
+
+def ask(client, **fields):
+    response = client.post(PATH, json={"model": "tiny", "max_tokens": 12, "messages": TALK, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_chat_is_a_completion_of_what_the_template_writes(client):
+    found = ask(client, seed=3)
+    plain = {"model": "tiny", "prompt": WRITTEN, "seed": 3, "max_tokens": 12}
+    wanted = client.post("/v1/completions", json=plain).json()
+    (choice,) = found["choices"]
+    assert choice["message"] == {"role": "assistant", "content": wanted["choices"][0]["text"]}
+    assert choice["finish_reason"] == "length"
+    assert found["usage"]["prompt_tokens"] == len(WRITTEN)
+
+
+def test_parts_of_a_message_are_one_text(client):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    messages = [TALK[0], {"role": "user", "content": parts}]
+    assert ask(client, seed=3, messages=messages)["choices"] == ask(client, seed=3)["choices"]
+
+
+def test_a_stream_says_who_speaks_and_then_what_the_whole_answer_says(client):
+    whole = ask(client, seed=3, n=2, logprobs=True, top_logprobs=2)
+    body = {"model": "tiny", "max_tokens": 12, "messages": TALK, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}
+    chunks = [chunk["choices"][0] for chunk in events(client.post(PATH, json=body | {"stream": True}))]
+    for wanted in whole["choices"]:
+        first, *rest = [choice for choice in chunks if choice["index"] == wanted["index"]]
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"]["content"] for choice in rest) == wanted["message"]["content"]
+        assert rest[-1]["finish_reason"] == wanted["finish_reason"]
+        scored = [own for choice in rest if choice["logprobs"] for own in choice["logprobs"]["content"]]
+        assert scored == wanted["logprobs"]["content"]
+        assert all(len(own["top_logprobs"]) == 2 for own in scored)
+
+
+def test_without_a_number_an_answer_is_as_long_as_there_is_room(client):
+    talk = [{"role": "user", "content": "x" * 200}]
+    response = client.post(PATH, json={"model": "tiny", "messages": talk})
+    used = response.json()["usage"]
+    assert used["total_tokens"] == 321  # the model's positions, and a token that is told and not read
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messages": []}, "messages must have from 1"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role must be one of 'system'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]}, "must be one of 'text'"),
+        ({"messages": [{"role": "user", "content": "x" * 400}]}, "tokens, and 320 are taken"),
+        ({"top_logprobs": 3}, "set logprobs to true"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_answered_is_refused(client, fields, says):
+    response = client.post(PATH, json={"model": "tiny", "messages": TALK, **fields})
+    assert response.status_code == 400
+    assert says in response.json()["error"]["message"]
+
+
+def test_a_model_without_a_template_says_so(new_service):
+    with TestClient(create_app(new_service(template=None))) as client:
+        response = client.post(PATH, json={"model": "tiny", "messages": TALK})
+    assert response.status_code == 400
+    assert "has no chat template" in response.json()["error"]["message"]
+
+
+def test_what_a_template_refuses_is_the_asker_s_to_mend(new_service):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}x"
+    with TestClient(create_app(new_service(template=template))) as client:
+        response = client.post(PATH, json={"model": "tiny", "messages": TALK})
+    assert response.status_code == 400
+    assert "no system role here" in response.json()["error"]["message"]
+
+
+def test_templates_are_those_of_transformers(byte_tokenizer):
+    """A template with what templates use: tokens' names, loop controls, trimmed blocks, tojson."""
+    from transformers import PreTrainedTokenizerFast
+
+    source = """{{ bos_token }}
+{%- for m in messages %}
+    {% if m.role == 'system' %}{% continue %}{% endif %}
+<{{ m.role }}> {{ m.content | trim }} {{ {'é': m.role} | tojson }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer, bos_token="<s>", eos_token="</s>")
+    wanted = theirs.apply_chat_template(TALK, chat_template=source, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(TALK) == wanted
+
+
+def test_a_template_cannot_reach_the_machine():
+    with pytest.raises(ConfigError, match="does not take these messages"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}").render(TALK)
+    with pytest.raises(ConfigError, match="does not take these messages"):
+        ChatTemplate("{{ messages.append(1) }}").render(TALK)
+    with pytest.raises(CheckpointError, match="chat template is damaged"):
+        ChatTemplate("{% for %}")

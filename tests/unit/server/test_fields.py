@@ -1,0 +1,79 @@
+"""What a body may hold: read and described by one table, so jsonschema's word on the description is the oracle."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema_rs import validator_for
+
+from octavo.server.fields import Field, FieldError, Flag, ListOf, Number, OneOf, Record, Text, Whole
+
+INNER = Record(fields=(Field(name="on", kind=Flag(), required=True),))
+BODY = Record(
+    fields=(
+        Field(name="a", kind=Text(shortest=1, longest=4), required=True),
+        Field(name="b", kind=Whole(least=-3, most=3), default=1),
+        Field(name="c", kind=Number(least=0, most=1, inclusive=False)),
+        Field(name="d", kind=OneOf((Text(words=("x", "y")), ListOf(kind=Whole(least=0, most=9), most=2)))),
+        Field(name="e", kind=ListOf(kind=INNER, most=2, fewest=0)),
+        Field(name="f", kind=Record(fields=(), others=True)),
+    )
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-4, 10)
+    | st.sampled_from([0.5, 1.0, 1.5, 2.0, -0.0, 1e300, 10**400])
+    | st.sampled_from(["", "x", "y", "abcd", "abcde", "é"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["on", "off"]), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from("abcdefg"), VALUES, max_size=4))
+def test_what_is_read_is_what_the_schema_allows(body):
+    allowed = validator_for(BODY.schema()).is_valid(body)
+    try:
+        found = BODY.read(body)
+    except FieldError:
+        assert not allowed
+    else:
+        assert allowed
+        assert found.keys() == set("abcdef")
+        assert all(found[name] == value for name, value in body.items() if value is not None and name != "e")
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        ([], None, "the body must be a JSON object, not a list"),
+        ({}, "a", "a is missing"),
+        ({"a": "x", "zz\ud800": 1}, "zz\\ud800", "is not known here; the fields are a, b, c, d, e, f"),
+        ({"a": 1}, "a", "a must be text, not 1"),
+        ({"a": "\ud800"}, "a", "half of a surrogate pair"),
+        ({"a": "abcde"}, "a", "4 characters at most, not 5"),
+        ({"a": "x", "b": 10**400}, "b", "from -3 to 3, not a number of over 40 digits"),
+        ({"a": "x", "b": True}, "b", "not true"),
+        ({"a": "x", "b": float("nan")}, "b", "not nan"),
+        ({"a": "x", "c": 0}, "c", "above 0 and up to 1, not 0"),
+        ({"a": "x", "c": float("inf")}, "c", "not inf"),
+        ({"a": "x", "d": [1, 20]}, "d", r"d\[1\] must be a whole number from 0 to 9, not 20"),
+        ({"a": "x", "e": [{"on": 1}]}, "e", r"e\[0\].on must be true or false, not 1"),
+        ({"a": "x", "e": {}}, "e", "e must be a list, not an object"),
+        ({"a": "x" * 99, "b": "y" * 99}, "a", "at most"),
+    ],
+    ids=repr,
+)
+def test_a_refusal_names_the_field_and_what_is_allowed(body, field, says):
+    with pytest.raises(FieldError, match=says) as caught:
+        BODY.read(body)
+    assert caught.value.field == field
+    assert str(caught.value).isascii()
+
+
+def test_the_description_says_what_is_left_out():
+    schema = json.loads(json.dumps(BODY.schema()))
+    assert schema["required"] == ["a"]
+    assert schema["properties"]["b"]["default"] == 1
+    assert schema["properties"]["d"]["anyOf"][-1] == {"type": "null"}

@@ -1,0 +1,33 @@
+"""``/metrics`` is what the engine counted, read by Prometheus' own parser."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def samples(client):
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    families = text_string_to_metric_families(response.text)
+    return {(own.name, *sorted(own.labels.items())): own.value for family in families for own in family.samples}
+
+
+def test_counters_are_the_engine_s_and_count_once(client, service):
+    before = samples(client)
+    assert before[("octavo_requests_submitted_total",)] == 0
+    body = {"model": "tiny", "prompt": "x" * 70, "max_tokens": 5, "n": 2, "seed": 1}
+    for _ in range(2):
+        assert client.post("/v1/completions", json=body).status_code == 200
+    after, again = samples(client), samples(client)
+    assert after == again
+    own, load = service.thread.engine.metrics, service.thread.engine.load
+    assert after[("octavo_requests_submitted_total",)] == own.submitted == 4
+    assert after[("octavo_requests_finished_total", ("reason", "length"))] == 4
+    assert after[("octavo_requests_finished_total", ("reason", "cancelled"))] == 0
+    assert after[("octavo_answer_tokens_total",)] == own.answer_tokens == 20
+    assert after[("octavo_prompt_tokens_total",)] == 280
+    assert after[("octavo_prompt_tokens_reused_total",)] == own.reused_tokens >= 128
+    assert after[("octavo_token_seconds_count",)] == own.token_s.count == 16
+    assert after[("octavo_token_seconds_bucket", ("le", "+Inf"))] == 16
+    assert after[("octavo_first_token_seconds_sum",)] == own.first_token_s.total
+    assert after[("octavo_answer_seconds_bucket", ("le", "60.0"))] == sum(own.answer_s.counts[:-1])
+    pages = {state: after[("octavo_cache_pages", ("state", state))] for state in ("used", "idle", "free")}
+    assert (pages["used"], pages["idle"], sum(pages.values())) == (0, load.pages_idle, load.pages)
