@@ -128,7 +128,7 @@ GRAPHS = {  # the lint's rule, TensorRT's words; both empty where they accept
     "scale 0": (fp8_graph(scale=0.0), "scale", POSITIVE),
     "scale below 0": (fp8_graph(scale=-1.0), "scale", POSITIVE),
     "scale NaN": (fp8_graph(scale=float("nan")), "scale", POSITIVE),
-    # The lint is stricter: TensorRT-RTX builds these, and reads no zero point at all.
+    # The lint is stricter: TensorRT-RTX builds these.
     "scale infinite": (fp8_graph(scale=float("inf")), "scale", ""),
     "scale computed": (fp8_graph(computed=True), "scale", ""),
     "a zero point": (fp8_graph(zero=1.0), "zero point", ""),
