@@ -56,7 +56,8 @@ def export(
         bool, typer.Option("--external-data", help="onnx: weights in a file of their own; above 2 GB always.")
     ] = False,
     tensorrt: Annotated[
-        bool, typer.Option("--tensorrt", help="onnx: scripts that build and time a TensorRT engine.")
+        bool,
+        typer.Option("--tensorrt", help="onnx: scripts that build and time an engine; asks TensorRT-RTX if installed."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:

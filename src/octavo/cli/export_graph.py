@@ -92,6 +92,7 @@ def _print(report: OnnxReport, notes: list[str]) -> None:
     ]
     print_table("The graph's results beside torch's", header, rows)
     lines = [str(each) for each in report.engines if each.skipped]
+    lines += [str(report.build)] if report.build else []
     lines.append(
         f"{report.fp8_layers} of {len(report.layers)} linear layers in FP8; opset {report.opset}, {report.dtype}"
     )

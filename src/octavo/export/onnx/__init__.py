@@ -5,9 +5,11 @@ from octavo.export.onnx.export import OPSETS, OnnxOptions, check_packages, expor
 from octavo.export.onnx.layers import LayerNote
 from octavo.export.onnx.lint import LintFault, lint
 from octavo.export.onnx.report import OnnxReport
+from octavo.export.onnx.tensorrt_rtx import BuildCheck
 
 __all__ = [
     "OPSETS",
+    "BuildCheck",
     "EngineCheck",
     "LayerNote",
     "LintFault",

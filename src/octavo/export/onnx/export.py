@@ -28,6 +28,7 @@ from octavo.export.onnx.graph import Graph, graph_of_decoder, graph_of_module, w
 from octavo.export.onnx.lint import graph_bytes, lint
 from octavo.export.onnx.report import OnnxReport
 from octavo.export.onnx.tensorrt import MODEL, shape_ranges, tensorrt_files
+from octavo.export.onnx.tensorrt_rtx import BuildCheck, check_build
 from octavo.files import claimed_folder, replacing_folder
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
@@ -53,7 +54,8 @@ class OnnxOptions:
         kv_cache: inputs and outputs for keys and values; octavo's Llama only.
         attention: token ids [B, T] to take the scales of attention's operands from, which are FP8 then; None leaves
             attention in ``dtype``. Octavo's Llama only.
-        tensorrt: write the commands and the script that build an engine.
+        tensorrt: write the commands and the script that build an engine; where TensorRT-RTX is installed, build one
+            as a check.
         external_data: keep the weights in a file of their own, whatever their size.
 
     Raises:
@@ -116,7 +118,11 @@ def export_onnx(
             on_step("tracing the graph")
             write_graph(graph, temporary / MODEL, opset=options.opset, external_data=options.external_data)
             report = _checked(model, graph, temporary / MODEL, options, on_step)
-            _write_beside(temporary, model, graph, options, calibration)
+            if options.tensorrt:
+                on_step("asking TensorRT-RTX")
+                report = replace(report, build=_for_tensorrt(temporary, model, graph, calibration))
+            if isinstance(model, LanguageModel):
+                model.tokenizer.save(str(temporary / TOKENIZER))
             report = replace(report, folder=folder, files=_names(temporary))
             (temporary / REPORT).write_text(json.dumps(report.to_record(), indent=2) + "\n", encoding="utf-8")
     return report
@@ -235,25 +241,21 @@ def _vocabulary(model: LanguageModel) -> int:
     return int((inner.model.embed_tokens if isinstance(inner, Llama) else inner.get_input_embeddings()).num_embeddings)
 
 
-def _write_beside(
-    folder: Path,
-    model: LanguageModel | nn.Module,
-    graph: Graph,
-    options: OnnxOptions,
-    calibration: "Calibration | None",
-) -> None:
-    context = None
-    if isinstance(model, LanguageModel):
-        model.tokenizer.save(str(folder / TOKENIZER))
-        context = model.context
-    if not options.tensorrt:
-        return
-    for name, text in tensorrt_files(shape_ranges(graph, context=context)).items():
+def _for_tensorrt(
+    folder: Path, model: LanguageModel | nn.Module, graph: Graph, calibration: "Calibration | None"
+) -> BuildCheck:
+    """What TensorRT-RTX made of the graph; scripts are beside it then. Raises CheckpointError where it is refused."""
+    ranges = shape_ranges(graph, context=model.context if isinstance(model, LanguageModel) else None)
+    found = check_build(folder / MODEL, ranges)
+    if found.problem:
+        raise CheckpointError(f"{found.engine} refuses the graph: {found.problem}")
+    for name, text in tensorrt_files(ranges).items():
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o755)
     if calibration is not None:
         summary: dict[str, Any] = {"recipe": calibration.recipe.name, **calibration.to_record()}
         (folder / CALIBRATION).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return found
 
 
 def _names(folder: Path) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 from octavo.export.onnx.checks import EngineCheck
 from octavo.export.onnx.layers import LayerNote
 from octavo.export.onnx.lint import GraphBytes
+from octavo.export.onnx.tensorrt_rtx import BuildCheck
 
 __all__ = ["OnnxReport"]
 
@@ -26,6 +27,7 @@ class OnnxReport:
         lockstep_error: the same of what reaches a layer, or of the result, with the model's results of all layers.
         model_error: the same of the whole model, where codes beside a tie may differ.
         engines: what ran the file.
+        build: what TensorRT-RTX made of it; None where that was not asked for.
         files: names of all the files, in the order they were written.
     """
 
@@ -39,6 +41,7 @@ class OnnxReport:
     lockstep_error: float
     model_error: float
     engines: tuple[EngineCheck, ...]
+    build: BuildCheck | None = None
     files: tuple[str, ...] = field(default=())
 
     @property
@@ -64,4 +67,5 @@ class OnnxReport:
             f"in torch: layers within {self.layer_error:.1e} of the model's, what is between them "
             f"{self.lockstep_error:.1e}, results {self.model_error:.1e}"
         )
-        return "\n".join(lines + [str(each) for each in self.engines])
+        checks = [*self.engines, *([self.build] if self.build else [])]
+        return "\n".join(lines + [str(each) for each in checks])
