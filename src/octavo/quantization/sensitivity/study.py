@@ -6,7 +6,7 @@
 3. Search (choosing.py): the best mix if costs add up.
 4. Repair: the mix is run on the windows it was chosen on. Where the increase is not within the budget, or far below
    it, the search is asked for another sum, as much smaller or larger, up to REPAIRS times; the best mix within is kept.
-   One standard error is added to the increase: a few windows have their luck.
+   Two standard errors are added to the increase: a few windows have their luck, and the mix is for other text.
 5. Verification: that mix on windows it was not chosen on; mixes of other sizes and the presets by themselves on the
    first FRONT_WINDOWS of them.
 """
@@ -28,7 +28,7 @@ from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, bytes_of,
 
 __all__ = ["Budget", "Found", "Sensitivity", "measure_sensitivity"]
 
-REPAIRS = 4
+REPAIRS, STANDARD_ERRORS = 4, 2.0
 NEAR, AIM = 0.8, 0.92  # of the budget: what is close enough, and what the next attempt is to reach
 FRONT_SHARES = (0.0, 0.1, 0.3, 0.6)  # of the bytes between the smallest mix and BF16
 MOST_TRUTH_WINDOWS = 4
@@ -257,7 +257,7 @@ class _Study:
                 break
             (true,) = self._increases([chosen], self._phase(f"try a mix ({attempt + 1})", 2 * len(self.chosen_on)))
             attempts.append((predicted(costs, chosen), true))
-            cost = true.nats + true.error
+            cost = true.nats + STANDARD_ERRORS * true.error
             if cost <= limit and (kept is None or kept.bytes > bytes_of(self.model, self.units, chosen)):
                 kept = replace(self._found("budget", chosen, costs), on_chosen=true)
             if NEAR * limit <= cost <= limit or len({step[0] for step in attempts}) < len(attempts):
