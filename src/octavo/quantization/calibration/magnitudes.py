@@ -1,7 +1,7 @@
 """What calibration keeps of a tensor: its largest magnitude, exactly, and a histogram of all of them.
 
-A bin is a float32 rounded to six mantissa bits (below 2^-133, to zero), so its number is found by an integer addition and a shift, and 64 bins
-a binade cover every magnitude there is:
+A bin is a float32 rounded to six mantissa bits (below 2^-133, to zero), so its number is found by an integer addition
+and a shift, and 64 bins a binade cover every magnitude there is:
 
     bin = (bits(|x|) + 2^16) >> 17          value of a bin = float32(bin << 17)          |x| / value within 1 ± 2^-7
 

@@ -258,13 +258,19 @@ class _Study:
             (true,) = self._increases([chosen], self._phase(f"try a mix ({attempt + 1})", 2 * len(self.chosen_on)))
             attempts.append((predicted(costs, chosen), true))
             cost = true.nats + STANDARD_ERRORS * true.error
-            if cost <= limit and (kept is None or kept.bytes > bytes_of(self.model, self.units, chosen)):
-                kept = replace(self._found("budget", chosen, costs), on_chosen=true)
+            found = replace(self._found("budget", chosen, costs), on_chosen=true)
+            if cost <= limit and (kept is None or self._merit(found) > self._merit(kept)):
+                kept = found
             if NEAR * limit <= cost <= limit or len({step[0] for step in attempts}) < len(attempts):
                 break
             whole = min(asked, attempts[-1][0]) if cost > limit else asked
             asked = whole * min(2.0, max(0.25, AIM * limit / max(cost, limit / 8)))
         return kept, tuple(attempts)
+
+    def _merit(self, found: Found) -> tuple[float, float]:
+        """What perplexity buys: FP8 products where bytes have their own budget, fewer bytes if not; then loss."""
+        bought = -found.bytes if self.budget.bytes_share is None else found.fp8_products
+        return bought, -found.predicted
 
     def _increases(self, mixes: Sequence[Mapping[str, str]], on_forward: Callable[[int], None]) -> list[Increase]:
         return compare(self.model, self.units, mixes, self.chosen_on, on_forward=on_forward)[1]

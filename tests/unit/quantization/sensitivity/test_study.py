@@ -60,7 +60,7 @@ def test_the_mix_is_within_its_budgets_and_its_bytes_are_counted(sensitive, foun
     assert result.best.bytes == bytes_of(model, result.units, result.best.chosen)
     assert result.best.bytes_share == result.best.bytes / result.bf16_bytes <= 0.6
     assert result.best.on_chosen is not None
-    assert result.best.on_chosen.nats + result.best.on_chosen.error <= math.log(1.02)
+    assert result.best.on_chosen.nats + 2 * result.best.on_chosen.error <= math.log(1.02)
     assert result.best.verified is not None
     assert result.is_met == (result.best.verified.nats <= math.log(1.02))
     assert result.best.fp8_products > 0
@@ -151,6 +151,30 @@ def test_a_sum_that_misleads_is_repaired(sensitive, monkeypatch):
     assert result.best is not None
     assert result.best.on_chosen is not None
     assert result.best.on_chosen.nats + 2 * result.best.on_chosen.error <= limit
+
+
+@pytest.mark.parametrize(("share", "perplexity"), [(0.6, 0.002), (None, 0.004)])
+def test_of_mixes_within_the_budgets_the_one_that_bought_most_is_kept(sensitive, monkeypatch, share, perplexity):
+    """Each costs less than its parts, so the next one is asked to buy more: products in FP8, or bytes."""
+    tried = []
+
+    def cheap(self, mixes, on_forward):
+        tried.append(self._found("budget", mixes[0], estimates[-1]))
+        return [Increase(nats=perplexity / 4, error=0.0, divergence=0.001, windows=2)]
+
+    estimates = []
+
+    def costs(*args):
+        estimates.append(_costs(*args))
+        return estimates[-1]
+
+    monkeypatch.setattr(study, "_costs", costs)
+    monkeypatch.setattr(study._Study, "_increases", cheap)
+    result = measure_sensitivity(*sensitive, budget=Budget(perplexity=perplexity, bytes_share=share), true_pairs=0)
+    bought = [each.fp8_products if share else -each.bytes for each in tried]
+    assert len(set(bought)) > 1
+    assert result.best is not None
+    assert (result.best.fp8_products if share else -result.best.bytes) == max(bought)
 
 
 def test_which_pairs_are_run():
