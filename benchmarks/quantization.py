@@ -9,7 +9,8 @@ the library's sources, which have nothing of that text.
 | bar                              | is                                                                               |
 |----------------------------------|----------------------------------------------------------------------------------|
 | fp8-dynamic                      | the +2.39 % of BF16's perplexity that another implementation measured            |
-|                                  | (14.3815 against 14.0462), within two standard errors of the paired difference   |
+|                                  | (14.3815 against 14.0462, perhaps of another Python's topics), within two        |
+|                                  | standard errors of the paired difference                                         |
 | fp8-static                       | at most +3.0 %                                                                   |
 | fp8-kv-centred                   | at most +0.5 %, at half of BF16's bytes                                          |
 """
@@ -34,7 +35,7 @@ from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 WINDOW, CACHE_WINDOW, MEAN_WINDOWS = 512, 2048, 4
 FORMATS = ("fp32", "bf16", "int8", "fp8-dynamic", "fp8-rowwise", "fp8-blockwise", STATIC)
-REFERENCE_NATS = math.log(14.3815 / 14.0462)  # fp8 per tensor over bf16, the same model and text
+REFERENCE_NATS = math.log(14.3815 / 14.0462)  # fp8 per tensor over bf16, the same model
 STATIC_NATS, CACHE_NATS = math.log(1.03), math.log(1.005)
 STANDARD_ERRORS = 2.0
 SPEED_LENGTH = 128
