@@ -58,8 +58,14 @@ def main() -> None:
     print("\n".join(lines))
     if not arguments.quick:
         command = shlex.join(["python", "-m", "benchmarks.qat", *sys.argv[1:]])
-        path = write_result("qat", lines, title="Trained for FP8", command=command, machine=machine)
+        path = write_result(theme(settings), lines, title="Trained for FP8", command=command, machine=machine)
         print(f"written to {path}")
+
+
+def theme(settings: QATSettings) -> str:
+    """Name of the result's file: one for each way to train."""
+    ways = {"by_data": settings.by_data, "distilled": settings.tuning.distill > 0}
+    return "_".join(["qat", settings.recipe.name, *(way for way, taken in ways.items() if taken)])
 
 
 def training_windows(model: LanguageModel, tuning: TuneSettings) -> Tensor:
@@ -87,6 +93,8 @@ def table(result: QATResult) -> list[str]:
     tuning, gap = result.settings.tuning, result.gap("fp8-qat")
     outcome = "met" if gap.percent <= BAR_PERCENT else "missed"
     lines += ["", f"- bar of {BAR_PERCENT} %: {outcome}, {gap.percent:+.2f} %"]
+    beside = result.gap("fp8-qat", "fp8-of-tuned")
+    lines.append(f"- fp8-qat beside fp8-of-tuned: {beside.nats:+.4f} ± {beside.standard_error:.4f} nats")
     lines.append(
         f"- {tuning.steps} steps of {tuning.batch_size} windows of {tuning.context} tokens, peak learning rate "
         f"{tuning.learning_rate}, distillation weight {tuning.distill}, recipe {result.settings.recipe.name}, "

@@ -4,10 +4,8 @@ Chromium is driven by Playwright; where either is missing the tests skip and say
 """
 
 import re
-import shutil
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,29 +13,6 @@ from octavo.server import Address, Server
 from tests.unit.server.conftest import byte_runner, byte_tokenizer, new_service
 
 __all__ = ["byte_runner", "byte_tokenizer", "new_service"]
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed to drive Chromium")
-    with playwright.sync_playwright() as driver:
-        own = driver.chromium.executable_path
-        if CHROMIUM is None and not Path(own).exists():
-            pytest.skip("no Chromium on this machine to open the chat page with, and Playwright has none of its own")
-        chromium = driver.chromium.launch(executable_path=CHROMIUM or own, args=FLAGS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

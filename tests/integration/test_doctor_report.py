@@ -4,9 +4,7 @@ Chromium is driven by Playwright; where either is missing the tests skip and say
 """
 
 import itertools
-import shutil
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,31 +19,7 @@ from octavo.training.metrics import read_metrics
 from tests.unit.doctor.report.synthetic_run import findings, long_run, paths, run, samples, steps
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 LAYERS, LOOKS = 21, 60
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed to drive Chromium")
-    with playwright.sync_playwright() as driver:
-        own = driver.chromium.executable_path
-        if CHROMIUM is None and not Path(own).exists():
-            pytest.skip(
-                "no Chromium on this machine to open the doctor's page with, and Playwright has none of its own"
-            )
-        chromium = driver.chromium.launch(executable_path=CHROMIUM or own, args=FLAGS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import octavo
 from octavo import recipes
@@ -114,10 +115,27 @@ def test_mistakes_are_found_at_the_next_layer(probe, spoil):
     assert MISTAKES[spoil] in found.worst_layer
 
 
-def test_an_embedding_or_head_that_differs_is_found(probe):
+def test_an_embedding_that_differs_is_found(probe):
     model = dynamic(ROW)
     model.model.get_parameter("model.embed_tokens.weight").data[:, 0] *= 1.1
     assert not agreement_of(model, probe).within(TOLERANCE)
+
+
+def test_a_head_that_differs_is_found(probe):
+    """All of its layers are right, and their input too: the logits alone tell."""
+    model = dynamic(ROW)
+    weight = model.model.get_parameter("lm_head.weight")
+    model.model.get_submodule("lm_head").forward = lambda x: 1.01 * nn.functional.linear(x, weight)
+    found = agreement_of(model, probe)
+    assert found.worst_error < 1e-5
+    assert found.logits_error > 3 * TOLERANCE
+    assert not found.within(TOLERANCE)
+
+
+def test_one_other_choice_is_another_model(probe):
+    found = agreement_of(dynamic(ROW), probe)
+    assert found.within(TOLERANCE)
+    assert not replace(found, greedy_equal=found.greedy_tokens - 1).within(TOLERANCE)
 
 
 def test_a_norm_that_is_nan_is_found(probe):

@@ -1,7 +1,6 @@
 """The report: complete, self-contained, escaped, and free of script errors in a real browser where there is one."""
 
 import re
-import shutil
 import subprocess
 import sys
 
@@ -10,20 +9,10 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.training import report, study_table
 from octavo.training.comparison import GAP_BAR_NATS
+from tests.chromium import CHROMIUM, FLAGS
 from tests.unit.training.synthetic_study import run, study
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-]
+QUIET = ["--headless", *FLAGS, "--enable-logging=stderr"]
 
 
 @pytest.fixture(scope="module")

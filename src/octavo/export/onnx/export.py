@@ -32,6 +32,7 @@ from octavo.export.onnx.tensorrt_rtx import BuildCheck, check_build
 from octavo.files import claimed_folder, replacing_folder
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
+from octavo.quantization.calibration.observing import evaluating
 
 if TYPE_CHECKING:
     from octavo.quantization import Calibration
@@ -87,7 +88,8 @@ def export_onnx(
 ) -> OnnxReport:
     """Write a model whose layers octavo has converted or calibrated as ONNX, and check what was written.
 
-    Codes and scales are those that the model multiplies. The model is not changed.
+    Codes and scales are those that the model multiplies. The model is not changed; it is exported, and compared, as it
+    computes in evaluation mode.
 
     Args:
         model: a language model (token ids to logits), or any module.
@@ -111,7 +113,7 @@ def export_onnx(
     """
     check_packages()
     options, folder = options or OnnxOptions(), Path(folder)
-    with claimed_folder(folder):
+    with claimed_folder(folder), evaluating(model.model if isinstance(model, LanguageModel) else model):
         on_step("casting weights")
         graph = _graph(model, options, inputs)
         with replacing_folder(folder) as temporary:

@@ -40,7 +40,7 @@ from octavo.training.facts import own_version
 
 __all__ = ["LayerCoverage", "calibrate", "check_choices", "coverage", "weights_of"]
 
-SATURATION = Thresholds().saturation_fraction
+SATURATION, HEALTHY_DB = Thresholds().saturation_fraction, Thresholds().healthy_cast_db
 OnBatch = Callable[[int, int | None], None]
 
 
@@ -156,6 +156,9 @@ class LayerCoverage:
         ratio: that over the largest that the scale provides for; above 1, values are clipped.
         saturation_fraction: share of the elements that are.
         calibrated_fraction: the same share of the data that were calibrated on: what the method meant to clip.
+        sqnr_db: signal to quantisation noise of the other data; None without noise. A few huge elements are a small
+            share and all of it.
+        calibrated_sqnr_db: the same of the data that were calibrated on.
     """
 
     path: str
@@ -163,11 +166,15 @@ class LayerCoverage:
     ratio: float
     saturation_fraction: float
     calibrated_fraction: float
+    sqnr_db: float | None
+    calibrated_sqnr_db: float | None
 
     @property
     def goes_beyond(self) -> bool:
-        """Whether more is clipped than a healthy scale allows, and far more than was meant to be."""
-        return self.saturation_fraction > max(SATURATION, 2 * self.calibrated_fraction)
+        """Whether clipping takes more than a healthy scale allows and than was meant, of elements or of the signal."""
+        now, then = (math.inf if each is None else each for each in (self.sqnr_db, self.calibrated_sqnr_db))
+        drowned = self.ratio > 1 and now < HEALTHY_DB <= then
+        return drowned or self.saturation_fraction > max(SATURATION, 2 * self.calibrated_fraction)
 
 
 def coverage(
@@ -194,7 +201,7 @@ def coverage(
     layers = {path: module.get_submodule(path) for path in calibration.input_scales}
     seen = observe(model, batches, layers, on_batch=on_batch)
     fmt = _input_cast(calibration.recipe).format
-    meant = {each.path: each.clipped_fraction or 0.0 for each in calibration.health}
+    meant = {each.path: each for each in calibration.health}
     found = []
     for path, own in seen.inputs.items():
         scale, magnitudes = calibration.input_scales[path], own.counts.magnitudes()
@@ -205,7 +212,9 @@ def coverage(
                 amax=health.amax,
                 ratio=health.amax / (float(scale) * fmt.max),
                 saturation_fraction=health.clipped_fraction or 0.0,
-                calibrated_fraction=meant[path],
+                calibrated_fraction=meant[path].clipped_fraction or 0.0,
+                sqnr_db=health.sqnr_db,
+                calibrated_sqnr_db=meant[path].sqnr_db,
             )
         )
     return tuple(sorted(found, key=lambda each: (each.saturation_fraction, each.ratio), reverse=True))

@@ -123,9 +123,9 @@ class QATResult:
         losses = self.windows[name]
         return math.exp(min(math.fsum(losses) / len(losses), 700))
 
-    def gap(self, name: str) -> Gap:
-        """How much more it loses than the reference, window by window."""
-        return paired_gap(self.windows[name], self.windows[self.reference])
+    def gap(self, name: str, beside: str | None = None) -> Gap:
+        """How much more it loses than another, by default the reference, window by window."""
+        return paired_gap(self.windows[name], self.windows[beside or self.reference])
 
 
 def run_qat(

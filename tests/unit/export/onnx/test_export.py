@@ -293,3 +293,12 @@ def test_words_that_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no layer of this model is in FP8"):
         export_onnx(nn.Sequential(nn.Linear(2, 2)), tmp_path / "a", inputs=(torch.zeros(1, 2),))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_in_training_is_exported_as_it_evaluates_and_left_as_it_was(tmp_path):
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8)).train()
+    octavo.convert(model, "tensorwise")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export_onnx(model, tmp_path / "m", inputs=(torch.randn(4, 16),))
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -256,6 +256,25 @@ def test_coverage_finds_where_other_data_go_beyond():
     assert beyond[0].saturation_fraction == max(each.saturation_fraction for each in beyond)
 
 
+def test_one_huge_element_is_beyond_however_small_its_share():
+    """Its row's output is lost: the error is compared with the product that nobody has cast."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(512, 64)), torch.randn(512, 512)
+    found = calibrate(model, [x])
+    other = x.clone()
+    other[7, 3] = 200 * float(x.abs().max())
+    (one,) = coverage(model, found, [other])
+    assert one.saturation_fraction < 1e-5
+    assert one.sqnr_db is not None
+    assert one.calibrated_sqnr_db is not None
+    assert one.sqnr_db < 2
+    assert one.calibrated_sqnr_db > 24
+    assert one.goes_beyond
+    wanted = model(other)
+    found.apply(model)
+    assert (model(other)[7] - wanted[7]).norm() > 0.9 * wanted[7].norm()
+
+
 def test_what_a_percentile_means_to_clip_is_not_beyond():
     model = mlp()
     found = calibrate(model, mlp_batches(), method="percentile", percentile=99.0)
