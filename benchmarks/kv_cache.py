@@ -87,7 +87,8 @@ def runner_lines(model: LanguageModel, windows: Tensor, means: Mapping[int, Tens
     caches = {"BF16": (plain, BF16), "FP8": (plain, E4M3), "FP8, keys less their means": (centred, E4M3)}
     losses = {name: [_loss(*made, window) for window in windows] for name, made in caches.items()}
     size = {name: runner.new_cache(fmt=fmt).nbytes for name, (runner, fmt) in caches.items()}
-    rows = ["| cache | perplexity | against BF16 | nats more (± standard error) | bar | bytes |", f"|{' --- |' * 6}"]
+    header = ["cache", "perplexity", "against BF16", "nats more (± standard error)", "bar", "bytes ÷ BF16"]
+    rows = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for name, found in losses.items():
         gaps = [one - other for one, other in zip(found, losses["BF16"], strict=True)]
         more, error = (
@@ -115,7 +116,7 @@ def design_lines(model: LanguageModel, windows: Tensor, keys: KeyStatistics, cho
     known = designs(keys)
     bf16 = high_precision(model, "bf16")
     entered = [replace(bf16, name=name, cache=known[name]) for name in chosen or known]
-    table = comparison_table(compare([bf16, *entered], windows), sizes=False)
+    table = comparison_table(compare([bf16, *entered], windows))
     return ["Designs, in BF16 around the cache; the same windows.", "", *table]
 
 

@@ -46,13 +46,14 @@ def hardware() -> str:
     )
 
 
-def publish(theme: str, lines: list[str], *, title: str, machine: str, write: bool) -> None:
-    """Print a result, and write its file with the command line as it was given."""
+def publish(theme: str, lines: list[str], *, title: str, machine: str, write: bool, variant: str = "") -> None:
+    """Print a result, and write its file with the command line as it was given; a variant has a file of its own."""
     console = Console()
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if write:
         command = shlex.join(["python", "-m", f"benchmarks.{theme}", *sys.argv[1:]])
-        path = write_result(theme, lines, title=title, command=command, machine=machine)
+        name = f"{theme}_{variant}" if variant else theme
+        path = write_result(name, lines, title=title, command=command, machine=machine)
         console.print(f"written to {path}", markup=False, soft_wrap=True)
 
 

@@ -8,14 +8,12 @@ most 0.5 % of perplexity above BF16, both tuned, paired over windows.
 """
 
 import argparse
-import shlex
-import sys
 import time
 
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, write_result
+from benchmarks.measure import hardware, publish
 from octavo import recipes
 from octavo.language_model import LanguageModel
 from octavo.quantization import QATResult, QATSettings, TuneSettings, run_qat, text_windows
@@ -54,18 +52,20 @@ def main() -> None:
         held_out=topic_windows(model, arguments.windows),
         on_phase=_Printer(),
     )
-    lines = table(result)
-    print("\n".join(lines))
-    if not arguments.quick:
-        command = shlex.join(["python", "-m", "benchmarks.qat", *sys.argv[1:]])
-        path = write_result(theme(settings), lines, title="Trained for FP8", command=command, machine=machine)
-        print(f"written to {path}")
+    publish(
+        "qat",
+        table(result),
+        title="Trained for FP8",
+        machine=machine,
+        write=not arguments.quick,
+        variant=variant(settings),
+    )
 
 
-def theme(settings: QATSettings) -> str:
-    """Name of the result's file: one for each way to train."""
+def variant(settings: QATSettings) -> str:
+    """What a result's file is named by: the way of training."""
     ways = {"by_data": settings.by_data, "distilled": settings.tuning.distill > 0}
-    return "_".join(["qat", settings.recipe.name, *(way for way, taken in ways.items() if taken)])
+    return "_".join([settings.recipe.name, *(way for way, taken in ways.items() if taken)])
 
 
 def training_windows(model: LanguageModel, tuning: TuneSettings) -> Tensor:

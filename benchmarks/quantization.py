@@ -1,10 +1,11 @@
 """SmolLM2-135M in several formats beside BF16: perplexity, agreement, divergence, sizes; and keys and values in FP8.
 
-    python -m benchmarks.quantization [--windows 40] [--cache-windows 10] [--samples 128] [--speed] [--no-write]
+    python -m benchmarks.quantization [--tuned FOLDER] [--windows 40] [--cache-windows 10] [--samples 128] [--speed]
 
 The text is Python's language reference. Weights and activations are compared on the first 20,480 tokens in windows of
 512, caches of keys and values on the same tokens in windows of 2,048. Scales of fp8-static and means of keys come from
-the library's sources, which have nothing of that text.
+the library's sources, which have nothing of that text. FOLDER is what ``octavo qat`` made of the model; without one
+there is no row fp8-qat.
 
 | bar                              | is                                                                               |
 |----------------------------------|----------------------------------------------------------------------------------|
@@ -12,12 +13,14 @@ the library's sources, which have nothing of that text.
 |                                  | (14.3815 against 14.0462, perhaps of another Python's topics), within two        |
 |                                  | standard errors of the paired difference                                         |
 | fp8-static                       | at most +3.0 %                                                                   |
-| fp8-kv-centred                   | at most +0.5 %, at half of BF16's bytes                                          |
+| fp8-kv, fp8-kv-centred           | at most +0.5 %, at half of BF16's bytes                                          |
 """
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
@@ -25,27 +28,30 @@ from benchmarks import smollm2
 from benchmarks.measure import bf16_note, hardware, publish, verdict
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.language_model import LanguageModel
-from octavo.quantization import calibrate, text_windows
+from octavo.quantization import calibrate, load_qat, text_windows
 from octavo.quantization.comparison.cache_formats import key_means, vector_bytes
 from octavo.quantization.comparison.comparison import Comparison, compare
-from octavo.quantization.comparison.contestants import CACHE, CENTRED, STATIC
+from octavo.quantization.comparison.contestants import CACHE, CENTRED, STATIC, TUNED
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import line_up
+from octavo.training.memory import extra_memory_bytes
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 WINDOW, CACHE_WINDOW, MEAN_WINDOWS = 512, 2048, 4
 FORMATS = ("fp32", "bf16", "int8", "fp8-dynamic", "fp8-rowwise", "fp8-blockwise", STATIC)
 REFERENCE_NATS = math.log(14.3815 / 14.0462)  # fp8 per tensor over bf16, the same model
 STATIC_NATS, CACHE_NATS = math.log(1.03), math.log(1.005)
+CACHE_BYTES = 0.5
 STANDARD_ERRORS = 2.0
 SPEED_LENGTH = 128
 HEADER = ["format", "perplexity", "against BF16", "nats more (± standard error)", "top-1 as BF16", "KL from BF16"]
-SIZES = ["file, MB", "of BF16's", "in memory, MB"]
+SIZES = ["file, MB", "of BF16's", "in memory, MB", "peak, MB"]
 
 
 def main() -> None:
     """Compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tuned", type=Path, metavar="FOLDER", help="of octavo qat, for fp8-qat")
     parser.add_argument("--windows", type=int, default=40, help="of 512 tokens, for the formats")
     parser.add_argument("--cache-windows", type=int, default=10, help="of 2048 tokens, for the caches")
     parser.add_argument("--samples", type=int, default=128, help="windows that fp8-static is calibrated on")
@@ -53,21 +59,29 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
     machine, model = hardware(), smollm2.load()
-    lines = format_lines(model, arguments.windows, arguments.samples, speed=arguments.speed)
+    made = None if arguments.tuned is None else load_qat(arguments.tuned)
+    lines = format_lines(model, made, arguments.windows, arguments.samples, speed=arguments.speed)
     lines += ["", *cache_lines(model, arguments.cache_windows)]
     title = "SmolLM2-135M in FP8 and INT8 beside BF16"
     publish("quantization", lines, title=title, machine=machine, write=not arguments.no_write)
 
 
-def format_lines(model: LanguageModel, windows: int, samples: int, *, speed: bool) -> list[str]:
+def format_lines(
+    model: LanguageModel, made: LanguageModel | None, windows: int, samples: int, *, speed: bool
+) -> list[str]:
     """The formats' table, what the bars say to it, and times if they are asked for."""
     calibration = calibrate(model, [window[None] for window in _training_text(model, samples, WINDOW)])
-    contestants = line_up(model, FORMATS, calibration=calibration)
+    names = FORMATS if made is None else (*FORMATS, TUNED)
+    contestants = line_up(model, names, calibration=calibration, tuned_model=made)
     text = evaluation_windows(model, TOPICS, "all", count=windows, length=WINDOW)
     found = compare(contestants, text)
-    lines = [f"{windows} windows of {WINDOW} tokens; differences are paired.", "", *comparison_table(found), ""]
+    passes = {each.name: partial(each.logits, text[:1]) for each in contestants}
+    extra = {name: extra_memory_bytes(text.device, one) for name, one in passes.items()}
+    lines = [f"{windows} windows of {WINDOW} tokens; differences are paired.", "", *comparison_table(found, extra), ""]
     lines += format_bars(found)
-    lines.append("")
+    lines += ["", "Peak: the weights, and the most that a pass over one window takes beside them."]
+    if made is not None:
+        lines.append(f"{TUNED} is tuned and bf16 is not: between them lie the tuning and FP8.")
     lines.append("Head, embedding and norms are in BF16 in all but fp32. " + bf16_note())
     if speed:
         times = pass_times({each.name: each for each in contestants}, text[0, :SPEED_LENGTH])
@@ -84,7 +98,7 @@ def cache_lines(model: LanguageModel, windows: int) -> list[str]:
     return [
         f"Keys and values in FP8, everything else in BF16: {windows} windows of {CACHE_WINDOW} tokens.",
         "",
-        *comparison_table(found, sizes=False),
+        *comparison_table(found),
         "",
         *cache_bars(found, head_dim),
     ]
@@ -94,8 +108,8 @@ def _training_text(model: LanguageModel, count: int, length: int) -> Tensor:
     return text_windows(model, LIBRARY_SOURCES, "train", count=count, length=length)
 
 
-def comparison_table(found: Comparison, *, sizes: bool = True) -> list[str]:
-    """A row for each format."""
+def comparison_table(found: Comparison, extra: Mapping[str, int | None] | None = None) -> list[str]:
+    """A row for each format, and its sizes where it is known what a pass takes beside the weights."""
     rows = []
     for entry in found.entries:
         gap, scores, storage = found.gap(entry.name), entry.scores, entry.storage
@@ -105,11 +119,12 @@ def comparison_table(found: Comparison, *, sizes: bool = True) -> list[str]:
         else:
             row += [f"{gap.percent:+.2f} %", f"{gap.nats:+.4f} ± {gap.standard_error:.4f}"]
             row += [f"{scores.agreement:.2%}", f"{scores.divergence:.5f}"]
-        share = found.share_of_bytes(entry.name)
-        row += [f"{storage.file_bytes / 1e6:.1f}", f"{share:.3f}", f"{storage.memory_bytes / 1e6:.1f}"]
+        if extra is not None:
+            row += [f"{storage.file_bytes / 1e6:.1f}", f"{found.share_of_bytes(entry.name):.3f}"]
+            row.append(f"{storage.memory_bytes / 1e6:.1f}")
+            row.append(f"{(storage.memory_bytes + most) / 1e6:.1f}" if (most := extra[entry.name]) is not None else "–")
         rows.append(row)
-    columns = len(HEADER) + (len(SIZES) if sizes else 0)
-    return _table([*HEADER, *SIZES][:columns], (row[:columns] for row in rows))
+    return _table(HEADER if extra is None else [*HEADER, *SIZES], rows)
 
 
 def format_bars(found: Comparison) -> list[str]:
@@ -130,8 +145,10 @@ def cache_bars(found: Comparison, head_dim: int) -> list[str]:
     share = vector_bytes(head_dim) / (2 * head_dim)
     for name in (CACHE, CENTRED):
         gap = found.gap(name)
-        bar = f"{verdict(gap.nats <= CACHE_NATS)}; " if name == CENTRED else ""
-        lines.append(f"- {name}: {bar}{gap.percent:+.2f} % (bar +0.5 %) at {share:.3f} of BF16's bytes")
+        lines.append(
+            f"- {name}: {verdict(gap.nats <= CACHE_NATS)} in perplexity, {gap.percent:+.2f} % (bar +0.5 %); "
+            f"{verdict(share <= CACHE_BYTES)} in bytes, {share:.3f} of BF16's (bar {CACHE_BYTES:g})"
+        )
     return lines
 
 

@@ -26,9 +26,10 @@ from octavo.quantization import calibrate as find_scales
 from octavo.quantization.calibration.calibrate import check_choices
 from octavo.quantization.calibration.folder import check_own_folder
 from octavo.quantization.calibration.ranges import PERCENTILE, Method
+from octavo.quantization.overlap import same_source
 from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
-from octavo.training.text import BUILTIN
+from octavo.training.text import BUILTIN, LIBRARY_SOURCES
 
 __all__ = ["calibrate"]
 
@@ -69,7 +70,11 @@ def calibrate(
         Path | None, typer.Option(metavar="RUN", help="Take the amaxes that this delayed run has kept; reads no text.")
     ] = None,
     check: Annotated[
-        str | None, typer.Option(metavar="DATA", help="See what saturates on other text: as --data; its test split.")
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="See what saturates on other text: as --data, all of it; of text calibrated on, its test split.",
+        ),
     ] = None,
     device: options.Device = None,
     as_json: options.Json = False,
@@ -82,6 +87,14 @@ def calibrate(
         _refuse_beside_run(of_text | {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None})
     place = options.device_of(device)
     check_own_folder(out)
+    text = Text(
+        source=text_to_train_on(model) if source is None else source,
+        split=Split.TRAIN if split is None else split,
+        samples=SAMPLES if samples is None else samples,
+        context=context,
+        seed=seed or 0,
+    )
+    other = None if check is None else _other_text(check, text)
     how: dict[str, Any] = {"granularity": granularity, "weight_method": weights, "power_of_two": power_of_two}
     with open_display() as display:
         display.phase("load", None)
@@ -92,15 +105,8 @@ def calibrate(
         else:
             how |= {"method": method, "kv_cache": kv_cache, "skip": skip or (), "convert_head": head}
             how["percentile"] = PERCENTILE if percentile is None else percentile
-            text = Text(
-                source=text_to_train_on(model) if source is None else source,
-                split=Split.TRAIN if split is None else split,
-                samples=SAMPLES if samples is None else samples,
-                context=context,
-                seed=seed or 0,
-            )
             found = _from_text(loaded, text, display, how)
-        beyond = None if check is None else _checked(loaded, found, check, context, display)
+        beyond = None if other is None else _checked(loaded, found, other, display)
     found.save(out)
     if as_json:
         print_json(_record(found, beyond, out))
@@ -124,6 +130,22 @@ def _refuse_beside_run(given: Mapping[str, object]) -> None:
             )
 
 
+def _other_text(source: str, calibrated: Text) -> Text:
+    """Text to check the scales on, with nothing of what they were calibrated on.
+
+    Raises:
+        ConfigError: all of it was.
+    """
+    is_own = same_source(source, calibrated.source)
+    if is_own and calibrated.split in (Split.TEST, ALL):
+        raise ConfigError(
+            f"--check {source} reads that text's test split, and --split {calibrated.split} calibrates on it; "
+            "calibrate on train, or check another text"
+        )
+    split = Split.TEST if is_own or source in (BUILTIN, LIBRARY_SOURCES) else ALL
+    return Text(source=source, split=split, samples=CHECK_SAMPLES, context=calibrated.context)
+
+
 def _from_text(model: LanguageModel, text: Text, display: Display, how: dict[str, Any]) -> Calibration:
     batches = _windows(model, text, display)
     show = phases(display)
@@ -133,11 +155,8 @@ def _from_text(model: LanguageModel, text: Text, display: Display, how: dict[str
     )
 
 
-def _checked(
-    model: LanguageModel, found: Calibration, source: str, context: int | None, display: Display
-) -> tuple[LayerCoverage, ...]:
-    split = Split.TEST if source == BUILTIN else ALL
-    batches = _windows(model, Text(source=source, split=split, samples=CHECK_SAMPLES, context=context), display)
+def _checked(model: LanguageModel, found: Calibration, text: Text, display: Display) -> tuple[LayerCoverage, ...]:
+    batches = _windows(model, text, display)
     show = phases(display)
     return coverage(model, found, batches, on_batch=lambda done, total: show("check", done, total or 0))
 

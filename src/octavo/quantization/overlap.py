@@ -20,7 +20,7 @@ from octavo.training.corpus import Split
 from octavo.training.held_out import ALL
 from octavo.training.text import BUILTIN, divide, load_documents
 
-__all__ = ["MOST_SHARED", "shared_share"]
+__all__ = ["MOST_SHARED", "same_source", "shared_share"]
 
 MOST_SHARED = 0.5  # between what text of a kind has in common and the same text, see above
 
@@ -49,11 +49,16 @@ def shared_share(this: Part, other: Part) -> float:
     for name in (split, other_split):
         if name not in (*Split, ALL):
             raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {name!r}")
-    if _resolved(source) == _resolved(other_source):
+    if same_source(source, other_source):
         return 1.0 if split == other_split or ALL in (split, other_split) else 0.0
     known = {*_lines(source, split)}
     lengths = [(len(line), line in known) for line in _lines(other_source, other_split)]
     return sum(length for length, is_known in lengths if is_known) / max(1, sum(length for length, _ in lengths))
+
+
+def same_source(this: str, other: str) -> bool:
+    """Whether two names of sources name one: of paths, whether they lead to the same place."""
+    return _resolved(this) == _resolved(other)
 
 
 def _resolved(source: str) -> str:

@@ -1,5 +1,6 @@
 """The benchmark's text and verdict; the model itself is not run here."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,12 @@ def result(above: float) -> QATResult:
         language_model=tiny_language_model(),
         report=report,
         settings=SETTINGS,
-        windows={"bf16": (2.0, 3.0), "bf16-tuned": (1.9, 2.9), "fp8-qat": (1.9 + above, 2.9 + above)},
+        windows={
+            "bf16": (2.0, 3.0),
+            "bf16-tuned": (1.9, 2.9),
+            "fp8-of-tuned": (1.91, 2.93),
+            "fp8-qat": (1.9 + above, 2.9 + above),
+        },
         steps={"fp8-qat": steps},
     )
 
@@ -33,6 +39,16 @@ def test_the_bar_is_half_a_percent_above_the_tuned_bf16_model(above, verdict):
     assert any(f"bar of 0.5 %: {verdict}" in line for line in lines)
     assert any(line.startswith("| bf16-tuned | 11.0232 | – | – |") for line in lines)
     assert "- fp8-qat: 2.0 s a step (median)" in lines
+
+
+def test_training_stands_beside_casting_the_tuned_model():
+    assert "- fp8-qat beside fp8-of-tuned: -0.0200 ± 0.0100 nats" in qat.table(result(0.0))
+
+
+def test_each_way_of_training_has_a_result_of_its_own():
+    assert qat.variant(SETTINGS) == "static"
+    distilled = replace(SETTINGS, by_data=True, tuning=TuneSettings(steps=3, distill=0.5))
+    assert qat.variant(distilled) == "static_by_data_distilled"
 
 
 def test_the_evaluation_text_is_not_trained_on(monkeypatch):

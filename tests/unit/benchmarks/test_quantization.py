@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import octavo
 from benchmarks import quantization as benchmark
 from benchmarks.quantization import CACHE_NATS, REFERENCE_NATS, STATIC_NATS, cache_bars, comparison_table, format_bars
 from octavo.quantization.comparison.comparison import Comparison, Entry
@@ -45,21 +46,24 @@ def test_static_has_its_most():
         )
 
 
-def test_the_caches_bar_is_of_the_centred_one():
+def test_a_cache_has_two_bars():
     for nats, outcome in ((CACHE_NATS - 1e-5, "met"), (CACHE_NATS + 1e-4, "missed")):
         gaps = dict.fromkeys(("fp8-kv", "fp8-kv-centred"), (nats, nats))
         lines = cache_bars(comparison(**gaps), 64)
-        assert lines[0].startswith("- fp8-kv: +0.5")
-        assert lines[1].startswith(f"- fp8-kv-centred: {outcome}; +0.5")
-        assert all(line.endswith("at 0.516 of BF16's bytes") for line in lines)
+        assert [line.split(" in perplexity, +0.5")[0] for line in lines] == [
+            f"- fp8-kv: {outcome}",
+            f"- fp8-kv-centred: {outcome}",
+        ]
+        assert all(line.endswith("missed in bytes, 0.516 of BF16's (bar 0.5)") for line in lines)
 
 
 def test_a_table_has_what_was_scored():
-    lines = comparison_table(comparison(**{"fp8-dynamic": (0.02, 0.04)}))
-    assert lines[2] == f"| bf16 | {math.exp(2.5):.4f} |  |  |  |  | 200.0 | 1.000 | 122.0 |"
+    extra = {"bf16": 3_000_000, "fp8-dynamic": None}
+    lines = comparison_table(comparison(**{"fp8-dynamic": (0.02, 0.04)}), extra)
+    assert lines[2] == f"| bf16 | {math.exp(2.5):.4f} |  |  |  |  | 200.0 | 1.000 | 122.0 | 125.0 |"
     scores = f"| fp8-dynamic | {math.exp(2.53):.4f} | +3.05 % | +0.0300 ± 0.0100 | 90.00% | 0.01000 |"
-    assert lines[3] == f"{scores} 121.0 | 0.605 | 122.0 |"
-    assert comparison_table(comparison(), sizes=False)[0].count("|") == 7
+    assert lines[3] == f"{scores} 121.0 | 0.605 | 122.0 | – |"
+    assert comparison_table(comparison())[0].count("|") == 7
 
 
 def test_a_small_model_goes_through(monkeypatch):
@@ -68,12 +72,14 @@ def test_a_small_model_goes_through(monkeypatch):
     monkeypatch.setattr(benchmark, "CACHE_WINDOW", CONTEXT)
     monkeypatch.setattr(benchmark, "SPEED_LENGTH", 8)
     monkeypatch.setattr(benchmark, "_training_text", lambda _model, count, length: windows(count, length))
-    model = language_model()
-    lines = benchmark.format_lines(model, 2, 2, speed=True)
+    model, tuned = language_model(), language_model()
+    octavo.convert(tuned.model, "tensorwise")
+    lines = benchmark.format_lines(model, tuned, 2, 2, speed=True)
     rows = [line.split(" | ")[0] for line in lines if line.startswith("| ")]
     assert [row for row in rows if row.startswith("| fp8-dynamic")] == ["| fp8-dynamic"] * 3
     assert "| int8" in rows
     assert "| fp8-static" in rows
+    assert "| fp8-qat" in rows
     assert any(line.startswith("- fp8-dynamic: m") for line in lines)
     lines = benchmark.cache_lines(model, 2)
     assert [line.split(":")[0] for line in lines[-2:]] == ["- fp8-kv", "- fp8-kv-centred"]

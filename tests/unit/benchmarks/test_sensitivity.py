@@ -2,11 +2,16 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from benchmarks import sensitivity
-from octavo.quantization.sensitivity import Budget, Found, Increase, Sensitivity, measure_sensitivity
+from benchmarks import sensitivity, smollm2
+from octavo.language_model import LanguageModel
+from octavo.quantization.sensitivity import Budget, Found, Increase, Mix, Sensitivity, measure_sensitivity, save_mix
+from octavo.quantization.sensitivity.surroundings import in_bf16
+from octavo.quantization.sensitivity.truth import compare
+from octavo.quantization.sensitivity.units import units_of
 from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
 
 
@@ -46,3 +51,24 @@ def test_the_others_stand_beside_it_without_a_verdict(found):
     rows = list(sensitivity.table(with_best(found, percent=0.5, share=0.55)))[3:]
     assert len(rows) == len(found.front) + len(found.presets)
     assert all(row.endswith("| – |") for row in rows)
+    assert {row.split(" | ")[-2] for row in rows} == {"2"}
+
+
+def test_a_mix_is_measured_on_the_windows_after(found, monkeypatch, tmp_path, capsys):
+    """Beside what the search's own comparison finds of the same mix there."""
+    model, windows = small_llama(), windows_of(small_llama(), 6)
+    nowhere: Any = None
+    language_model = LanguageModel(model=model, tokenizer=nowhere, context=windows.shape[1], source="small")
+    monkeypatch.setattr(smollm2, "load", lambda: language_model)
+    monkeypatch.setattr(sensitivity, "evaluation_windows", lambda *_, count, length: windows[:count])
+    units = units_of(model, ["tensorwise"])
+    chosen = {unit.path: "tensorwise" for unit in units}
+    save_mix(Mix.of(units, chosen), tmp_path / "mix.toml")
+    monkeypatch.setattr("sys.argv", ["x", "--again", str(tmp_path / "mix.toml"), "--verify", "3", "--no-write"])
+    sensitivity.main()
+    other = small_llama()
+    with in_bf16(other):
+        nats, (true,) = compare(other, units, [chosen], windows[3:])
+    printed = capsys.readouterr().out
+    assert f"- {true.nats:+.4f} ± {true.error:.4f} nats; BF16 loses {nats:.4f}" in printed
+    assert "The 3 windows of 512 tokens after the first 3" in printed

@@ -30,7 +30,7 @@ def test_it_writes_what_the_api_finds(octavo, finished_run, text, tmp_path):
     assert record["layers"][0]["scale"] == float(expected.input_scales[expected.health[0].path])
     assert record["kv_cache"]["0"] == [float(scale) for scale in expected.kv_scales[0]]
     assert record["left_out"]["lm_head"] == "head: by its name"
-    checked = coverage(model, expected, text_windows(model, text, "all", count=32, length=32).split(1))
+    checked = coverage(model, expected, text_windows(model, text, "test", count=32, length=32).split(1))
     assert record["check"][0]["saturation_fraction"] == checked[0].saturation_fraction
     found.apply(model)
     with torch.no_grad():
@@ -152,6 +152,15 @@ def test_a_choice_that_does_not_exist_is_refused_before_anything_is_read(octavo,
     assert result.exit_code == 2
     assert str(value) in result.stderr
     assert "no such model" not in result.stderr
+
+
+@pytest.mark.parametrize("split", ["test", "all"])
+def test_text_that_was_calibrated_on_is_no_check(octavo, finished_run, text, tmp_path, split):
+    same = f"{text.parent}/./{text.name}"
+    arguments = ["--data", text, "--split", split, "--check", same, "--out", tmp_path / "out"]
+    result = octavo("calibrate", finished_run, *arguments)
+    assert result.exit_code == 2
+    assert f"and --split {split} calibrates on it; calibrate on train, or check another text" in result.stderr
 
 
 def test_from_a_run_that_kept_no_amaxes(octavo, finished_run, tmp_path):

@@ -42,7 +42,8 @@ class LayerHealth:
         clipped_fraction: share of the elements beyond what the scale provides for.
         clipped_energy: their share of Σ x².
         peak: amax over rms.
-        moved: how much the last quarter of the batches changed the scale, relative to the one before.
+        moved: how much the last quarter of the batches changed the scale, relative to the one before; 1 where no
+            batch before reached the layer.
         weight_sqnr_db: of the weight under its own scales.
     """
 
@@ -75,7 +76,7 @@ def health_of(
         seen: its input's magnitudes.
         scale: float32 [], decodes.
         fmt: the format.
-        early_scale: the scale without the last quarter of the batches.
+        early_scale: the scale without the last quarter of the batches; 0 where those alone reached the layer.
         weight_sqnr_db: handed on.
 
     Example:
@@ -101,7 +102,7 @@ def health_of(
         clipped_fraction=_share(seen.counts, clipped),
         clipped_energy=_share(energies, clipped),
         peak=seen.amax / seen.rms if seen.rms else 0.0,
-        moved=None if early_scale is None else abs(float(scale) / early_scale - 1),
+        moved=_moved(float(scale), early_scale),
         weight_sqnr_db=weight_sqnr_db,
     )
 
@@ -132,6 +133,12 @@ def health_warnings(layers: Iterable[LayerHealth], *, samples: int | None) -> It
     moving = [each for each in layers if (each.moved or 0.0) > MOVED]
     if moving:
         yield f"the last quarter of the samples still moved the scale of {_named(moving, 'moved')}; calibrate on more"
+
+
+def _moved(scale: float, early: float | None) -> float | None:
+    if early is None:
+        return None
+    return abs(scale / early - 1) if early else 1.0
 
 
 def _loses_its_bulk(layer: LayerHealth) -> bool:

@@ -49,7 +49,8 @@ class InputStatistics:
         counts: the magnitudes of all its inputs.
         calls: how often it was called.
         given: hash of the serial numbers of the tensors it was given, in order.
-        early_scale: its scale from all but the last quarter of the batches; None where that is not known.
+        early_scale: its scale from all but the last quarter of the batches; 0 where it was first reached in that
+            quarter, None where nobody knows which batches are the last.
     """
 
     counts: MagnitudeCounts
@@ -97,6 +98,7 @@ class Observation:
         batches: how many there were.
         samples: the sum of their first dimensions.
         tokens: the token ids among them; 0 where the model is given none.
+        in_last_quarter: whether the last quarter of the batches has begun; never where their number is not known.
     """
 
     inputs: dict[str, InputStatistics] = field(default_factory=dict)
@@ -104,6 +106,7 @@ class Observation:
     batches: int = 0
     samples: int = 0
     tokens: int = 0
+    in_last_quarter: bool = False
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Paths of the layers that were given the same tensors in every call, where there are two or more."""
@@ -149,6 +152,7 @@ def observe(
         for batch in batches:
             if seen.batches == late:
                 before_the_last_quarter(seen)
+                seen.in_last_quarter = True
             _add_sizes(seen, batch)
             call(batch)
             on_batch(seen.batches, total)
@@ -193,7 +197,10 @@ def _count(
 ) -> None:
     """Add one layer's input to what was seen of it."""
     serial, counted = shared.counted(args[0] if args else named["input"])
-    own = seen.inputs.setdefault(path, InputStatistics(MagnitudeCounts(counted.counts.device)))
+    if path not in seen.inputs:
+        early_scale = 0.0 if seen.in_last_quarter else None
+        seen.inputs[path] = InputStatistics(MagnitudeCounts(counted.counts.device), early_scale=early_scale)
+    own = seen.inputs[path]
     own.calls += 1
     own.given = hashlib.blake2b(own.given + serial.to_bytes(8), digest_size=16).digest()
     own.counts.merge(counted)

@@ -239,6 +239,28 @@ def test_convergence_is_what_the_last_quarter_moved():
     assert any("still moved the scale of '0' (50.0%)" in sentence for sentence in calibrate(model, batches).warnings())
 
 
+class OneOfTwo(nn.Module):
+    """Its second layer takes part where the input says so: an expert that few batches ask for."""
+
+    def __init__(self):
+        super().__init__()
+        self.usual, self.rare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.rare(x) if float(x[0, 0]) > 1 else self.usual(x)
+
+
+def test_a_layer_that_only_the_last_quarter_reaches_has_not_converged():
+    usual, rare = torch.full((2, 8), 0.5), torch.full((2, 8), 2.0)
+    late = calibrate(OneOfTwo(), [usual] * 7 + [rare])
+    assert {each.path: each.moved for each in late.health} == {"usual": 0.0, "rare": 1.0}
+    assert any("still moved the scale of 'rare' (100.0%)" in sentence for sentence in late.warnings())
+    early = calibrate(OneOfTwo(), [rare] + [usual] * 7)
+    assert {each.path: each.moved for each in early.health} == {"usual": 0.0, "rare": 0.0}
+    unknown = calibrate(OneOfTwo(), iter([usual] * 7 + [rare]))
+    assert {each.path: each.moved for each in unknown.health} == {"usual": None, "rare": None}
+
+
 def test_coverage_finds_where_other_data_go_beyond():
     model = mlp()
     found = calibrate(model, mlp_batches())
