@@ -1,6 +1,7 @@
 """What quantisation-aware training buys SmolLM2-135M: FP8 tuned for FP8 beside BF16 tuned on the same batches.
 
     python -m benchmarks.qat [--steps 60] [--batch-size 2] [--context 256] [--recipe static] [--windows 40]
+        [--out FOLDER]
 
 Both start from the same weights and see the same windows of the library's sources in the same order. Perplexity is
 measured on Python's language topics, of which those have nothing: the first 40 windows of 512 tokens. The bar: FP8 at
@@ -9,6 +10,7 @@ most 0.5 % of perplexity above BF16, both tuned, paired over windows.
 
 import argparse
 import time
+from pathlib import Path
 
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from octavo import recipes
 from octavo.language_model import LanguageModel
 from octavo.quantization import QATResult, QATSettings, TuneSettings, run_qat, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.qat.folder import save_qat
 from octavo.training.corpus import Split
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
@@ -52,6 +55,8 @@ def main() -> None:
         held_out=topic_windows(model, arguments.windows),
         on_phase=_Printer(),
     )
+    if arguments.out is not None:
+        save_qat(arguments.out, result)
     publish(
         "qat",
         table(result),
@@ -100,10 +105,9 @@ def table(result: QATResult) -> list[str]:
         f"{tuning.learning_rate}, distillation weight {tuning.distill}, recipe {result.settings.recipe.name}, "
         f"{result.settings.scales} scales, skipped: {', '.join(result.settings.skip) or 'the head alone'}"
     )
-    lines.append(
-        f"- {tuning.high_precision_steps} steps without casts at the beginning, then weights rounded "
-        f"{'by data' if result.settings.by_data else 'to the nearest'}; the baseline learns from the text alone"
-    )
+    rounded = "by data after the last" if result.settings.by_data else "to the nearest"
+    lines.append(f"- {tuning.high_precision_steps} steps without casts at the beginning; weights rounded {rounded}")
+    lines.append("- the baseline learns from the text alone")
     for name, steps in result.steps.items():
         seconds = sorted(step.seconds for step in steps)[len(steps) // 2]
         lines.append(f"- {name}: {seconds:.1f} s a step (median)")
@@ -131,11 +135,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=DEFAULTS.learning_rate)
     parser.add_argument("--high-precision-share", type=float, default=DEFAULTS.high_precision_share)
     parser.add_argument("--distill", type=float, default=DEFAULTS.distill)
-    parser.add_argument("--by-data", action="store_true", help="round the weights by training windows first")
+    parser.add_argument("--by-data", action="store_true", help="round the weights by training windows at the end")
     parser.add_argument("--recipe", default="static")
     parser.add_argument("--scales", default="tracked")
     parser.add_argument("--skip", nargs="*", default=[], help="patterns of layers that stay in BF16")
     parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--out", type=Path, help="keep the model there, for benchmarks.quantization --tuned")
     parser.add_argument("--quick", action="store_true", help="prints, writes no result")
     return parser.parse_args()
 

@@ -53,7 +53,7 @@ def qat(
         int | None, typer.Option(help=f"Tokens of a window. [default: {DEFAULTS.context}, or what the model reads]")
     ] = None,
     by_data: Annotated[
-        bool, typer.Option("--by-data", help="Round the weights by training windows before the casts begin.")
+        bool, typer.Option("--by-data", help="Round the weights by training windows after the last step.")
     ] = False,
     learning_rate: options.LearningRate = DEFAULTS.learning_rate,
     warmup: options.Warmup = DEFAULTS.warmup,

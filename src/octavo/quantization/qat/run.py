@@ -15,11 +15,12 @@ losses are taken on the same held-out windows, so their differences are paired (
 A plain fine-tune moves the perplexity further than FP8 does, so only ``bf16-tuned`` tells what FP8 costs after it. It
 learns from the text alone, whatever the distillation.
 
-Where the casts begin, before the first step or after those in high precision, three things follow from the model as it
-then is: it is the teacher; ``octavo.calibrate`` gives its inputs' first scales; and with ``by_data`` its weights are
-rounded by the training windows (``octavo.quantization.compensate_rounding``), so that training starts from codes that
-disturb the layers' outputs less than the nearest. Whether the model's loss gains by it is to be measured, model by
-model: it is not the default (docs/qat.md).
+Where the casts begin, before the first step or after those in high precision, two things follow from the model as it
+then is: it is the teacher, and ``octavo.calibrate`` gives its inputs' first scales.
+
+With ``by_data`` the weights are rounded by the training windows (``octavo.quantization.compensate_rounding``) after the
+last step. Before the casts it is lost: every step moves the weights, which are then rounded to the nearest again, and
+the errors that made each other good do so no longer (measured: docs/qat.md).
 """
 
 import copy
@@ -64,7 +65,7 @@ class QATSettings:
         clip_gradients: as there.
         skip: as there.
         convert_head: as there.
-        by_data: whether weights are rounded by data where the casts begin.
+        by_data: whether weights are rounded by data after the last step.
         baseline: whether a BF16 model is tuned too.
         tuning: steps, batches, rates, distillation.
     """
@@ -230,14 +231,14 @@ class _Run:
             teachers.append(self._as_it_is(made))
             if not self.settings.starts_scales_at_first_batch:
                 self._load_input_scales(made, teachers[0])
-            if self.settings.by_data:
-                self._round_by_data(made)
 
         def teach(tokens: Tensor) -> Tensor:
             with self.around:
                 return logits_of(teachers[0], tokens)
 
         self._tune(QAT, made, self.settings.tuning, teacher=teach, before_casts=before_casts)
+        if self.settings.by_data:
+            self._round_by_data(made)
         return made, _converted(made)
 
     def _tune(self, name: str, model: nn.Module, settings: TuneSettings, **options: Any) -> None:
