@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.measure import hardware, interleaved, ratio, write_result
+from benchmarks.measure import hardware, interleaved, publish, ratio
 from octavo import E4M3, quantize
 from octavo.kernels import cpu, products
 from octavo.numerics.accumulate import Accumulate, hopper_sums
@@ -37,12 +36,7 @@ def main() -> None:
     lines = [*_table(["sums", "million products a second", "time × fp32"], speed_rows(arguments.rounds)), ""]
     lines += [f"{SIDE} x {SIDE} x {SIDE}, median of {arguments.rounds} interleaved rounds (quartiles).", ""]
     lines += _table(ERROR_HEADER, error_rows())
-    console = Console()
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command, title = "python -m benchmarks.accumulation", "Sums as Hopper makes them"
-        path = write_result("accumulation", lines, title=title, command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish("accumulation", lines, title="Sums as Hopper makes them", machine=machine, write=not arguments.no_write)
 
 
 def speed_rows(rounds: int) -> Iterator[list[str]]:

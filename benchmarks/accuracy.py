@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.measure import hardware, write_result
+from benchmarks.measure import hardware, publish
 from octavo.training.comparison import GAP_BAR_NATS, Study
 from octavo.training.config import demo_config
 from octavo.training.data import prepare
@@ -43,11 +43,7 @@ def main() -> None:
         seeded = config.with_training(seed=seed)
         studies.append(run_study(seeded, folder, data=data, recipes=recipes, on_phase=_Printer(console, seed)))
     lines = _table(studies, recipes)
-    console.print("\n".join(lines), markup=False)
-    if not arguments.quick:
-        command = f"python -m benchmarks.accuracy --seeds {arguments.seeds} --recipes {arguments.recipes}"
-        path = write_result("accuracy", lines, title="FP8 against BF16", command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish("accuracy", lines, title="FP8 against BF16", machine=machine, write=not arguments.quick)
 
 
 class _Printer:

@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.measure import Ratio, bf16_note, hardware, interleaved, ratio, verdict, write_result
+from benchmarks.measure import Ratio, bf16_note, hardware, interleaved, publish, ratio, verdict
 from octavo import E4M3, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize, scaled_mm
 from octavo.kernels import cpu
 from octavo.numerics import Accumulate, Granularity, ScaleRounding
@@ -94,12 +93,7 @@ def main() -> None:
     lines = [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows)]
     lines += ["", f"{sum(word.startswith('met') for word in judged)} of {len(judged)} bars met."]
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles). {bf16_note()}"]
-    console = Console()
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command = f"python -m benchmarks.cpu_kernels --rounds {arguments.rounds}"
-        path = write_result("cpu_kernels", lines, title="Native CPU kernels", command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish("cpu_kernels", lines, title="Native CPU kernels", machine=machine, write=not arguments.no_write)
 
 
 def result_rows(entered: Mapping[str, Contestant], seconds: Mapping[str, list[float]]) -> Iterator[list[str]]:

@@ -29,13 +29,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.cpu_kernels import HEADER, Bound, Contestant, result_rows
 from benchmarks.generators import Generator, LlamaCpp, Octavo, Plain, Transformers, q8_0_of
-from benchmarks.measure import bf16_note, hardware, interleaved, write_result
+from benchmarks.measure import bf16_note, hardware, interleaved, publish
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import BackendError, DataError
 from octavo.formats import FP32
@@ -78,13 +77,7 @@ def main() -> None:
     seconds = interleaved({name: entry.run for name, entry in entered.items()}, rounds=arguments.rounds)
     lines = [*speed_lines(entered, seconds), ""]
     lines += perplexity_lines(window_losses(loaded.model, peer, windows_of(ids, arguments.windows)))
-    console = Console()
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command = f"python -m benchmarks.decode --rounds {arguments.rounds} --windows {arguments.windows}"
-        title = "Generation with SmolLM2-135M"
-        written = write_result("decode", lines, title=title, command=command, machine=machine)
-        console.print(f"written to {written}", markup=False)
+    publish("decode", lines, title="Generation with SmolLM2-135M", machine=machine, write=not arguments.no_write)
 
 
 def speed_lines(entered: Mapping[str, Contestant], seconds: Mapping[str, list[float]]) -> list[str]:

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.measure import hardware, interleaved, ratio, verdict, write_result
+from benchmarks.measure import hardware, interleaved, publish, ratio, verdict
 from octavo.doctor import watch
 from octavo.doctor.captor import ASK_EVERY
 from octavo.models import Llama
@@ -61,13 +60,7 @@ def main() -> None:
     bar = f"Bar: at most {BAR:g} % of the step time."
     what = f"{config.training.tokens_per_step} tokens; {config.model}"
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles). {bar} {what}."]
-    console = Console()
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command = f"python -m benchmarks.doctor_cost --rounds {arguments.rounds}"
-        command += "" if arguments.recipes == list(RECIPES) else f" --recipes {' '.join(arguments.recipes)}"
-        path = write_result("doctor_cost", lines, title="What the doctor costs", command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish("doctor_cost", lines, title="What the doctor costs", machine=machine, write=not arguments.no_write)
 
 
 def row_of(recipe: str, seconds: dict[str, list[float]]) -> list[str]:

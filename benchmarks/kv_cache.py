@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, verdict, write_result
+from benchmarks.measure import hardware, publish, verdict
 from benchmarks.quantization import CACHE_NATS, CACHE_WINDOW, MEAN_WINDOWS, comparison_table
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import DataError
@@ -59,7 +58,7 @@ def main() -> None:
     parser.add_argument("--designs", default="", help="some of them, by commas, or none; all by default")
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
-    machine, console = hardware(), Console()
+    machine = hardware()
     try:
         model = load_language_model(smollm2.model_path())
     except DataError as error:
@@ -71,13 +70,7 @@ def main() -> None:
     lines = runner_lines(model, text, keys.mean)
     if chosen != ["none"]:
         lines += ["", *design_lines(model, text, keys, chosen)]
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command = f"python -m benchmarks.kv_cache --windows {arguments.windows}"
-        command += f" --designs {arguments.designs}" if arguments.designs else ""
-        title = "The FP8 cache of keys and values"
-        path = write_result("kv_cache", lines, title=title, command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish("kv_cache", lines, title="The FP8 cache of keys and values", machine=machine, write=not arguments.no_write)
 
 
 def runner_lines(model: LanguageModel, windows: Tensor, means: Mapping[int, Tensor]) -> list[str]:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import octavo
 from benchmarks import smollm2
-from benchmarks.measure import hardware, verdict, write_result
+from benchmarks.measure import hardware, publish, verdict
 from octavo.errors import DataError
 from octavo.export.agreement import relative_error
 from octavo.export.onnx import OnnxOptions, OnnxReport, export_onnx
@@ -77,12 +77,13 @@ def main() -> None:
     names = arguments.recipes.split(",")
     rows = [measured(in_fp8(model, recipe, calibration), recipe, arguments.tokens, say) for recipe in names]
     lines = [*_table(HEADER, rows), "", weighed(in_fp8(model, names[0], calibration), names[0], say)]
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command = f"python -m benchmarks.onnx_export --recipes {arguments.recipes} --tokens {arguments.tokens}"
-        title = "SmolLM2-135M as ONNX graphs beside octavo's emulation"
-        path = write_result("onnx_export", lines, title=title, command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish(
+        "onnx_export",
+        lines,
+        title="SmolLM2-135M as ONNX graphs beside octavo's emulation",
+        machine=machine,
+        write=not arguments.no_write,
+    )
 
 
 def in_fp8(model: LanguageModel, recipe: str, calibration: Calibration) -> LanguageModel:

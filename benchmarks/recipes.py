@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import octavo
-from benchmarks.measure import hardware, interleaved, ratio, write_result
+from benchmarks.measure import hardware, interleaved, publish, ratio
 from octavo.models import Llama
 from octavo.training.config import RunConfig, demo_config
 from octavo.training.data import TokenData, prepare
@@ -59,11 +59,7 @@ def main() -> None:
     lines += [f"Step times: median of {arguments.rounds} interleaved rounds (quartiles)."]
     lines += ["They are a verdict only where the load average above is near 0; losses and bytes do not depend on it."]
     lines += ["", *(f"- {name}: {fact}" for name, fact in study.facts.items())]
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command = f"python -m benchmarks.recipes --steps {arguments.steps} --threads {arguments.threads}"
-        path = write_result("recipes", lines, title="Every recipe in training", command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish("recipes", lines, title="Every recipe in training", machine=machine, write=not arguments.no_write)
 
 
 class _Printer:

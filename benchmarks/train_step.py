@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.measure import bf16_note, hardware, interleaved, ratio, verdict, write_result
+from benchmarks.measure import bf16_note, hardware, interleaved, publish, ratio, verdict
 from octavo.models import Llama
 from octavo.training.config import Precision, RunConfig, TrainingConfig, demo_config
 from octavo.training.evaluate import token_loss
@@ -49,13 +48,14 @@ def main() -> None:
     lines = [*_table(header, rows), "", *_table(["bar", "measured", "verdict"], bar_rows(seconds, arguments.width))]
     what = f"{config.training.tokens_per_step} tokens; {config.model}"
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles); {what}. {bf16_note()}"]
-    console = Console()
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
-    if not arguments.no_write:
-        command = f"python -m benchmarks.train_step --width {arguments.width} --rounds {arguments.rounds}"
-        theme = "train_step" if arguments.width == 128 else f"train_step_{arguments.width}"
-        path = write_result(theme, lines, title="A training step", command=command, machine=machine)
-        console.print(f"written to {path}", markup=False)
+    publish(
+        "train_step",
+        lines,
+        title="A training step",
+        machine=machine,
+        write=not arguments.no_write,
+        variant="" if arguments.width == 128 else str(arguments.width),
+    )
 
 
 def config_of(width: int) -> RunConfig:

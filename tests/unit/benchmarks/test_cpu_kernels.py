@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cpu_kernels
+from benchmarks import cpu_kernels, measure
 from benchmarks.cpu_kernels import Bound, Contestant
 from octavo.kernels import cpu
 
@@ -61,7 +61,7 @@ def test_the_result_names_the_command_and_counts_the_bars(monkeypatch, rounds):
     monkeypatch.setattr(sys, "argv", ["cpu_kernels", "--rounds", str(rounds)])
     monkeypatch.setattr(cpu_kernels, "contestants", lambda: ENTERED)
     monkeypatch.setattr(cpu_kernels, "interleaved", lambda _, rounds: SECONDS)
-    monkeypatch.setattr(cpu_kernels, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
+    monkeypatch.setattr(measure, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
     cpu_kernels.main()
     assert written["command"] == f"python -m benchmarks.cpu_kernels --rounds {rounds}"
     assert written["machine"].endswith(f"kernels for {cpu.levels()[-1]}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import doctor_cost
+from benchmarks import doctor_cost, measure
 from benchmarks.measure import Ratio
 from octavo.doctor.captor import ASK_EVERY
 from octavo.training.config import demo_config
@@ -39,7 +39,7 @@ def test_the_result_names_the_command_that_gives_it(monkeypatch):
     monkeypatch.setattr(doctor_cost, "contestants", lambda *_: {})
     monkeypatch.setattr(doctor_cost, "interleaved", lambda *_, **__: {})
     monkeypatch.setattr(doctor_cost, "ratio", lambda *_: Ratio(1.2, 1.1, 1.3))
-    monkeypatch.setattr(doctor_cost, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
+    monkeypatch.setattr(measure, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
     doctor_cost.main()
     assert written["command"] == "python -m benchmarks.doctor_cost --rounds 7 --recipes rowwise mxfp8"
     assert "Median of 7 interleaved rounds" in written["lines"][-1]

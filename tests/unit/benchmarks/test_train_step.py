@@ -66,9 +66,9 @@ def test_the_result_names_the_command_that_gives_it(monkeypatch, rounds):
     monkeypatch.setattr(train_step, "contestants", lambda _: {})
     monkeypatch.setattr(train_step, "interleaved", lambda _, rounds, warmup: {**SECONDS, "fp32": [1.0] * rounds})
     monkeypatch.setattr(train_step, "ratio", lambda *_: Ratio(0.4, 0.4, 0.4))
-    monkeypatch.setattr(train_step, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
+    monkeypatch.setattr(measure, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
     train_step.main()
-    assert written["command"] == f"python -m benchmarks.train_step --width 128 --rounds {rounds}"
+    assert written["command"] == f"python -m benchmarks.train_step --rounds {rounds}"
     assert f"Median of {rounds} interleaved rounds" in written["lines"][-1]
     assert sum("| met" in line for line in written["lines"]) == 10
 
