@@ -121,7 +121,9 @@ def make_probe(
     inputs: dict[str, Tensor] = {}
 
     def record(path: str, arriving: Tensor) -> None:
-        inputs[path] = arriving.detach().float()
+        seen, last = arriving.detach().float(), next(reversed(inputs.values()), None)
+        # q, k and v share one; a copy, since what follows may write into it
+        inputs[path] = last if last is not None and torch.equal(seen, last) else seen.clone()
 
     with _watched(model, paths, record):
         found = logits(tokens)
