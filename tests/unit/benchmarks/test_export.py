@@ -2,15 +2,17 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import export as benchmark
+from benchmarks import smollm2
 from octavo.export.agreement import Agreement
 from octavo.export.writing import Saved
 from tests.unit.cli.conftest import TINY, run_octavo
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "logits_error": 1e-5,
     "worst_error": 9e-4,
     "worst_layer": "",
@@ -61,8 +63,13 @@ def test_each_bar_has_its_verdict(found, missed):
 
 def test_a_run_is_measured_beside_the_model(monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(benchmark.smollm2, "model_path", lambda: Path("smollm2.gguf"))
-    monkeypatch.setattr(benchmark, "measured", lambda *given: asked.append(given) or saved())
+    monkeypatch.setattr(smollm2, "model_path", lambda: Path("smollm2.gguf"))
+
+    def note(*given):
+        asked.append(given)
+        return saved()
+
+    monkeypatch.setattr(benchmark, "measured", note)
     monkeypatch.setattr(sys, "argv", ["export.py", "--run", "runs/mine", "--cases", "hf-fp8;octavo", "--no-write"])
     benchmark.main()
     assert asked == [(source, case, None) for source in ("smollm2.gguf", "runs/mine") for case in ("hf-fp8", "octavo")]
