@@ -72,6 +72,6 @@ def test_the_walk(workplace):
     built, timed = (deployed / "asked").read_text().splitlines()
     assert built == (
         "--onnx=model.onnx --stronglyTyped --saveEngine=model.engine "
-        "--minShapes=input_ids:1x1 --optShapes=input_ids:16x32 --maxShapes=input_ids:32x32"
+        "--minShapes=input_ids:1x1 --optShapes=input_ids:16x32 --maxShapes=input_ids:16x32"
     )
     assert timed == "--loadEngine=model.engine --shapes=input_ids:16x32 --warmUp=100 --duration=30"

@@ -163,7 +163,7 @@ add_command(
     import_,
     "import",
     short="Read and check a model in FP8 from another tool.",
-    example="deepseek-style/ --out mine/",
+    example="served/ --out own/",
 )
 app.add_typer(
     doctor,

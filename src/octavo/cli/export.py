@@ -59,6 +59,10 @@ def export(
         bool,
         typer.Option("--tensorrt", help="onnx: scripts that build and time an engine; asks TensorRT-RTX if installed."),
     ] = False,
+    max_batch: Annotated[int | None, typer.Option(help="--tensorrt: the largest batch. [default: 16]")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="--tensorrt: most tokens of a text. [default: 1024, or the model's context]")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Write a language model in FP8 for other programs, and make sure that they compute the same."""
@@ -78,7 +82,13 @@ def export(
         dtype=dtype,
         checkpoint=CheckpointOptions(max_shard_size=max_shard_size, device=device, no_verify=not verify),
         graph=GraphOptions(
-            opset=opset, kv_cache=kv_cache, attention=attention, external_data=external_data, tensorrt=tensorrt
+            opset=opset,
+            kv_cache=kv_cache,
+            attention=attention,
+            external_data=external_data,
+            tensorrt=tensorrt,
+            max_batch=max_batch,
+            max_length=max_length,
         ),
     )
     WRITERS[format_](job, as_json=as_json)

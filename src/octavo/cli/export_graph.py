@@ -55,6 +55,8 @@ def _options(given: GraphOptions, *, dtype: str) -> OnnxOptions:
         kv_cache=given.kv_cache,
         external_data=given.external_data,
         tensorrt=given.tensorrt,
+        max_batch=given.max_batch,
+        max_length=given.max_length,
     )
 
 

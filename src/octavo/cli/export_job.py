@@ -37,6 +37,8 @@ class GraphOptions:
         attention: the text that the scales of attention's operands come from, which are FP8 then.
         external_data: weights in a file of their own.
         tensorrt: scripts that build and time an engine.
+        max_batch: the largest of that engine.
+        max_length: the most tokens of a text in that engine.
     """
 
     opset: int | None = None
@@ -44,6 +46,8 @@ class GraphOptions:
     attention: str | None = None
     external_data: bool = False
     tensorrt: bool = False
+    max_batch: int | None = None
+    max_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,12 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export import export
+from octavo.errors import ConfigError
 from octavo.interchange import QuantizedModel, load_quantized, read_configuration
 
 __all__ = ["import_"]
+
+DEFAULT = "octavo"
 
 
 def import_(
@@ -19,14 +22,16 @@ def import_(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FOLDER", help="Write it there too, its codes and scales untouched.")
     ] = None,
-    format_: Annotated[str, typer.Option("--format", help="Of what is written.")] = "octavo",
+    format_: Annotated[str | None, typer.Option("--format", help="Of what --out writes. [default: octavo]")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Read a model in FP8 from another tool, check every tensor of it, and say what it is."""
     if out is not None:
         read_configuration(folder)  # what is not in FP8 is octavo export's to quantize, not taken for it here
-        export(model=str(folder), out=out, format_=format_, as_json=as_json)
+        export(model=str(folder), out=out, format_=format_ or DEFAULT, as_json=as_json)
         return
+    if format_ is not None:
+        raise ConfigError("--format says what --out writes; give --out FOLDER too, or leave --format out")
     read = load_quantized(folder)
     if as_json:
         print_json(_record(read))

@@ -20,7 +20,7 @@ DOES = MappingProxyType(
             VLLM: "FP8 products; in_features must be a multiple of 128",
             SGLANG: "FP8 products; in_features must be a multiple of 128",
             TENSORRT_LLM: "FP8 products (DeepSeek)",
-            TRANSFORMERS: "FP8 products on a GPU; decodes to BF16 on a CPU, inputs not cast",
+            TRANSFORMERS: "FP8 products on a GPU; decodes to BF16 on a CPU, inputs not cast; blocks must be whole",
         },
         "modelopt": {
             VLLM: "FP8 products; q, k, v and gate, up recoded to their largest scale",

@@ -24,7 +24,15 @@ from octavo.export.companions import Companions, companions_of
 from octavo.export.emulation import emulated
 from octavo.export.verification import reader_of, verify
 from octavo.files import claimed_folder, replacing_folder
-from octavo.interchange import FORMATS, Contents, FileFormat, attention_path, contents_of, written_configuration
+from octavo.interchange import (
+    FORMATS,
+    Contents,
+    FileFormat,
+    KVScales,
+    attention_path,
+    contents_of,
+    written_configuration,
+)
 from octavo.interchange.schemes import scheme_of
 from octavo.interchange.tensor_files import write_json, write_tensors
 from octavo.language_model import LanguageModel
@@ -73,7 +81,7 @@ def save_quantized(
     folder: str | Path,
     *,
     format: str = "compressed-tensors",  # noqa: A002 (what everybody calls it)
-    kv_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+    kv_scales: Mapping[int, KVScales] | None = None,
     dtype: str = "bf16",
     max_shard_bytes: int = 5_000_000_000,
     verify_folder: bool = True,
@@ -85,7 +93,7 @@ def save_quantized(
         model: converted, with held codes or weights in high precision; it is left as it is.
         folder: new or empty.
         format: "compressed-tensors", "hf-fp8", "modelopt" or "octavo".
-        kv_scales: float32 [] of keys and of values by decoder layer, such as a calibration's.
+        kv_scales: one of keys and one of values by decoder layer, such as a calibration's; written in FP32.
         dtype: of every other tensor: "bf16", "fp16" or "fp32".
         max_shard_bytes: of a file of weights.
         verify_folder: read it back in a fresh process and compare, before it takes its place.
@@ -165,7 +173,7 @@ class _Job:
                 self.model.model,
                 self.contents.layers,
                 text,
-                prompt=min(PROMPT, length // 2),
+                prompt=max(1, min(PROMPT, length // 2)),  # a context of 1 continues nothing
                 on_token=lambda done, total: self.on_phase("emulate", done, total),
             )
         self.on_phase("read back", 0, 1)

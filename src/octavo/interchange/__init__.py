@@ -1,6 +1,6 @@
 """Formats in which FP8 models change hands: their names and shapes, what each can say, and how they are read."""
 
-from octavo.interchange.contents import Contents, FP8Layer, attention_path, contents_of
+from octavo.interchange.contents import Contents, FP8Layer, KVScales, attention_path, contents_of
 from octavo.interchange.file_format import FileFormat
 from octavo.interchange.formats import (
     FORMATS,
@@ -17,6 +17,7 @@ __all__ = [
     "Contents",
     "FP8Layer",
     "FileFormat",
+    "KVScales",
     "QuantizedModel",
     "attention_path",
     "check_no_codes",

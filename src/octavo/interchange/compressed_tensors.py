@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import CheckpointError
 from octavo.formats import E4M3
 from octavo.interchange.contents import Contents, FP8Layer
 from octavo.interchange.file_format import FileFormat, Layout, damaged, matched_scheme, names_in
@@ -22,7 +21,7 @@ from octavo.numerics import Granularity, PerRow, PerTensor
 
 __all__ = ["COMPRESSED_TENSORS"]
 
-NAME, FORMAT = "compressed-tensors", "float-quantized"
+NAME, FORMAT, DENSE = "compressed-tensors", "float-quantized", "dense"
 STRATEGIES: dict[Granularity, str] = {PerTensor(): "tensor", PerRow(): "channel", BLOCK: "block"}
 SCHEMES = frozenset(
     Scheme(weight=weight, inputs=inputs)
@@ -82,8 +81,7 @@ def _refuses(layer: FP8Layer) -> str | None:
 def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
     if given.get("format") != FORMAT:
         raise damaged("format", given.get("format"), f"{FORMAT!r}: weights as FP8 codes")
-    if given.get("sparsity_config") or given.get("transform_config"):
-        raise CheckpointError("quantization_config has sparse or transformed weights; octavo reads neither")
+    _check_dense(given)
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise damaged("config_groups", groups, "groups of layers by name")
@@ -101,6 +99,16 @@ def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout
     if kv_scheme is not None and not _is_cache(kv_scheme):
         raise damaged("kv_cache_scheme", kv_scheme, "symmetric E4M3, a static scale for keys and one for values")
     return Layout(recipes=recipes, has_kv_scales=kv_scheme is not None)
+
+
+def _check_dense(given: Mapping[str, Any]) -> None:
+    """Raise where weights are sparse or transformed; a sparsity_config may say that they are not."""
+    sparsity = given.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == DENSE):
+        found = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
+        raise damaged("the format of its sparsity_config", found, f"{DENSE!r}, weights without sparsity")
+    if given.get("transform_config"):
+        raise damaged("transform_config", given["transform_config"], "weights that are not transformed")
 
 
 def _targets(key: str, given: Mapping[str, Any]) -> list[str]:

@@ -13,8 +13,10 @@ from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
 from octavo.recipes import Recipe, Scaling
 
-__all__ = ["Contents", "FP8Layer", "attention_path", "contents_of"]
+__all__ = ["Contents", "FP8Layer", "KVScales", "attention_path", "contents_of"]
 
+KVScales = tuple[Tensor | float, Tensor | float]  # of keys, of values
+CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 LAYER = "model.layers.{}.self_attn"
 ATTENTION = re.compile(r"model\.layers\.\d+\.self_attn")
 
@@ -43,15 +45,17 @@ class Contents:
         rest: every other tensor under its name in the ``state_dict``; of tied ones the first alone.
         left_out: paths of linear layers that stay in high precision.
         kv_scales: float32 [] of keys and of values, by decoder layer.
+        experts: names of tensors that hold the matrices of all experts at once, in high precision.
     """
 
     layers: Mapping[str, FP8Layer]
     rest: Mapping[str, Tensor]
     left_out: tuple[str, ...]
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
 
 
-def contents_of(model: nn.Module, kv_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> Contents:
+def contents_of(model: nn.Module, kv_scales: Mapping[int, KVScales] | None = None) -> Contents:
     """Take a converted model apart; codes that it holds stay as they are, other weights are cast as its recipes say.
 
     Raises:
@@ -68,6 +72,7 @@ def contents_of(model: nn.Module, kv_scales: Mapping[int, tuple[Tensor, Tensor]]
         rest=dict(_rest(model, layers)),
         left_out=tuple(path for path in linears if path not in layers),
         kv_scales=_checked_kv_scales(model, kv_scales or {}),
+        experts=tuple(_experts(model)),
     )
 
 
@@ -86,22 +91,42 @@ def attention_path(model: nn.Module, index: int) -> str:
     return path
 
 
-def _checked_kv_scales(
-    model: nn.Module, given: Mapping[int, tuple[Tensor, Tensor]]
-) -> dict[int, tuple[Tensor, Tensor]]:
+def _checked_kv_scales(model: nn.Module, given: Mapping[int, KVScales]) -> dict[int, tuple[Tensor, Tensor]]:
     paths = dict(model.named_modules())
     for index in given:
         attention_path(model, index)
     for index in range(sum(ATTENTION.fullmatch(path) is not None for path in paths) if given else 0):
         if index not in given:
             raise ConfigError(f"layer {index} has no scales of keys and values; give them of every layer, or of none")
-        for scale in given[index]:
-            if scale.numel() != 1 or not (scale.isfinite() & (scale > 0)):
-                raise ConfigError(
-                    f"the scales of keys and values of layer {index} are {given[index]}; a scale is one positive, "
-                    "finite number"
-                )
-    return {index: (key.reshape(()), value.reshape(())) for index, (key, value) in given.items()}
+    return {index: _checked_pair(index, pair) for index, pair in given.items()}
+
+
+def _checked_pair(index: int, given: object) -> tuple[Tensor, Tensor]:
+    """A layer's scales in FP32."""
+    found = [_as_fp32(each) for each in given] if isinstance(given, tuple | list) else []
+    pair = [scale for scale in found if scale is not None and scale.numel() == 1 and scale.isfinite() and scale > 0]
+    if len(pair) != 2 or len(found) != 2:
+        raise ConfigError(
+            f"the scales of keys and values of layer {index} are {given}; give a pair, each one positive, finite "
+            "number in FP32's range"
+        )
+    return pair[0].reshape(()), pair[1].reshape(())
+
+
+def _as_fp32(given: object) -> Tensor | None:
+    """A number, or a tensor of floating numbers; None of anything else."""
+    if isinstance(given, Tensor):
+        return given.detach().float() if given.is_floating_point() else None
+    return torch.tensor(given, dtype=torch.float32) if type(given) in (int, float) else None
+
+
+def _experts(model: nn.Module) -> Iterator[str]:
+    """Transformers keeps them as parameters of three dimensions, as only a convolution's are otherwise."""
+    for path, module in model.named_modules():
+        if not isinstance(module, CONVOLUTIONS):
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if parameter.ndim == 3 and parameter.shape[0] > 1:
+                    yield name
 
 
 def _is_fp8(layer: nn.Linear) -> bool:

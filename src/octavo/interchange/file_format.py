@@ -65,6 +65,12 @@ class FileFormat:
 
     def unsupported_reason(self, contents: Contents) -> str | None:
         """Why the format cannot hold these contents, in a sentence, or None."""
+        if contents.experts and self.schemes is not None:
+            return (
+                f"this model has experts, {contents.experts[0]!r} and {len(contents.experts) - 1} more tensors, which "
+                f"stay in high precision and whose names no server reads in {self.name}; only the format octavo takes "
+                "them, or serve the model in high precision"
+            )
         if contents.kv_scales and self.names.key is None:
             return f"{self.name} has no scales of keys and values; calibrate without --kv-cache"
         for path, layer in contents.layers.items():

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["QuantizedModel", "load_quantized"]
 
 INSTALL = "pip install 'octavo[hf]'"
+EXPERT = ".experts."  # in a tensor's name; shared experts are ordinary layers
 AGAIN = "export or download the folder again"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -83,6 +84,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
         raise CheckpointError(f"{str(folder)!r} holds no model: it has no {CONFIG}; name a folder that has one")
     fmt, record, given = read_configuration(path)
     files = TensorFiles(path)
+    _check_no_experts(path, files, fmt)
     model = _plain_model(path, record)
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     layout = fmt.layout(given, linears, path)
@@ -126,6 +128,16 @@ def _plain_model(folder: Path, record: dict[str, Any]) -> nn.Module:
     except Exception as error:  # transformers raises whatever it likes
         raise CheckpointError(f"transformers cannot build the model of {str(folder)!r}: {error}") from error
     return built
+
+
+def _check_no_experts(folder: Path, files: TensorFiles, fmt: FileFormat) -> None:
+    """Raise where a format of servers', which names every expert, holds some: transformers has one tensor of all."""
+    found = [name for name in files.names if EXPERT in name]
+    if found and fmt.schemes is not None:
+        raise CheckpointError(
+            f"{str(folder)!r} has experts, {found[0]} and {len(found) - 1} more tensors; octavo reads models without "
+            "experts: serve this one with vLLM or SGLang, or read it in high precision"
+        )
 
 
 def _check_codes(folder: Path, files: TensorFiles, layout: Layout, linears: list[str]) -> None:

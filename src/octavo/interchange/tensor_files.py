@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 
 __all__ = ["TensorFiles", "check_no_codes", "read_json", "write_json", "write_tensors"]
 
@@ -41,6 +41,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], dtypes: Mapping[s
         most: bytes of a shard; a tensor that is larger gets a shard of its own.
 
     Raises:
+        ConfigError: a finite number would become infinite in its dtype.
         OSError: the disk is full, or refuses otherwise.
     """
     shards = list(_shards(tensors, dtypes, most))
@@ -48,7 +49,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], dtypes: Mapping[s
         [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in _from_one(shards)]
     )
     for file, shard in zip(names, shards, strict=True):
-        _save(folder / file, {name: _cast(tensors[name], dtypes.get(name)) for name in shard})
+        _save(folder / file, {name: _cast(name, tensors[name], dtypes.get(name)) for name in shard})
     if len(shards) > 1:
         total = sum(_bytes(tensor, dtypes.get(name)) for name, tensor in tensors.items())
         weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
@@ -181,8 +182,14 @@ def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
     return tensor.numel() * (dtype or tensor.dtype).itemsize
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     cast = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+    if dtype is not None and int(cast.isinf().sum()) > int(tensor.isinf().sum()):
+        largest = tensor[tensor.isfinite()].abs().max().item()
+        raise ConfigError(
+            f"{name} holds {largest:g}, and {str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}; "
+            "write it in fp32"
+        )
     return cast if cast.untyped_storage().nbytes() == cast.nbytes else cast.clone()  # a part of another tensor
 
 

@@ -22,6 +22,8 @@ FOREIGN = [
             ("--attention", ["builtin"]),
             ("--external-data", []),
             ("--tensorrt", []),
+            ("--max-batch", ["4"]),
+            ("--max-length", ["16"]),
         )
     ),
 ]
@@ -84,6 +86,12 @@ def test_import_says_what_is_there(octavo, folder):
     assert len(record["layers"]) == 14
 
 
+def test_a_format_for_import_to_write_nowhere(octavo, folder):
+    result = octavo("import", folder, "--format", "hf-fp8")
+    assert result.exit_code == 2, result.output
+    assert "--format says what --out writes; give --out FOLDER too" in " ".join(result.stderr.split())
+
+
 def test_import_narrows_nothing(octavo, tmp_path):
     save_quantized(dynamic(ROW), tmp_path / "wide", dtype="fp32", verify_folder=False)
     assert octavo("import", tmp_path / "wide", "--out", tmp_path / "own").exit_code == 0
@@ -135,6 +143,8 @@ def test_generate_computes_blocks_as_they_are_served(octavo, tmp_path):
         (["--format", "gguf"], "--format must be one of compressed-tensors, hf-fp8, modelopt, octavo, onnx"),
         ([*GRAPH, "--opset", "22"], "opset must be one of 21, 23, not 22"),
         ([*GRAPH, "--dtype", "int8"], "dtype must be one of fp32, fp16, bf16"),
+        ([*GRAPH, "--max-batch", "4"], "ask for tensorrt, or leave them out"),
+        ([*GRAPH, "--tensorrt", "--max-length", "33"], "max_length is 33, and the model reads at most 32 tokens"),
         ([*GRAPH, "--recipe", "blockwise"], "an ONNX graph takes"),
         (["--format", "modelopt"], "has kept no amaxes"),
         (["--format", "hf-fp8", "--recipe", "rowwise"], "hf-fp8 has weights with a scale a 128x128 block"),

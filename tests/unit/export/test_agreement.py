@@ -225,3 +225,31 @@ def test_free_running_a_model_in_fp8_leaves_itself_after_one_digit():
         octavo.convert(model, "tensorwise")
         in_fp8.append(error_of_one_digit(model, tokens))
     assert 1e-3 < max(in_fp8) < 0.1
+
+
+class WritesIntoItsInput(nn.Module):
+    """As fused kernels do: what a layer has read is overwritten later."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(300, 16)
+        self.one, self.two, self.three = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        y = self.one(x) + self.two(x)
+        x.mul_(3)
+        return (self.three(x) + y).repeat(1, 1, 20)[..., :300]
+
+
+def test_what_is_recorded_does_not_change_with_the_tensor():
+    model = WritesIntoItsInput()
+    octavo.convert(model, ROW)
+    paths, tokens = ["one", "two", "three"], windows(2)
+    probe = make_probe(model, model, paths, tokens, prompt=PROMPT)
+    with torch.no_grad():
+        x = model.embedding(probe.tokens)
+    assert torch.equal(probe.inputs["one"], x)
+    assert torch.equal(probe.inputs["three"], 3 * x)
+    assert probe.inputs["one"].data_ptr() == probe.inputs["two"].data_ptr() != probe.inputs["three"].data_ptr()
+    assert compare(model, model, probe).within(TOLERANCE)

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,81 @@ def test_every_format_says_what_servers_do_with_it():
 
     assert DOES.keys() == FORMATS.keys()
     assert all(servers.keys() == SOURCES.keys() for servers in DOES.values())
+
+
+def test_a_context_of_one_token(tmp_path):
+    """There is nothing to continue, and everything else is compared."""
+    model = dynamic(ROW)
+    saved = save_quantized(replace(model, context=1), tmp_path / "m", format="octavo")
+    assert (verdict(saved).greedy_tokens, verdict(saved).greedy_equal) == (0, 0)
+    assert verdict(saved).logits_error < 1e-6
+
+
+@pytest.mark.parametrize("make", [float, torch.Tensor.double, torch.Tensor.bfloat16], ids=["float", "double", "bf16"])
+def test_scales_of_keys_and_values_are_written_in_fp32(tmp_path, make):
+    model, scales = static(kv_cache=True)
+    given = {index: (make(key), make(value)) for index, (key, value) in scales.items()}
+    save_quantized(model, tmp_path / "m", kv_scales=given, verify_folder=False)
+    for index, pair in load_quantized(tmp_path / "m").kv_scales.items():
+        for found, wanted in zip(pair, given[index], strict=True):
+            assert found.dtype == torch.float32
+            assert found == torch.as_tensor(wanted, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [0.5, (0.5,), (0.5, 0.5, 0.5), (0.5, "0.5"), (0.5, None), (0.5, True), (1e-60, 0.5), (0.5, 1e60), (-0.5, 0.5)],
+)
+def test_scales_of_keys_and_values_that_are_none(tmp_path, pair):
+    model, scales = static(kv_cache=True)
+    with pytest.raises(ConfigError, match=r"layer 1 are .*; give a pair, each one positive, finite number"):
+        save_quantized(model, tmp_path / "m", kv_scales=scales | {1: pair}, verify_folder=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("verify_folder", [False, True])
+def test_a_number_beyond_float16_is_not_written_as_infinity(tmp_path, verify_folder):
+    model = dynamic(ROW)
+    model.model.get_parameter("model.norm.weight").data[3] = -70000.0
+    with pytest.raises(ConfigError, match=r"model.norm.weight holds 70000, and float16 ends at 65504"):
+        save_quantized(model, tmp_path / "m", dtype="fp16", verify_folder=verify_folder)
+    assert not list(tmp_path.iterdir())
+    save_quantized(model, tmp_path / "m", dtype="bf16", verify_folder=False)
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    """A Qwen3 of two experts, as transformers has it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = replace(language_model(), model=transformers.Qwen3MoeForCausalLM(config).eval())
+    octavo.convert(model.model, "rowwise")
+    return model
+
+
+@pytest.mark.parametrize("fmt", ["compressed-tensors", "hf-fp8", "modelopt"])
+def test_experts_are_not_written_under_names_that_no_server_reads(mixture, tmp_path, fmt):
+    words = f"this model has experts, 'model.layers.0.mlp.experts.gate_up_proj' and 1 more .* no server reads in {fmt};"
+    with pytest.raises(ConfigError, match=words):
+        save_quantized(mixture, tmp_path / "m", format=fmt, verify_folder=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_experts_in_octavos_own_format(mixture, tmp_path):
+    """It says what it wrote to octavo alone, which reads it."""
+    saved = save_quantized(mixture, tmp_path / "m", format="octavo")
+    assert verdict(saved).logits_error < 1e-5
+    assert "model.layers.0.mlp.experts.down_proj" in load_file(tmp_path / "m" / "model.safetensors")

@@ -270,7 +270,14 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ModelOpt's number to ignore": ("modelopt", {"ignore": 5}, "5 as ignore"),
     "a number not to convert": ("blocks", {"modules_to_not_convert": 5}, "5 as modules_to_not_convert"),
     "a number of layers": ("own rows", {"recipes": {"recipe-1.toml": 5}}, "5 as layers of recipe-1.toml"),
-    "sparse weights": ("rows", {"sparsity_config": {"format": "dense"}}, "sparse"),
+    "sparse weights": (
+        "rows",
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "'sparse-24-bitmask' as the format",
+    ),
+    "sparsity without a format": ("rows", {"sparsity_config": {"global_sparsity": 0.5}}, "None as the format"),
+    "a sparsity that is a word": ("rows", {"sparsity_config": "dense"}, "'dense' as the format"),
+    "transformed weights": ("rows", {"transform_config": {"config_groups": {}}}, "as transform_config"),
     "codes that the configuration leaves out": ("rows", {"ignore": [LAYER, "lm_head"]}, "a layer in high precision"),
     "layers that are no codes": ("rows", {"ignore": []}, "lm_head.weight.* is missing|lm_head.weight.* is no FP8"),
     "other blocks": ("blocks", {"weight_block_size": [64, 64]}, "weight_block_size"),
@@ -328,6 +335,41 @@ def test_targets_and_what_is_ignored_may_be_expressions(broken, folders):
 
     change_config(folder, change)
     assert load_quantized(folder).recipes == load_quantized(folders / "rows").recipes
+
+
+DENSE = {"format": "dense", "global_sparsity": 0.1, "registry_requires_subclass": False}
+
+
+@pytest.mark.parametrize("sparsity", [DENSE, {}, None], ids=str)
+def test_weights_that_are_said_not_to_be_sparse(broken, folders, sparsity):
+    folder = broken("rows")
+    change_config(folder, lambda config: config.update(sparsity_config=sparsity, transform_config={}))
+    assert load_quantized(folder).recipes == load_quantized(folders / "rows").recipes
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "modelopt"])
+def test_experts_are_refused_by_name(broken, kind):
+    """As DeepSeek names them; no model is built first, which would need transformers and memory."""
+    folder, expert = broken(kind), "model.layers.3.mlp.experts.{}.gate_proj"
+
+    def change(tensors):
+        for index in range(2):
+            tensors[f"{expert.format(index)}.weight"] = torch.zeros(128, 128).to(torch.float8_e4m3fn)
+            tensors[f"{expert.format(index)}.weight_scale_inv"] = torch.ones(1, 1)
+
+    change_tensors(folder, change)
+    record = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(record | {"model_type": "deepseek_v3"}))
+    words = rf"has experts, {expert.format(0)}\.weight and 3 more tensors; octavo reads models without experts"
+    with pytest.raises(CheckpointError, match=words):
+        load_quantized(folder)
+
+
+def test_shared_experts_are_layers(broken):
+    folder = broken("rows")
+    change_tensors(folder, lambda t: t.update({"model.layers.0.mlp.shared_experts.up_proj.weight": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match="neither the model's nor"):
+        load_quantized(folder)
 
 
 def test_deepseeks_own_configuration_leaves_the_head_out_without_saying_so(broken, folders):

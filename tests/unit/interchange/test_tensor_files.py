@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange.tensor_files import INDEX, TensorFiles, write_tensors
 
 TENSORS = {f"layer.{i}.weight": torch.full((10, 10), float(i)) for i in range(5)}
@@ -86,3 +86,17 @@ def test_a_full_disk_is_said_with_the_systems_number(tmp_path, monkeypatch):
         write_tensors(tmp_path, TENSORS, {}, 10**6)
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(tmp_path / "model.safetensors")
+
+
+def test_a_finite_number_that_a_dtype_has_not(tmp_path):
+    tensor = torch.tensor([1.0, 65519.0, -65520.0])
+    with pytest.raises(ConfigError, match="b holds 65520, and float16 ends at 65504; write it in fp32"):
+        write_tensors(tmp_path, {"a": torch.ones(2), "b": tensor}, {"b": torch.float16}, 10**6)
+    write_tensors(tmp_path, {"b": tensor[:2]}, {"b": torch.float16}, 10**6)
+    assert TensorFiles(tmp_path)["b"].tolist() == [1, 65504]
+
+
+def test_what_is_infinite_already_stays_so(tmp_path):
+    """Whether a model may hold that is not for a file to say."""
+    write_tensors(tmp_path, {"mask": torch.tensor([0.0, -torch.inf])}, {"mask": torch.float16}, 10**6)
+    assert TensorFiles(tmp_path)["mask"].tolist() == [0, -torch.inf]

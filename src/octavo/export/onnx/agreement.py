@@ -1,7 +1,8 @@
 """Whether a graph's form in torch is the model: each layer by itself, and everything between the layers.
 
 End to end two runs part wherever a last digit of FP32 moves a value across a tie between two codes. So no run is end to
-end. Each layer is given what reaches it in the model, and must agree to the digits that the dtype has. Then the graph
+end. Each layer is given what reaches it in the model, and must agree to the digits that the dtype has: the
+graph's, or the model's where that has fewer, found by looking at what its layers give. Then the graph
 runs in lockstep with the model: what reaches a layer is compared with what reaches it there, and the layer hands on
 what the model's made. An error cannot grow from one layer to the next, and each norm, rotary angle and mask stands
 between two comparisons. Attention's casts, which the model has not, let everything through meanwhile.
@@ -18,11 +19,32 @@ from octavo.export.agreement import relative_error
 from octavo.export.onnx.graph import Graph
 from octavo.export.onnx.layers import StaticCast
 
-__all__ = ["MOST_LAYER_ERROR", "RESULT", "layer_errors", "lockstep_errors"]
+__all__ = ["MOST_LAYER_ERROR", "RESULT", "coarsest_dtype", "layer_errors", "lockstep_errors"]
 
 MOST_LAYER_ERROR = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 RESULT = ""  # the path of the whole model
 Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]
+
+
+@torch.no_grad()
+def coarsest_dtype(model: nn.Module, graph: Graph, run: Callable[[], Tensor]) -> torch.dtype:
+    """The one with the fewest digits of the graph's dtype, those that the model's layers compute in, and its result's.
+
+    Parameters do not say it: codes have no such dtype, and ``torch.autocast`` passes them over.
+
+    Args:
+        model: the source.
+        graph: made from it.
+        run: calls the model; gives its result.
+    """
+    seen = {graph.dtype}
+
+    def note(_: nn.Module, __: Any, made: Tensor) -> None:
+        seen.add(made.dtype)
+
+    with _hooked((model.get_submodule(path), note) for path in graph.linears):
+        seen.add(run().dtype)
+    return max((dtype for dtype in seen if dtype in MOST_LAYER_ERROR), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ That says nothing about the graph. So torch runs once more *with the codes that 
 the engine's arithmetic, and has to be small. The free-running difference is reported beside it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.errors import CheckpointError
 from octavo.export.agreement import relative_error
+from octavo.export.onnx.casts import GivenCodes, MadeCast, nodes_of, noted_casts
 from octavo.export.onnx.graph import BATCH, PAST, SEQUENCE, Graph
-from octavo.export.onnx.layers import DynamicCast, StaticCast
 from octavo.formats import E4M3
 from octavo.numerics.cast import cast_nearest
 
-__all__ = ["MOST_ERROR", "EngineCheck", "check_engines", "sample_inputs"]
+__all__ = ["MOST_ERROR", "SIZES", "EngineCheck", "check_engines", "sample_inputs"]
 
 # With the same codes; from 2^-24, 2^-11 and 2^-8, each rounded some hundred times on the way.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -160,18 +157,19 @@ def check_engines(graph: Graph, path: Path, inputs: tuple[Tensor, ...]) -> tuple
 def _compare(
     engine: str, graph: Graph, inputs: tuple[Tensor, ...], casts: list[_Cast], results: Results
 ) -> EngineCheck:
-    with _noted_casts(graph) as own_casts:
+    with noted_casts(graph.module) as noted:
         free = _torchs(graph, inputs)
-    if len(own_casts) != len(casts):
-        raise CheckpointError(f"the graph has {len(casts)} casts to FP8, the model {len(own_casts)}")
+    nodes = [MadeCast(_tensor(results[cast.x]), _tensor(results[cast.encode_scale])) for cast in casts]
+    given = [_tensor(results[cast.codes]) for cast in casts]
+    places = nodes_of([made for _, made in noted], nodes)
     codes = wrong_codes = wrong_scales = 0
-    for cast, own_cast in zip(casts, own_casts, strict=True):
-        x, encode, given = (_tensor(results[name]) for name in (cast.x, cast.encode_scale, cast.codes))
-        own = cast_nearest(x, E4M3, encode).float()
+    for node, found in zip(nodes, given, strict=True):
+        own = cast_nearest(node.x, E4M3, node.encode_scale).float()
         codes += own.numel()
-        wrong_codes += int((given.view(torch.int32) != own.view(torch.int32)).sum())
-        wrong_scales += int((own_cast.encode(x) != encode).sum())
-    with _TheseCodes([_tensor(results[cast.codes]) for cast in casts]):
+        wrong_codes += int((found.view(torch.int32) != own.view(torch.int32)).sum())
+    for (own_cast, _), place in zip(noted, places, strict=True):
+        wrong_scales += int((own_cast.encode(nodes[place].x) != nodes[place].encode_scale).sum())
+    with GivenCodes([given[place] for place in places]):
         wanted = _torchs(graph, inputs)
     first = graph.outputs[0]
     chosen, choices = wanted[first].argmax(-1), _tensor(results[first]).argmax(-1)
@@ -198,50 +196,6 @@ def _torchs(graph: Graph, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
 def _worst_error(wanted: dict[str, Tensor], results: Results) -> float:
     """Of the engine's results against torch's."""
     return max(relative_error(_tensor(results[name]), tensor) for name, tensor in wanted.items())
-
-
-@contextmanager
-def _noted_casts(graph: Graph) -> Iterator[list[DynamicCast | StaticCast]]:
-    """Inside, the casts that torch makes are listed, in the order of the graph; see :class:`_TheseCodes`."""
-    made: list[tuple[Tensor, Tensor]] = []
-    casts: list[DynamicCast | StaticCast] = []
-
-    def note(cast: Any, given: tuple[Tensor, ...], _: Any) -> None:
-        x, encode = given[0], cast.encode(given[0])
-        if not any(known is x and torch.equal(by, encode) for known, by in made):
-            made.append((x, encode))
-            casts.append(cast)
-
-    modules = [each for each in graph.module.modules() if isinstance(each, DynamicCast | StaticCast)]
-    handles = [module.register_forward_hook(note) for module in modules]
-    try:
-        yield casts
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _TheseCodes(TorchDispatchMode):
-    """Inside, casts give these codes, in the order in which the graph makes them.
-
-    Casts of one tensor by one scale are one node of the graph, as those of q, k and v.
-    """
-
-    def __init__(self, codes: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.remaining = iter(codes)
-        self.made: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.octavo.graph_quantize.default:
-            return func(*args, **(kwargs or {}))
-        x, encode = args
-        for known, by, codes in self.made:
-            if known is x and torch.equal(by, encode):
-                return codes
-        codes = cast_nearest(next(self.remaining), E4M3)  # they are E4M3's values already
-        self.made.append((x, encode, codes))
-        return codes
 
 
 def _probe(model: Any) -> tuple[Any, list[_Cast]]:

@@ -12,7 +12,7 @@ The folder is there when every check has passed, and not before.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,17 @@ from torch import Tensor, nn
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export.agreement import relative_error
-from octavo.export.onnx.agreement import MOST_LAYER_ERROR, layer_errors, lockstep_errors
-from octavo.export.onnx.checks import MOST_ERROR, check_engines, sample_inputs
-from octavo.export.onnx.graph import Graph, graph_of_decoder, graph_of_module, write_graph
+from octavo.export.onnx.agreement import MOST_LAYER_ERROR, coarsest_dtype, layer_errors, lockstep_errors
+from octavo.export.onnx.checks import MOST_ERROR, SIZES, check_engines, sample_inputs
+from octavo.export.onnx.graph import PAST, SEQUENCE, Graph, graph_of_decoder, graph_of_module, write_graph
 from octavo.export.onnx.lint import graph_bytes, lint
 from octavo.export.onnx.report import OnnxReport
-from octavo.export.onnx.tensorrt import MODEL, shape_ranges, tensorrt_files
+from octavo.export.onnx.tensorrt import MODEL, ShapeRange, shape_ranges, tensorrt_files
 from octavo.export.onnx.tensorrt_rtx import BuildCheck, check_build
 from octavo.files import claimed_folder, replacing_folder
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
+from octavo.nn.arguments import check_sizes
 from octavo.quantization.calibration.observing import evaluating
 
 if TYPE_CHECKING:
@@ -57,10 +58,12 @@ class OnnxOptions:
             attention in ``dtype``. Octavo's Llama only.
         tensorrt: write the commands and the script that build an engine; where TensorRT-RTX is installed, build one
             as a check.
+        max_batch: the largest batch of that engine; None takes 16.
+        max_length: the most tokens of a text in it; None takes 1,024, or the model's context where that is less.
         external_data: keep the weights in a file of their own, whatever their size.
 
     Raises:
-        ConfigError: another opset or dtype.
+        ConfigError: another opset or dtype, a size below 1, or sizes of an engine without ``tensorrt``.
     """
 
     opset: int = 21
@@ -68,6 +71,8 @@ class OnnxOptions:
     kv_cache: bool = False
     attention: Tensor | None = None
     tensorrt: bool = False
+    max_batch: int | None = None
+    max_length: int | None = None
     external_data: bool = False
 
     def __post_init__(self) -> None:
@@ -75,6 +80,9 @@ class OnnxOptions:
             raise ConfigError(f"opset must be one of {', '.join(map(str, OPSETS))}, not {self.opset!r}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        check_sizes(max_batch=self.max_batch, max_length=self.max_length)
+        if not self.tensorrt and (self.max_batch, self.max_length) != (None, None):
+            raise ConfigError("max_batch and max_length are of TensorRT's engine; ask for tensorrt, or leave them out")
 
 
 def export_onnx(
@@ -83,6 +91,7 @@ def export_onnx(
     *,
     options: OnnxOptions | None = None,
     inputs: tuple[Tensor, ...] = (),
+    varying: tuple[Mapping[int, str], ...] | None = None,
     calibration: "Calibration | None" = None,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> OnnxReport:
@@ -95,7 +104,9 @@ def export_onnx(
         model: a language model (token ids to logits), or any module.
         folder: new or empty.
         options: see :class:`OnnxOptions`.
-        inputs: for a module, the tensors of one call; batch and sequence, their leading dimensions, may vary.
+        inputs: for a module, the tensors of one call.
+        varying: for each of them the dimensions that may vary, "batch" or "sequence". None: the first is a batch; the
+            second of [B, T, K] and of token ids [B, T] a sequence; a floating vector, and all else, keep their sizes.
         calibration: whose scales the model has; its summary is written beside TensorRT's scripts.
         on_step: told what is being done, before it is.
 
@@ -115,14 +126,15 @@ def export_onnx(
     options, folder = options or OnnxOptions(), Path(folder)
     with claimed_folder(folder), evaluating(model.model if isinstance(model, LanguageModel) else model):
         on_step("casting weights")
-        graph = _graph(model, options, inputs)
+        graph = _graph(model, options, inputs, varying)
+        ranges = _ranges(model, graph, options)
         with replacing_folder(folder) as temporary:
             on_step("tracing the graph")
             write_graph(graph, temporary / MODEL, opset=options.opset, external_data=options.external_data)
             report = _checked(model, graph, temporary / MODEL, options, on_step)
             if options.tensorrt:
                 on_step("asking TensorRT-RTX")
-                report = replace(report, build=_for_tensorrt(temporary, model, graph, calibration))
+                report = replace(report, build=_for_tensorrt(temporary, ranges, calibration))
             if isinstance(model, LanguageModel):
                 model.tokenizer.save(str(temporary / TOKENIZER))
             report = replace(report, folder=folder, files=_names(temporary))
@@ -144,13 +156,26 @@ def check_packages() -> None:
         raise ConfigError(f"export to ONNX needs {error.name}, which is not installed; {INSTALL}") from error
 
 
-def _graph(model: LanguageModel | nn.Module, options: OnnxOptions, inputs: tuple[Tensor, ...]) -> Graph:
+def _graph(
+    model: LanguageModel | nn.Module,
+    options: OnnxOptions,
+    inputs: tuple[Tensor, ...],
+    varying: tuple[Mapping[int, str], ...] | None,
+) -> Graph:
     dtype = DTYPES[options.dtype]
     if isinstance(model, LanguageModel):
+        if inputs != () or varying is not None:
+            raise ConfigError("a LanguageModel takes token ids, which vary as they may; leave inputs and varying out")
+        least = SIZES[SEQUENCE] + (SIZES[PAST] if options.kv_cache else 0)
+        if model.context < least:
+            raise ConfigError(
+                f"this model reads at most {model.context} tokens, and a graph is checked with {least}; one with so "
+                "short a context is not exported"
+            )
         return graph_of_decoder(model, dtype, has_cache=options.kv_cache, attention=options.attention)
     if options.kv_cache or options.attention is not None:
         raise ConfigError("a cache and attention in FP8 are exported of a LanguageModel; leave them out")
-    return graph_of_module(model, inputs, dtype)
+    return graph_of_module(model, inputs, dtype, varying=varying)
 
 
 def _checked(
@@ -162,9 +187,15 @@ def _checked(
     on_step("checking the graph")
     vocabulary = _vocabulary(model) if isinstance(model, LanguageModel) else None
     given = sample_inputs(graph, vocabulary=vocabulary)
-    layer_error = _worst_layer(model, graph, given)
-    lockstep_error = _worst_place(model, graph, given)
-    onnx.checker.check_model(str(path), full_check=True)
+    inner = model.model if isinstance(model, LanguageModel) else model
+    coarsest = coarsest_dtype(inner, graph, lambda: _source(model, graph, given))
+    layer_error = _worst_layer(model, graph, given, coarsest)
+    lockstep_error = _worst_place(model, graph, given, coarsest)
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"the graph is no valid ONNX, opset {options.opset}, {options.dtype}: {said}") from error
     loaded = onnx.load(path)
     faults = lint(loaded, weights={path: linear.codes for path, linear in graph.linears.items()})
     if faults:
@@ -183,17 +214,20 @@ def _checked(
         layers=graph.notes,
         bytes=sizes,
         file_bytes=sum(each.stat().st_size for each in path.parent.glob(f"{MODEL}*")),
+        compared_in=str(coarsest).removeprefix("torch."),
         layer_error=layer_error,
         lockstep_error=lockstep_error,
-        model_error=relative_error(_torchs(model, graph, given), _source(model, given)),
+        model_error=relative_error(_torchs(model, graph, given), _source(model, graph, given)),
         engines=engines,
     )
 
 
-def _worst_layer(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
+def _worst_layer(
+    model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...], coarsest: torch.dtype
+) -> float:
     """How far the graph's layers are from the model's in torch; raises CheckpointError where one is too far."""
     inner = model.model if isinstance(model, LanguageModel) else model
-    errors = layer_errors(inner, graph, lambda: _source(model, inputs))
+    errors = layer_errors(inner, graph, lambda: _source(model, graph, inputs))
     for path in graph.linears:
         if path not in errors:
             raise CheckpointError(
@@ -201,17 +235,19 @@ def _worst_layer(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[T
                 "that reach it, or leave it out of the conversion (skip)"
             )
     path, error = max(errors.items(), key=lambda item: item[1])
-    if error > MOST_LAYER_ERROR[graph.dtype]:
+    if error > MOST_LAYER_ERROR[coarsest]:
         raise CheckpointError(f"layer {path!r} is {error:.1e} (relative) from the model's in a graph of {graph.dtype}")
     return error
 
 
-def _worst_place(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> float:
+def _worst_place(
+    model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...], coarsest: torch.dtype
+) -> float:
     """How far they are between the layers, in lockstep; raises CheckpointError where it is too far."""
     inner = model.model if isinstance(model, LanguageModel) else model
-    errors = lockstep_errors(inner, graph, lambda: _source(model, inputs), lambda: _torchs(model, graph, inputs))
+    errors = lockstep_errors(inner, graph, lambda: _source(model, graph, inputs), lambda: _torchs(model, graph, inputs))
     path, error = max(errors.items(), key=lambda item: item[1])
-    if error > MOST_ERROR[graph.dtype]:
+    if error > MOST_ERROR[coarsest]:
         where = f"what reaches layer {path!r}" if path else "the result"
         raise CheckpointError(f"{where} is {error:.1e} (relative) from the model's in a graph of {graph.dtype}")
     return error
@@ -225,12 +261,11 @@ def _torchs(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor
 
 
 @torch.no_grad()
-def _source(model: LanguageModel | nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """What the model makes of a graph's inputs, in its own dtype: its first output."""
+def _source(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> Tensor:
+    """What the model makes of a graph's inputs, in the dtypes that it was given: its first output."""
     if isinstance(model, LanguageModel):
         return model.logits(inputs[0])
-    dtype = next(model.parameters()).dtype
-    return _first(model(*(each.to(dtype) if each.is_floating_point() else each for each in inputs)))
+    return _first(model(*(each.to(dtype) for each, dtype in zip(inputs, graph.given, strict=True))))
 
 
 def _first(made: Any) -> Tensor:
@@ -243,11 +278,13 @@ def _vocabulary(model: LanguageModel) -> int:
     return int((inner.model.embed_tokens if isinstance(inner, Llama) else inner.get_input_embeddings()).num_embeddings)
 
 
-def _for_tensorrt(
-    folder: Path, model: LanguageModel | nn.Module, graph: Graph, calibration: "Calibration | None"
-) -> BuildCheck:
+def _ranges(model: LanguageModel | nn.Module, graph: Graph, options: OnnxOptions) -> tuple[ShapeRange, ...]:
+    context = model.context if isinstance(model, LanguageModel) else None
+    return shape_ranges(graph, context=context, max_batch=options.max_batch, max_length=options.max_length)
+
+
+def _for_tensorrt(folder: Path, ranges: tuple[ShapeRange, ...], calibration: "Calibration | None") -> BuildCheck:
     """What TensorRT-RTX made of the graph; scripts are beside it then. Raises CheckpointError where it is refused."""
-    ranges = shape_ranges(graph, context=model.context if isinstance(model, LanguageModel) else None)
     found = check_build(folder / MODEL, ranges)
     if found.problem:
         raise CheckpointError(f"{found.engine} refuses the graph: {found.problem}")

@@ -28,6 +28,7 @@ from octavo.nn import Linear
 __all__ = ["Graph", "graph_of_decoder", "graph_of_module", "write_graph"]
 
 BATCH, SEQUENCE, PAST = "batch", "sequence", "past"
+FEATURES = 3  # the most dimensions of an input whose second one is a sequence: [B, T, K]; a fourth makes it an image
 LARGEST_PROTOBUF = 2**31 - 2**20  # bytes; a message of 2 GiB cannot be written, and names and shapes need some
 UNFOLDED = ("Transpose", "QuantizeLinear", "DequantizeLinear")
 Shapes = Mapping[int, str]  # dimension → its name, of those that may vary
@@ -40,6 +41,7 @@ class Graph:
     Attributes:
         module: takes ``inputs`` as positional arguments.
         inputs: of one call.
+        given: the dtype of each input as the model takes it.
         names: of the input tensors, in order.
         shapes: of each input tensor, the dimensions that may vary.
         outputs: names.
@@ -50,6 +52,7 @@ class Graph:
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
+    given: tuple[torch.dtype, ...]
     names: tuple[str, ...]
     shapes: tuple[Shapes, ...]
     outputs: tuple[str, ...]
@@ -86,7 +89,7 @@ def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: boo
                 "octavo's own Llama (a run or a .gguf file); leave them out"
             )
         module, linears = _with_graph_linears(model.model, dtype)
-        return _graph(_Logits(module), {"input_ids": tokens}, ("logits",), linears, dtype)
+        return _graph_of_tokens(_Logits(module), {"input_ids": tokens}, ("logits",), linears, dtype)
     copied, linears = _with_graph_linears(model.model, dtype)
     assert isinstance(copied, Llama)
     decoder = GraphDecoder(copied, has_cache=has_cache)
@@ -96,17 +99,43 @@ def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: boo
     layers = config.num_layers if has_cache else 0
     past = [torch.zeros(2, config.num_kv_heads, 4, config.head_dim, dtype=dtype) for _ in range(2 * layers)]
     names, outputs = ("input_ids", *CacheNames.past(layers)), ("logits", *CacheNames.present(layers))
-    return _graph(decoder, dict(zip(names, (tokens, *past), strict=True)), outputs, linears, dtype)
+    return _graph_of_tokens(decoder, dict(zip(names, (tokens, *past), strict=True)), outputs, linears, dtype)
 
 
-def graph_of_module(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Graph:
+def _graph_of_tokens(
+    module: nn.Module, inputs: dict[str, Tensor], outputs: tuple[str, ...], linears: _Linears, dtype: torch.dtype
+) -> Graph:
+    return Graph(
+        module=module.eval(),
+        inputs=tuple(inputs.values()),
+        given=tuple(tensor.dtype for tensor in inputs.values()),
+        names=tuple(inputs),
+        shapes=tuple({0: BATCH, 2: PAST} if _is_cache(name) else {0: BATCH, 1: SEQUENCE} for name in inputs),
+        outputs=outputs,
+        notes=tuple(linears.notes),
+        linears=linears.made,
+        dtype=dtype,
+    )
+
+
+def graph_of_module(
+    model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype, *, varying: tuple[Shapes, ...] | None = None
+) -> Graph:
     """Any module's graph; floating inputs are taken in the graph's dtype.
 
+    Args:
+        model: converted.
+        inputs: the tensors of one call.
+        dtype: of the graph.
+        varying: for each input the names, "batch" or "sequence", of the dimensions that may vary; None takes the first
+            as a batch, and the second of token ids [B, T] and of features [B, T, K] as a sequence.
+
     Raises:
-        ConfigError: a layer without such a form, or no inputs.
+        ConfigError: a layer without such a form, no inputs or empty ones, or dimensions that they do not have.
     """
-    if not inputs or not all(isinstance(each, Tensor) for each in inputs):
-        raise ConfigError("a module is exported with the tensors of one call; give inputs=(tensor, …)")
+    _check_inputs(inputs)
+    shapes = tuple(_varying(each) for each in inputs) if varying is None else varying
+    _check_varying(shapes, inputs)
     module, linears = _with_graph_linears(model, dtype)
     parameters = list(inspect.signature(model.forward).parameters.values())[: len(inputs)]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -123,17 +152,12 @@ def graph_of_module(model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.d
         raise ConfigError(f"this {type(model).__name__} gives a dict; a graph gives a tensor or a tuple of them")
     count = 1 if isinstance(made, Tensor) else len(made)
     outputs = ("output",) if count == 1 else tuple(f"output_{index}" for index in range(count))
-    return _graph(module, dict(zip(names, given, strict=True)), outputs, linears, dtype)
-
-
-def _graph(
-    module: nn.Module, inputs: dict[str, Tensor], outputs: tuple[str, ...], linears: _Linears, dtype: torch.dtype
-) -> Graph:
     return Graph(
         module=module.eval(),
-        inputs=tuple(inputs.values()),
-        names=tuple(inputs),
-        shapes=tuple(_varying(name, tensor) for name, tensor in inputs.items()),
+        inputs=given,
+        given=tuple(each.dtype for each in inputs),
+        names=names,
+        shapes=shapes,
         outputs=outputs,
         notes=tuple(linears.notes),
         linears=linears.made,
@@ -141,11 +165,29 @@ def _graph(
     )
 
 
-def _varying(name: str, tensor: Tensor) -> Shapes:
-    """Batch and sequence: the first two dimensions, but never the last of a floating tensor; a cache's positions."""
-    if _is_cache(name):
-        return {0: BATCH, 2: PAST}
-    count = tensor.ndim - (1 if tensor.is_floating_point() else 0)
+def _check_inputs(inputs: object) -> None:
+    if not isinstance(inputs, tuple) or not inputs or not all(isinstance(each, Tensor) for each in inputs):
+        raise ConfigError("a module is exported with the tensors of one call; give inputs=(tensor, …)")
+    for each in inputs:
+        if not each.numel():
+            raise ConfigError(f"an input is {list(each.shape)}, which is empty; give the tensors of a real call")
+
+
+def _check_varying(varying: tuple[Shapes, ...], inputs: tuple[Tensor, ...]) -> None:
+    if len(varying) != len(inputs):
+        raise ConfigError(f"varying names the dimensions of {len(varying)} inputs, and there are {len(inputs)}")
+    for shape, each in zip(varying, inputs, strict=True):
+        for dimension, name in shape.items():
+            if not 0 <= dimension < each.ndim or name not in (BATCH, SEQUENCE):
+                raise ConfigError(
+                    f"varying has {name!r} as dimension {dimension} of an input {list(each.shape)}; name one of its "
+                    f"dimensions, from 0, {BATCH!r} or {SEQUENCE!r}"
+                )
+
+
+def _varying(tensor: Tensor) -> Shapes:
+    """Batch and sequence: the first two dimensions, but not a floating tensor's last one, nor an image's channels."""
+    count = 1 if tensor.ndim > FEATURES else tensor.ndim - (1 if tensor.is_floating_point() else 0)
     return dict(enumerate((BATCH, SEQUENCE)[:count]))
 
 
@@ -213,7 +255,11 @@ def write_graph(graph: Graph, path: Path, *, opset: int, external_data: bool) ->
             )
         except torch.onnx.OnnxExporterError as error:
             first = str(error.__cause__ or error).strip().splitlines()[0]
-            raise ConfigError(f"torch cannot export this {type(graph.module).__name__}: {first}") from error
+            raise ConfigError(
+                f"torch cannot export this {type(graph.module).__name__}, whose inputs are to vary as "
+                f"{dict(zip(graph.names, graph.shapes, strict=True))}: {first.rstrip(':')}; varying says which of a "
+                "module's dimensions do"
+            ) from error
     _tidy(program.model)
     size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
     program.save(str(path), external_data=external_data or size > LARGEST_PROTOBUF)

@@ -37,7 +37,7 @@ __all__ = [
     "unit_scale",
 ]
 
-MOST_ROUNDING = 2.0**-8  # of a scale that is stored in 16 bits: what bfloat16 does to any number
+MOST_ROUNDING = torch.finfo(torch.bfloat16).eps / 2  # of a scale, relative: what bfloat16 does to any number
 GRANULARITIES = (PerTensor, PerRow)
 HIGH_PRECISION = "high precision"
 
@@ -170,12 +170,16 @@ def unit_scale() -> Tensor:
 def narrowed_scale(scale: Tensor, dtype: torch.dtype, of: str) -> Tensor:
     """The scale in the graph's dtype.
 
+    That rounds it by up to 2^-8 in bfloat16, by up to 2^-11 in float16. Float16 has fewer digits below its smallest
+    normal number, 2^-14, where many weights' scales lie: there as much is let pass as bfloat16 takes.
+
     Raises:
-        ConfigError: it is too small or too large for it.
+        ConfigError: it is rounded by more than 2^-8, being too small or too large for the dtype.
     """
     held = scale.to(dtype)
-    if not ((held.float() / scale - 1).abs() <= MOST_ROUNDING).all():
-        worst = scale[(held.float() / scale - 1).abs().argmax()] if scale.ndim else scale
+    off = (held.double() / scale.double() - 1).abs()
+    if not (off <= MOST_ROUNDING).all():
+        worst = scale.flatten()[off.argmax()]
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
             f"the scale {worst.item():.3g} of {of} is outside what {name} can hold; export with dtype bf16 or fp32"

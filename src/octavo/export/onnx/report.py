@@ -23,6 +23,8 @@ class OnnxReport:
         layers: what became of each linear layer.
         bytes: of its constants.
         file_bytes: of the files with the graph and its weights.
+        compared_in: the dtype that bounds the next two: of the graph's and those that the model computes in, the one
+            with the fewest digits.
         layer_error: ‖difference‖ / ‖model's‖ in torch of the worst layer, each given the same input.
         lockstep_error: the same of what reaches a layer, or of the result, with the model's results of all layers.
         model_error: the same of the whole model, where codes beside a tie may differ.
@@ -37,6 +39,7 @@ class OnnxReport:
     layers: tuple[LayerNote, ...]
     bytes: GraphBytes
     file_bytes: int
+    compared_in: str
     layer_error: float
     lockstep_error: float
     model_error: float
@@ -65,7 +68,7 @@ class OnnxReport:
         lines += [f"  {note.path}: input {note.input}, weight {note.weight}: {note.reason}" for note in kept]
         lines.append(
             f"in torch: layers within {self.layer_error:.1e} of the model's, what is between them "
-            f"{self.lockstep_error:.1e}, results {self.model_error:.1e}"
+            f"{self.lockstep_error:.1e} (by {self.compared_in}'s bar), results {self.model_error:.1e}"
         )
         checks = [*self.engines, *([self.build] if self.build else [])]
         return "\n".join(lines + [str(each) for each in checks])

@@ -17,12 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Template
 
+from octavo.errors import ConfigError
 from octavo.export.onnx.graph import BATCH, PAST, SEQUENCE, Graph
 
 __all__ = ["ENGINE", "ShapeRange", "benchmark_command", "build_command", "shape_ranges", "tensorrt_files"]
 
 MODEL, ENGINE = "model.onnx", "model.engine"
-LARGEST_BATCH, USUAL_BATCH, USUAL_LENGTH = 32, 16, 64  # the source article's
+LARGEST_BATCH, LARGEST_LENGTH = 16, 1024  # logits of 16 x 1,024 tokens and 50,000 token ids: 1.6 GB in 16 bits
+USUAL_BATCH, USUAL_LENGTH = 16, 64  # the source article's
 POINTS = ("min", "opt", "max")
 Sizes = tuple[int, ...]
 
@@ -37,23 +39,37 @@ class ShapeRange:
     max: Sizes
 
 
-def shape_ranges(graph: Graph, *, context: int | None) -> tuple[ShapeRange, ...]:
+def shape_ranges(
+    graph: Graph, *, context: int | None, max_batch: int | None = None, max_length: int | None = None
+) -> tuple[ShapeRange, ...]:
     """Of the graph's inputs.
 
     Args:
         graph: with the dimensions that may vary.
-        context: the most tokens that the model reads at once; None is not known, and 2,048 are taken.
+        context: the most tokens that the model reads at once; None is not known.
+        max_batch: the largest batch; None takes 16.
+        max_length: the most tokens of a text, and with a cache of its past and of what is new; None takes 1,024, or the
+            context where that is less.
+
+    TensorRT plans memory for the largest shapes at once, and a builder fails where a card has less: 32 texts of 8,192
+    tokens have 26 GB of logits with 50,000 token ids. So the largest shapes are what usual cards hold, unless asked.
 
     With a cache the engine is tuned for one new token. A range is of one dimension, so TensorRT cannot be told that
     past and new tokens together must stay within the context: whoever runs the engine has to see to it.
+
+    Raises:
+        ConfigError: ``max_length`` is more than the context.
     """
-    longest = context or 2048
+    longest = max_length or min(LARGEST_LENGTH, context or LARGEST_LENGTH)
+    if context is not None and longest > context:
+        raise ConfigError(f"max_length is {longest}, and the model reads at most {context} tokens; give no more")
+    most = max_batch or LARGEST_BATCH
     has_cache = any(PAST in shape.values() for shape in graph.shapes)
     usual, usual_past = min(USUAL_LENGTH, longest), min(USUAL_LENGTH, longest - 1)
     points: dict[str, Mapping[str, int]] = {
         "min": {BATCH: 1, SEQUENCE: 1, PAST: 0},
-        "opt": {BATCH: USUAL_BATCH, SEQUENCE: 1 if has_cache else usual, PAST: usual_past},
-        "max": {BATCH: LARGEST_BATCH, SEQUENCE: longest, PAST: longest - 1},
+        "opt": {BATCH: min(USUAL_BATCH, most), SEQUENCE: 1 if has_cache else usual, PAST: usual_past},
+        "max": {BATCH: most, SEQUENCE: longest, PAST: longest - 1},
     }
     ranges = []
     for name, tensor, varying in zip(graph.names, graph.inputs, graph.shapes, strict=True):

@@ -102,7 +102,7 @@ def test_a_decoder_without_its_mask_is_not_exported(source, monkeypatch):
     with torch.no_grad():
         assert relative_error(made.module(windows()), source.logits(windows())) > 0.1
     with pytest.raises(CheckpointError, match=r"what reaches layer 'model.layers.\d.self_attn.o_proj' is .* from the"):
-        module_under_test._worst_place(source, made, (windows(),))
+        module_under_test._worst_place(source, made, (windows(),), torch.float32)
 
 
 def test_a_layer_that_is_never_called_is_not_passed_over():
@@ -114,4 +114,4 @@ def test_a_layer_that_is_never_called_is_not_passed_over():
     octavo.convert(model, "tensorwise")
     inputs = (torch.randn(2, 8),)
     with pytest.raises(CheckpointError, match="layer '1' is not called with these inputs"):
-        module_under_test._worst_layer(model, graph_of_module(model, inputs, torch.float32), inputs)
+        module_under_test._worst_layer(model, graph_of_module(model, inputs, torch.float32), inputs, torch.float32)

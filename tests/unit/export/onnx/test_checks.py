@@ -1,4 +1,4 @@
-"""The comparison itself: what it forgives, what it does not, and that codes are handed over in the graph's order."""
+"""The comparison itself: what it forgives, what it does not, and with which inputs."""
 
 import pytest
 import torch
@@ -6,18 +6,8 @@ from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
-from octavo.export.onnx.checks import EngineCheck, _TheseCodes, sample_inputs
+from octavo.export.onnx.checks import EngineCheck, sample_inputs
 from octavo.export.onnx.graph import BATCH, SEQUENCE, graph_of_module
-from octavo.export.onnx.operators import to_codes
-
-
-def test_codes_are_handed_over_once_for_casts_of_one_tensor():
-    x, other, encode = torch.ones(2), torch.ones(2), torch.tensor(2.0)
-    with _TheseCodes([torch.tensor([4.0, 8.0]), torch.tensor([16.0, 32.0])]):
-        first, again, second = (to_codes(each, encode) for each in (x, x, other))
-    assert first.float().tolist() == again.float().tolist() == [4.0, 8.0]
-    assert second.float().tolist() == [16.0, 32.0]
-    assert to_codes(x, encode).float().tolist() == [2.0, 2.0]
 
 
 def test_what_passes():
@@ -72,3 +62,56 @@ def test_modules_that_a_graph_cannot_name(monkeypatch, forward, message):
     octavo.convert(model, "tensorwise")
     with pytest.raises(ConfigError, match=message):
         graph_of_module(model, (torch.randn(2, 8), torch.randn(4)), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (torch.zeros(4), {}),
+        (torch.zeros(2, 8), {0: BATCH}),
+        (torch.zeros(2, 3, 8), {0: BATCH, 1: SEQUENCE}),
+        (torch.zeros(2, 3, 6, 8), {0: BATCH}),  # [B, C, H, W]
+        (torch.zeros(2, 3, 4, 6, 8), {0: BATCH}),
+        (torch.zeros(4, dtype=torch.long), {0: BATCH}),
+        (torch.zeros(2, 5, dtype=torch.long), {0: BATCH, 1: SEQUENCE}),
+        (torch.zeros(2, 3, 6, 8, dtype=torch.uint8), {0: BATCH}),
+    ],
+    ids=lambda each: f"{len(each.shape)}, {each.dtype}" if isinstance(each, torch.Tensor) else "",
+)
+def test_what_varies_by_rank(given, wanted):
+    model = Shifted()
+    octavo.convert(model, "tensorwise")
+    model.forward = lambda x, more: model.linear(x)  # type: ignore[method-assign]
+    made = graph_of_module(model, (torch.randn(2, 8), given), torch.float32)
+    assert made.shapes[1] == wanted
+
+
+def test_what_varies_may_be_said():
+    model = Shifted()
+    octavo.convert(model, "tensorwise")
+    inputs = (torch.randn(2, 5, 8), torch.randn(5, 4))
+    made = graph_of_module(model, inputs, torch.float32, varying=({1: SEQUENCE}, {0: SEQUENCE}))
+    assert [each.shape for each in sample_inputs(made, vocabulary=None)] == [(2, 6, 8), (6, 4)]
+    for wrong, words in (
+        (({},), "names the dimensions of 1 inputs, and there are 2"),
+        (({2: "width"}, {}), r"has 'width' as dimension 2 of an input \[2, 5, 8\]"),
+        (({-1: BATCH}, {}), "as dimension -1"),
+        (({}, {2: BATCH}), r"dimension 2 of an input \[5, 4\]"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            graph_of_module(model, inputs, torch.float32, varying=wrong)
+
+
+@pytest.mark.parametrize("inputs", [(), torch.randn(2, 8), [torch.randn(2, 8)], (torch.randn(2, 8), 3), None])
+def test_inputs_that_are_no_call(inputs):
+    model = Shifted()
+    octavo.convert(model, "tensorwise")
+    with pytest.raises(ConfigError, match=r"with the tensors of one call; give inputs=\(tensor, …\)"):
+        graph_of_module(model, inputs, torch.float32)
+
+
+def test_empty_inputs():
+    model = Shifted()
+    octavo.convert(model, "tensorwise")
+    with pytest.raises(ConfigError, match=r"an input is \[0, 8\], which is empty"):
+        graph_of_module(model, (torch.randn(0, 8), torch.randn(4)), torch.float32)

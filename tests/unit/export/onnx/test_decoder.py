@@ -1,10 +1,15 @@
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import octavo
 from octavo.export.agreement import relative_error
-from octavo.export.onnx.decoder import CacheNames, attention_casts
+from octavo.export.onnx.decoder import CacheNames, GraphDecoder, attention_casts
 from octavo.export.onnx.graph import graph_of_decoder
+from octavo.export.onnx.layers import StaticCast
+from octavo.models import Llama, LlamaConfig
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, SHAPE, language_model, windows
 
 EMPTY = [torch.zeros(3, HEADS, 0, HEAD_DIM)] * (2 * SHAPE.num_layers)
@@ -75,3 +80,69 @@ def test_measuring_puts_nothing_in_its_place(source):
     decoder = graph(source).module
     attention_casts(decoder, windows(), torch.float32)
     assert decoder.attention_casts is None
+
+
+ROWS, PAST, D = 5, 3, 8  # 1 / sqrt(8) is no power of two: whether it is multiplied before the cast shows in the codes
+
+
+def cast(x, amax):
+    """What E4M3 keeps of an array by the scale of a largest magnitude; numpy and ml_dtypes alone."""
+    scale = np.float32(448) / np.float32(amax)
+    codes = np.clip(np.float32(x) * scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float32) * (np.float32(1) / scale)
+
+
+def attention_in_fp8(q, k, v, seen):
+    """Q / sqrt(D) in codes by K in codes, softmax in codes by V in codes; a group of heads has a head of keys."""
+    q = q * np.float32(1 / np.sqrt(D))
+    amaxes = [np.abs(each).max() for each in (q, k, v)]
+    out = np.empty_like(q)
+    for batch, head in np.ndindex(q.shape[:2]):
+        kv = head // (q.shape[1] // k.shape[1])
+        scores = cast(q[batch, head], amaxes[0]) @ cast(k[batch, kv], amaxes[1]).T
+        exp = np.where(seen, np.exp(scores - np.where(seen, scores, -np.inf).max(-1, keepdims=True)), 0)
+        probabilities = exp / exp.sum(-1, keepdims=True)
+        out[batch, head] = cast(probabilities, 1) @ cast(v[batch, kv], amaxes[2])
+    return out
+
+
+@torch.no_grad()
+def test_attention_in_fp8_is_what_numpy_computes():
+    shape = LlamaConfig(**{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"hidden_size": 4 * D})
+    decoder = GraphDecoder(Llama(shape, seed=0).eval(), has_cache=True)
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, 4, ROWS, D)).astype(np.float32) * 4
+    k, v = (rng.normal(size=(2, HEADS, PAST + ROWS, D)).astype(np.float32) * 4 for _ in range(2))
+    seen = np.tril(np.ones((ROWS, PAST + ROWS), bool), PAST)
+    amaxes = [np.abs(q).max() * np.float32(1 / np.sqrt(D)), np.abs(k).max(), 1, np.abs(v).max()]
+    casts = [StaticCast(torch.tensor(448 / amax), torch.tensor(amax / 448)) for amax in map(np.float32, amaxes)]
+    decoder.attention_casts = nn.ModuleList([nn.ModuleList(casts)])
+    known = torch.from_numpy(k), torch.from_numpy(v)
+    found = decoder._mixed(0, torch.from_numpy(q), known, torch.from_numpy(~seen)).numpy()
+    wanted = attention_in_fp8(q, k, v, seen)
+    off = np.abs(found - wanted) > 1e-4 * np.abs(wanted).max()
+    assert off.mean() < 0.02  # a probability beside a tie may have the next code
+    plain = np.abs(found - wanted).mean() / np.abs(wanted).mean()
+    assert plain < 1e-3
+
+
+@torch.no_grad()
+def test_attentions_scales_are_those_of_what_is_cast(source):
+    """Queries with 1 / sqrt(D) in them and with their rotary positions, keys and values as they are cached."""
+    decoder = graph(source, has_cache=True).module
+    found = attention_casts(decoder, windows(), torch.float32)[0]
+    layer = source.model.model.layers[0]
+    normed = layer.input_layernorm(source.model.model.embed_tokens(windows()))
+    _, keys, values = (each.numpy() for each in decoder(windows(), *EMPTY)[:3])
+    q = layer.self_attn.q_proj(normed).numpy().reshape(3, -1, 4, HEAD_DIM).swapaxes(1, 2)
+    half = HEAD_DIM // 2
+    angles = np.arange(q.shape[2])[:, None] * 10000.0 ** (-np.arange(half) / half)
+    first, second = q[..., :half], q[..., half:]
+    turned = np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1
+    )
+    amaxes = [np.abs(turned).max() / np.sqrt(HEAD_DIM), np.abs(keys).max(), 1, np.abs(values).max()]
+    scales = {name: scale.item() for name, scale in found.named_buffers()}
+    for index, amax in enumerate(amaxes):
+        assert scales[f"{index}.encode_scale"] == pytest.approx(448 / amax, rel=1e-5)
+        assert scales[f"{index}.scale"] == pytest.approx(amax / 448, rel=1e-5)

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -290,6 +291,12 @@ def test_words_that_are_refused(tmp_path):
         export_onnx(mlp(), tmp_path / "a")
     with pytest.raises(ConfigError, match="exported of a LanguageModel"):
         export_onnx(mlp(), tmp_path / "a", options=OnnxOptions(kv_cache=True))
+    with pytest.raises(ConfigError, match="a LanguageModel takes token ids"):
+        export_onnx(language_model(), tmp_path / "a", inputs=(torch.zeros(2, 3, dtype=torch.long),))
+    with pytest.raises(ConfigError, match="ask for tensorrt, or leave them out"):
+        OnnxOptions(max_batch=4)
+    with pytest.raises(ConfigError, match="max_length must be a whole number of at least 1, not 0"):
+        OnnxOptions(max_length=0, tensorrt=True)
     with pytest.raises(ConfigError, match="no layer of this model is in FP8"):
         export_onnx(nn.Sequential(nn.Linear(2, 2)), tmp_path / "a", inputs=(torch.zeros(1, 2),))
     assert not list(tmp_path.iterdir())
@@ -302,3 +309,156 @@ def test_a_model_in_training_is_exported_as_it_evaluates_and_left_as_it_was(tmp_
     export_onnx(model, tmp_path / "m", inputs=(torch.randn(4, 16),))
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class SameInputTwice(nn.Module):
+    """Queries, keys and values, each from a norm of its own call: three casts in torch, one in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(K)
+        self.q, self.k, self.v = (nn.Linear(K, N) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(self.norm(x)).softmax(-1) * self.k(self.norm(x)) + self.v(self.norm(x))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "static"])
+def test_casts_that_the_optimiser_merges_are_counted_as_one(tmp_path, recipe):
+    model = SameInputTwice()
+    octavo.convert(model, recipe)
+    for layer in (model.q, model.k, model.v):
+        layer.get_buffer("input_scale").copy_(torch.tensor(0.0031))
+    report = export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, 5, K),))
+    assert [each.casts for each in report.engines] == [1, 1]
+    assert all(each.passed and each.wrong_scales == 0 for each in report.engines)
+
+
+def test_of_merged_casts_each_layers_scale_is_checked(tmp_path, monkeypatch):
+    """A graph in which a cast of another scale is merged with its neighbour's."""
+    model = SameInputTwice()
+    octavo.convert(model, "static")
+    for layer, scale in ((model.q, 0.0031), (model.k, 0.0062), (model.v, 0.0031)):
+        layer.get_buffer("input_scale").copy_(torch.tensor(scale))
+
+    def merge(loaded):
+        for each in loaded.graph.initializer:
+            if each.name.endswith("encode_scale"):
+                each.CopyFrom(onnx.numpy_helper.from_array(np.float32(1 / 0.0031), each.name))
+
+    rewritten(monkeypatch, merge)
+    with pytest.raises(CheckpointError, match=r"[1-9]\d* scales are not octavo's"):
+        export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, 5, K),))
+
+
+class Convolutions(nn.Module):
+    """Images [B, 3, H, W]; its linear layers see features."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.second = nn.Conv2d(8, 12, 3, stride=2, padding=1)
+        self.wide, self.head = nn.Linear(12 * 2 * 3, 20), nn.Linear(20, N)
+
+    def forward(self, image):
+        features = self.second(self.first(image).relu()).relu()
+        return self.head(self.wide(features.flatten(1)).relu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@torch.no_grad()
+def test_a_convolutional_net(tmp_path, dtype):
+    model = Convolutions().eval()
+    octavo.convert(model, "tensorwise")
+    options = OnnxOptions(dtype={dtype: name for name, dtype in module_under_test.DTYPES.items()}[dtype])
+    report = export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, 3, 8, 12),), options=options)
+    assert report.fp8_layers == 2
+    run, images = session(report.folder / "model.onnx"), torch.randn(5, 3, 8, 12)
+    assert run.get_inputs()[0].shape == ["batch", 3, 8, 12]
+    (y,) = run.run(None, {"image": images.to(dtype).numpy()})
+    assert relative_error(torch.from_numpy(y), model(images)) < (1e-5 if dtype is torch.float32 else 0.1)
+
+
+def test_an_operator_that_the_opset_has_not_in_this_dtype(tmp_path):
+    model = Convolutions().eval()
+    octavo.convert(model, "tensorwise")
+    with pytest.raises(CheckpointError, match=r"no valid ONNX, opset 21, bf16: .*Conv"):
+        export_onnx(
+            model, tmp_path / "a", inputs=(torch.randn(2, 3, 8, 12),), options=OnnxOptions(dtype="bf16", opset=21)
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_channels_that_are_no_sequence_are_named(tmp_path):
+    """[B, C, L] looks like [B, T, K]: torch refuses, and the sentence says what to do."""
+    model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 7, N))
+    octavo.convert(model, "tensorwise")
+    inputs = (torch.randn(2, 4, 7),)
+    with pytest.raises(ConfigError, match=r"1: 'sequence'.*varying says which of a module's dimensions do"):
+        export_onnx(model, tmp_path / "a", inputs=inputs)
+    assert export_onnx(model, tmp_path / "a", inputs=inputs, varying=({0: "batch"},)).fp8_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "held"),
+    [(torch.bfloat16, "fp32", True), (torch.float16, "fp32", False), (torch.bfloat16, "fp16", False)],
+)
+def test_a_module_in_sixteen_bits_is_compared_by_what_it_computes_in(tmp_path, inner, outer, held):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to(inner)
+    octavo.calibrate(model, [torch.randn(8, 64).to(inner)]).apply(model, hold_weights=held)
+    inputs = (torch.randn(2, 64).to(inner),)
+    report = export_onnx(model, tmp_path / "a", inputs=inputs, options=OnnxOptions(dtype=outer))
+    assert report.compared_in == str(inner).removeprefix("torch.")
+    assert report.layer_error > 1e-5  # FP32's bar
+    assert report.fp8_layers == 2
+
+
+def test_a_module_in_full_precision_is_held_to_full_precision(exported, tmp_path):
+    assert exported[1].compared_in == "float32"
+    model = nn.Sequential(nn.Linear(64, 8))
+    octavo.calibrate(model, [torch.randn(8, 64)]).apply(model, hold_weights=True)
+    assert model[0].weight.dtype == torch.float8_e4m3fn  # which parameters are in says nothing
+    assert export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, 64),)).compared_in == "float32"
+
+
+def test_a_context_that_is_too_short_to_check(tmp_path):
+    source = language_model()
+    octavo.convert(source.model, "tensorwise")
+    for options, context, least in ((OnnxOptions(), 6, 7), (OnnxOptions(kv_cache=True), 11, 12)):
+        with pytest.raises(ConfigError, match=f"at most {context} tokens, and a graph is checked with {least}"):
+            export_onnx(replace(source, context=context), tmp_path / "a", options=options)
+
+
+def test_attention_is_written_in_the_form_that_tensorrt_fuses(decoder):
+    """Q(scaled queries) by Q(transposed keys), softmax, Q(probabilities) by Q(values): nothing stands behind a DQ."""
+    _, report = decoder
+    graph = onnx.load(report.folder / "model.onnx", load_external_data=False).graph
+    made_by = {name: node for node in graph.node for name in node.output}
+    weights = {each.name for each in graph.initializer}
+
+    def path(name):
+        """From a product's operand back to what is cast, by the kinds of its nodes; and the node before the cast."""
+        kinds = []
+        while name in made_by and made_by[name].op_type in ("DequantizeLinear", "QuantizeLinear", "Mul", "Cast"):
+            kinds.append(made_by[name].op_type)
+            name = made_by[name].input[0]
+            if kinds[-1] == "Cast" and "QuantizeLinear" in kinds:
+                break
+        return kinds, made_by[name]
+
+    products = [
+        node
+        for node in graph.node
+        if node.op_type == "MatMul" and not any(made_by[name].input[0] in weights for name in node.input)
+    ]
+    assert len(products) == 2
+    (queries, keys), (probabilities, values) = ([path(name) for name in node.input] for node in products)
+    cast = ["DequantizeLinear", "QuantizeLinear", "Mul", "Cast"]
+    assert [kinds for kinds, _ in (queries, keys, probabilities, values)] == [cast] * 4
+    constant = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer if not each.dims}
+    assert queries[1].op_type == "Mul"
+    assert constant[queries[1].input[1]] == HEAD_DIM**-0.5
+    assert keys[1].op_type == "Transpose"
+    assert probabilities[1].op_type in ("Softmax", "Where")
+    assert values[1].op_type in ("Reshape", "Concat")

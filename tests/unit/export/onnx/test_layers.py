@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -115,3 +116,29 @@ def test_sixteen_bits_do_not_overflow():
         y = made(torch.full((1, 4096), 15.0, dtype=torch.float16))
     assert made.bias is not None
     assert torch.equal(y, torch.full((1, 8), 61440.0, dtype=torch.float16) + made.bias)
+
+
+def test_scales_in_float16_by_every_number_that_it_has():
+    """Each value, each tie between two and FP32's neighbours of both, against exact arithmetic in float64."""
+    values = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)  # positive, ascending
+    ties = (values[:-1].astype(np.float64) + values[1:]) / 2
+    points = np.concatenate([values, ties.astype(np.float32)])
+    assert np.array_equal(ties, ties.astype(np.float32))  # FP32 has them all
+    scales = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
+    held = scales.astype(np.float16)
+    exact = np.abs(held.astype(np.float64) - scales) / scales
+    normal = (scales >= 2.0**-14) & (scales <= 65504)
+    assert exact[normal].max() <= 2.0**-11  # where it has all its digits
+    taken = exact <= 2.0**-8
+    assert np.array_equal(narrowed_scale(torch.tensor(scales[taken]), torch.float16, "x").numpy(), held[taken])
+    assert exact[taken].max() > 2.0**-9  # below them: more than float16 is known for
+    assert taken[scales >= 2.0**-17].all()
+    for wrong in scales[~taken]:
+        with pytest.raises(ConfigError, match="outside what float16 can hold"):
+            narrowed_scale(torch.tensor(wrong), torch.float16, "x")
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0, 65520.0])
+def test_scales_that_are_none(scale):
+    with pytest.raises(ConfigError, match="outside what float16 can hold"):
+        narrowed_scale(torch.tensor(scale), torch.float16, "x")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import octavo
+from octavo.errors import ConfigError
 from octavo.export.onnx.graph import graph_of_decoder
 from octavo.export.onnx.tensorrt import ShapeRange, benchmark_command, build_command, shape_ranges, tensorrt_files
 from tests.unit.quantization.tiny_models import language_model
@@ -55,17 +56,34 @@ class OnnxParser:
 """
 
 
-@pytest.mark.parametrize("context", [1, 2, 63, 64, 65, 512, None])
-def test_ranges_lie_within_the_context(context):
-    graph = graph_of_decoder(SOURCE, torch.float32, has_cache=True, attention=None)
-    ranges = shape_ranges(graph, context=context)
-    longest = context or 2048
+@pytest.fixture(scope="module")
+def cached():
+    return graph_of_decoder(SOURCE, torch.float32, has_cache=True, attention=None)
+
+
+@pytest.mark.parametrize("context", [1, 2, 63, 64, 65, 512, 8192, None])
+def test_ranges_lie_within_the_context(cached, context):
+    ranges = shape_ranges(cached, context=context)
+    longest = min(1024, context or 1024)
     for each in ranges:
         assert all(least <= usual <= most for least, usual, most in zip(each.min, each.opt, each.max, strict=True))
     tokens, past = ranges[0], ranges[1]
     assert tokens.max[1] == longest
     assert past.max[2] + tokens.min[1] == longest
     assert past.opt[2] + tokens.opt[1] <= longest  # what is tuned and timed can be run
+
+
+def test_the_largest_shapes_are_bounded_unless_asked(cached):
+    tokens, past = shape_ranges(cached, context=8192)[:2]
+    assert (tokens.opt, tokens.max) == ((16, 1), (16, 1024))
+    assert past.max[::2] == (16, 1023)
+    tokens, past = shape_ranges(cached, context=8192, max_batch=2, max_length=8192)[:2]
+    assert (tokens.opt, tokens.max) == ((2, 1), (2, 8192))
+    assert past.max[::2] == (2, 8191)
+    tokens, past = shape_ranges(cached, context=8192, max_length=16)[:2]
+    assert (past.opt[2], past.max[2]) == (15, 15)
+    with pytest.raises(ConfigError, match="max_length is 65, and the model reads at most 64 tokens"):
+        shape_ranges(cached, context=64, max_length=65)
 
 
 def test_the_commands():
