@@ -156,7 +156,8 @@ def kind_of(source: str | Path) -> Kind:
             f"{str(source)!r} is no model; give a run's folder (it has a {CONFIG}), a Hugging Face folder (it has a "
             f"{HF_CONFIG}) or a .gguf file"
         )
-    if str(source).count("/") == 1 and not str(source).startswith((".", "/", "~")):
+    is_name = str(source).count("/") == 1 and not str(source).startswith((".", "/", "~"))
+    if is_name and not path.parent.is_dir():  # a folder of that name is here: its owner is no hub's
         return Kind.HUGGING_FACE
     raise ConfigError(f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file")
 

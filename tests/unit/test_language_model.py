@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import smollm2
 from octavo.errors import CheckpointError, ConfigError
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import Kind, LanguageModel, kind_of, load_language_model
 from octavo.models import Llama, LlamaConfig
 from octavo.training.config import Device
 from octavo.training.tokenizer import train_tokenizer
@@ -128,6 +128,15 @@ def test_what_is_no_model(tmp_path, folder):
     (broken / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="transformers cannot read"):
         load_language_model(broken)
+
+
+def test_a_path_with_a_slip_is_no_name_of_the_hubs(tmp_path, monkeypatch):
+    """Where the folder before the slash is here, nobody is asked over a network."""
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no 'runs/dmo'; give a run's folder"):
+        load_language_model("runs/dmo")
+    assert kind_of("nobody/model") is Kind.HUGGING_FACE
 
 
 def changed(folder, tmp_path, *, config=None, tensors=lambda _: None):

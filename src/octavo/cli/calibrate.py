@@ -26,10 +26,9 @@ from octavo.quantization import calibrate as find_scales
 from octavo.quantization.calibration.calibrate import check_choices
 from octavo.quantization.calibration.folder import check_own_folder
 from octavo.quantization.calibration.ranges import PERCENTILE, Method
-from octavo.quantization.overlap import same_source
+from octavo.quantization.overlap import MOST_SHARED, shared_share
 from octavo.training.corpus import Split
-from octavo.training.held_out import ALL
-from octavo.training.text import BUILTIN, LIBRARY_SOURCES
+from octavo.training.text import unseen_split
 
 __all__ = ["calibrate"]
 
@@ -131,18 +130,18 @@ def _refuse_beside_run(given: Mapping[str, object]) -> None:
 
 
 def _other_text(source: str, calibrated: Text) -> Text:
-    """Text to check the scales on, with nothing of what they were calibrated on.
+    """Text to check the scales on, which is not what they were calibrated on.
 
     Raises:
-        ConfigError: all of it was.
+        ConfigError: more than half of it is.
     """
-    is_own = same_source(source, calibrated.source)
-    if is_own and calibrated.split in (Split.TEST, ALL):
+    split = unseen_split(source, calibrated.source)
+    share = shared_share((calibrated.source, calibrated.split), (source, split))
+    if share > MOST_SHARED:
         raise ConfigError(
-            f"--check {source} reads that text's test split, and --split {calibrated.split} calibrates on it; "
-            "calibrate on train, or check another text"
+            f"the scales would be checked on text they come from: {share:.0%} of {source}, {split} is in "
+            f"{calibrated.source}, {calibrated.split}; check other text, or calibrate on a split without it"
         )
-    split = Split.TEST if is_own or source in (BUILTIN, LIBRARY_SOURCES) else ALL
     return Text(source=source, split=split, samples=CHECK_SAMPLES, context=calibrated.context)
 
 

@@ -32,9 +32,8 @@ from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import check_formats, line_up
 from octavo.training.config import Device
 from octavo.training.corpus import Split
-from octavo.training.held_out import ALL
 from octavo.training.memory import extra_memory_bytes
-from octavo.training.text import TOPICS
+from octavo.training.text import TOPICS, unseen_split
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
 
@@ -130,7 +129,7 @@ def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str
     """The windows to score, and what they are of."""
     own = own_source(question.model)
     source = question.source or own or TOPICS
-    split = question.split or (str(Split.TEST) if source == own else ALL)
+    split = question.split or unseen_split(source, text_to_train_on(question.model))
     length = _length(model, question)
     windows = evaluation_windows(model, source, split, count=question.windows, length=length)
     return windows, {"data": source, "split": split}

@@ -13,14 +13,12 @@ language topics.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from octavo.errors import ConfigError
 from octavo.training.corpus import Split
-from octavo.training.held_out import ALL
-from octavo.training.text import BUILTIN, divide, load_documents
+from octavo.training.text import ALL, BUILTIN, divide, load_documents, same_source
 
-__all__ = ["MOST_SHARED", "same_source", "shared_share"]
+__all__ = ["MOST_SHARED", "shared_share"]
 
 MOST_SHARED = 0.5  # between what text of a kind has in common and the same text, see above
 
@@ -54,16 +52,6 @@ def shared_share(this: Part, other: Part) -> float:
     known = {*_lines(source, split)}
     lengths = [(len(line), line in known) for line in _lines(other_source, other_split)]
     return sum(length for length, is_known in lengths if is_known) / max(1, sum(length for length, _ in lengths))
-
-
-def same_source(this: str, other: str) -> bool:
-    """Whether two names of sources name one: of paths, whether they lead to the same place."""
-    return _resolved(this) == _resolved(other)
-
-
-def _resolved(source: str) -> str:
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.exists() else source
 
 
 def _lines(source: str, split: str) -> Iterator[str]:

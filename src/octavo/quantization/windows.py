@@ -22,8 +22,7 @@ from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.training.config import MOST_SEED
 from octavo.training.corpus import Split
-from octavo.training.held_out import ALL
-from octavo.training.text import BUILTIN, divide, load_documents
+from octavo.training.text import ALL, BUILTIN, divide, load_documents
 from octavo.training.tokenizer import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -61,6 +60,11 @@ def text_windows(
     chosen = documents if split == ALL else divide(documents, by_file=str(source) == BUILTIN)[Split(split)]
     separator = END_OF_TEXT if model.tokenizer.token_to_id(END_OF_TEXT) is not None else "\n\n"
     text = separator.join(document.text for document in chosen)
+    if count > len(text):
+        raise DataError(
+            f"the {split} text of {str(source)!r} has {len(text)} characters, too few for {count} windows; ask for "
+            "fewer, or give more text"
+        )
     tokenizer = unbounded(model.tokenizer)
     places = np.random.default_rng(seed).random(count)
     bounds = [_next_space(text, i * len(text) // count) for i in range(count)] + [len(text)]

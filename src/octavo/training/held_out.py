@@ -18,12 +18,11 @@ from octavo.errors import ConfigError
 from octavo.training.corpus import Document, Split, content_hash
 from octavo.training.data import TokenData
 from octavo.training.run_folder import TrainedRun
-from octavo.training.text import BUILTIN, divide, load_documents
+from octavo.training.text import ALL, BUILTIN, divide, load_documents, unseen_split
 from octavo.training.tokenizer import end_of_text_id
 
-__all__ = ["ALL", "BATCH_WINDOWS", "batches_of", "held_out", "watching_forwards"]
+__all__ = ["BATCH_WINDOWS", "batches_of", "held_out", "watching_forwards"]
 
-ALL = "all"
 BATCH_WINDOWS = 16
 
 
@@ -41,7 +40,8 @@ def held_out(
         run: whose tokenizer to use.
         run_dir: its folder.
         source: see ``octavo.training.text``; None is what the run was trained on.
-        split: "train", "validation", "test" or "all"; None is "test" for the run's own source, "all" for another.
+        split: "train", "validation", "test" or "all"; None is what the run has not seen, see
+            ``octavo.training.text.unseen_split``.
         on_document: called with (done, total) documents.
 
     Raises:
@@ -50,7 +50,7 @@ def held_out(
     """
     own = run.config.data.source
     source = source or own
-    split = split or (str(Split.TEST) if source == own else ALL)
+    split = split or unseen_split(source, own)
     if split not in (*Split, ALL):
         raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {split!r}")
     documents = load_documents(source)

@@ -33,9 +33,20 @@ from octavo.training.corpus import (
     topic_documents,
 )
 
-__all__ = ["BUILTIN", "LIBRARY_SOURCES", "TOPICS", "divide", "is_unicode", "load_documents"]
+__all__ = [
+    "ALL",
+    "BUILTIN",
+    "LIBRARY_SOURCES",
+    "TOPICS",
+    "divide",
+    "is_unicode",
+    "load_documents",
+    "same_source",
+    "unseen_split",
+]
 
 BUILTIN, TOPICS, LIBRARY_SOURCES = "builtin", "language-topics", "library-sources"
+ALL = "all"  # of a source's splits
 TEXT_COLUMN = "text"
 PLAIN = {".txt", ".md"}
 SUFFIXES = {*PLAIN, ".jsonl", ".parquet"}
@@ -47,6 +58,30 @@ HUB_SPLITS = {Split.TRAIN: "train", Split.VALIDATION: "validation", Split.TEST: 
 PIECE_CHARACTERS = 16_384
 PIECES_AT_LEAST = 100  # of a small text, so that its held-out share is not one arbitrary block
 HELD_OUT_CHARACTERS = 262_144  # enough for a stable loss; at most a tenth of the text, at least a fiftieth
+
+
+def same_source(this: str, other: str) -> bool:
+    """Whether two names of sources name one: of paths, whether they lead to the same place."""
+    return _resolved(this) == _resolved(other)
+
+
+def _resolved(source: str) -> str:
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
+
+
+def unseen_split(source: str, known: str) -> str:
+    """The split of a source to measure on, if the training split of ``known`` has been read.
+
+    "test" of the same source, and of the built-in corpus where the other is its library sources, in the same splits;
+    "all" of another source.
+
+    Example:
+        >>> unseen_split("builtin", "library-sources"), unseen_split("language-topics", "library-sources")
+        ('test', 'all')
+    """
+    corpus = {BUILTIN, LIBRARY_SOURCES}
+    return str(Split.TEST) if same_source(source, known) or {source, known} <= corpus else ALL
 
 
 def load_documents(source: str | Path) -> list[Document]:

@@ -160,7 +160,14 @@ def test_text_that_was_calibrated_on_is_no_check(octavo, finished_run, text, tmp
     arguments = ["--data", text, "--split", split, "--check", same, "--out", tmp_path / "out"]
     result = octavo("calibrate", finished_run, *arguments)
     assert result.exit_code == 2
-    assert f"and --split {split} calibrates on it; calibrate on train, or check another text" in result.stderr
+    assert f"100% of {same}, test is in {text}, {split}; check other text" in " ".join(result.stderr.split())
+
+
+def test_a_text_that_the_calibrated_one_holds_is_no_check(octavo, finished_run, tmp_path):
+    arguments = ["--data", "builtin", "--check", "language-topics", "--out", tmp_path / "out"]
+    result = octavo("calibrate", finished_run, *arguments)
+    assert result.exit_code == 2
+    assert "95% of language-topics, all is in builtin, train" in " ".join(result.stderr.split())
 
 
 def test_from_a_run_that_kept_no_amaxes(octavo, finished_run, tmp_path):

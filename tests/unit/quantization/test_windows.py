@@ -120,3 +120,8 @@ def test_what_is_refused(model, file, given, message):
     arguments = {"split": "all", "count": 3, "length": 8} | given
     with pytest.raises(ConfigError, match=message):
         text_windows(model, file, arguments.pop("split"), **arguments)
+
+
+def test_more_windows_than_characters_are_refused_at_once(model, file):
+    with pytest.raises(DataError, match=r"has \d+ characters, too few for 1000000000000 windows; ask for fewer"):
+        text_windows(model, file, "train", count=10**12, length=2)

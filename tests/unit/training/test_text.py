@@ -8,7 +8,7 @@ import pytest
 
 from octavo.errors import DataError
 from octavo.training.corpus import Document, Split
-from octavo.training.text import divide, load_documents
+from octavo.training.text import divide, load_documents, same_source, unseen_split
 
 
 def write_parquet(path, columns):
@@ -170,3 +170,18 @@ def test_a_text_of_one_line_is_held_out_in_part():
 def test_an_empty_source_is_not_the_current_folder():
     with pytest.raises(DataError, match="source is empty"):
         load_documents("")
+
+
+def test_what_a_model_has_not_read(tmp_path, monkeypatch):
+    (tmp_path / "own.txt").write_text("x")
+    (tmp_path / "other.txt").write_text("y")
+    monkeypatch.chdir(tmp_path)
+    assert same_source("own.txt", f"{tmp_path}/./own.txt")
+    assert not same_source("own.txt", "other.txt")
+    assert not same_source("builtin", "library-sources")
+    for name in ("own.txt", "./own.txt", str(tmp_path / "own.txt")):
+        assert unseen_split(name, "own.txt") == "test"
+    assert unseen_split("other.txt", "own.txt") == "all"
+    for one, other in (("builtin", "library-sources"), ("library-sources", "builtin")):
+        assert unseen_split(one, other) == "test"
+    assert unseen_split("language-topics", "builtin") == "all"

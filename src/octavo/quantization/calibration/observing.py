@@ -96,7 +96,7 @@ class Observation:
         inputs: by the layer's path, in the order of the first calls; layers that were given no element are missing.
         keys_and_values: by the layer's number; empty where they were not asked for.
         batches: how many there were.
-        samples: the sum of their first dimensions.
+        samples: the sum of their first dimensions; a batch of one dimension is one.
         tokens: the token ids among them; 0 where the model is given none.
         in_last_quarter: whether the last quarter of the batches has begun; never where their number is not known.
     """
@@ -288,5 +288,5 @@ def _add_sizes(seen: Observation, batch: Batch) -> None:
     leaves = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else (batch,)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     seen.batches += 1
-    seen.samples += len(tensors[0]) if tensors else 1
+    seen.samples += len(tensors[0]) if tensors and tensors[0].ndim > 1 else 1
     seen.tokens += next((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), 0)

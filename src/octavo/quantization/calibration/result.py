@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from octavo.convert import ConversionReport, convert, hold_weights, read_by_others
 from octavo.errors import CheckpointError, ConfigError
+from octavo.kernels import quantize
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
+from octavo.numerics import sqnr_db
 from octavo.quantization.calibration.folder import read_folder, write_folder
 from octavo.quantization.calibration.health import LayerHealth, health_warnings
 from octavo.quantization.calibration.observing import module_of
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 NEVER_REACHED = "no batch reached it"
+LOST_DB = 1.0  # of a weight under its own searched scales; rounding to BF16 first costs a tenth of that
 KV_CACHE, KV_ROLES, KEY_MEAN = "kv_cache.", ("key", "value"), ".key.mean"
 
 
@@ -111,7 +114,8 @@ class Calibration:
             Which layers were converted, and why others stay as they are.
 
         Raises:
-            CheckpointError: the scales were made for another model; it is unchanged then.
+            CheckpointError: the scales were made for another model, or searched for other weights; it is unchanged
+                then.
             ConfigError: ``hold_weights=False`` with searched weight scales, such scales of a weight that something else
                 reads too, or a layer that holds codes already.
         """
@@ -120,6 +124,7 @@ class Calibration:
         searched = self.weight_method is not WeightMethod.MAX
         if searched:
             check_can_hold(module, self.input_scales)
+            self._check_weights(module)
         if searched and hold_weights is False:
             raise ConfigError(
                 "weight scales that were searched for (mse) need hold_weights=True: a weight in high precision is cast "
@@ -167,6 +172,22 @@ class Calibration:
                 "parameters are not; calibrate this model"
             )
         check_holds_no_codes(module, self.input_scales)
+
+    def _check_weights(self, module: nn.Module) -> None:
+        """Raise unless searched scales still serve the weights: theirs may have been trained since, or be another's."""
+        spec = self.recipe.output.b
+        assert spec is not None
+        for layer in self.health:
+            weight = module.get_submodule(layer.path).get_parameter("weight").detach().float()
+            scale = self.weight_scales[layer.path].to(weight.device)
+            found = sqnr_db(
+                weight, quantize(weight, spec.format, granularity=spec.granularity, scale=scale).dequantize()
+            )
+            if layer.weight_sqnr_db is not None and found < layer.weight_sqnr_db - LOST_DB:
+                raise CheckpointError(
+                    f"the weight of {layer.path!r} is not the one its scales were searched for (mse): they leave "
+                    f"{found:.1f} dB and left {layer.weight_sqnr_db:.1f}; calibrate the model with these weights"
+                )
 
     def warnings(self) -> list[str]:
         """A sentence for each thing that deserves one; empty where all is well."""

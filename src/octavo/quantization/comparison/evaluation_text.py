@@ -13,8 +13,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.quantization.windows import CHARACTERS_A_TOKEN, text_windows, unbounded
-from octavo.training.held_out import ALL
-from octavo.training.text import TOPICS, load_documents
+from octavo.training.text import ALL, TOPICS, load_documents
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

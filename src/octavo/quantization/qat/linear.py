@@ -26,13 +26,14 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.functional import InputOperands
 from octavo.nn import Linear
-from octavo.numerics import PerTensor, measure, scale_from_amax
+from octavo.numerics import PerTensor, ScaleRounding, measure, scale_from_amax
 from octavo.observers import EMPTY, RoleTap, inside_backward
 from octavo.quantization.qat.straight_through import straight_through_linear
 from octavo.recipes import CastSpec, Recipe
 
 __all__ = ["DECAY", "QATLinear", "Scales"]
 
+LARGEST_EXPONENT = 126  # of a learned scale: its reciprocal is a normal FP32 number too
 DECAY = 0.999  # in 700 steps a maximum that is not seen again fades to half
 
 
@@ -136,7 +137,10 @@ class QATLinear(Linear):
     def _read_learned(self) -> None:
         if self._has_learned and self.scales == Scales.LEARNED:
             assert self.log2_scale is not None
-            self.input_scale.copy_(self.log2_scale.float().exp2())
+            assert self.recipe.output.a is not None
+            exponent = self.log2_scale.float().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+            is_power = self.recipe.output.a.scale_rounding is not ScaleRounding.FP32
+            self.input_scale.copy_((exponent.ceil() if is_power else exponent).exp2())
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
         """Nothing seen, beside what a linear layer has."""

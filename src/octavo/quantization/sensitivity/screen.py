@@ -112,6 +112,8 @@ def _backward(
 ) -> dict[str, list[Call]]:
     with _recording(model, units) as calls:
         logits = logits_of(model, tokens)[0, :-1]
+        if not logits.isfinite().all():
+            raise ConfigError("the model predicts NaN or infinity; sensitivity needs one whose weights are all finite")
         probabilities = logits.detach().float().softmax(-1).cpu()
         labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
         F.cross_entropy(logits.float(), labels, reduction="sum").backward()

@@ -1,5 +1,6 @@
 """``octavo.calibrate`` from end to end: scales, what a converted model computes with them, coverage."""
 
+import copy
 import math
 import warnings
 from dataclasses import replace
@@ -228,6 +229,27 @@ def test_means_are_refused_where_there_are_none_or_of_another_model():
         calibrate(model, token_batches()).means_of_keys(model)
     with pytest.raises(CheckpointError, match="another model"):
         calibrate(model, token_batches(), kv_cache=True).means_of_keys(mlp())
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_searched_scales_are_of_the_weights_they_were_searched_for(granularity):
+    """One row that training has made three times as large would be cut off in silence."""
+    model = mlp()
+    found = calibrate(model, mlp_batches(), weight_method="mse", granularity=granularity)
+    trained, rounded = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        trained[0].weight[1] *= 3
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.bfloat16())
+    before = copy.deepcopy(trained.state_dict())
+    with pytest.raises(CheckpointError, match=r"the weight of '0' is not the one its scales were searched for \(mse\)"):
+        found.apply(trained)
+    assert all(torch.equal(before[name], value) for name, value in trained.state_dict().items())
+    assert len(found.apply(rounded).held) == len(found.apply(model).held) > 0
+
+
+def test_a_batch_of_one_dimension_is_one_sample():
+    assert calibrate(nn.Sequential(nn.Linear(8, 8)), [torch.randn(8)] * 3).seen.samples == 3
 
 
 def test_convergence_is_what_the_last_quarter_moved():

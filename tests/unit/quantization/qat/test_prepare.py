@@ -237,6 +237,26 @@ def test_loaded_scales_are_begun_with_too():
         assert octavo.scaling_state(model)["0.input.scale"].item() == pytest.approx(0.25, rel=1e-6)
 
 
+def test_learned_scales_are_what_the_recipe_allows():
+    """Powers of two where it says so, rounded up; and numbers whose reciprocal FP32 has, wherever training goes."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    prepare_qat(model, recipes.get("static", power_of_two=True), scales="learned")
+    layer, x = cast("QATLinear", model[0]), torch.randn(4, 8)
+    assert layer.log2_scale is not None
+    model(x)
+    for value, scale in ((-6.009, 2.0**-6), (-5.0, 2.0**-5), (-4.2, 2.0**-4)):
+        with torch.no_grad():
+            layer.log2_scale.fill_(value)
+        model(x)
+        assert float(layer.input_scale) == scale
+    for value in (200.0, -200.0):
+        with torch.no_grad():
+            layer.log2_scale.fill_(value)
+        assert model(x).isfinite().all()
+    convert_qat(model)
+    assert math.log2(octavo.scaling_state(model)["0.input.scale"]).is_integer()
+
+
 def test_learned_scales_resume_from_the_state_dict():
     first, second = small(), small(seed=5)
     for model in (first, second):

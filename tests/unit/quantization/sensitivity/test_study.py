@@ -231,3 +231,12 @@ def test_bad_arguments(sensitive):
         with pytest.raises(ConfigError, match=said):
             Budget(**options)
     assert len(units_of(model)) == 15
+
+
+def test_a_model_that_predicts_nan_is_refused():
+    model = small_llama()
+    chosen, verified = windows_of(model, 2), windows_of(model, 2, seed=1)
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = math.nan
+    with pytest.raises(ConfigError, match="predicts NaN or infinity; sensitivity needs one"):
+        measure_sensitivity(model, chosen, verified, budget=Budget(perplexity=0.01))
