@@ -19,7 +19,17 @@ from string import Template
 
 from octavo.export.onnx.graph import BATCH, PAST, SEQUENCE, Graph
 
-__all__ = ["ENGINE", "ShapeRange", "benchmark_command", "build_command", "shape_ranges", "tensorrt_files"]
+__all__ = [
+    "ENGINE",
+    "LARGEST_BATCH",
+    "MODEL",
+    "USUAL_BATCH",
+    "ShapeRange",
+    "benchmark_command",
+    "build_command",
+    "shape_ranges",
+    "tensorrt_files",
+]
 
 MODEL, ENGINE = "model.onnx", "model.engine"
 LARGEST_BATCH, USUAL_BATCH, USUAL_LENGTH = 32, 16, 64  # the source article's
