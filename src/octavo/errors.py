@@ -7,6 +7,7 @@
     ├── BackendError            an explicitly requested backend that cannot run the problem, with its reason
     ├── QueueFullError          an engine with too many requests waiting; says when to try again
     ├── ClosedError             an engine that takes no more requests
+    ├── TritonError             Triton's server did not become ready, or ended by itself; carries the end of its log
     └── TrainingError           a run that cannot go on
         └── NonFiniteLossError  the loss became NaN or Inf; names the step, the tensor and the last good checkpoint
 
@@ -23,6 +24,7 @@ __all__ = [
     "OctavoError",
     "QueueFullError",
     "TrainingError",
+    "TritonError",
 ]
 
 
@@ -60,6 +62,10 @@ class QueueFullError(OctavoError):
 
 class ClosedError(OctavoError):
     """An engine that is being shut down."""
+
+
+class TritonError(OctavoError):
+    """Triton Inference Server that did not become ready, or that ended by itself."""
 
 
 class TrainingError(OctavoError):

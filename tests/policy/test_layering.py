@@ -32,6 +32,7 @@ ROWS = (
     "export",
     "serving",
     "server",
+    "tritonserver",
     "planning",
     "compat",
     "bench",

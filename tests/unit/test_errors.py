@@ -14,6 +14,7 @@ PARENTS = {
     "BackendError": (errors.OctavoError,),
     "QueueFullError": (errors.OctavoError,),
     "ClosedError": (errors.OctavoError,),
+    "TritonError": (errors.OctavoError,),
     "TrainingError": (errors.OctavoError,),
     "NonFiniteLossError": (errors.TrainingError,),
 }

@@ -29,6 +29,7 @@ from octavo.cli.sensitivity import show_sensitivity
 from octavo.cli.serve import serve
 from octavo.cli.study import study
 from octavo.cli.train import train
+from octavo.cli.triton import triton
 from octavo.errors import OctavoError
 from octavo.training.text import is_unicode
 
@@ -158,6 +159,12 @@ add_command(
     "serve",
     short="Serve a model over HTTP, as OpenAI's API and KServe's.",
     example="model.gguf --port 8000",
+)
+app.add_typer(
+    triton,
+    name="triton",
+    short_help="Set up Triton Inference Server, without a container.",
+    epilog="Example: octavo triton setup",
 )
 add_command(
     import_,

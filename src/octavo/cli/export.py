@@ -8,7 +8,8 @@ import typer
 from octavo.cli import options
 from octavo.cli.export_checkpoint import write_checkpoint
 from octavo.cli.export_graph import write_graph
-from octavo.cli.export_job import CheckpointOptions, GraphOptions, Job, Writer
+from octavo.cli.export_job import TRITON, CheckpointOptions, GraphOptions, Job, Writer
+from octavo.cli.export_repository import write_triton
 from octavo.export.onnx import OPSETS
 from octavo.export.sources import ONNX, Request
 from octavo.export.writing import DTYPES
@@ -16,7 +17,7 @@ from octavo.interchange import FORMATS
 
 __all__ = ["export"]
 
-WRITERS: dict[str, Writer] = {**dict.fromkeys(FORMATS, write_checkpoint), ONNX: write_graph}
+WRITERS: dict[str, Writer] = {**dict.fromkeys(FORMATS, write_checkpoint), ONNX: write_graph, TRITON: write_triton}
 
 
 def export(

@@ -17,7 +17,7 @@ from octavo.export.verification import TOLERANCE
 from octavo.export.writing import DTYPES
 from octavo.files import claimed_folder
 
-__all__ = ["write_checkpoint"]
+__all__ = ["size_of", "verdict", "write_checkpoint"]
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -26,7 +26,7 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 def write_checkpoint(job: Job, *, as_json: bool) -> None:
     """Write a folder of safetensors, and tell."""
     place = options.device_of(job.checkpoint.device)
-    most = _bytes(job.checkpoint.max_shard_size or "5GB")
+    most = size_of(job.checkpoint.max_shard_size or "5GB")
     with claimed_folder(job.out), open_display() as display:
         show = phases(display)
         show("load", 0, 1)
@@ -47,7 +47,7 @@ def write_checkpoint(job: Job, *, as_json: bool) -> None:
         _print(saved)
 
 
-def _bytes(size: str) -> int:
+def size_of(size: str) -> int:
     """A size in words.
 
     Raises:
@@ -71,13 +71,14 @@ def _print(saved: Saved) -> None:
     share = saved.nbytes / saved.bf16_nbytes
     lines = [f"{number(saved.nbytes)} bytes of weights, {share:.3f} times as many as in BF16"]
     lines += [f"note: {note}" for note in saved.notes]
-    lines.append(_verdict(saved))
+    lines.append(verdict(saved))
     stdout().print("\n".join(lines), markup=False, soft_wrap=True)
     servers = [(server, does, SOURCES[server]) for server, does in DOES[saved.format].items()]
     print_table("Who does what with it", ["", "weights and inputs", "source"], servers, left=3)
 
 
-def _verdict(saved: Saved) -> str:
+def verdict(saved: Saved) -> str:
+    """Who has read it back, and what they found."""
     found = saved.agreement
     if found is None:
         return "not verified: nobody has read it back"

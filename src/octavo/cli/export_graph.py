@@ -2,19 +2,17 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 from octavo.cli.console import number, print_json, print_table, stdout
-from octavo.cli.export_job import GraphOptions, Job
+from octavo.cli.export_job import Job
 from octavo.cli.progress import Display, open_display
 from octavo.export.onnx import OPSETS, OnnxOptions, OnnxReport, check_packages, export_onnx
-from octavo.export.sources import load_source
+from octavo.export.sources import ONNX, Source, load_source
 from octavo.files import claimed_folder
-from octavo.language_model import LanguageModel
 from octavo.quantization import text_windows
 from octavo.training.corpus import Split
 
-__all__ = ["write_graph"]
+__all__ = ["graph_options", "load_graph_source", "write_graph"]
 
 WINDOWS, LENGTH = 8, 128  # of the text that attention's scales come from
 NAMED = 3  # layers of each kind that a table names
@@ -22,13 +20,10 @@ NAMED = 3  # layers of each kind that a table names
 
 def write_graph(job: Job, *, as_json: bool) -> None:
     """Write a folder with an ONNX graph, and tell."""
-    check_packages()
-    asked = _options(job.graph, dtype=job.dtype or "fp16")
+    asked = graph_options(job)
     with claimed_folder(job.out), open_display() as display:
         display.phase("load", None)
-        source = load_source(job.model, job.format, job.request)
-        if job.graph.attention is not None:
-            asked = replace(asked, attention=_windows(source.language_model, job.graph.attention))
+        source, asked = load_graph_source(job, asked)
         report = export_onnx(
             source.language_model,
             job.out,
@@ -47,11 +42,13 @@ def _open(display: Display, step: str) -> None:
     display.phase(step, None)
 
 
-def _options(given: GraphOptions, *, dtype: str) -> OnnxOptions:
-    """Refused before a model is read."""
+def graph_options(job: Job) -> OnnxOptions:
+    """What a job says of its graph, but for attention, which needs the model; refused before one is read."""
+    check_packages()
+    given = job.graph
     return OnnxOptions(
         opset=OPSETS[0] if given.opset is None else given.opset,
-        dtype=dtype,
+        dtype=job.dtype or "fp16",
         kv_cache=given.kv_cache,
         external_data=given.external_data,
         tensorrt=given.tensorrt,
@@ -60,8 +57,14 @@ def _options(given: GraphOptions, *, dtype: str) -> OnnxOptions:
     )
 
 
-def _windows(model: LanguageModel, source: str) -> Any:
-    return text_windows(model, source, Split.TRAIN, count=WINDOWS, length=min(LENGTH, model.context))
+def load_graph_source(job: Job, asked: OnnxOptions) -> tuple[Source, OnnxOptions]:
+    """A job's model as it becomes a graph, and the options with attention's text in the model's tokens."""
+    source = load_source(job.model, ONNX, job.request)
+    if job.graph.attention is None:
+        return source, asked
+    model = source.language_model
+    windows = text_windows(model, job.graph.attention, Split.TRAIN, count=WINDOWS, length=min(LENGTH, model.context))
+    return source, replace(asked, attention=windows)
 
 
 def _notes(asked: OnnxOptions, *, has_scales: bool) -> list[str]:

@@ -9,7 +9,9 @@ from octavo.export.sources import ONNX, Request
 from octavo.interchange import FORMATS
 from octavo.recipes.specs import check_member
 
-__all__ = ["CheckpointOptions", "GraphOptions", "Job", "Writer"]
+__all__ = ["TRITON", "CheckpointOptions", "GraphOptions", "Job", "Writer"]
+
+TRITON = "triton"  # a checkpoint and a graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,11 @@ class Job:
     graph: GraphOptions
 
     def __post_init__(self) -> None:
-        check_member("--format", self.format, (*FORMATS, ONNX))
+        check_member("--format", self.format, (*FORMATS, ONNX, TRITON))
+        if self.format == TRITON:
+            if self.graph.tensorrt:
+                raise ConfigError("--format triton has TensorRT's scripts always; leave out --tensorrt")
+            return
         others, of = (self.checkpoint, ", ".join(FORMATS)) if self.format == ONNX else (self.graph, ONNX)
         for option in _given(others):
             raise ConfigError(f"--{option} belongs to --format {of}, not to {self.format}; leave it out")

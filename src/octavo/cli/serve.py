@@ -1,4 +1,7 @@
-"""``octavo serve``: a model behind HTTP, for clients of OpenAI's API and of KServe's, and a page to chat with it."""
+"""``octavo serve``: a model behind HTTP, for clients of OpenAI's API and of KServe's, and a page to chat with it.
+
+With ``--engine triton`` it is Triton's server that runs, on a repository of ``octavo export --format triton``.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,21 +12,34 @@ from rich.markup import escape
 from octavo.cli.console import stderr
 from octavo.cli.options import Model
 from octavo.cli.progress import open_display
+from octavo.cli.serve_triton import (
+    TRITON_OPTIONS,
+    GrpcPort,
+    MetricsPort,
+    ReadySeconds,
+    TritonEnvironment,
+    default_environment,
+    serve_repository,
+)
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.nn.arguments import check_choice
 from octavo.serving import EngineConfig, load_served_model
 
-__all__ = ["serve"]
+__all__ = ["check_server_packages", "serve"]
 
 RECIPES = ("fp8",)
 CACHE_FORMATS = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}
 INSTALL = "pip install 'octavo[serve]'"
+OCTAVO, TRITON = "octavo", "triton"
+BOTH_ENGINES = {"model", "engine", "host", "port", "insecure"}  # options of
 
 
 def serve(
     *,
+    context: typer.Context,
     model: Model,
+    engine: Annotated[str, typer.Option(help="octavo, or triton: MODEL is a repository for it then.")] = OCTAVO,
     recipe: Annotated[str, typer.Option(help="fp8: weights as E4M3 codes, activations as they are.")] = "fp8",
     name: Annotated[str | None, typer.Option(help="What clients ask for. [default: the file's or folder's]")] = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
@@ -42,8 +58,25 @@ def serve(
     answer_seconds: Annotated[float, typer.Option(help="After which an answer ends.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="For answers to end in after SIGTERM or Ctrl-C.")] = 30.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts, to stderr.")] = False,
+    grpc_port: GrpcPort = 8001,
+    metrics_port: MetricsPort = 8002,
+    triton_env: TritonEnvironment = None,
+    ready_seconds: ReadySeconds = 120.0,
 ) -> None:
     """Serve a model over HTTP."""
+    check_choice("engine", engine, (OCTAVO, TRITON))
+    _check_options(context, engine)
+    check_server_packages()
+    if engine == TRITON:
+        serve_repository(
+            Path(model),
+            ports=(port, grpc_port, metrics_port),
+            host=host,
+            insecure=insecure,
+            environment=triton_env or default_environment(),
+            ready_seconds=ready_seconds,
+        )
+        return
     check_choice("recipe", recipe, RECIPES)
     check_choice("cache_format", cache_format, CACHE_FORMATS)
     config = EngineConfig(
@@ -53,10 +86,8 @@ def serve(
         step_rows=max(256, max_running),
         cache_format=CACHE_FORMATS[cache_format],
     )
-    try:
-        from octavo.server import Address, Limits, Server, Service
-    except ImportError as error:
-        raise ConfigError(f"serving needs starlette, uvicorn and prometheus-client; {INSTALL}") from error
+    from octavo.server import Address, Limits, Server, Service
+
     limits = Limits(
         body_bytes=max_body_bytes,
         body_s=body_seconds,
@@ -77,6 +108,28 @@ def serve(
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         sentence = f"{service.name} is served at {place}; Ctrl-C ends it"
         Server(service, key=key, on_ready=lambda: _say(sentence)).run(sockets=[listening])
+
+
+def check_server_packages() -> None:
+    """Refuse to begin without what octavo's server is made of.
+
+    Raises:
+        ConfigError: a package is not installed.
+    """
+    try:
+        import octavo.server  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"serving needs starlette, uvicorn and prometheus-client; {INSTALL}") from error
+
+
+def _check_options(context: typer.Context, engine: str) -> None:
+    """Refuse options of the other engine."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        given = source is not None and source.name == "COMMANDLINE"
+        of = TRITON if name in TRITON_OPTIONS else OCTAVO
+        if given and name not in BOTH_ENGINES and of != engine:
+            raise ConfigError(f"--{name.replace('_', '-')} belongs to --engine {of}, not to {engine}; leave it out")
 
 
 def _read_key(path: Path) -> str:

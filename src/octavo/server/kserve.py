@@ -8,12 +8,11 @@
 | POST /v2/models/M/generate          | the same fields in plain JSON                                     |
 | POST /v2/models/M/generate_stream   | the same, as server-sent events                                   |
 
-``text_input`` may hold several prompts, and every other tensor one value for all of them or one for each; ``stop``
-holds the texts before which each answer ends.
+The tensors are those of kserve_fields.py.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -21,28 +20,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.server.answers import Asked, merged, server_sent, started
-from octavo.server.fields import Field, FieldError, Record, Text, Whole
+from octavo.server.kserve_fields import DATATYPES, OUTPUT, asked, bodies, fields
 from octavo.server.operations import EVENTS, Operation, body_of
 from octavo.server.refusals import Refusal
-from octavo.server.sampling_fields import params_of, sampling_fields
 from octavo.server.service import Service, State
-from octavo.server.tensors import HEADER_LENGTH, INFER, Tensor, pack, unpack
+from octavo.server.tensors import HEADER_LENGTH, INFER, pack, unpack
 
 __all__ = ["KServe"]
 
-MAX_TOKENS = 16  # where a request does not say
-INPUT, OUTPUT, VERSION = "text_input", "text_output", "1"
-DATATYPES = {
-    INPUT: "BYTES",
-    "max_tokens": "INT32",
-    "temperature": "FP32",
-    "top_p": "FP32",
-    "top_k": "INT32",
-    "min_p": "FP32",
-    "seed": "INT64",
-    "stop": "BYTES",
-    "ignore_eos": "BOOL",
-}
+VERSION = "1"
 EXTENSIONS = ("generate", "binary_tensor_data")
 
 
@@ -50,7 +36,7 @@ class KServe:
     """The surface of protocol v2."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._body = service, _fields(service)
+        self._service, self._body = service, fields(service)
 
     def operations(self) -> list[Operation]:
         """Of the surface."""
@@ -128,7 +114,7 @@ class KServe:
         sent = unpack(await request.body(), request.headers.get(HEADER_LENGTH))
         if unknown := sorted(sent.binary.keys() - {OUTPUT}):
             raise Refusal(400, f"there is no output {ascii(unknown[0])[:80]}; {OUTPUT!r} is all", param="outputs")
-        texts = await self._texts(request, self._bodies(sent.tensors))
+        texts = await self._texts(request, bodies(sent.tensors, self._body, most=self._service.choices))
         head = self._head() | ({} if sent.id is None else {"id": sent.id})
         body, headers = pack(head, OUTPUT, texts, binary=sent.binary.get(OUTPUT, sent.binary_by_default))
         media = "application/octet-stream" if headers else "application/json"
@@ -147,8 +133,7 @@ class KServe:
         return await body_of(request, self._body)
 
     async def _asked(self, body: dict[str, Any]) -> Asked:
-        ids = await asyncio.to_thread(self._service.encode, body[INPUT])
-        return Asked(ids, params_of(body, self._service, choice=0, max_tokens=body["max_tokens"], logprobs=None))
+        return await asyncio.to_thread(asked, self._service, body)
 
     async def _texts(self, request: Request, bodies: Sequence[dict[str, Any]]) -> list[str]:
         streams = await started(request, self._service, [await self._asked(body) for body in bodies])
@@ -156,35 +141,3 @@ class KServe:
         async for index, event in merged(streams):
             texts[index] += event.text
         return texts
-
-    def _bodies(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        """Fields as :meth:`generate` has them, for each text."""
-        for name, tensor in tensors.items():
-            if tensor.datatype != DATATYPES.get(name, tensor.datatype):
-                raise FieldError(ascii(name), f"is a tensor of {DATATYPES[name]}, not {tensor.datatype}")
-        count = len(tensors[INPUT].values) if INPUT in tensors else 1
-        if not 1 <= count <= self._service.choices:
-            raise FieldError(INPUT, f"holds from 1 to {self._service.choices} texts, not {count}")
-        return [self._body.read(_row(tensors, i, count)) for i in range(count)]
-
-
-def _row(tensors: Mapping[str, Tensor], index: int, count: int) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        values = tensor.values
-        if name == "stop":
-            row[name] = values
-        elif len(values) not in {1, count}:
-            raise FieldError(ascii(name), f"has {len(values)} values for {count} texts; send one, or one for each")
-        else:
-            row[name] = values[index % len(values)]
-    return row
-
-
-def _fields(service: Service) -> Record:
-    most = Whole(least=1, most=service.max_tokens)
-    own = (
-        Field(name=INPUT, kind=Text(), required=True, about="the prompt"),
-        Field(name="max_tokens", kind=most, default=MAX_TOKENS, about="of the answer"),
-    )
-    return Record(fields=(*own, *(field for field in sampling_fields(service) if field.name in DATATYPES)))

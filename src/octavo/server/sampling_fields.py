@@ -1,5 +1,6 @@
 """The fields that say how tokens are chosen: the OpenAI API's, and a few that vLLM added to them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.server.fields import Field, Flag, ListOf, Number, OneOf, Record, Text, Whole
@@ -38,7 +39,7 @@ def sampling_fields(service: Service) -> tuple[Field, ...]:
 
 
 def params_of(
-    body: dict[str, Any],
+    body: Mapping[str, Any],
     service: Service,
     *,
     choice: int,

@@ -5,6 +5,7 @@
 | a .gguf file of the Llama layout        | ``octavo.models.load_gguf``               | its end-of-text token        |
 | a run's folder                          | ``octavo.language_model``                 | nothing but max_tokens       |
 | a Hugging Face folder, or a hub's name  | the same, then as octavo's ``Llama``      | its generation's eos tokens  |
+| one in FP8 (``octavo export``)          | the same; its codes stay as they are      | its generation's eos tokens  |
 
 Of Hugging Face's models those of the type "llama" are served: no biases, rotary positions as they come, heads of
 hidden_size / num_heads. Another one is refused, since what octavo leaves out would be left out silently.
@@ -77,9 +78,9 @@ def load_served_model(source: str | Path) -> ServedModel:
     return ServedModel(
         runner=ModelRunner(model if own else _as_llama(model, loaded.source)),
         tokenizer=loaded.tokenizer,
-        end_ids=() if own else _end_ids(model),
-        chat_template=None if own else _chat_template(Path(source)),
-        template_tokens={} if own else _template_tokens(Path(source)),
+        end_ids=_ids(_written_end(Path(source)) if own else model.generation_config.eos_token_id, loaded.source),
+        chat_template=_chat_template(Path(source)),
+        template_tokens=_template_tokens(Path(source)),
     )
 
 
@@ -116,10 +117,18 @@ def _unsupported_reason(config: Any) -> str | None:
     return None
 
 
-def _end_ids(model: Any) -> tuple[int, ...]:
+def _written_end(folder: Path) -> Any:
+    """As the folder of a model in FP8 says, which octavo reads without transformers; a run's has no such file."""
+    path = folder / "generation_config.json"
+    return read_json(path).get("eos_token_id") if path.is_file() else None
+
+
+def _ids(given: Any, source: str) -> tuple[int, ...]:
     """One id, a list of them, or None."""
-    given = model.generation_config.eos_token_id
-    return () if given is None else tuple(given) if isinstance(given, list) else (given,)
+    ids = () if given is None else tuple(given) if isinstance(given, list) else (given,)
+    if not all(isinstance(each, int) for each in ids):
+        raise CheckpointError(f"{source!r} has {given!r} as eos_token_id, which is no id or list of ids; mend its file")
+    return ids
 
 
 def _chat_template(folder: Path) -> str | None:

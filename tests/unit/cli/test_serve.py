@@ -32,6 +32,24 @@ def test_bad_settings_are_refused_before_the_model_is_read(octavo, arguments, sa
     assert says in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--engine", "vllm"], "engine must be one of octavo, triton, not 'vllm'"),
+        (["--grpc-port", 1], "--grpc-port belongs to --engine triton, not to octavo"),
+        (["--engine", "triton", "--name", "x"], "--name belongs to --engine octavo, not to triton"),
+        (["--engine", "triton", "--log-prompts"], "--log-prompts belongs to --engine octavo"),
+        (["--engine", "triton", "--host", "0.0.0.0"], "Triton, which knows no keys; give --insecure"),
+        (["--engine", "triton", "--triton-env", "no/such"], "octavo triton setup"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_options_of_the_engines(octavo, arguments, says):
+    done = octavo("serve", "no/such/model", *arguments)
+    assert done.exit_code == 2
+    assert says in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(("text", "says"), [(b"", "holds no key"), (b"\xff", "is not text"), (b"a\nb", "one line")])
 def test_a_file_that_holds_no_key_is_refused(octavo, tmp_path, text, says):
     (tmp_path / "key").write_bytes(text)

@@ -6,7 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import octavo
 from octavo.errors import CheckpointError
+from octavo.export import save_quantized
+from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig
 from octavo.serving import load_served_model
 from tests.unit.test_language_model import hugging_face_folder
@@ -82,6 +85,23 @@ def test_a_template_may_name_tokens_however_they_are_written(folder):
     record = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
     change(folder / "tokenizer_config.json", bos_token=record, eos_token="</s>")
     assert load_served_model(folder).template_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(("given", "ends"), [(5, (5,)), ([5, 7], (5, 7)), (None, ())])
+def test_a_folder_in_fp8_ends_and_chats_as_its_files_say(tmp_path, byte_tokenizer, given, ends):
+    made = LanguageModel(model=Llama(SHAPE, seed=3), tokenizer=byte_tokenizer, context=32, source="made")
+    octavo.convert(made.model, "rowwise")
+    save_quantized(made, tmp_path, verify_folder=False)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    served = load_served_model(tmp_path)
+    assert (served.end_ids, served.chat_template) == (ends, "{{ messages }}")
+
+
+def test_an_end_that_is_no_token_is_refused(folder):
+    change(folder / "generation_config.json", eos_token_id="</s>")
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        load_served_model(folder)
 
 
 def test_biases_are_refused(folder):

@@ -20,7 +20,17 @@ from string import Template
 from octavo.errors import ConfigError
 from octavo.export.onnx.graph import BATCH, PAST, SEQUENCE, Graph
 
-__all__ = ["ENGINE", "ShapeRange", "benchmark_command", "build_command", "shape_ranges", "tensorrt_files"]
+__all__ = [
+    "ENGINE",
+    "LARGEST_BATCH",
+    "MODEL",
+    "USUAL_BATCH",
+    "ShapeRange",
+    "benchmark_command",
+    "build_command",
+    "shape_ranges",
+    "tensorrt_files",
+]
 
 MODEL, ENGINE = "model.onnx", "model.engine"
 LARGEST_BATCH, LARGEST_LENGTH = 16, 1024  # logits of 16 x 1,024 tokens and 50,000 token ids: 1.6 GB in 16 bits
