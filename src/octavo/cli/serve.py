@@ -12,11 +12,11 @@ from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.nn.arguments import check_choice
-from octavo.serving import EngineConfig, load_served_model
+from octavo.serving import EngineConfig, ServingRecipe, load_served_model
 
 __all__ = ["serve"]
 
-RECIPES = ("fp8",)
+RECIPES = ", ".join(ServingRecipe)
 CACHE_FORMATS = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}
 INSTALL = "pip install 'octavo[serve]'"
 
@@ -24,7 +24,10 @@ INSTALL = "pip install 'octavo[serve]'"
 def serve(
     *,
     model: Model,
-    recipe: Annotated[str, typer.Option(help="fp8: weights as E4M3 codes, activations as they are.")] = "fp8",
+    recipe: Annotated[str, typer.Option(help=f"What weights and activations become: {RECIPES}.")] = ServingRecipe.FP8,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Of octavo calibrate; for fp8-static.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What clients ask for. [default: the file's or folder's]")] = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
@@ -44,7 +47,6 @@ def serve(
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts, to stderr.")] = False,
 ) -> None:
     """Serve a model over HTTP."""
-    check_choice("recipe", recipe, RECIPES)
     check_choice("cache_format", cache_format, CACHE_FORMATS)
     config = EngineConfig(
         max_running=max_running,
@@ -71,7 +73,7 @@ def serve(
     with address.bind() as listening:
         with open_display() as display:
             display.phase("loading", None)
-            served = load_served_model(model)
+            served = load_served_model(model, recipe=recipe, calibration=calibration)
         on_prompt = _show if log_prompts else _ignore
         service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
