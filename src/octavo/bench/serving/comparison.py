@@ -90,9 +90,9 @@ class Workload:
         """How many there are in all, with those that warm up."""
         return (len(self.closed_loads) + 1) * contestants * (self.rounds + 1)
 
-    def prompts(self, count: int, length: int, answer: int, seed: int) -> list[Prompt]:
-        """Different ones, so that no page of keys and values is found again."""
-        draw = random.Random(f"{self.seed} {seed}")
+    def prompts(self, count: int, length: int, answer: int, *, round_of: str) -> list[Prompt]:
+        """Different ones in every round, so that no page of keys and values is found again."""
+        draw = random.Random(f"{self.seed}, {round_of}")
         return [
             Prompt(
                 ids=tuple(draw.randrange(self.vocab_size) for _ in range(length if self.vocab_size else 0)),
@@ -197,16 +197,16 @@ async def measured(
 
 async def _asked(ask: Ask, work: Workload, load: str, turn: int, rate: float | None) -> tuple[list[Answer], int]:
     """One round of a load; and how many tokens count."""
-    seed = turn * 1000 + work.batches[-1]
+    round_of = f"{turn}, {load}"
     if load == OPEN:
         assert rate is not None
-        prompts = work.prompts(max(work.batches) * work.requests, work.prompt, work.answer, seed)
+        prompts = work.prompts(max(work.batches) * work.requests, work.prompt, work.answer, round_of=round_of)
         due = poisson_arrivals(len(prompts), rate, seed=work.seed + turn)
         answers = await open_loop(ask, prompts, due)
         return answers, sum(answer.tokens for answer in answers)
     kind, clients = work.closed_loads[load]
     length, answer = (work.prompt, 1) if kind == PREFILL else (START, work.answer)
-    prompts = work.prompts(clients * work.requests, length, answer, seed + clients + len(kind) * 100)
+    prompts = work.prompts(clients * work.requests, length, answer, round_of=round_of)
     answers = await closed_loop(ask, prompts, clients=clients)
     return answers, length * len(prompts) if kind == PREFILL else sum(answer.tokens for answer in answers)
 
