@@ -11,8 +11,8 @@ server's own usage where it tells it, else by pieces of the stream.
 """
 
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -65,19 +65,29 @@ async def connected(url: str, *, key: str | None, timeout_s: float) -> "AsyncIte
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout_s) as client:
-        try:
-            yield client
-        except httpx2.HTTPError as error:
-            raise DataError(f"{url} did not answer: {str(error) or type(error).__name__}") from error
+        yield client
+
+
+@contextmanager
+def _answering(client: "AsyncClient") -> Iterator[None]:
+    """What goes wrong inside is this server's failure."""
+    import httpx2
+
+    try:
+        yield
+    except httpx2.HTTPError as error:
+        place = str(client.base_url).rstrip("/")
+        raise DataError(f"{place} did not answer: {str(error) or type(error).__name__}") from error
 
 
 async def model_name(client: "AsyncClient") -> str:
     """The first model that the server lists.
 
     Raises:
-        DataError: it lists none.
+        DataError: it lists none, or does not answer.
     """
-    answer = await client.get("/v1/models")
+    with _answering(client):
+        answer = await client.get("/v1/models")
     try:
         name: str = answer.json()["data"][0]["id"]
     except (ValueError, LookupError, TypeError) as error:
@@ -92,17 +102,18 @@ def ask_server(client: "AsyncClient", api: Api, name: str) -> Ask:
     async def ask(prompt: Prompt) -> AsyncIterator[int]:
         told, last = 0, 0
         sent = body(prompt, name)
-        async with client.stream("POST", path.format(name=name), json=sent) as answer:
-            if answer.status_code != 200:
-                text = (await answer.aread()).decode(errors="replace")
-                raise DataError(f"{client.base_url} answered {answer.status_code}: {text[:200]}")
-            async for piece in _pieces(answer.aiter_lines()):
-                usage = piece.get("usage")
-                if usage:
-                    last = usage["completion_tokens"]
-                if _has_text(piece, api):
-                    told += 1
-                    yield 1
+        with _answering(client):
+            async with client.stream("POST", path.format(name=name), json=sent) as answer:
+                if answer.status_code != 200:
+                    text = (await answer.aread()).decode(errors="replace")
+                    raise DataError(f"{client.base_url} answered {answer.status_code}: {text[:200]}")
+                async for piece in _pieces(answer.aiter_lines()):
+                    usage = piece.get("usage")
+                    if usage:
+                        last = usage["completion_tokens"]
+                    if _has_text(piece, api):
+                        told += 1
+                        yield 1
         if not told:
             raise DataError(f"{client.base_url} answered without a token; ask for more of them")
         if last > told:

@@ -77,8 +77,11 @@ def test_answers_that_are_none_are_refused(answer, status, words):
 
 
 def test_nobody_there_is_one_sentence():
+    """Of two servers the one that is away is named."""
+
     async def ask():
-        async with connected("http://127.0.0.1:9", key=None, timeout_s=5) as client:
+        own, other = (connected(f"http://127.0.0.1:{port}", key=None, timeout_s=5) for port in (9, 10))
+        async with own as client, other:
             await model_name(client)
 
     with pytest.raises(DataError, match=r"http://127\.0\.0\.1:9 did not answer"):
