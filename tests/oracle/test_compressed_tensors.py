@@ -13,6 +13,7 @@ import octavo
 from octavo.export.writing import save_quantized
 from octavo.interchange import load_quantized
 from octavo.language_model import LanguageModel, load_language_model
+from octavo.models import Llama
 from octavo.training.tokenizer import train_tokenizer
 from tests.unit.interchange.folders import LAYER, layer_of, static, verdict
 
@@ -70,10 +71,10 @@ def test_a_biased_model_with_mixed_schemes(biased, tmp_path):
 
 
 def _reads_its_own(folder, original):
-    """Octavo's importer builds the Qwen2 too."""
+    """Octavo's importer builds the Qwen2 too, as its own Llama with biases."""
     read = load_quantized(folder)
     model = LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(folder))
-    assert type(read.model) is type(original.model)
+    assert isinstance(read.model, Llama)
     bias = "model.layers.0.self_attn.q_proj"
     ours, theirs = (layer_of(each, bias).bias for each in (read.model, original.model))
     assert torch.equal(ours, theirs.bfloat16().float())

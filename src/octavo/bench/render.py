@@ -1,6 +1,7 @@
 """A report as Markdown, which is what is committed, and as one HTML page with pictures, which needs plotly."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from octavo.bench.results import Chart, PartRecord, Report, Section
@@ -9,13 +10,47 @@ from octavo.pages import plotly_script
 __all__ = ["markdown", "page"]
 
 REHEARSED = "**A rehearsal on a CPU with tiny shapes: the times mean nothing, neither do the bars.** Every part runs."
-BARS_FOR = "H200"
-METHOD = (
-    "Medians of rounds; a round runs every contestant of a table once, in turn, in one process, on normally "
-    "distributed inputs that rotate through more than the L2 cache holds. GPU times are taken between CUDA events: of "
-    "casts and products without the launches, of steps and tokens with them. A ratio is the median of the rounds' "
-    "ratios, with quartiles."
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Theme:
+    """What a report says around its tables.
+
+    Attributes:
+        title: of the Markdown.
+        heading: of the page.
+        method: how it was measured.
+        bars_for: the device whose bars they are; "" for any.
+    """
+
+    title: str
+    heading: str
+    method: str
+    bars_for: str = ""
+
+
+THEMES = {
+    "hopper": Theme(
+        title="Hopper",
+        heading="octavo on Hopper",
+        method=(
+            "Medians of rounds; a round runs every contestant of a table once, in turn, in one process, on normally "
+            "distributed inputs that rotate through more than the L2 cache holds. GPU times are taken between CUDA "
+            "events: of casts and products without the launches, of steps and tokens with them. A ratio is the median "
+            "of the rounds' ratios, with quartiles."
+        ),
+        bars_for="H200",
+    ),
+    "serving": Theme(
+        title="Serving",
+        heading="octavo serves",
+        method=(
+            "Medians of rounds; a round asks every contestant once, in turn, with the same prompts, in one process. "
+            "Percentiles are of the answers of all rounds. A request's time counts from when it was due. A ratio is "
+            "the median of the rounds' ratios, with quartiles."
+        ),
+    ),
+}
 COLOURS = ("#d9480f", "#2563eb", "#0f766e", "#7c3aed", "#be185d", "#64748b", "#b45309", "#15803d")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; margin: 40px auto; padding: 0 24px; }
@@ -29,9 +64,16 @@ th:first-child, td:first-child { text-align: left; }
 
 def markdown(report: Report) -> str:
     """The whole report."""
-    lines = ["# Hopper", "", f"`{report.command}`, {report.measured}", ""]
+    theme = THEMES[report.theme]
+    lines = [f"# {theme.title}", "", f"`{report.command}`, {report.measured}", ""]
     lines += [REHEARSED, ""] if report.is_rehearsal else []
-    lines += [", ".join(f"{name} {fact}" for name, fact in report.facts.items()), "", METHOD, "", *_summary(report)]
+    lines += [
+        ", ".join(f"{name} {fact}" for name, fact in report.facts.items()),
+        "",
+        theme.method,
+        "",
+        *_summary(report),
+    ]
     for part in report.parts:
         lines += ["", f"## {part.name}", "", f"{part.seconds:.0f} s."]
         for section in part.sections:
@@ -43,8 +85,8 @@ def markdown(report: Report) -> str:
 
 def _heading(report: Report) -> str:
     met = sum(verdict.is_met for verdict in report.verdicts)
-    device = report.facts["device"]
-    other = "" if BARS_FOR in device or report.is_rehearsal else f" The bars are an {BARS_FOR}'s; this is an {device}."
+    device, bars_for = report.facts["device"], THEMES[report.theme].bars_for
+    other = "" if bars_for in device or report.is_rehearsal else f" The bars are an {bars_for}'s; this is an {device}."
     return f"{met} of {len(report.verdicts)} bars met.{other}"
 
 
@@ -81,6 +123,7 @@ def page(report: Report) -> str:
     Raises:
         ConfigError: plotly is not installed.
     """
+    theme = THEMES[report.theme]
     script = plotly_script(
         "the page with pictures", after=", then octavo bench hopper --from RESULT.json draws it from the numbers"
     )
@@ -95,11 +138,11 @@ def page(report: Report) -> str:
         for where, failure in report.failures
     )
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>octavo on Hopper</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{theme.heading}</title>'
         f'<link rel="icon" href="data:,"><style>{STYLE}</style><script>{script}</script></head><body>'
-        f"<h1>octavo on Hopper</h1><p><code>{escape(report.command)}</code>, {report.measured}</p>"
+        f"<h1>{theme.heading}</h1><p><code>{escape(report.command)}</code>, {report.measured}</p>"
         f"{warning}<ul>{facts}</ul>"
-        f"<p>{escape(METHOD)}</p><h2>Bars</h2><p>{escape(_heading(report))}</p><ul>{bars}</ul>"
+        f"<p>{escape(theme.method)}</p><h2>Bars</h2><p>{escape(_heading(report))}</p><ul>{bars}</ul>"
         f"{f'<h2>Not measured</h2><ul>{missing}</ul>' if missing else ''}"
         f"{''.join(map(_part_html, report.parts))}</body></html>\n"
     )

@@ -126,6 +126,7 @@ class Report:
         measured: the day, YYYY-MM-DD.
         parts: in order.
         is_interrupted: whether Ctrl-C ended it.
+        theme: what was measured, as files are named: "hopper" or "serving".
     """
 
     facts: dict[str, str]
@@ -134,6 +135,7 @@ class Report:
     measured: str = field(default_factory=lambda: datetime.now(tz=UTC).strftime("%Y-%m-%d"))
     parts: list[PartRecord] = field(default_factory=list)
     is_interrupted: bool = False
+    theme: str = "hopper"
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -189,6 +191,7 @@ def joined(reports: Sequence[Report]) -> Report:
         measured=max(report.measured for report in reports),
         parts=list(parts.values()),
         is_interrupted=any(report.is_interrupted for report in reports),
+        theme=first.theme,
     )
 
 

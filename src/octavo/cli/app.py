@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from octavo.cli.bench import bench
+from octavo.cli.bench_group import bench
 from octavo.cli.calibrate import calibrate
 from octavo.cli.console import complain
 from octavo.cli.data import data
@@ -179,8 +179,11 @@ app.add_typer(
     epilog="Example: octavo doctor runs/mine",
 )
 add_command(data, "data", short="Show a source's documents and bytes, by split and kind.", example="--data my-texts/")
-add_command(
-    bench, "bench", short="Measure a Hopper GPU: casts, GEMMs, layers, training.", example="hopper --out results/"
+app.add_typer(
+    bench,
+    name="bench",
+    short_help="Measure a Hopper GPU, or serving on any machine.",
+    epilog="Example: octavo bench serve model.gguf --batch 1,16",
 )
 add_command(formats, "formats", short="Print range, precision and counts of the number formats.", example="--errata")
 

@@ -5,7 +5,6 @@ The results are written after every part, so that whatever ends the command, wha
 
 import re
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,22 +20,15 @@ from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
 
-__all__ = ["bench"]
+__all__ = ["bench_hopper"]
 
 THEME = "hopper"
 REHEARSED = "A rehearsal: the times above mean nothing, and nothing was written."
 NAMES = ", ".join(part.name for part in PARTS)
 
 
-class Hardware(StrEnum):
-    """What can be measured."""
-
-    HOPPER = THEME
-
-
-def bench(
+def bench_hopper(
     *,
-    hardware: Annotated[Hardware, typer.Argument(help="What to measure.")],  # noqa: ARG001 (one so far)
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the results: .md, .json and .html.")] = None,
     only: Annotated[list[str] | None, typer.Option("--only", help=f"A part, of {NAMES}; may be repeated.")] = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="Time for all parts; each has its share.")] = 450.0,

@@ -24,11 +24,11 @@ from octavo.cli.serve_triton import (
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.nn.arguments import check_choice
-from octavo.serving import EngineConfig, load_served_model
+from octavo.serving import EngineConfig, ServingRecipe, load_served_model
 
 __all__ = ["check_server_packages", "serve"]
 
-RECIPES = ("fp8",)
+RECIPES = ", ".join(ServingRecipe)
 CACHE_FORMATS = {"e4m3": E4M3, "bf16": BF16, "fp32": FP32}
 INSTALL = "pip install 'octavo[serve]'"
 OCTAVO, TRITON = "octavo", "triton"
@@ -40,7 +40,10 @@ def serve(
     context: typer.Context,
     model: Model,
     engine: Annotated[str, typer.Option(help="octavo, or triton: MODEL is a repository for it then.")] = OCTAVO,
-    recipe: Annotated[str, typer.Option(help="fp8: weights as E4M3 codes, activations as they are.")] = "fp8",
+    recipe: Annotated[str, typer.Option(help=f"What weights and activations become: {RECIPES}.")] = ServingRecipe.FP8,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Of octavo calibrate; for fp8-static.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What clients ask for. [default: the file's or folder's]")] = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
@@ -77,7 +80,6 @@ def serve(
             ready_seconds=ready_seconds,
         )
         return
-    check_choice("recipe", recipe, RECIPES)
     check_choice("cache_format", cache_format, CACHE_FORMATS)
     config = EngineConfig(
         max_running=max_running,
@@ -102,7 +104,7 @@ def serve(
     with address.bind() as listening:
         with open_display() as display:
             display.phase("loading", None)
-            served = load_served_model(model)
+            served = load_served_model(model, recipe=recipe, calibration=calibration)
         on_prompt = _show if log_prompts else _ignore
         service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"

@@ -164,6 +164,9 @@ class Decoder:
         head_dim: int,
         norm_eps: float,
         attention_scale: float,
+        amax_floor: float,
+        half_range: float,
+        least_scale: float,
         cos: int,
         sin: int,
         norm: int,
@@ -197,4 +200,4 @@ class Decoder:
         told: int,
         logits: int,
         /,
-    ) -> None: ...
+    ) -> tuple[int, int]: ...

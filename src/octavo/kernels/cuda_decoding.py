@@ -35,6 +35,7 @@ from octavo.errors import BackendError
 from octavo.formats import E4M3
 from octavo.kernels.casting import quantize
 from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.decoder_weights import DecoderWeight, InputCast
 from octavo.kernels.decoding import PAGE, CacheTensors, Decoder, DecoderLayer
 from octavo.kernels.dispatch import scaled_mm
 from octavo.kernels.fused import LONGEST_ROW, cast_activation, cast_norm
@@ -60,16 +61,51 @@ class _Graph:
     logits: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A decoder layer's tensors, the weights as codes."""
+
+    attention_norm: Tensor
+    qkv: QuantizedTensor
+    out: QuantizedTensor
+    mlp_norm: Tensor
+    key_mean: Tensor
+    gate_up: QuantizedTensor
+    down: QuantizedTensor
+
+
+def _codes_of(layer: DecoderLayer) -> _Layer:
+    return _Layer(
+        attention_norm=layer.attention_norm,
+        qkv=_codes_in(layer.qkv),
+        out=_codes_in(layer.out),
+        mlp_norm=layer.mlp_norm,
+        key_mean=layer.key_mean,
+        gate_up=_codes_in(layer.gate_up),
+        down=_codes_in(layer.down),
+    )
+
+
+def _codes_in(weight: DecoderWeight) -> QuantizedTensor:
+    if not isinstance(weight.rows, QuantizedTensor) or weight.input is not InputCast.NONE or weight.bias is not None:
+        raise BackendError("on a GPU a runner has the recipe 'fp8' alone, and no biases; use a CPU for this model")
+    return weight.rows
+
+
 class CudaDecoder:
     """A decoder, ready to be run on the GPU that holds its tensors.
 
     Args:
         decoder: its tensors.
         embed: tokens, int64 [R], to float32 rows [R, hidden] of their own, by operations that a graph can capture.
+
+    Raises:
+        BackendError: a weight that is no FP8 codes, has a bias, or wants its input cast.
     """
 
     def __init__(self, decoder: Decoder, embed: Callable[[Tensor], Tensor]) -> None:
         self._decoder, self._embed = decoder, embed
+        self._layers, self._head = [_codes_of(layer) for layer in decoder.layers], _codes_in(decoder.head)
         self._device = decoder.norm.device
         self._graphs: OrderedDict[tuple[int, ...], _Graph] = OrderedDict()
 
@@ -175,7 +211,7 @@ class CudaDecoder:
         narrow = torch.float32 if len(hidden) == 1 else torch.bfloat16
         place: dict[str, Tensor] = {"sequence": sequence, "position": position}
         kept = _room_for_keys(cache, len(hidden)) if many and start == 0 else None
-        for index, layer in enumerate(own.layers):
+        for index, layer in enumerate(self._layers):
             qkv = product(hidden, layer.qkv, norm=layer.attention_norm, eps=eps)
             angles = {"cos": own.cos, "sin": own.sin}
             queries = store(qkv, cache, index, key_mean=layer.key_mean, kept=kept, **angles, **place)
@@ -191,7 +227,7 @@ class CudaDecoder:
                 gated = few_rows(hidden, layer.gate_up, norm=layer.mlp_norm, eps=eps, gated=True, out_dtype=narrow)
                 few_rows(gated, layer.down, residual=hidden, out=hidden)
         last = hidden if every else hidden[-1:]
-        return (product if every else few_rows)(last, own.head, norm=own.norm, eps=eps).float()
+        return (product if every else few_rows)(last, self._head, norm=own.norm, eps=eps).float()
 
     def _check(self, cache: CacheTensors, end: int) -> None:
         own = self._decoder
@@ -228,7 +264,7 @@ def _many_rows(
     return residual.add_(y)
 
 
-def _mlp_of_many(hidden: Tensor, layer: DecoderLayer, eps: float) -> None:
+def _mlp_of_many(hidden: Tensor, layer: _Layer, eps: float) -> None:
     """Add the MLP to rows of the residual stream; the gate's result is cast by the kernel that makes it."""
     y = _many_rows(hidden, layer.gate_up, norm=layer.mlp_norm, eps=eps)
     if layer.down.shape[1] > LONGEST_ROW:

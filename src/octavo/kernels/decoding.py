@@ -14,7 +14,7 @@ What comes out is defined by octavo.serving.layers, in torch's operations; sums 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from torch import Tensor
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3
 from octavo.kernels import cpu
-from octavo.numerics import PerRow, QuantizedTensor
+from octavo.kernels.decoder_weights import DecoderWeight, Saturation
+from octavo.numerics.integers import HALF_RANGE, LEAST_SCALE
+from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "Decoder", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
 
@@ -59,7 +61,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's tensors; weights are [N, K] codes with one scale a row.
+    """One layer's tensors; weights are [N, K].
 
     Attributes:
         attention_norm: float32 [hidden].
@@ -72,12 +74,12 @@ class DecoderLayer:
     """
 
     attention_norm: Tensor
-    qkv: QuantizedTensor
-    out: QuantizedTensor
+    qkv: DecoderWeight
+    out: DecoderWeight
     mlp_norm: Tensor
     key_mean: Tensor
-    gate_up: QuantizedTensor
-    down: QuantizedTensor
+    gate_up: DecoderWeight
+    down: DecoderWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,10 @@ class Decoder:
         sin: their sines.
         norm: float32 [hidden], the last norm's.
         head: [V, hidden].
+        saturation: what static scales of inputs clipped, which whoever runs the decoder adds to.
 
     Raises:
-        BackendError: a tensor of another shape, or codes with other scales than one a row.
+        BackendError: a tensor of another shape.
     """
 
     shape: DecoderShape
@@ -101,34 +104,31 @@ class Decoder:
     cos: Tensor
     sin: Tensor
     norm: Tensor
-    head: QuantizedTensor
+    head: DecoderWeight
+    saturation: Saturation = field(default_factory=Saturation)
 
     def __post_init__(self) -> None:
         s = self.shape
         angles, heads = (len(self.cos), s.head_dim), (s.heads + 2 * s.kv_heads) * s.head_dim
-        numbers = {"cos": (self.cos, angles), "sin": (self.sin, angles), "norm": (self.norm, (s.hidden_size,))}
-        codes = {"head": (self.head, (len(self.head.data), s.hidden_size))}
+        tensors: dict[str, tuple[Tensor | DecoderWeight, tuple[int, ...]]] = {
+            "cos": (self.cos, angles),
+            "sin": (self.sin, angles),
+            "norm": (self.norm, (s.hidden_size,)),
+            "head": (self.head, (self.head.shape[0], s.hidden_size)),
+        }
         for index, layer in enumerate(self.layers):
-            numbers |= {
+            tensors |= {
                 f"{index}.attention_norm": (layer.attention_norm, (s.hidden_size,)),
                 f"{index}.mlp_norm": (layer.mlp_norm, (s.hidden_size,)),
                 f"{index}.key_mean": (layer.key_mean, (s.kv_heads, s.head_dim)),
-            }
-            codes |= {
                 f"{index}.qkv": (layer.qkv, (heads, s.hidden_size)),
                 f"{index}.out": (layer.out, (s.hidden_size, s.heads * s.head_dim)),
                 f"{index}.gate_up": (layer.gate_up, (2 * s.intermediate_size, s.hidden_size)),
                 f"{index}.down": (layer.down, (s.hidden_size, s.intermediate_size)),
             }
-        for name, (tensor, wanted) in (numbers | codes).items():
+        for name, (tensor, wanted) in tensors.items():
             if tensor.shape != wanted:
                 raise BackendError(f"a decoder of this shape has {name} {wanted}, not {tuple(tensor.shape)}")
-        for name, (weight, _) in codes.items():
-            if not isinstance(weight.granularity, PerRow) or weight.data.dtype not in cpu.CODES:
-                raise BackendError(
-                    f"a decoder's weights are E4M3 or E5M2 with a scale a row, and {name} is {weight.data.dtype} "
-                    f"{weight.granularity}"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,8 @@ class NativeDecoder:
     """
 
     def __init__(self, decoder: Decoder, *, level: str | None = None) -> None:
-        self._shape = shape = decoder.shape
+        self._shape, self._saturation = decoder.shape, decoder.saturation
+        shape = decoder.shape
         self._layers, self._positions = len(decoder.layers), len(decoder.cos)
         self._kept: list[Tensor] = []
         self._vocabulary = decoder.head.shape[0]
@@ -268,6 +269,9 @@ class NativeDecoder:
             shape.head_dim,
             shape.norm_eps,
             shape.attention_scale,
+            AMAX_FLOOR,
+            HALF_RANGE,
+            LEAST_SCALE,
             *(self._numbers(numbers) for numbers in (decoder.cos, decoder.sin, decoder.norm)),
             self._weight(decoder.head),
         )
@@ -297,7 +301,7 @@ class NativeDecoder:
         if not 1 <= told <= len(hidden):
             raise BackendError(f"of {len(hidden)} rows the last 1 to {len(hidden)} can be told logits, not {told}")
         logits = cpu.fresh((told, self._vocabulary), torch.float32)
-        self._decoder.run(
+        elements, saturated = self._decoder.run(
             hidden.data_ptr(),
             len(hidden),
             sequence.data_ptr(),
@@ -310,6 +314,8 @@ class NativeDecoder:
             told,
             logits.data_ptr(),
         )
+        self._saturation.elements += elements
+        self._saturation.saturated += saturated
         return logits
 
     def _check(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
@@ -326,15 +332,18 @@ class NativeDecoder:
                 f"this decoder has angles for {self._positions} positions, not {int(position.max()) + 1}"
             )
 
-    def _numbers(self, tensor: Tensor) -> int:
+    def _numbers(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
         self._kept.append(cpu.in_memory(tensor.float()).contiguous())
         return self._kept[-1].data_ptr()
 
-    def _weight(self, weight: QuantizedTensor) -> tuple[int, ...]:
+    def _weight(self, weight: DecoderWeight) -> tuple[int, ...]:
         data = cpu.in_memory(weight.data).contiguous()
         self._kept.append(data)
         layout = (data.data_ptr(), cpu.element_number(data.dtype), data.stride(0), 1)
-        return (*layout, self._numbers(weight.fp32_scale), weight.scale.numel() > 1, data.shape[0], 0, 0)
+        scale, bias, input_scale = (self._numbers(own) for own in (weight.scale, weight.bias, weight.input_scale))
+        return (*layout, scale, True, data.shape[0], 0, bias, weight.input.value, input_scale)
 
 
 def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor, rows: Tensor) -> None:

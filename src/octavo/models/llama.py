@@ -12,8 +12,9 @@ unchanged and gives the same logits.
 | keys, values         | [B, T, kv, D]    | one key head serves num_heads / kv query heads   |
 | logits               | [B, T, V]        |                                                  |
 
-The seven linears of a layer are plain ``nn.Linear`` without bias: what ``octavo.convert`` looks for. There is no
-dropout, no cache and no padding mask; a training batch is always full.
+The seven linears of a layer are plain ``nn.Linear``: what ``octavo.convert`` looks for. Llama's have no bias, and
+Qwen2's queries, keys and values have one: but for those biases it is the same model (arXiv 2407.10671, section 2.2).
+There is no dropout, no cache and no padding mask; a training batch is always full.
 """
 
 import math
@@ -51,6 +52,9 @@ class LlamaConfig:
         rope_theta: base of the rotary wavelengths.
         rms_norm_eps: added to the mean square before the root.
         tie_embeddings: whether the head shares the embedding's weight.
+        qkv_bias: whether queries, keys and values have biases, as in Qwen2.
+        out_bias: whether what leaves attention has one; Llama's "attention_bias" is this and ``qkv_bias``.
+        mlp_bias: whether the three linears of the MLP have one.
 
     Raises:
         ConfigError: a size that is no whole number of at least 1, or heads that do not divide.
@@ -66,6 +70,9 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -107,10 +114,10 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.out_bias)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend from every position to itself and those before; ``cos`` and ``sin`` are [T, D]."""
@@ -128,9 +135,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map every position by itself, [B, T, H] to the same."""
@@ -233,7 +240,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Normal(0, 0.02); projections that add to the residual stream are smaller by 1/sqrt(2 · layers).
+        """Normal(0, 0.02); projections that add to the residual stream are smaller by 1/sqrt(2 · layers); biases 0.
 
         Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", section 2.3.
         """
@@ -243,6 +250,8 @@ class Llama(nn.Module):
             if parameter.ndim == 2:
                 adds_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 parameter.normal_(0.0, residual_std if adds_to_residual else INIT_STD, generator=generator)
+            elif name.endswith(".bias"):
+                parameter.zero_()
 
 
 class NothingDrawn(TorchFunctionMode):

@@ -1,8 +1,8 @@
-"""octavo's Llama as an ordinary Hugging Face folder, and back.
+"""octavo's Llama as an ordinary Hugging Face folder, and back: of the type "llama", or "qwen2" by its biases.
 
 | file                   | content                                                                                    |
 |------------------------|--------------------------------------------------------------------------------------------|
-| config.json            | the shape, as ``LlamaForCausalLM`` reads it                                                |
+| config.json            | the shape, as ``LlamaForCausalLM`` or ``Qwen2ForCausalLM`` reads it                        |
 | model.safetensors      | the parameters in their own dtype, under their own names, which are Hugging Face's; a tied |
 |                        | head once, as the embedding                                                                |
 | tokenizer.json         | the tokenizer                                                                              |
@@ -39,6 +39,7 @@ __all__ = [
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 GENERATION = "generation_config.json"
+QWEN2 = "qwen2"  # queries, keys and values have biases, and nothing else does
 HEAD = "lm_head.weight"
 SAME_IN_BOTH = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps")
 THEIR_NAMES = {
@@ -53,20 +54,42 @@ THEIR_NAMES = {
 
 
 def config_record(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says of a Llama of this shape, with parameters of this dtype."""
+    """What config.json says of a Llama of this shape, with parameters of this dtype.
+
+    Raises:
+        ConfigError: neither type has biases in these places.
+    """
     shape = {theirs: getattr(config, ours) for ours, theirs in THEIR_NAMES.items()}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **_kind(config),
         **shape,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": None,
     }
+
+
+def _kind(config: LlamaConfig) -> dict[str, Any]:
+    if config.qkv_bias == config.out_bias:
+        biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases}
+    if config.qkv_bias and not config.mlp_bias:
+        return {"architectures": ["Qwen2ForCausalLM"], "model_type": QWEN2, "use_sliding_window": False}
+    raise ConfigError(
+        "a Hugging Face folder has biases of queries, keys and values alone (qwen2), or of all of attention, or of the "
+        f"MLP, or of both (llama), and not qkv_bias={config.qkv_bias}, out_bias={config.out_bias} and "
+        f"mlp_bias={config.mlp_bias}"
+    )
+
+
+def _biases(record: Mapping[str, Any]) -> dict[str, bool]:
+    """Where a model of this record has biases."""
+    if record.get("model_type") == QWEN2:
+        return {"qkv_bias": True}
+    attention = bool(record.get("attention_bias"))
+    return {"qkv_bias": attention, "out_bias": attention, "mlp_bias": bool(record.get("mlp_bias"))}
 
 
 def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
@@ -84,17 +107,16 @@ def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
     given |= {"num_key_value_heads": record.get("num_key_value_heads") or record.get("num_attention_heads")}
     given.setdefault("tie_word_embeddings", False)
     plain = (
-        record.get("model_type") == "llama"
+        record.get("model_type") in {"llama", QWEN2}
         and record.get("hidden_act", "silu") == "silu"
         and rope.get("rope_type", rope.get("type", "default")) == "default"
-        and not record.get("attention_bias")
-        and not record.get("mlp_bias")
+        and not record.get("use_sliding_window")
         and record.get("pretraining_tp", 1) == 1
     )
     if not plain or not all(theirs in given for theirs in THEIR_NAMES.values()):
         return None
     try:
-        shape = LlamaConfig(**{ours: given[theirs] for ours, theirs in THEIR_NAMES.items()})
+        shape = LlamaConfig(**{ours: given[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(record))
     except (ConfigError, TypeError):
         return None
     return shape if (record.get("head_dim") or shape.head_dim) == shape.head_dim else None
@@ -168,6 +190,6 @@ def read_tokenizer(folder: Path) -> "Tokenizer":
 def _config(path: Path) -> LlamaConfig:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
-        return LlamaConfig(**{ours: given[theirs] for ours, theirs in THEIR_NAMES.items()})
+        return LlamaConfig(**{ours: given[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(given))
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(f"{str(path)!r} is no shape of a Llama: {error!r}; write the folder again") from error

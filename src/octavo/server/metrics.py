@@ -30,6 +30,8 @@ COUNTERS = (
     ("answer_tokens", "octavo_answer_tokens", "Tokens that were told"),
     ("steps", "octavo_steps", "Calls of the model"),
     ("rows", "octavo_rows", "Tokens that were read in them; over steps, the mean batch"),
+    ("cast_elements", "octavo_cast_elements", "Elements of inputs that met a static scale"),
+    ("saturated_elements", "octavo_saturated_elements", "Of them, those that it clipped"),
 )
 HISTOGRAMS = (
     ("first_token_s", "octavo_first_token_seconds", "From a request to its first token"),

@@ -6,6 +6,7 @@ from octavo.serving.generation import generate
 from octavo.serving.kv_cache import KVCacheBatch, PagedKVCache
 from octavo.serving.metrics import EngineMetrics, Histogram, Load
 from octavo.serving.model_runner import ModelRunner
+from octavo.serving.recipes import ServingRecipe
 from octavo.serving.requests import Event, FinishReason, Usage
 from octavo.serving.sampling import SamplingParams
 from octavo.serving.served_model import ServedModel, load_served_model
@@ -25,6 +26,7 @@ __all__ = [
     "PagedKVCache",
     "SamplingParams",
     "ServedModel",
+    "ServingRecipe",
     "Usage",
     "generate",
     "load_served_model",

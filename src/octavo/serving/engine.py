@@ -295,11 +295,14 @@ class Engine:
         rows = [(own, at) for own, at in rows if not own.told_after(at)] + told
         numbers = [(own.tokens[at], own.row, at) for own, at in rows]
         tokens, sequence, position = (torch.tensor(column) for column in zip(*numbers, strict=True))
+        before = replace(self._runner.saturation)
         logits = self._runner.read_rows(
             tokens, self._cache, sequence=sequence, position=position, told=max(len(told), 1)
         )
         self.metrics.steps += 1
         self.metrics.rows += len(rows)
+        self.metrics.cast_elements += self._runner.saturation.elements - before.elements
+        self.metrics.saturated_elements += self._runner.saturation.saturated - before.saturated
         for request, count in chunks:
             request.read += count
             request.publish(self._pool)

@@ -1,7 +1,7 @@
 """What a decoder computes over a cache, in torch's operations: the definition that the kernels of CPUs and GPUs follow.
 
-Weights are E4M3 codes with one scale a row; everything between them is FP32. Keys and values go through the cache
-before any query sees them, its own position's too.
+Weights and the casts of their inputs are those of octavo.kernels.decoder_weights; everything between them is FP32. Keys
+and values go through the cache before any query sees them, its own position's too.
 
 A vector m that is subtracted from all keys of a head, such as their mean, changes nothing but their rounding:
 
@@ -12,9 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.formats import E4M3
+from octavo.kernels import quantize
+from octavo.kernels.decoder_weights import DecoderWeight, InputCast, Saturation
 from octavo.kernels.decoding import Decoder
 from octavo.nn import rotate
-from octavo.numerics import QuantizedTensor
+from octavo.numerics import PerRow
+from octavo.numerics.integers import quantize_int8
+from octavo.numerics.metrics import saturation_limit
 from octavo.serving.kv_cache import PagedKVCache
 
 __all__ = ["attend", "linear", "run"]
@@ -35,9 +40,11 @@ def run(decoder: Decoder, hidden: Tensor, cache: PagedKVCache, position: Tensor,
     """
     for index, layer in enumerate(decoder.layers):
         hidden += _attention(decoder, index, hidden, cache, position)
-        gate, up = linear(_norm(decoder, hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        hidden += linear(F.silu(gate) * up, layer.down)
-    return linear(_norm(decoder, hidden if every else hidden[-1:], decoder.norm), decoder.head)
+        normed = _norm(decoder, hidden, layer.mlp_norm)
+        gate, up = linear(normed, layer.gate_up, decoder.saturation).chunk(2, dim=-1)
+        hidden += linear(F.silu(gate) * up, layer.down, decoder.saturation)
+    normed = _norm(decoder, hidden if every else hidden[-1:], decoder.norm)
+    return linear(normed, decoder.head, decoder.saturation)
 
 
 def _norm(decoder: Decoder, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -46,12 +53,14 @@ def _norm(decoder: Decoder, hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _attention(decoder: Decoder, index: int, hidden: Tensor, cache: PagedKVCache, position: Tensor) -> Tensor:
     shape, layer = decoder.shape, decoder.layers[index]
-    heads = linear(_norm(decoder, hidden, layer.attention_norm), layer.qkv).unflatten(-1, (-1, shape.head_dim))
+    normed = _norm(decoder, hidden, layer.attention_norm)
+    heads = linear(normed, layer.qkv, decoder.saturation).unflatten(-1, (-1, shape.head_dim))
     queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=-2)
     queries, keys = (rotate(x[None], decoder.cos[position], decoder.sin[position])[0] for x in (queries, keys))
     cache.store(index, position, keys - layer.key_mean, values)
     seen = cache.read(index, int(position[-1]) + 1)
-    return linear(attend(queries, *seen, position, shape.attention_scale).flatten(1), layer.out)
+    found = attend(queries, *seen, position, shape.attention_scale).flatten(1)
+    return linear(found, layer.out, decoder.saturation)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
@@ -72,6 +81,25 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, scal
     return torch.einsum("hrs,shd->rhd", weights, values)
 
 
-def linear(x: Tensor, weight: QuantizedTensor) -> Tensor:
-    """``x @ weight.T`` in FP32."""
-    return F.linear(x, weight.dequantize().float())
+def linear(x: Tensor, weight: DecoderWeight, saturation: Saturation) -> Tensor:
+    """``cast(x) @ weight.T + bias`` in FP32.
+
+    Args:
+        x: [R, K].
+        weight: and how x is cast.
+        saturation: what a static cast clips is added to it.
+    """
+    return F.linear(_cast(x, weight, saturation), weight.dequantize(), weight.bias)
+
+
+def _cast(x: Tensor, weight: DecoderWeight, saturation: Saturation) -> Tensor:
+    if weight.input is InputCast.INT8_DYNAMIC:
+        return quantize_int8(x).dequantize()
+    if weight.input is InputCast.E4M3_DYNAMIC:
+        return quantize(x, E4M3, granularity=PerRow()).dequantize()
+    if weight.input is InputCast.E4M3_STATIC:
+        codes = quantize(x, E4M3, scale=weight.input_scale)
+        saturation.elements += x.numel()
+        saturation.saturated += int(((x.double().abs() > saturation_limit(codes)) & x.isfinite()).sum())
+        return codes.dequantize()
+    return x

@@ -51,6 +51,8 @@ class EngineMetrics:
         answer_tokens: that were told.
         steps: calls of the model.
         rows: tokens that were read in them.
+        cast_elements: of inputs of linear layers, that met a static scale.
+        saturated_elements: of them, those beyond it, which were clipped.
         first_token_s: from submission to the first token.
         token_s: from one token of an answer to the next.
         answer_s: from submission to the end.
@@ -64,6 +66,8 @@ class EngineMetrics:
     answer_tokens: int = 0
     steps: int = 0
     rows: int = 0
+    cast_elements: int = 0
+    saturated_elements: int = 0
     first_token_s: Histogram = field(default_factory=Histogram)
     token_s: Histogram = field(default_factory=Histogram)
     answer_s: Histogram = field(default_factory=Histogram)

@@ -1,9 +1,10 @@
 """``ModelRunner``: a Llama-style model for generation, its weights FP8 codes, its keys and values in a cache.
 
-Every weight, the head's too, becomes E4M3 codes with one scale an output row. Where the head shares the embedding's
-weight, the embedding reads the same codes. On a CPU activations are FP32 and are not cast, and with the native kernels
-all layers are one call; without them octavo.serving.layers computes the same, many times slower. On a GPU a token is
-one CUDA graph, and many tokens at once are cast, for its FP8 tensor cores: kernels/cuda_decoding.py says where.
+Every weight, the head's too, becomes E4M3 codes with one scale an output row, or what another recipe says
+(octavo.serving.recipes). Where the head shares the embedding's weight, the embedding reads the same codes. On a CPU
+activations are FP32, and with the native kernels all layers are one call; without them octavo.serving.layers computes
+the same, many times slower. On a GPU there is the recipe "fp8" alone, a token is one CUDA graph, and many tokens at
+once are cast, for its FP8 tensor cores: kernels/cuda_decoding.py says where.
 """
 
 from collections.abc import Mapping
@@ -14,14 +15,15 @@ from torch import Tensor, nn
 
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import E4M3, Format
-from octavo.kernels import cpu, quantize
+from octavo.kernels import cpu
 from octavo.kernels.cuda_decoding import CudaDecoder
+from octavo.kernels.decoder_weights import Saturation
 from octavo.kernels.decoding import MAX_HEAD_DIM, CacheTensors, Decoder, DecoderLayer, DecoderShape, NativeDecoder
 from octavo.models import Llama, LlamaConfig, llama
-from octavo.nn import Linear
-from octavo.numerics import PerBlock, PerRow, QuantizedTensor
+from octavo.nn.arguments import check_choice
 from octavo.serving import layers
 from octavo.serving.kv_cache import KVCacheBatch, PagedKVCache
+from octavo.serving.recipes import ServingRecipe, held_weight
 
 __all__ = ["ModelRunner"]
 
@@ -33,6 +35,8 @@ class ModelRunner:
 
     Args:
         model: a decoder on a CPU or a CUDA device; its weights are copied.
+        recipe: what its weights become, and their inputs; "fp8-static" reads the scales of layers that a calibration
+            was applied to (``Calibration.apply(model, hold_weights=True)``).
         key_means: by layer, float32 [kv heads, D]: what its keys have in common, positions included. It is not stored,
             so that what is can be rounded finer, and changes nothing else. A calibration has them
             (``octavo calibrate --kv-cache``); None subtracts nothing.
@@ -40,8 +44,8 @@ class ModelRunner:
 
     Raises:
         ConfigError: a model on another device or on several, with heads wider than 512, or with weights held as blocks
-            of codes; or means of other layers or of another shape, or that are not finite.
-        BackendError: a level that is not there.
+            of codes; or means of other layers or of another shape, or that are not finite; or an unknown recipe.
+        BackendError: a level that is not there, or on a GPU another recipe than "fp8", or biases.
 
     Example:
         >>> from octavo.models import LlamaConfig
@@ -61,16 +65,23 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Llama, *, key_means: Mapping[int, Tensor] | None = None, level: str | None = None
+        self,
+        model: Llama,
+        *,
+        recipe: str = ServingRecipe.FP8,
+        key_means: Mapping[int, Tensor] | None = None,
+        level: str | None = None,
     ) -> None:
         config = model.config
+        check_choice("recipe", recipe, tuple(ServingRecipe))
         self._device = _device(model)
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError(f"heads may be {MAX_HEAD_DIM} wide, not {config.head_dim}")
         self.config = config
-        self._decoder = _decoder(model, _key_means(config, key_means, self._device))
+        means = _key_means(config, key_means, self._device)
+        self._decoder = _decoder(model, ServingRecipe(recipe), means)
         embedding = model.model.embed_tokens.weight
-        self._embedding = None if model.lm_head.weight is embedding else embedding.detach().clone()
+        self._embedding = None if model.lm_head.weight is embedding else _narrowed(embedding.detach())
         self._cuda = self._native = None
         if self._device.type == "cuda":
             if level not in {None, "torch"}:
@@ -81,11 +92,25 @@ class ModelRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights and their scales: what a token reads, but for a separate embedding."""
+        """Bytes of all weights, their scales and biases: what a token reads, but for a separate embedding."""
         weights = [self._decoder.head]
         for layer in self._decoder.layers:
             weights += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        return sum(weight.data.nbytes + weight.scale.nbytes for weight in weights)
+        return sum(weight.nbytes for weight in weights)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of everything that is kept of the model: weights, embedding, norms, angles."""
+        own = self._decoder
+        numbers = [own.cos, own.sin, own.norm, *([] if self._embedding is None else [self._embedding])]
+        for layer in own.layers:
+            numbers += [layer.attention_norm, layer.mlp_norm, layer.key_mean]
+        return self.weight_bytes + sum(x.nbytes for x in numbers)
+
+    @property
+    def saturation(self) -> Saturation:
+        """What static scales of inputs clipped so far; nothing but zeros for another recipe."""
+        return self._decoder.saturation
 
     def new_cache(self, max_positions: int | None = None, *, fmt: Format = E4M3) -> PagedKVCache:
         """An empty cache for one sequence; None makes room for all positions that the model knows."""
@@ -235,9 +260,7 @@ class ModelRunner:
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:
             return self._embedding[tokens].float()
-        head = self._decoder.head
-        rows = head.data.view(torch.uint8)[tokens].view(head.data.dtype)
-        return QuantizedTensor(rows, head.scale[tokens], PerRow(), torch.float32).dequantize()
+        return self._decoder.head.dequantize(tokens)
 
     def _check(self, tokens: Tensor, cache: PagedKVCache) -> None:
         if not isinstance(cache, PagedKVCache):
@@ -300,7 +323,7 @@ def _key_means(config: LlamaConfig, given: Mapping[int, Tensor] | None, device: 
     return [given[layer].detach().to(device, torch.float32, copy=True) for layer in range(config.num_layers)]
 
 
-def _decoder(model: Llama, key_means: list[Tensor]) -> Decoder:
+def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> Decoder:
     config, body = model.config, model.model
     shape = DecoderShape(
         hidden_size=config.hidden_size,
@@ -310,22 +333,22 @@ def _decoder(model: Llama, key_means: list[Tensor]) -> Decoder:
         head_dim=config.head_dim,
         norm_eps=config.rms_norm_eps,
     )
-    own = [_layer(layer, mean) for layer, mean in zip(body.layers, key_means, strict=True)]
-    norm = _copied(body.norm.weight)
-    return Decoder(shape, own, _copied(body.cos), _copied(body.sin), norm, _codes(model.lm_head))
+    own = [_layer(layer, recipe, mean) for layer, mean in zip(body.layers, key_means, strict=True)]
+    head = held_weight(recipe, model.lm_head, is_head=True)
+    return Decoder(shape, own, _copied(body.cos), _copied(body.sin), _copied(body.norm.weight), head)
 
 
-def _layer(layer: nn.Module, key_mean: Tensor) -> DecoderLayer:
+def _layer(layer: nn.Module, recipe: ServingRecipe, key_mean: Tensor) -> DecoderLayer:
     assert isinstance(layer, llama.DecoderLayer)
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
         attention_norm=_copied(layer.input_layernorm.weight),
-        qkv=_codes(attention.q_proj, attention.k_proj, attention.v_proj),
-        out=_codes(attention.o_proj),
+        qkv=held_weight(recipe, attention.q_proj, attention.k_proj, attention.v_proj),
+        out=held_weight(recipe, attention.o_proj),
         mlp_norm=_copied(layer.post_attention_layernorm.weight),
         key_mean=key_mean,
-        gate_up=_codes(mlp.gate_proj, mlp.up_proj),
-        down=_codes(mlp.down_proj),
+        gate_up=held_weight(recipe, mlp.gate_proj, mlp.up_proj),
+        down=held_weight(recipe, mlp.down_proj),
     )
 
 
@@ -333,28 +356,7 @@ def _copied(numbers: Tensor) -> Tensor:
     return numbers.detach().to(torch.float32, copy=True)
 
 
-def _codes(*linears: nn.Linear) -> QuantizedTensor:
-    """Weights below each other, each row with a scale of its own; codes that are held stay as they are."""
-    parts = [_codes_of(linear) for linear in linears]
-    if len({part.shape[1] for part in parts}) > 1:
-        raise ConfigError(f"layers side by side read the same tensor, and these read others: {linears}")
-    data = torch.cat([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
-    return QuantizedTensor(data, torch.cat([part.scale for part in parts]), PerRow(), torch.float32)
-
-
-def _codes_of(linear: nn.Linear) -> QuantizedTensor:
-    bias: Tensor | None = linear.bias
-    if bias is not None:
-        raise ConfigError(
-            f"a runner multiplies by weights alone, and the bias of this model's {linear} would be lost; remove it"
-        )
-    held = linear.held_weight() if isinstance(linear, Linear) else None
-    if held is None:
-        return quantize(linear.weight.detach().float(), E4M3, granularity=PerRow())
-    if held.data.dtype != E4M3.torch_dtype or isinstance(held.granularity, PerBlock):
-        raise ConfigError(
-            f"a runner reads E4M3 codes with a scale a row or one for all, and this weight is held as "
-            f"{held.data.dtype} {held.granularity}; octavo.restore(model) first"
-        )
-    scale = held.scale.float().reshape(-1, 1).expand(held.shape[0], 1)
-    return QuantizedTensor(held.data, scale, PerRow(), torch.float32)
+def _narrowed(numbers: Tensor) -> Tensor:
+    """A copy in BF16 where it holds just these numbers, else as they are."""
+    narrow = numbers.bfloat16()
+    return (narrow if torch.equal(narrow.to(numbers.dtype), numbers) else numbers).clone()

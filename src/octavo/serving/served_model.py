@@ -7,8 +7,9 @@
 | a Hugging Face folder, or a hub's name  | the same, then as octavo's ``Llama``      | its generation's eos tokens  |
 | one in FP8 (``octavo export``)          | the same; its codes stay as they are      | its generation's eos tokens  |
 
-Of Hugging Face's models those of the type "llama" are served: no biases, rotary positions as they come, heads of
-hidden_size / num_heads. Another one is refused, since what octavo leaves out would be left out silently.
+Of Hugging Face's models those of the types "llama" and "qwen2" are served, with the biases that they have: rotary
+positions as they come, heads of hidden_size / num_heads, no sliding window. Another one is refused, since what octavo
+leaves out would be left out silently.
 """
 
 from collections.abc import Mapping
@@ -18,12 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange.tensor_files import read_json
 from octavo.language_model import load_language_model
 from octavo.models import Llama, load_gguf
 from octavo.models.llama_folder import shape_from_record
+from octavo.nn.arguments import check_choice
+from octavo.quantization import load_calibration
 from octavo.serving.model_runner import ModelRunner
+from octavo.serving.recipes import ServingRecipe, has_static_scales
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,7 +40,7 @@ class ServedModel:
     """What an engine is made of.
 
     Attributes:
-        runner: the model, its weights FP8 codes.
+        runner: the model, its weights as the recipe has them.
         tokenizer: text to ids and back.
         end_ids: tokens with which the model ends an answer; perhaps none.
         chat_template: the Jinja template that turns messages into text, or None.
@@ -50,25 +54,32 @@ class ServedModel:
     template_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
-def load_served_model(source: str | Path) -> ServedModel:
-    """Read a model and make its weights FP8 codes.
+def load_served_model(
+    source: str | Path, *, recipe: str = ServingRecipe.FP8, calibration: str | Path | None = None
+) -> ServedModel:
+    """Read a model and make its weights what a recipe says.
 
     Args:
         source: see the table above.
+        recipe: of octavo.serving.recipes' table.
+        calibration: the folder that ``octavo calibrate`` wrote of this model. "fp8-static" needs it, unless the source
+            holds static scales itself (``octavo export``); the means of keys in it are used, too.
 
     Raises:
-        ConfigError: there is no such model, or a library is missing that would read it.
-        CheckpointError: it is damaged, or no Llama.
+        ConfigError: there is no such model or recipe, a library is missing that would read it, or a calibration is
+            missing or given to another recipe.
+        CheckpointError: it is damaged, or no Llama, or the calibration is another model's.
     """
+    check_choice("recipe", recipe, tuple(ServingRecipe))
+    if calibration is not None and recipe != ServingRecipe.FP8_STATIC:
+        raise ConfigError(f"a calibration is for {ServingRecipe.FP8_STATIC}, and not for {recipe}; leave it out")
     if Path(source).suffix.lower() == ".gguf":
         file = load_gguf(source)
-        end_ids = () if file.eos_id is None else (file.eos_id,)
-        runner = ModelRunner(file.model)
         ids = {"bos_token": file.bos_id, "eos_token": file.eos_id}
         return ServedModel(
-            runner=runner,
+            runner=_runner(file.model, recipe, calibration),
             tokenizer=file.tokenizer,
-            end_ids=end_ids,
+            end_ids=() if file.eos_id is None else (file.eos_id,),
             chat_template=file.chat_template,
             template_tokens={name: str(file.tokenizer.id_to_token(i)) for name, i in ids.items() if i is not None},
         )
@@ -76,12 +87,26 @@ def load_served_model(source: str | Path) -> ServedModel:
     model: Any = loaded.model
     own = isinstance(model, Llama)
     return ServedModel(
-        runner=ModelRunner(model if own else _as_llama(model, loaded.source)),
+        runner=_runner(model if own else _as_llama(model, loaded.source), recipe, calibration),
         tokenizer=loaded.tokenizer,
         end_ids=_ids(_written_end(Path(source)) if own else model.generation_config.eos_token_id, loaded.source),
         chat_template=_chat_template(Path(source)),
         template_tokens=_template_tokens(Path(source)),
     )
+
+
+def _runner(model: Llama, recipe: str, calibration: str | Path | None) -> ModelRunner:
+    """The model with its calibration's scales, where there is one."""
+    if calibration is None:
+        if recipe == ServingRecipe.FP8_STATIC and not has_static_scales(model):
+            raise ConfigError(
+                f"{recipe} needs the scales of inputs, and this model has none; give the folder that octavo calibrate "
+                "wrote of it as the calibration"
+            )
+        return ModelRunner(model, recipe=recipe)
+    found = load_calibration(calibration)
+    found.apply(model, hold_weights=True)
+    return ModelRunner(model, recipe=recipe, key_means=found.key_means or None)
 
 
 def _as_llama(model: nn.Module, source: str) -> Llama:
@@ -103,16 +128,14 @@ def _as_llama(model: nn.Module, source: str) -> Llama:
 
 def _unsupported_reason(config: Any) -> str | None:
     """What of a model's settings octavo's Llama does not do."""
-    if config.model_type != "llama":
-        return f"its type is {config.model_type!r}, not 'llama'"
+    if config.model_type not in {"llama", "qwen2"}:
+        return f"its type is {config.model_type!r}, not 'llama' or 'qwen2'"
     if config.hidden_act != "silu":
         return f"its MLP has {config.hidden_act!r}, not 'silu'"
-    if config.attention_bias or config.mlp_bias:
-        return "its layers have biases"
     if config.rope_parameters.get("rope_type", "default") != "default":
         return f"its rotary positions are {config.rope_parameters['rope_type']!r}, not 'default'"
     width = config.hidden_size // config.num_attention_heads
-    if config.head_dim not in (None, width):
+    if config.to_dict().get("head_dim") not in (None, width):
         return f"its heads are {config.head_dim} wide, not hidden_size / num_attention_heads, {width}"
     return None
 

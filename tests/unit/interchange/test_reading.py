@@ -451,7 +451,7 @@ def test_transformers_refuses_what_is_octavos_own(folders, kind):
 def test_transformers_is_asked_for_other_architectures(broken, monkeypatch):
     folder = broken("rows")
     record = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(record | {"model_type": "qwen2"}))
+    (folder / "config.json").write_text(json.dumps(record | {"model_type": "mistral"}))
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ConfigError, match="transformers builds"):
         load_quantized(folder)

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from octavo.errors import ConfigError
 from octavo.models import Llama, LlamaConfig
-from octavo.models.llama_folder import config_record, shape_from_record, write_llama, write_tokenizer
+from octavo.models.llama_folder import config_record, read_llama, shape_from_record, write_llama, write_tokenizer
 from tests.unit.quantization.tiny_model import tiny_language_model
 
 SHAPE = LlamaConfig(
@@ -43,9 +44,8 @@ def test_what_older_records_leave_out():
 @pytest.mark.parametrize(
     "other",
     [
-        {"model_type": "qwen2"},
-        {"attention_bias": True},
-        {"mlp_bias": True},
+        {"model_type": "qwen3"},
+        {"model_type": "qwen2", "use_sliding_window": True},
         {"hidden_act": "gelu"},
         {"head_dim": 32},
         {"pretraining_tp": 2},
@@ -57,6 +57,43 @@ def test_what_older_records_leave_out():
 )
 def test_what_octavos_llama_is_not(other):
     assert shape_from_record(RECORD | other) is None
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [
+        {"qkv_bias": True},
+        {"qkv_bias": True, "out_bias": True},
+        {"mlp_bias": True},
+        {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    ],
+    ids="+".join,
+)
+def test_transformers_reads_a_folder_with_biases_as_the_same_model(tmp_path, biases):
+    shape = replace(SHAPE, **biases)
+    model = Llama(shape, seed=2).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    write_llama(tmp_path, model)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+    assert shape_from_record(theirs.config.to_dict()) == shape
+    assert torch.equal(read_llama(tmp_path)(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("biases", [{"out_bias": True}, {"qkv_bias": True, "mlp_bias": True}], ids="+".join)
+def test_biases_that_no_folder_has_are_refused(biases):
+    with pytest.raises(ConfigError, match="biases of queries, keys and values alone"):
+        config_record(replace(SHAPE, **biases), torch.float32)
+
+
+def test_new_biases_are_zero():
+    shape = replace(SHAPE, qkv_bias=True, out_bias=True, mlp_bias=True)
+    biases = [value for name, value in Llama(shape).named_parameters() if name.endswith("bias")]
+    assert len(biases) == 7 * shape.num_layers
+    assert not any(bool(value.any()) for value in biases)
 
 
 def test_the_tokens_at_the_ends_of_a_text_are_written_where_they_are_known(tmp_path):

@@ -1,6 +1,16 @@
 """``/metrics`` is what the engine counted, read by Prometheus' own parser."""
 
+import time
+
+import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+import octavo
+from octavo.models import Llama, LlamaConfig
+from octavo.server import Limits, Service, create_app
+from octavo.serving import Engine, EngineThread, ModelRunner
 
 
 def samples(client):
@@ -16,6 +26,8 @@ def test_counters_are_the_engine_s_and_count_once(client, service):
     body = {"model": "tiny", "prompt": "x" * 70, "max_tokens": 5, "n": 2, "seed": 1}
     for _ in range(2):
         assert client.post("/v1/completions", json=body).status_code == 200
+    while service.thread.engine.load.pages_used:  # an answer is told before its request is counted as finished
+        time.sleep(0.01)
     after, again = samples(client), samples(client)
     assert after == again
     own, load = service.thread.engine.metrics, service.thread.engine.load
@@ -31,3 +43,31 @@ def test_counters_are_the_engine_s_and_count_once(client, service):
     assert after[("octavo_answer_seconds_bucket", ("le", "60.0"))] == sum(own.answer_s.counts[:-1])
     pages = {state: after[("octavo_cache_pages", ("state", state))] for state in ("used", "idle", "free")}
     assert (pages["used"], pages["idle"], sum(pages.values())) == (0, load.pages_idle, load.pages)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-static"])
+def test_what_static_scales_clip_is_counted(byte_tokenizer, recipe):
+    """A model calibrated on one token clips others; 4 inputs of a layer are cast, for every token once."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=64,
+    )
+    model = Llama(config, seed=3).requires_grad_(False)
+    octavo.calibrate(model, [torch.tensor([[7]])]).apply(model, hold_weights=True)
+    engine = Engine(ModelRunner(model, recipe=recipe), byte_tokenizer)
+    service = Service(
+        name="tiny", thread=EngineThread(engine), tokenizer=byte_tokenizer, template=None, limits=Limits(max_tokens=8)
+    )
+    with TestClient(create_app(service)) as client:
+        client.post("/v1/completions", json={"model": "tiny", "prompt": "many words", "max_tokens": 4})
+        found = samples(client)
+    assert service.thread.drain(60)
+    tokens = found[("octavo_rows_total",)] if recipe == "fp8-static" else 0
+    assert found[("octavo_cast_elements_total",)] == tokens * 2 * (3 * 32 + 64)
+    clipped = found[("octavo_saturated_elements_total",)]
+    assert 0 < clipped < found[("octavo_cast_elements_total",)] if recipe == "fp8-static" else clipped == 0

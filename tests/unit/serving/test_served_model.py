@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import octavo
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.export import save_quantized
-from octavo.language_model import LanguageModel
+from octavo.formats import FP32
+from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama, LlamaConfig
-from octavo.serving import load_served_model
+from octavo.serving import Engine, EngineConfig, Event, SamplingParams, load_served_model
 from tests.unit.test_language_model import hugging_face_folder
 
 SHAPE = LlamaConfig(
@@ -37,15 +37,6 @@ def change(path, **settings):
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def add_biases(path, *names):
-    """Of the layers of every attention, as a model that has them is stored."""
-    tensors = load_file(path)
-    rows = {name: len(tensor) for name, tensor in tensors.items() if name.split(".")[-2] in names}
-    biases = {name.replace("weight", "bias"): torch.zeros(count) for name, count in rows.items()}
-    assert biases
-    save_file(tensors | biases, path, metadata={"format": "pt"})
-
-
 def test_a_hugging_face_folder_is_octavo_s_llama(folder):
     from transformers import LlamaForCausalLM
 
@@ -64,7 +55,7 @@ def test_a_hugging_face_folder_is_octavo_s_llama(folder):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "its type is 'qwen2', not 'llama'"),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "its type is 'mistral', not"),
         ({"hidden_act": "gelu"}, "its MLP has 'gelu'"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
@@ -75,8 +66,6 @@ def test_a_hugging_face_folder_is_octavo_s_llama(folder):
 )
 def test_models_that_are_no_llama_are_refused(folder, settings, says):
     change(folder / "config.json", **settings)
-    if settings.get("model_type") == "qwen2":
-        add_biases(folder / "model.safetensors", "q_proj", "k_proj", "v_proj")
     with pytest.raises(CheckpointError, match=says):
         load_served_model(folder)
 
@@ -104,11 +93,75 @@ def test_an_end_that_is_no_token_is_refused(folder):
         load_served_model(folder)
 
 
-def test_biases_are_refused(folder):
-    change(folder / "config.json", attention_bias=True)
-    add_biases(folder / "model.safetensors", "q_proj", "k_proj", "v_proj", "o_proj")
-    with pytest.raises(CheckpointError, match="its layers have biases"):
-        load_served_model(folder)
+def qwen2(folder):
+    """A tiny Qwen2 of transformers' own making, its biases large enough to matter."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    theirs = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_((parameter + 0.3 * torch.randn_like(parameter)).bfloat16())
+            assert not name.endswith("o_proj.bias")
+    theirs.save_pretrained(folder)
+    return theirs.eval()
+
+
+def test_a_qwen2_is_served_with_its_biases(folder):
+    """Weights are BF16 numbers, so that the recipe bf16 rounds nothing: the logits and the greedy tokens are theirs."""
+    theirs = qwen2(folder)
+    served = load_served_model(folder, recipe="bf16")
+    assert served.runner.config.qkv_bias
+    with torch.no_grad():
+        wanted = theirs(TOKENS[None]).logits[0]
+    logits = served.runner(TOKENS, served.runner.new_cache(fmt=FP32), every=True)
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+    seen = torch.ones_like(TOKENS)[None]
+    told = theirs.generate(
+        TOKENS[None], attention_mask=seen, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    engine = Engine(served.runner, served.tokenizer, config=EngineConfig(cache_format=FP32, cache_positions=64))
+    events: list[Event] = []
+    engine.submit(TOKENS.tolist(), SamplingParams(max_tokens=24, temperature=0), events.append)
+    while engine.step():
+        pass
+    assert [event.token for event in events] == told[0, len(TOKENS) :].tolist()
+
+
+def test_static_scales_come_from_a_calibration(folder, tmp_path):
+    model = load_language_model(folder)
+    found = octavo.calibrate(model, [TOKENS[None]], kv_cache=True)
+    found.save(tmp_path / "scales")
+    served = load_served_model(folder, recipe="fp8-static", calibration=tmp_path / "scales")
+    served.runner(TOKENS, served.runner.new_cache())
+    inputs = {"q_proj": 32, "o_proj": 32, "gate_proj": 32, "down_proj": 64}  # of a layer, read by one product each
+    assert served.runner.saturation.elements == len(TOKENS) * SHAPE.num_layers * sum(inputs.values())
+    found.apply(model)
+    with torch.no_grad():
+        wanted = model.logits(TOKENS[None])[0]
+    logits = served.runner(TOKENS, served.runner.new_cache(fmt=FP32), every=True)
+    assert octavo.numerics.sqnr_db(wanted, logits) > 25  # the head's weight is E4M3 here alone
+
+
+def test_calibrations_that_are_missing_or_too_many_are_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="fp8-static needs the scales of inputs"):
+        load_served_model(folder, recipe="fp8-static")
+    with pytest.raises(ConfigError, match="a calibration is for fp8-static, and not for int8"):
+        load_served_model(folder, recipe="int8", calibration=tmp_path)
+    with pytest.raises(ConfigError, match="recipe must be one of bf16, int8, fp8, fp8-dynamic, fp8-static, not 'int4'"):
+        load_served_model(folder, recipe="int4")
 
 
 def test_a_gguf_file(tmp_path):

@@ -74,6 +74,27 @@ struct Sums {
     }
 };
 
+// Magnitudes beyond it round to more than the maximum; as FP32, so that an element beyond it is beyond that too.
+template <class F>
+uint32_t limit_bits(float scale) {
+    constexpr int exponent = F::max_exponent - F::mantissa_bits - 1;  // of half a step below the maximum
+    constexpr double limit = F::max + (exponent < 0 ? 1.0 / (1 << -exponent) : double(1 << exponent));
+    const double exact = scale * limit;
+    const float nearest = static_cast<float>(exact);
+    return f32_bits(nearest) - (nearest > exact);
+}
+
+// How many of n elements are finite and beyond a limit.
+template <class T>
+int64_t beyond(const T* x, int64_t n, uint32_t limit) {
+    u32v found{};
+    for (int64_t i = 0; i < n; i += LANES) {
+        const u32v bits = bits_as<u32v>(load_f32(x + i, least_of<int64_t>(LANES, n - i))) & MAGNITUDE;
+        found -= (u32v)(bits > all(limit)) & (u32v)(bits < all(EXPONENT));
+    }
+    return int64_t(sum_of(found));
+}
+
 template <class T, class F>
 struct CastSummer {
     const CastSumsProblem& p;
@@ -81,29 +102,12 @@ struct CastSummer {
     const int64_t across = (p.x.columns + p.block_columns - 1) / p.block_columns;
     const int64_t bands = (p.x.rows + p.block_rows - 1) / p.block_rows;
 
-    // Magnitudes beyond it round to more than the maximum; as FP32, so that an element beyond it is beyond that too.
-    static uint32_t limit_bits(float scale) {
-        constexpr int exponent = F::max_exponent - F::mantissa_bits - 1;  // of half a step below the maximum
-        constexpr double limit = F::max + (exponent < 0 ? 1.0 / (1 << -exponent) : double(1 << exponent));
-        const double exact = scale * limit;
-        const float nearest = static_cast<float>(exact);
-        return f32_bits(nearest) - (nearest > exact);
-    }
-
     int64_t count_beyond(int64_t g, uint32_t limit) const {
         const int64_t row = g / across * p.block_rows, column = g % across * p.block_columns;
         const int64_t last_row = least_of(row + p.block_rows, p.x.rows);
         const int64_t last_column = least_of(column + p.block_columns, p.x.columns);
         int64_t found = 0;
-        for (int64_t r = row; r < last_row; ++r) {
-            u32v beyond{};
-            for (int64_t c = column; c < last_column; c += LANES) {
-                const int64_t n = least_of<int64_t>(LANES, last_column - c);
-                const u32v bits = bits_as<u32v>(load_f32(x + r * p.x.stride + c, n)) & MAGNITUDE;
-                beyond -= (u32v)(bits > all(limit)) & (u32v)(bits < all(EXPONENT));
-            }
-            found += int64_t(sum_of(beyond));
-        }
+        for (int64_t r = row; r < last_row; ++r) found += beyond(x + r * p.x.stride + column, last_column - column, limit);
         return found;
     }
 
@@ -136,7 +140,7 @@ struct CastSummer {
         }
         int64_t saturated = 0;
         for (g = 0; g < groups && !(stale_ratio <= 1); ++g) {  // where it is 1 at most, nothing lies beyond
-            const uint32_t limit = limit_bits(p.scale[g]);
+            const uint32_t limit = limit_bits<F>(p.scale[g]);
             if (f32_bits(p.measured[g]) > limit) saturated += count_beyond(g, limit);
         }
         CastSums& sums = *p.sums;

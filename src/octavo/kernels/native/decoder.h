@@ -5,8 +5,10 @@
 #pragma once
 
 #include "attention.h"
+#include "cast_sums.h"
 #include "gemm.h"
 #include "scale_search.h"
+#include "weight_rows.h"
 
 namespace octavo {
 namespace {
@@ -51,6 +53,7 @@ struct Decoder {
     float *normed = nullptr, *qkv = nullptr, *fresh = nullptr, *scales = nullptr, *attended = nullptr, *gate_up = nullptr,
           *gated = nullptr;
     uint8_t* codes = nullptr;
+    float *input_codes = nullptr, *input_scales = nullptr;  // of the input of a weight that wants it cast
     Pages keys{}, values{};     // of the layer
 
     // Hands out the memory of everything that lies between weights; the answer is how many numbers were needed.
@@ -69,6 +72,8 @@ struct Decoder {
         attended = take(query_size);
         gate_up = take(2 * p.intermediate_size);
         gated = take(p.intermediate_size);
+        input_codes = take(padded_integers(largest(largest(p.hidden_size, p.intermediate_size), query_size)) / 2);
+        input_scales = take(2);
         return taken;
     }
 
@@ -87,16 +92,54 @@ struct Decoder {
 
     void linear(const float* x, int64_t k, const Weight& weight, float* y) const { linear(x, rows, k, weight, y); }
 
-    // Codes meet every row in the same way, however many there are: what a sequence is told does not depend on others.
-    static void linear(const float* x, int64_t count, int64_t k, const Weight& weight, float* y) {
-        auto some_rows = [&](int64_t first, int64_t some) -> GemmProblem {
-            const Operand numbers{x + first * k, Element::f32, k, 1, nullptr, false};
-            return {numbers, weight.operand, some, weight.rows, k, weight.block, weight.bias, y + first * weight.rows, Dtype::f32};
-        };
-        const GemmProblem whole = some_rows(0, count);
+    // Weights meet every row in the same way, however many there are: what a sequence is told does not depend on others.
+    void linear(const float* x, int64_t count, int64_t k, const Weight& weight, float* y) const {
+        const Operand given{x, Element::f32, k, 1, nullptr, false};
+        GemmProblem whole{given, weight.operand, count, weight.rows, k, weight.block, weight.bias, y, Dtype::f32};
+        if (weight.operand.element == Element::int8) return multiply_integers(whole);
+        if (weight.input != InputCast::none) whole.a = cast(x, count, k, weight);
+        if (weight.operand.element == Element::bf16) return bf16_rows(whole);
         if (!has_codes_in_rows(weight.operand)) return gemm(whole);
         if (takes_many_rows(whole)) return many_rows(whole);
-        for (int64_t row = 0; row < count; row += FEW) few_rows(some_rows(row, least_of(FEW, count - row)));
+        for (int64_t row = 0; row < count; row += FEW) few_rows(some_rows(whole, row));
+    }
+
+    static GemmProblem some_rows(const GemmProblem& whole, int64_t row) {
+        GemmProblem some = whole;
+        const Operand& a = whole.a;
+        some.a.data = static_cast<const uint8_t*>(a.data) + row * a.row_stride * (a.element == Element::f32 ? sizeof(float) : 1);
+        some.a.scale = a.scale_per_row ? a.scale + row : a.scale;
+        some.out = static_cast<float*>(whole.out) + row * whole.n;
+        some.m = least_of(FEW, whole.m - row);
+        return some;
+    }
+
+    // The codes of an input and their scales: one a row, or the weight's own, which may be too small for some elements.
+    Operand cast(const float* x, int64_t count, int64_t k, const Weight& weight) const {
+        const bool fixed = weight.input == InputCast::e4m3_static;
+        uint8_t* to = reinterpret_cast<uint8_t*>(input_codes);
+        Counts counts{};
+        quantize({{x, Dtype::f32, count, k, k}, Format::e4m3, fixed ? count : 1, k, true, p.input_rule, nullptr, false,
+                  fixed ? weight.input_scale : nullptr, to, nullptr, fixed ? nullptr : input_scales, input_scales + count,
+                  false, &counts});
+        if (fixed) note_saturation(x, count * k, *weight.input_scale, input_scales[count]);
+        return {to, Element::e4m3, k, 1, fixed ? weight.input_scale : input_scales, !fixed};
+    }
+
+    void note_saturation(const float* x, int64_t n, float scale, float amax) const {
+        const uint32_t limit = limit_bits<E4M3>(scale);
+        p.saturation->elements += n;
+        if (f32_bits(amax) > limit) p.saturation->saturated += beyond(x, n, limit);
+    }
+
+    void multiply_integers(const GemmProblem& whole) const {
+        const float* x = static_cast<const float*>(whole.a.data);
+        int16_t* to = reinterpret_cast<int16_t*>(input_codes);
+        parallel_for(whole.m, largest<int64_t>(1, 8192 / whole.k), [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; ++row)
+                integers_of(x + row * whole.k, whole.k, p.integer_rule, to + row * padded_integers(whole.k), input_scales + row);
+        });
+        int8_rows(whole, to, input_scales);
     }
 
     void add_to_hidden(const float* x) const {

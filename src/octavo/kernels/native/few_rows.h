@@ -95,6 +95,7 @@ inline void read_row(const Operand& from, int64_t row, int64_t k, float* to) {
         case Element::f32: return read_numbers<float>(from, row, k, to);
         case Element::bf16: return read_numbers<Bf16>(from, row, k, to);
         case Element::f16: return read_numbers<F16>(from, row, k, to);
+        case Element::int8: break;  // weight_rows.h
     }
 }
 

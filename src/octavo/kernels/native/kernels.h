@@ -103,7 +103,7 @@ struct RandomBitsProblem {
 };
 
 // What an operand of a product is made of.
-enum class Element : int { e4m3 = 0, e5m2 = 1, f32 = 2, bf16 = 3, f16 = 4 };
+enum class Element : int { e4m3 = 0, e5m2 = 1, f32 = 2, bf16 = 3, f16 = 4, int8 = 5 };  // int8: a decoder's weights alone
 
 // One operand of y = a · bᵀ: [rows, K]. One of the strides, in elements, is 1.
 struct Operand {
@@ -169,11 +169,26 @@ struct AttentionProblem {
     float* out;                 // [rows, heads, head dim]
 };
 
-// The weight of a linear layer, [rows, K]: y = x · weightᵀ.
+// What the input of a linear layer becomes before it is multiplied: kernels/decoding.py says more.
+enum class InputCast : int { none = 0, e4m3_dynamic = 1, e4m3_static = 2, int8_dynamic = 3 };
+
+// The weight of a linear layer, [rows, K]: y = cast(x) · weightᵀ + bias.
 struct Weight {
     Operand operand;
     int64_t rows, block;
     const float* bias;          // [rows], or null
+    InputCast input;
+    const float* input_scale;   // of e4m3_static
+};
+
+// How a row becomes INT8: numerics/integers.py is the definition.
+struct IntegerRule {
+    float half_range, least_scale;
+};
+
+// What static scales made of the elements of inputs.
+struct Saturation {
+    int64_t elements, saturated;
 };
 
 struct DecoderLayer {
@@ -190,6 +205,8 @@ struct DecoderProblem {
     Weight head;
     int64_t layer_count, hidden_size, intermediate_size, heads;
     float norm_eps, attention_scale;
+    ScaleRule input_rule;       // of e4m3_dynamic
+    IntegerRule integer_rule;   // of int8_dynamic
     const float *cos, *sin;     // [positions, head dim]
     KvCache cache;
     Pages keys, values;         // of the first layer; those of the next follow
@@ -198,6 +215,7 @@ struct DecoderProblem {
     float* hidden;              // [rows, hidden], the residual stream, in and out
     int64_t told;               // so many rows, the last ones, get logits
     float* logits;              // [told, rows of the head]
+    Saturation* saturation;     // is added to
 };
 
 struct Kernels {

@@ -40,11 +40,13 @@ Operand operand(const BoundOperand& o) {
 // A decoder, with what it needs at every call.
 class Decoder {
 public:
-    // Address, element, strides, scale, scale per row, rows, block, bias: what nanobind makes of a Python tuple.
-    using BoundWeight = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool, int64_t, int64_t, uintptr_t>;
+    // Address, element, strides, scale, scale per row, rows, block, bias, cast of the input, its scale: what nanobind makes of
+    // a Python tuple.
+    using BoundWeight = std::tuple<uintptr_t, int, int64_t, int64_t, uintptr_t, bool, int64_t, int64_t, uintptr_t, int, uintptr_t>;
 
     Decoder(int level, int64_t hidden_size, int64_t intermediate_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-            float norm_eps, float attention_scale, uintptr_t cos, uintptr_t sin, uintptr_t norm, BoundWeight head)
+            float norm_eps, float attention_scale, double amax_floor, float half_range, float least_scale, uintptr_t cos,
+            uintptr_t sin, uintptr_t norm, BoundWeight head)
         : level_(level) {
         problem_.norm = at<const float>(norm);
         problem_.head = weight(head);
@@ -53,6 +55,8 @@ public:
         problem_.heads = heads;
         problem_.norm_eps = norm_eps;
         problem_.attention_scale = attention_scale;
+        problem_.input_rule = {ScaleRounding::fp32, amax_floor, 0};
+        problem_.integer_rule = {half_range, least_scale};
         problem_.cos = at<const float>(cos);
         problem_.sin = at<const float>(sin);
         problem_.cache.kv_heads = kv_heads;
@@ -65,7 +69,8 @@ public:
                            weight(out), weight(gate_up), weight(down)});
     }
 
-    void run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t keys,
+    // The elements that met a static scale, and how many of them were beyond it.
+    std::tuple<int64_t, int64_t> run(uintptr_t hidden, int64_t rows, uintptr_t sequence, uintptr_t position, int element, uintptr_t keys,
              uintptr_t key_scales, uintptr_t values, uintptr_t value_scales, int64_t page_count, uintptr_t table, int64_t table_stride,
              int64_t told, uintptr_t logits) const {
         DecoderProblem problem = problem_;
@@ -81,15 +86,21 @@ public:
         problem.hidden = at<float>(hidden);
         problem.told = told;
         problem.logits = at<float>(logits);
-        nb::gil_scoped_release released;
-        kernels(level_).decode(problem);
+        Saturation saturation{};
+        problem.saturation = &saturation;
+        {
+            nb::gil_scoped_release released;
+            kernels(level_).decode(problem);
+        }
+        return {saturation.elements, saturation.saturated};
     }
 
 private:
     static Weight weight(const BoundWeight& w) {
         return {{at<const void>(std::get<0>(w)), Element(std::get<1>(w)), std::get<2>(w), std::get<3>(w),
                  at<const float>(std::get<4>(w)), std::get<5>(w)},
-                std::get<6>(w), std::get<7>(w), at<const float>(std::get<8>(w))};
+                std::get<6>(w), std::get<7>(w), at<const float>(std::get<8>(w)), InputCast(std::get<9>(w)),
+                at<const float>(std::get<10>(w))};
     }
 
     int level_;
@@ -205,8 +216,8 @@ NB_MODULE(_native, m) {
         kernels(level).attend(problem);
     });
     nb::class_<Decoder>(m, "Decoder")
-        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, uintptr_t, uintptr_t, uintptr_t,
-                      Decoder::BoundWeight>())
+        .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, double, float, float, uintptr_t, uintptr_t,
+                      uintptr_t, Decoder::BoundWeight>())
         .def("add_layer", &Decoder::add_layer)
         .def("run", &Decoder::run);
     m.def("dequantize", [](int level, uintptr_t codes, int format, int64_t rows, int64_t columns, int64_t stride,

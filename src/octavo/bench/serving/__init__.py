@@ -1,0 +1,16 @@
+"""What serving costs: requests in a closed and in an open loop, against octavo's engine or any server's URL."""
+
+from octavo.bench.serving.comparison import Contestant, Workload, measured
+from octavo.bench.serving.load import Answer, Ask, Prompt, closed_loop, open_loop, poisson_arrivals
+
+__all__ = [
+    "Answer",
+    "Ask",
+    "Contestant",
+    "Prompt",
+    "Workload",
+    "closed_loop",
+    "measured",
+    "open_loop",
+    "poisson_arrivals",
+]

@@ -1,0 +1,297 @@
+"""Contestants under the same load, in turn, round by round: what is measured of each, and who reaches which bar.
+
+| load          | prompt     | answer    | clients       | shows                                    |
+|---------------|------------|-----------|---------------|------------------------------------------|
+| prefill, B    | ``prompt`` | one token | B, closed     | how fast prompts are read                |
+| decode, B     | ``START``  | ``answer``| B, closed     | how fast answers are written             |
+| open loop     | ``prompt`` | ``answer``| Poisson       | how long users wait at a rate of requests |
+
+The open loop's rate is the same for all: ``SHARE`` of what the first contestant's decode with most clients would serve,
+unless it is given. Percentiles are over the answers of all rounds, linear between ranks, as numpy's.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+
+import numpy as np
+
+from octavo.bench.results import Chart, Section, Verdict
+from octavo.bench.rounds import ratio
+from octavo.bench.serving.load import Answer, Ask, Prompt, closed_loop, open_loop, poisson_arrivals
+from octavo.errors import ConfigError
+from octavo.nn.arguments import check_whole
+from octavo.serving import ServingRecipe
+
+__all__ = ["Contestant", "Run", "Workload", "load_name", "measured"]
+
+BF16 = ServingRecipe.BF16
+PREFILL, DECODE, OPEN = "prefill", "decode", "open loop"
+BAR_CLIENTS = (1, 16)
+START = 8  # tokens of a prompt whose answer is timed
+SHARE = 0.5
+PERCENTILES = (50, 95, 99)
+PERCENTILE_NAMES = tuple(f"p{number}" for number in PERCENTILES)
+LATENCIES: dict[str, Callable[[Answer], float | None]] = {
+    "to the first token": lambda answer: answer.to_first,
+    "from token to token": lambda answer: answer.a_token,
+    "whole answer": lambda answer: answer.latency,
+}
+CLIENTS_BAR, MEMORY_BAR, PEER_BAR = 4.0, 0.55, 2.0
+WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is asked.
+
+    Attributes:
+        batches: how many clients at once.
+        prompt: tokens (for a server's URL: words) of prompts that are read.
+        answer: tokens of answers.
+        rounds: how often everything is asked.
+        requests: of each client in a round, and of the open loop for each of the most clients.
+        rate: of the open loop, requests a second; None chooses.
+        vocab_size: prompts are made of so many tokens.
+        seed: of prompts and arrivals.
+
+    Raises:
+        ConfigError: a number that is too small, or batches that are none or stand twice.
+    """
+
+    batches: tuple[int, ...] = (1, 16)
+    prompt: int = 128
+    answer: int = 64
+    rounds: int = 3
+    requests: int = 2
+    rate: float | None = None
+    vocab_size: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            if own.type is int and own.name not in {"vocab_size", "seed"}:
+                check_whole(own.name, getattr(self, own.name), least=1)
+        for batch in self.batches:
+            check_whole("a batch", batch, least=1)
+        if not self.batches or len({*self.batches}) < len(self.batches):
+            raise ConfigError(f"batches are different numbers of clients, at least one, not {list(self.batches)}")
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise ConfigError(f"rate must be a number of requests a second above 0, not {self.rate}")
+
+    @property
+    def closed_loads(self) -> dict[str, tuple[str, int]]:
+        """Names to what is asked and how many clients ask."""
+        return {load_name(kind, batch): (kind, batch) for kind in (PREFILL, DECODE) for batch in sorted(self.batches)}
+
+    def runs(self, contestants: int) -> int:
+        """How many there are in all, with those that warm up."""
+        return (len(self.closed_loads) + 1) * contestants * (self.rounds + 1)
+
+    def prompts(self, count: int, length: int, answer: int, *, round_of: str) -> list[Prompt]:
+        """Different ones in every round, so that no page of keys and values is found again."""
+        draw = random.Random(f"{self.seed}, {round_of}")
+        return [
+            Prompt(
+                ids=tuple(draw.randrange(self.vocab_size) for _ in range(length if self.vocab_size else 0)),
+                text=" ".join(draw.choice(WORDS) for _ in range(length)),
+                answer_tokens=answer,
+            )
+            for _ in range(count)
+        ]
+
+
+def load_name(kind: str, batch: int) -> str:
+    """What a closed loop's table is called.
+
+    Example:
+        >>> load_name("decode", 16)
+        'decode, 16 at once'
+    """
+    return f"{kind}, {batch} at once"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """Somebody who answers.
+
+    Attributes:
+        ask: how.
+        weight_bytes: of its weights in memory; 0 where nobody knows.
+    """
+
+    ask: Ask
+    weight_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Run:
+    """One load on one contestant, in all rounds.
+
+    Attributes:
+        answers: of all rounds.
+        seconds: of each round, from the first request's time to the last token.
+        tokens: of each round that are counted: of prompts for a prefill, else of answers.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def add(self, answers: Sequence[Answer], tokens: int) -> None:
+        """A round's."""
+        self.answers += answers
+        self.seconds.append(max(a.last for a in answers) - min(a.due for a in answers))
+        self.tokens.append(tokens)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second: the rounds' median."""
+        return statistics.median(count / spent for count, spent in zip(self.tokens, self.seconds, strict=True))
+
+    @property
+    def seconds_a_token(self) -> list[float]:
+        """Of each round."""
+        return [spent / count for count, spent in zip(self.tokens, self.seconds, strict=True)]
+
+    def percentiles_ms(self, of: Callable[[Answer], float | None]) -> list[float]:
+        """p50, p95 and p99 of something that answers have, in milliseconds; none where no answer has it."""
+        found = [1e3 * value for answer in self.answers if (value := of(answer)) is not None]
+        return [float(value) for value in np.percentile(found, PERCENTILES)] if found else []
+
+
+Runs = Mapping[str, Run]  # by contestant
+
+
+async def measured(
+    contestants: Mapping[str, Contestant],
+    work: Workload,
+    *,
+    advance: Callable[[int, str], None] = lambda _done, _doing: None,
+) -> list[Section]:
+    """Ask everybody everything, and tell what was found: a table for each load, then memory.
+
+    Args:
+        contestants: by name; ratios are to the first.
+        work: what is asked.
+        advance: called before each run with (runs done, what runs); there are ``work.runs(len(contestants))``.
+    """
+    loads = [*work.closed_loads, OPEN]
+    found = {load: {name: Run() for name in contestants} for load in loads}
+    done, rate = 0, work.rate
+    for turn in range(work.rounds + 1):  # the first warms up
+        for load in loads:
+            for name, who in contestants.items():
+                advance(done, f"{load}: {name}")
+                done += 1
+                answers, tokens = await _asked(who.ask, work, load, turn, rate)
+                if turn:
+                    found[load][name].add(answers, tokens)
+                elif rate is None and load == loads[-2]:  # the first contestant's decode with most clients
+                    rate = SHARE * len(answers) / (max(a.last for a in answers) - min(a.due for a in answers))
+    assert rate is not None
+    return [*(_section(load, found[load], rate) for load in loads), _summary(found, work, contestants)]
+
+
+async def _asked(ask: Ask, work: Workload, load: str, turn: int, rate: float | None) -> tuple[list[Answer], int]:
+    """One round of a load; and how many tokens count."""
+    round_of = f"{turn}, {load}"
+    if load == OPEN:
+        assert rate is not None
+        prompts = work.prompts(max(work.batches) * work.requests, work.prompt, work.answer, round_of=round_of)
+        due = poisson_arrivals(len(prompts), rate, seed=work.seed + turn)
+        answers = await open_loop(ask, prompts, due)
+        return answers, sum(answer.tokens for answer in answers)
+    kind, clients = work.closed_loads[load]
+    length, answer = (work.prompt, 1) if kind == PREFILL else (START, work.answer)
+    prompts = work.prompts(clients * work.requests, length, answer, round_of=round_of)
+    answers = await closed_loop(ask, prompts, clients=clients)
+    return answers, length * len(prompts) if kind == PREFILL else sum(answer.tokens for answer in answers)
+
+
+def _section(load: str, runs: Runs, rate: float) -> Section:
+    """A row for each contestant."""
+    base = next(iter(runs))
+    columns = ["asked", "tokens/s", f"speed × {base} (quartiles)", *LATENCIES]
+    seconds = {name: run.seconds_a_token for name, run in runs.items()}
+    rows = [
+        (
+            name,
+            f"{run.speed:,.1f}",
+            "–" if len(run.seconds) < 2 else str(ratio(seconds, base, name)),
+            *(_cell(run.percentiles_ms(of)) for of in LATENCIES.values()),
+        )
+        for name, run in runs.items()
+    ]
+    waits = {
+        name: dict(zip(PERCENTILE_NAMES, run.percentiles_ms(lambda answer: answer.latency), strict=True))
+        for name, run in runs.items()
+    }
+    due = f" Requests came at {rate:.3g} a second, as a Poisson process." if load == OPEN else ""
+    return Section(
+        title=load,
+        columns=tuple(columns),
+        rows=tuple(rows),
+        notes=(f"Milliseconds, p50 / p95 / p99 of {len(next(iter(runs.values())).answers)} answers.{due}",),
+        chart=Chart(unit="ms to the end of an answer", series=waits),
+        raw={"runs": {name: asdict(run) for name, run in runs.items()}, "rate": rate if load == OPEN else None},
+    )
+
+
+def _cell(percentiles: Sequence[float]) -> str:
+    return " / ".join(f"{value:,.1f}" for value in percentiles) or "–"
+
+
+def _summary(found: Mapping[str, Runs], work: Workload, contestants: Mapping[str, Contestant]) -> Section:
+    """Memory, and the bars."""
+    known = {name: who.weight_bytes for name, who in contestants.items() if who.weight_bytes}
+    rows = tuple((name, f"{size / 1e6:,.1f} MB", _share(size, known)) for name, size in known.items())
+    return Section(
+        title="memory of weights, and the bars",
+        columns=("weights", "bytes", f"of {BF16}"),
+        rows=rows,
+        verdicts=(*_client_bars(found, work), *_memory_bars(known), *_peer_bars(found, work, contestants)),
+        raw={"weight_bytes": known},
+    )
+
+
+def _share(size: int, known: Mapping[str, int]) -> str:
+    return f"{size / known[BF16]:.3f}" if BF16 in known else "–"
+
+
+def _client_bars(found: Mapping[str, Runs], work: Workload) -> list[Verdict]:
+    few, many = min(work.batches), max(work.batches)
+    if (few, many) != BAR_CLIENTS:
+        return []
+    one, all_of_them = found[load_name(DECODE, few)], found[load_name(DECODE, many)]
+    claim = f"{many} clients' throughput over {few}'s, decode"
+    return [
+        Verdict(claim=f"{claim}, {name}", found=all_of_them[name].speed / one[name].speed, bar=CLIENTS_BAR)
+        for name in one
+    ]
+
+
+def _memory_bars(known: Mapping[str, int]) -> list[Verdict]:
+    if BF16 not in known:
+        return []
+    return [
+        Verdict(claim=f"weights of {name} over {BF16}'s", found=size / known[BF16], bar=MEMORY_BAR, at_most=True)
+        for name, size in known.items()
+        if name != BF16
+    ]
+
+
+def _peer_bars(found: Mapping[str, Runs], work: Workload, contestants: Mapping[str, Contestant]) -> list[Verdict]:
+    """Of servers: the first one's throughput over each other's, with most clients."""
+    if any(who.weight_bytes for who in contestants.values()):
+        return []
+    runs = found[load_name(DECODE, max(work.batches))]
+    own, *others = runs
+    return [
+        Verdict(
+            claim=f"throughput of {own} over {name}, decode", found=runs[own].speed / runs[name].speed, bar=PEER_BAR
+        )
+        for name in others
+    ]

@@ -1,0 +1,191 @@
+"""``octavo bench serve``: what answers take, of a model in several recipes or of servers, in one run."""
+
+import asyncio
+import platform
+import shlex
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from octavo.bench.render import markdown, page
+from octavo.bench.results import PartRecord, Report, Section, result_name
+from octavo.bench.serving import Contestant, Workload, measured
+from octavo.bench.serving.targets import Api, ask_engine, ask_server, connected, model_name
+from octavo.cli.console import stderr, stdout
+from octavo.cli.progress import Display, open_display
+from octavo.errors import ConfigError
+from octavo.files import write_atomically
+from octavo.nn.arguments import check_choice
+from octavo.serving import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
+from octavo.training.facts import own_version, processor_name
+
+__all__ = ["bench_serve"]
+
+THEME = "serving"
+RECIPES = f"{ServingRecipe.BF16},{ServingRecipe.INT8},{ServingRecipe.FP8}"
+
+
+def bench_serve(
+    *,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="What octavo serve takes; or none.")] = None,
+    recipes: Annotated[str, typer.Option(help="Of MODEL, side by side; the first is what ratios are to.")] = RECIPES,
+    calibration: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For fp8-static.")] = None,
+    url: Annotated[list[str] | None, typer.Option(help="A running server; may be repeated, the first is ours.")] = None,
+    api: Annotated[list[Api] | None, typer.Option(help="What each --url speaks. [default: completions]")] = None,
+    name: Annotated[list[str] | None, typer.Option(help="Each --url's model. [default: the first it lists]")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Its text is the key to send.")] = None,
+    batch: Annotated[str, typer.Option(help="How many clients ask at once.")] = "1,16",
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt that is read; words, of a --url.")] = 128,
+    answer: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
+    requests: Annotated[int, typer.Option(help="Of each client in a round.")] = 2,
+    rounds: Annotated[int, typer.Option(help="How often everything is asked.")] = 3,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second of the open loop. [default: half of all]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    timeout_seconds: Annotated[float, typer.Option(help="After which a server that is silent is given up.")] = 120.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results: .md, .json and .html.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Measure latency, throughput and memory of serving, in closed and open loops."""
+    if (model is None) == (not url):
+        raise ConfigError("name a MODEL, or one or more --url of running servers, and not both")
+    work = Workload(
+        batches=_numbers(batch), prompt=prompt, answer=answer, requests=requests, rounds=rounds, rate=rate, seed=seed
+    )
+    started = time.perf_counter()
+    with open_display() as display:
+        if model is not None:
+            sections = _of_model(model, _names(recipes), calibration, work, display)
+        else:
+            key = None if api_key_file is None else api_key_file.read_text(encoding="utf-8").strip()
+            servers = _servers(url or [], api or [], name or [])
+            sections = asyncio.run(_of_servers(servers, key, timeout_seconds, work, display))
+    report = Report(facts=_facts(), command=_command(), is_rehearsal=False, theme=THEME)
+    report.parts.append(PartRecord(name=THEME, seconds=time.perf_counter() - started, sections=sections))
+    _show(report, as_json=as_json)
+    if out is not None:
+        _write(report, out)
+
+
+def _of_model(
+    source: str, recipes: list[str], calibration: Path | None, work: Workload, display: Display
+) -> list[Section]:
+    """Every recipe in an engine of its own, which rests while another is asked."""
+    threads: dict[str, EngineThread] = {}
+    contestants: dict[str, Contestant] = {}
+    display.phase("loading", None)
+    for recipe in recipes:
+        given = calibration if recipe == ServingRecipe.FP8_STATIC else None
+        served = load_served_model(source, recipe=recipe, calibration=given)
+        longest, clients = work.prompt + work.answer, max(work.batches)
+        config = EngineConfig(
+            max_running=clients,
+            max_waiting=clients * work.requests,
+            cache_positions=clients * (longest + 64),
+            step_rows=max(256, clients),
+        )
+        thread = threads[recipe] = EngineThread(Engine(served.runner, served.tokenizer, config=config))
+        contestants[recipe] = Contestant(ask=ask_engine(thread), weight_bytes=served.runner.resident_bytes)
+    vocab_size = next(iter(threads.values())).engine.vocab_size
+    try:
+        return asyncio.run(_measured(contestants, replace(work, vocab_size=vocab_size), display))
+    finally:
+        for thread in threads.values():
+            thread.engine.cancel_all()
+            thread.drain()
+
+
+Server = tuple[str, Api, str | None]
+
+
+def _servers(urls: list[str], apis: list[Api], names: list[str]) -> list[Server]:
+    """A URL, what it speaks, and its model if that was said."""
+    for option, given in (("--api", apis), ("--name", names)):
+        if len(given) > len(urls):
+            raise ConfigError(
+                f"{option} is given {len(given)} times for {len(urls)} --url; give it once for each at most"
+            )
+    if len({*urls}) < len(urls):
+        raise ConfigError(f"each --url is a server of its own, and one of {', '.join(urls)} stands twice")
+    apis = [*apis, *[Api.COMPLETIONS] * (len(urls) - len(apis))]
+    return list(zip(urls, apis, [*names, *[None] * (len(urls) - len(names))], strict=True))
+
+
+async def _of_servers(
+    servers: list[Server], key: str | None, timeout_s: float, work: Workload, display: Display
+) -> list[Section]:
+    contestants = {}
+    async with AsyncExitStack() as open_clients:
+        for url, api, name in servers:
+            client = await open_clients.enter_async_context(connected(url, key=key, timeout_s=timeout_s))
+            contestants[url] = Contestant(ask=ask_server(client, api, name or await model_name(client)))
+        return await _measured(contestants, work, display)
+
+
+async def _measured(contestants: dict[str, Contestant], work: Workload, display: Display) -> list[Section]:
+    return await measured(contestants, work, advance=display.phase("asking", work.runs(len(contestants))))
+
+
+def _names(recipes: str) -> list[str]:
+    names = [name.strip() for name in recipes.split(",")]
+    for name in names:
+        check_choice("recipe", name, tuple(ServingRecipe))
+    if len({*names}) < len(names):
+        raise ConfigError(f"recipes are compared with one another, each once, not {recipes}")
+    return names
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--batch takes whole numbers with commas between them, such as 1,16, not {text!r}"
+        ) from error
+
+
+def _facts() -> dict[str, str]:
+    return {
+        "device": f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}",
+        "threads": str(torch.get_num_threads()),
+        "octavo": own_version(),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
+
+
+def _command() -> str:
+    return shlex.join(["octavo", *sys.argv[1:]])
+
+
+def _show(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        stdout().print(report.to_json(), markup=False, soft_wrap=True, end="")
+        return
+    for section in report.parts[0].sections:
+        table = Table(title=escape(section.title), title_justify="left")
+        for index, column in enumerate(section.columns):
+            table.add_column(escape(column), justify="right" if index else "left")
+        for row in section.rows:
+            table.add_row(*map(escape, row))
+        stdout().print(table)
+        for line in [*section.notes, *map(str, section.verdicts)]:
+            stdout().print(line, markup=False)
+
+
+def _write(report: Report, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / result_name(THEME, report.facts["device"], report.measured)
+    written = {".json": report.to_json(), ".md": markdown(report), ".html": page(report)}
+    for ending, text in written.items():
+        write_atomically(path.with_name(path.name + ending), text)
+    stderr().print(f"written: {path}{', '.join(written)}", markup=False, soft_wrap=True)
