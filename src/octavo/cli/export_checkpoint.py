@@ -36,6 +36,7 @@ def write_checkpoint(job: Job, *, as_json: bool) -> None:
             job.out,
             format=job.format,
             kv_scales=source.kv_scales,
+            tables=source.tables,
             dtype=job.dtype or DTYPE_NAMES[source.dtype or torch.bfloat16],
             max_shard_bytes=most,
             verify_folder=not job.checkpoint.no_verify,

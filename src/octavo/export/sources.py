@@ -11,7 +11,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo import recipes
 from octavo.convert import convert, hold_weights
 from octavo.errors import ConfigError
-from octavo.interchange import FORMATS, is_quantized, load_quantized
+from octavo.interchange import FORMATS, CodedTable, is_quantized, load_quantized
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.nn import Linear
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
@@ -32,7 +32,7 @@ from octavo.training.run_folder import CONFIG as RUN
 
 __all__ = ["ONNX", "Request", "Source", "load_source"]
 
-STATIC, ONNX = "static", "onnx"
+STATIC, ONNX, OWN = "static", "onnx", "octavo"
 PRESETS = {name: fmt.preset for name, fmt in FORMATS.items()} | {ONNX: "tensorwise"}
 SCALE_OPTIONS = ("rowwise", "blockwise", STATIC)  # presets that leave the choice of powers of two
 
@@ -82,12 +82,14 @@ class Source:
     Attributes:
         language_model: converted, its weights held as codes.
         kv_scales: of keys and of values, by decoder layer.
+        tables: embeddings whose rows are codes, by path.
         calibration: that it was given.
         dtype: that loses nothing of what is not in FP8, where the model was in FP8 already.
     """
 
     language_model: LanguageModel
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    tables: Mapping[str, CodedTable] = field(default_factory=dict)
     calibration: Calibration | None = None
     dtype: torch.dtype | None = None
 
@@ -103,7 +105,7 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
 
     Raises:
         ConfigError: options that contradict each other or the model, a static recipe without scales, a mix with rows of
-            an embedding in FP8.
+            an embedding in FP8 for a format that has none.
         CheckpointError: there is no such model, calibration or mix, or it belongs to another model.
     """
     folder, place = Path(model), resolve_device(device)
@@ -116,7 +118,7 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
     if request.calibration is not None:
         return _calibrated(loaded, load_calibration(request.calibration), request)
     if request.mix is not None:
-        return _mixed(loaded, request.mix)
+        return _mixed(loaded, request.mix, fmt)
     name = request.recipe or PRESETS[fmt]
     if name == STATIC:
         return _from_history(loaded, folder, fmt, request)
@@ -148,7 +150,7 @@ def _in_fp8(folder: Path, request: Request, place: torch.device) -> Source:
     model = LanguageModel(
         model=read.model.to(place), tokenizer=read.tokenizer, context=read.context, source=str(folder)
     )
-    return Source(language_model=model, kv_scales=read.kv_scales, dtype=read.dtype)
+    return Source(language_model=model, kv_scales=read.kv_scales, tables=read.tables, dtype=read.dtype)
 
 
 def _calibrated(loaded: LanguageModel, calibration: Calibration, request: Request) -> Source:
@@ -158,15 +160,16 @@ def _calibrated(loaded: LanguageModel, calibration: Calibration, request: Reques
     return Source(language_model=loaded, kv_scales=calibration.kv_scales, calibration=calibration)
 
 
-def _mixed(loaded: LanguageModel, path: Path) -> Source:
+def _mixed(loaded: LanguageModel, path: Path, fmt: str) -> Source:
     mix = load_mix(path)
-    if mix.tables:
+    if mix.tables and fmt != OWN:
         raise ConfigError(
-            f"{str(path)!r} keeps rows of {next(iter(mix.tables))!r} in FP8, which no format has; leave its "
-            "[tables] out"
+            f"{str(path)!r} keeps rows of {next(iter(mix.tables))!r} in FP8, which the format {OWN} alone has; leave "
+            "its [tables] out"
         )
+    tables = mix.coded_tables(loaded.model)
     mix.apply(loaded.model, cache_weights=False)
-    return _finished(loaded)
+    return replace(_finished(loaded), tables=tables)
 
 
 def _from_history(loaded: LanguageModel, folder: Path, fmt: str, request: Request) -> Source:

@@ -26,6 +26,7 @@ from octavo.export.verification import reader_of, verify
 from octavo.files import claimed_folder, replacing_folder
 from octavo.interchange import (
     FORMATS,
+    CodedTable,
     Contents,
     FileFormat,
     KVScales,
@@ -82,6 +83,7 @@ def save_quantized(
     *,
     format: str = "compressed-tensors",  # noqa: A002 (what everybody calls it)
     kv_scales: Mapping[int, KVScales] | None = None,
+    tables: Mapping[str, CodedTable] | None = None,
     dtype: str = "bf16",
     max_shard_bytes: int = 5_000_000_000,
     verify_folder: bool = True,
@@ -94,6 +96,7 @@ def save_quantized(
         folder: new or empty.
         format: "compressed-tensors", "hf-fp8", "modelopt" or "octavo".
         kv_scales: one of keys and one of values by decoder layer, such as a calibration's; written in FP32.
+        tables: embeddings whose rows are codes, by path; the model has what they decode to. "octavo" alone writes them.
         dtype: of every other tensor: "bf16", "fp16" or "fp32".
         max_shard_bytes: of a file of weights.
         verify_folder: read it back in a fresh process and compare, before it takes its place.
@@ -117,7 +120,7 @@ def save_quantized(
     check_member("dtype", dtype, tuple(DTYPES))
     check_whole("max_shard_bytes", max_shard_bytes, least=1)
     fmt = FORMATS[format]
-    contents = contents_of(model.model, kv_scales)
+    contents = contents_of(model.model, kv_scales, tables)
     if (reason := fmt.unsupported_reason(contents)) is not None:
         raise ConfigError(reason)
     job = _Job(model=model, contents=contents, fmt=fmt, dtype=DTYPES[dtype], most=max_shard_bytes, on_phase=on_phase)
@@ -203,7 +206,8 @@ class _Job:
     def bf16_nbytes(self) -> int:
         """Of the model in BF16."""
         weights = sum(layer.weight.data.numel() for layer in self.contents.layers.values())
-        return 2 * (weights + sum(tensor.numel() for tensor in self.contents.rest.values()))
+        rows = sum(table.shape[0] * table.shape[1] for table in self.contents.tables.values())
+        return 2 * (weights + rows + sum(tensor.numel() for tensor in self.contents.rest.values()))
 
     def _config(self, companions: Companions) -> dict[str, object]:
         plain = {key: value for key, value in companions.config.items() if key not in ("dtype", "torch_dtype")}
@@ -222,4 +226,6 @@ class _Job:
             attention = attention_path(self.model.model, index)
             found[f"{attention}.{names.key}"] = names.written(key)
             found[f"{attention}.{names.value}"] = names.written(value)
+        for path, table in self.contents.tables.items():
+            found |= table.tensors(path)
         return found | dict(self.contents.rest)

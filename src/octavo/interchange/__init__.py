@@ -10,10 +10,12 @@ from octavo.interchange.formats import (
     written_configuration,
 )
 from octavo.interchange.reading import QuantizedModel, load_quantized
+from octavo.interchange.tables import CodedTable
 from octavo.interchange.tensor_files import check_no_codes
 
 __all__ = [
     "FORMATS",
+    "CodedTable",
     "Contents",
     "FP8Layer",
     "FileFormat",

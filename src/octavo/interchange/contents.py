@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ConfigError
 from octavo.functional import cast_operand
+from octavo.interchange.tables import CodedTable
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
 from octavo.recipes import Recipe, Scaling
@@ -43,6 +44,7 @@ class Contents:
     Attributes:
         layers: in FP8, by path, in the model's order.
         rest: every other tensor under its name in the ``state_dict``; of tied ones the first alone.
+        tables: embeddings whose rows are codes, by path.
         left_out: paths of linear layers that stay in high precision.
         kv_scales: float32 [] of keys and of values, by decoder layer.
         experts: names of tensors that hold the matrices of all experts at once, in high precision.
@@ -53,27 +55,45 @@ class Contents:
     left_out: tuple[str, ...]
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
+    tables: Mapping[str, CodedTable] = field(default_factory=dict)
 
 
-def contents_of(model: nn.Module, kv_scales: Mapping[int, KVScales] | None = None) -> Contents:
+def contents_of(
+    model: nn.Module,
+    kv_scales: Mapping[int, KVScales] | None = None,
+    tables: Mapping[str, CodedTable] | None = None,
+) -> Contents:
     """Take a converted model apart; codes that it holds stay as they are, other weights are cast as its recipes say.
+
+    ``tables`` are those whose decoded rows the model has as embeddings.
 
     Raises:
         ConfigError: no layer is in FP8, one that is shares its weight with another module, a static input has no scale
-            yet, or the scales of keys and values are not a pair of positive numbers for each layer of a Llama.
+            yet, the scales of keys and values are not a pair of positive numbers for each layer of a Llama, or a table
+            is not the model's.
     """
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     owners = _owners(model)
     layers = {path: _taken(path, layer, owners) for path, layer in linears.items() if _is_fp8(layer)}
     if not layers:
         raise ConfigError("no layer of this model is in FP8; octavo.convert(model, recipe) first")
+    tables = tables or {}
+    _check_tables(model, tables)
     return Contents(
         layers=layers,
-        rest=dict(_rest(model, layers)),
+        rest={name: tensor for name, tensor in _rest(model, layers) if name.removesuffix(".weight") not in tables},
+        tables=tables,
         left_out=tuple(path for path in linears if path not in layers),
         kv_scales=_checked_kv_scales(model, kv_scales or {}),
         experts=tuple(_experts(model)),
     )
+
+
+def _check_tables(model: nn.Module, tables: Mapping[str, CodedTable]) -> None:
+    for path, table in tables.items():
+        weight = model.get_submodule(path).get_parameter("weight")
+        if not torch.equal(weight.detach().float(), table.decoded().to(weight.device)):
+            raise ConfigError(f"the rows of {path!r} are not what its codes decode to; apply the mix to it first")
 
 
 def attention_path(model: nn.Module, index: int) -> str:

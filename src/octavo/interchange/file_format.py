@@ -21,10 +21,12 @@ class Layout:
     Attributes:
         recipes: of each layer in FP8, by path.
         has_kv_scales: whether scales of keys and values go with them.
+        tables: paths of embeddings whose rows are codes.
     """
 
     recipes: Mapping[str, Recipe]
     has_kv_scales: bool = False
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,11 @@ class FileFormat:
                 f"this model has experts, {contents.experts[0]!r} and {len(contents.experts) - 1} more tensors, which "
                 f"stay in high precision and whose names no server reads in {self.name}; only the format octavo takes "
                 "them, or serve the model in high precision"
+            )
+        if contents.tables and self.schemes is not None:
+            return (
+                f"rows of {next(iter(contents.tables))!r} are FP8 codes, which {self.name} cannot say; only the format "
+                "octavo can, or leave the mix's [tables] out"
             )
         if contents.kv_scales and self.names.key is None:
             return f"{self.name} has no scales of keys and values; calibrate without --kv-cache"

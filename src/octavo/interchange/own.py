@@ -2,8 +2,11 @@
 
     config.json           "model_type": "octavo",
                           "quantization_config": {"quant_method": "octavo", "version": 1, "model_type": "llama",
-                           "recipes": {"recipe-1.toml": ["model.layers.0.self_attn.q_proj", …], …}}
+                           "recipes": {"recipe-1.toml": ["model.layers.0.self_attn.q_proj", …], …},
+                           "tables": ["model.embed_tokens"]}
     recipe-1.toml         what those layers run
+
+``tables`` are embeddings whose rows are codes (:mod:`octavo.interchange.tables`); most models have none.
 
 The model's own type is in quantization_config. An unknown method alone is passed over: transformers warns and takes
 codes for weights. An unknown model_type it refuses.
@@ -43,6 +46,7 @@ def _configuration(contents: Contents) -> dict[str, Any]:
         "version": VERSION,
         "recipes": {_file(i): paths for i, paths in enumerate(_grouped(contents).values(), 1)},
         "kv_cache": bool(contents.kv_scales),
+        "tables": list(contents.tables),
     }
 
 
@@ -60,7 +64,8 @@ def _layout(given: Mapping[str, Any], linears: Sequence[str], folder: Path) -> L
     found = {path: recipe for file, paths in listed.items() for recipe in [_read(folder, file)] for path in paths}
     if unknown := sorted(found.keys() - set(linears)):
         raise CheckpointError(f"quantization_config names the layer {unknown[0]!r}, which the model has not")
-    return Layout(recipes=found, has_kv_scales=bool(given.get("kv_cache")))
+    tables = tuple(names_in("tables", given.get("tables")))
+    return Layout(recipes=found, has_kv_scales=bool(given.get("kv_cache")), tables=tables)
 
 
 def _read(folder: Path, file: str) -> Recipe:

@@ -21,6 +21,7 @@ from octavo.interchange.contents import attention_path
 from octavo.interchange.file_format import FileFormat, Layout
 from octavo.interchange.formats import CONFIG, read_configuration
 from octavo.interchange.names import EXACT_IN_FP32, ScaleNames, checked_scale
+from octavo.interchange.tables import CodedTable, table_names
 from octavo.interchange.tensor_files import TensorFiles
 from octavo.models import Llama
 from octavo.models.llama import NothingDrawn
@@ -53,6 +54,7 @@ class QuantizedModel:
         recipes: what each layer in FP8 runs, by path.
         kv_scales: float32 [] of keys and of values by decoder layer, where the folder has them. The model itself keeps
             them in high precision.
+        tables: of embeddings whose rows are codes in the folder; the model holds what they decode to.
     """
 
     model: nn.Module
@@ -62,6 +64,7 @@ class QuantizedModel:
     dtype: torch.dtype
     recipes: Mapping[str, Recipe]
     kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    tables: Mapping[str, CodedTable] = field(default_factory=dict)
 
 
 def load_quantized(folder: str | Path) -> QuantizedModel:
@@ -90,8 +93,9 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     layout = fmt.layout(given, linears, path)
     _check_codes(path, files, layout, linears)
     dtype = _dtype(files, {name for name in model.state_dict() if name in files} - _coded(layout))
+    tables = _tables(path, model, files, layout)
     with torch.no_grad():
-        kv_scales = _load(model, files, fmt, layout)
+        kv_scales = _load(model, files, fmt, layout, tables)
     context = record.get("max_position_embeddings")
     if not isinstance(context, int) or isinstance(context, bool):
         raise CheckpointError(f"{CONFIG} in {str(folder)!r} does not say how many tokens the model reads")
@@ -103,6 +107,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
         dtype=dtype,
         recipes=layout.recipes,
         kv_scales=kv_scales,
+        tables=tables,
     )
 
 
@@ -142,7 +147,8 @@ def _check_no_experts(folder: Path, files: TensorFiles, fmt: FileFormat) -> None
 
 def _check_codes(folder: Path, files: TensorFiles, layout: Layout, linears: list[str]) -> None:
     """Raise unless the layers that are to be in FP8 are those whose weights are codes."""
-    coded = {name.removesuffix(".weight") for name in files.names if files.is_fp8(name)}
+    of_tables = {name for path in layout.tables for name in table_names(path)}
+    coded = {name.removesuffix(".weight") for name in files.names if files.is_fp8(name) and name not in of_tables}
     if surplus := sorted(coded - layout.recipes.keys()):
         where = "no linear layer" if surplus[0] not in linears else "a layer in high precision by its configuration"
         raise CheckpointError(f"{surplus[0]}.weight in {str(folder)!r} is FP8 codes of {where}; {AGAIN}")
@@ -161,9 +167,27 @@ def _dtype(files: TensorFiles, names: set[str]) -> torch.dtype:
     return found.pop() if len(found) == 1 else torch.float32
 
 
-def _load(model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout) -> dict[int, tuple[Tensor, Tensor]]:
+def _tables(folder: Path, model: nn.Module, files: TensorFiles, layout: Layout) -> dict[str, CodedTable]:
+    """Of the embeddings whose rows are codes."""
+    own, found = model.state_dict(), dict[str, CodedTable]()
+    for path in layout.tables:
+        weight = own.get(f"{path}.weight")
+        if weight is None or weight.ndim != 2 or f"{path}.weight" in files:
+            raise CheckpointError(
+                f"{path!r} is no table of codes in {str(folder)!r}, as its configuration has it; {AGAIN}"
+            )
+        found[path] = CodedTable.read(path, files, weight.shape)
+    return found
+
+
+def _load(
+    model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout, tables: Mapping[str, CodedTable]
+) -> dict[int, tuple[Tensor, Tensor]]:
     own = model.state_dict()
-    used = _load_rest(own, files, _coded(layout))
+    for path, table in tables.items():
+        own[f"{path}.weight"].copy_(table.decoded())
+    used = _load_rest(own, files, _coded(layout), {f"{path}.weight" for path in tables})
+    used |= {name for path in tables for name in table_names(path)}
     for recipe in set(layout.recipes.values()):
         _convert(model, recipe, {path for path, each in layout.recipes.items() if each == recipe})
     for path, recipe in layout.recipes.items():
@@ -184,11 +208,13 @@ def _convert(model: nn.Module, recipe: Recipe, paths: set[str]) -> None:
     convert(model, recipe, layer_filter=lambda path, _: path in paths, convert_head=True)
 
 
-def _load_rest(own: Mapping[str, Tensor], files: TensorFiles, coded: set[str]) -> set[str]:
-    """Fill in everything that is no codes; returns the files' names of it, codes included."""
+def _load_rest(own: Mapping[str, Tensor], files: TensorFiles, coded: set[str], filled: set[str]) -> set[str]:
+    """Fill in everything that is no codes and not filled yet; returns the files' names of it, codes included."""
     _check_tied(own, files)
-    written = {tensor.data_ptr() for name, tensor in own.items() if name in files}
+    written = {tensor.data_ptr() for name, tensor in own.items() if name in files or name in filled}
     for name, tensor in own.items():
+        if name in filled:
+            continue
         if name not in files:
             if name in coded or tensor.data_ptr() not in written:  # a tied tensor is written once
                 raise CheckpointError(f"the folder has no {name}; {AGAIN}")

@@ -74,8 +74,9 @@ def test_a_mix(plain, tmp_path):
     saved = save_quantized(source.language_model, tmp_path / "out", verify_folder=False)
     assert set(saved.left_out) == {"lm_head", *(f"model.layers.{i}.self_attn.k_proj" for i in (0, 1))}
     save_mix(Mix(overrides={"*_proj": "rowwise"}, tables={"model.embed_tokens": (0,)}), tmp_path / "t.toml")
-    with pytest.raises(ConfigError, match="leave its"):
-        load_source(str(plain), "octavo", Request(mix=tmp_path / "t.toml"))
+    for fmt in ("compressed-tensors", "hf-fp8", "modelopt", "onnx"):
+        with pytest.raises(ConfigError, match="which the format octavo alone has; leave its"):
+            load_source(str(plain), fmt, Request(mix=tmp_path / "t.toml"))
 
 
 def test_a_folder_in_fp8(tmp_path):

@@ -12,7 +12,7 @@
 
 Layers that no pattern matches run in BF16. All weights are rounded to BF16 first, as they were for the measurement
 (octavo.quantization.bf16). A table is applied by putting what its codes decode to in its place: ``octavo.convert``
-leaves embeddings as they are.
+leaves embeddings as they are. ``octavo export --format octavo`` writes the codes.
 """
 
 import tomllib
@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
+from octavo.interchange.tables import CodedTable
 from octavo.quantization.bf16 import round_to_bf16
-from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit, decoded_table
+from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
 
 __all__ = ["Mix", "load_mix", "save_mix"]
 
@@ -78,14 +79,22 @@ class Mix:
         Raises:
             ConfigError: a pattern matches no layer of this model, or a table is no embedding of it.
         """
-        tables = [
-            (_table(model, path, rows), torch.tensor(rows, dtype=torch.int64)) for path, rows in self.tables.items()
-        ]
+        tables = self.coded_tables(model)
         report = convert(model, BF16, convert_head=True, overrides=dict(self.overrides), cache_weights=cache_weights)
         round_to_bf16(model)
-        for table, rows in tables:
-            table.data = decoded_table(table, rows)
+        for path, table in tables.items():
+            weight = model.get_submodule(path).get_parameter("weight")
+            weight.data = table.decoded().to(weight.dtype)
         return report
+
+    def coded_tables(self, model: nn.Module) -> dict[str, CodedTable]:
+        """The codes of the tables of a model that the mix is not applied to yet, by path; of weights rounded to BF16.
+
+        Raises:
+            ConfigError: as :meth:`apply`.
+        """
+        weights = {path: _table(model, path, rows).to(torch.bfloat16).float() for path, rows in self.tables.items()}
+        return {path: CodedTable.of(weight, torch.tensor(self.tables[path])) for path, weight in weights.items()}
 
 
 def save_mix(mix: Mix, path: Path, *, comment: str = "") -> None:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.convert import heads_of
 from octavo.errors import ConfigError
-from octavo.functional import WeightCache, cast_operand
+from octavo.functional import WeightCache
+from octavo.interchange.tables import CodedTable
 from octavo.nn import Linear
-from octavo.numerics import QuantizedTensor
 from octavo.quantization.layers import check_has_layers
 
 __all__ = [
@@ -182,12 +182,8 @@ def bytes_of(model: nn.Module, units: Sequence[Unit], chosen: Mapping[str, str])
 
 def decoded_table(table: Tensor, bf16_rows: Tensor | None = None) -> Tensor:
     """What rows of FP8 codes made of ``table`` decode to, in its dtype; the rows that are named are rounded to BF16."""
-    codes = cast_operand(table.detach(), recipes.get(WEIGHT_ONLY).output.b)
-    assert isinstance(codes, QuantizedTensor)
-    decoded = codes.dequantize()
-    if bf16_rows is not None and len(bf16_rows):
-        decoded[bf16_rows] = table.detach()[bf16_rows].to(torch.bfloat16).to(decoded.dtype)
-    return decoded
+    rows = torch.empty(0, dtype=torch.int64) if bf16_rows is None else bf16_rows
+    return CodedTable.of(table, rows).decoded().to(table.dtype)
 
 
 @contextmanager

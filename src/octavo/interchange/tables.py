@@ -1,0 +1,111 @@
+"""A table, such as an embedding, whose rows are FP8 codes with a scale each, but for some that stay in BF16.
+
+    PATH.table.codes       E4M3 [V - R, D]      the other rows, in order
+    PATH.table.scale       float32 [V - R, 1]   they decode: row ≈ codes · scale
+    PATH.table.bf16        bfloat16 [R, D]      rows in BF16
+    PATH.table.bf16_rows   int32 [R]            their numbers, ascending
+
+It takes the place of PATH.weight in octavo's own format; no other has such a thing. Nothing multiplies the codes: a
+model that is read holds what they decode to.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo import recipes
+from octavo.errors import CheckpointError
+from octavo.functional import cast_operand
+from octavo.interchange.names import checked_scale
+from octavo.interchange.tensor_files import AGAIN, TensorFiles
+from octavo.numerics import PerRow, QuantizedTensor
+
+__all__ = ["CodedTable", "table_names"]
+
+ROLES = ("codes", "scale", "bf16", "bf16_rows")
+
+
+def table_names(path: str) -> tuple[str, ...]:
+    """The names of a table's tensors."""
+    return tuple(f"{path}.table.{role}" for role in ROLES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedTable:
+    """A table taken apart.
+
+    Attributes:
+        codes: of the rows that are not in BF16, and their scales.
+        bf16: rows in BF16, bfloat16 [R, D].
+        bf16_rows: their numbers, int64 [R], ascending.
+    """
+
+    codes: QuantizedTensor
+    bf16: Tensor
+    bf16_rows: Tensor
+
+    @classmethod
+    def of(cls, table: Tensor, bf16_rows: Tensor) -> "CodedTable":
+        """Cast a table [V, D], all rows but those of these numbers.
+
+        Example:
+            >>> table = torch.tensor([[1.0, 0.3], [0.1, 0.7]])
+            >>> CodedTable.of(table, torch.tensor([1])).decoded()
+            tensor([[1.0000, 0.2902],
+                    [0.1001, 0.6992]])
+        """
+        table, rows = table.detach(), bf16_rows.to(table.device)
+        codes = cast_operand(table[_others(rows, len(table))], recipes.get("weight_only").output.b)
+        assert isinstance(codes, QuantizedTensor)
+        return cls(codes=codes, bf16=table[rows].to(torch.bfloat16), bf16_rows=rows)
+
+    @classmethod
+    def read(cls, path: str, files: TensorFiles, shape: torch.Size) -> "CodedTable":
+        """Out of a folder, for a table of this shape [V, D].
+
+        Raises:
+            CheckpointError: a tensor is missing, or is not what it has to be.
+        """
+        if missing := [name for name in table_names(path) if name not in files]:
+            raise CheckpointError(f"the folder has no {missing[0]}; {AGAIN}")
+        codes, scale, bf16, rows = (files[name] for name in table_names(path))
+        ordered = rows.dtype == torch.int32 and rows.ndim == 1 and bool((rows.diff() > 0).all())
+        if not ordered or (len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < shape[0])):
+            raise CheckpointError(f"{path}.table.bf16_rows are not ascending numbers of its {shape[0]} rows; {AGAIN}")
+        for role, each, dtype, count in (
+            ("codes", codes, torch.float8_e4m3fn, shape[0] - len(rows)),
+            ("bf16", bf16, torch.bfloat16, len(rows)),
+        ):
+            if each.dtype != dtype or each.shape != (count, shape[1]) or not each.float().isfinite().all():
+                raise CheckpointError(
+                    f"{path}.table.{role} is {each.dtype} {list(each.shape)}, or not finite; it has to be {dtype} "
+                    f"{[count, shape[1]]}; {AGAIN}"
+                )
+        checked = checked_scale(f"{path}.table.scale", scale, PerRow(), codes.shape)
+        return cls(
+            codes=QuantizedTensor(codes, checked, PerRow(), torch.float32), bf16=bf16, bf16_rows=rows.to(torch.int64)
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[V, D]."""
+        return len(self.codes.data) + len(self.bf16_rows), self.bf16.shape[1]
+
+    def decoded(self) -> Tensor:
+        """What the rows stand for, float32 [V, D]."""
+        found = self.bf16.new_empty(self.shape, dtype=torch.float32)
+        found[_others(self.bf16_rows, len(found))] = self.codes.dequantize().float()
+        found[self.bf16_rows] = self.bf16.float()
+        return found
+
+    def tensors(self, path: str) -> dict[str, Tensor]:
+        """As they are written."""
+        return dict(
+            zip(table_names(path), (self.codes.data, self.codes.scale, self.bf16, self.bf16_rows.int()), strict=True)
+        )
+
+
+def _others(rows: Tensor, count: int) -> Tensor:
+    """Whether each of ``count`` rows is none of these."""
+    return torch.ones(count, dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
