@@ -68,9 +68,13 @@ def replacing_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> Iterator[P
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for path in temporary.iterdir():
-            sync_file(path)
-        sync_folder(temporary)
+        readers = temporary.stat().st_mode & 0o666  # as the umask has it; safetensors lets nobody else read
+        for path in (temporary, *temporary.rglob("*")):
+            if path.is_dir():
+                sync_folder(path)
+            else:
+                path.chmod(path.stat().st_mode | readers)
+                sync_file(path)
         if folder.is_dir() and is_own(folder):
             folder.replace(older)
         temporary.replace(folder)

@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from octavo.errors import ConfigError
 from octavo.files import check_folder, check_may_write, claimed_folder, replacing, replacing_folder, write_atomically
@@ -138,3 +140,18 @@ def test_folders_made_for_a_result_that_never_came_are_removed(tmp_path):
     with claimed_folder(tmp_path / "kept" / "new" / "below"):
         (tmp_path / "kept" / "new" / "below" / "result").touch()
     assert (tmp_path / "kept" / "new" / "below" / "result").is_file()
+
+
+def test_whoever_may_read_the_folder_may_read_its_files(tmp_path):
+    """Tensors too, which safetensors writes for their owner alone; a server runs as another user."""
+    before = os.umask(0o027)
+    try:
+        with replacing_folder(tmp_path / "out") as temporary:
+            (temporary / "inner").mkdir()
+            save_file({"x": torch.zeros(1)}, temporary / "inner" / "model.safetensors")
+            (temporary / "run.sh").write_text("exit")
+            (temporary / "run.sh").chmod(0o750)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").rglob("*")}
+    assert modes == {"inner": 0o750, "model.safetensors": 0o640, "run.sh": 0o750}

@@ -62,7 +62,7 @@ def text_windows(
     text = separator.join(document.text for document in chosen)
     if count > len(text):
         raise DataError(
-            f"the {split} text of {str(source)!r} has {len(text)} characters, too few for {count} windows; ask for "
+            f"the {split} text of {str(source)!r} has too little for {count} windows: {len(text)} characters; ask for "
             "fewer, or give more text"
         )
     tokenizer = unbounded(model.tokenizer)

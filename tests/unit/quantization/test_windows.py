@@ -123,5 +123,5 @@ def test_what_is_refused(model, file, given, message):
 
 
 def test_more_windows_than_characters_are_refused_at_once(model, file):
-    with pytest.raises(DataError, match=r"has \d+ characters, too few for 1000000000000 windows; ask for fewer"):
+    with pytest.raises(DataError, match=r"has too little for 1000000000000 windows: \d+ characters; ask for fewer"):
         text_windows(model, file, "train", count=10**12, length=2)
