@@ -91,8 +91,8 @@ def contents_of(
 
 def _check_tables(model: nn.Module, tables: Mapping[str, CodedTable]) -> None:
     for path, table in tables.items():
-        weight = model.get_submodule(path).get_parameter("weight")
-        if not torch.equal(weight.detach().float(), table.decoded().to(weight.device)):
+        weight = dict(model.named_parameters()).get(f"{path}.weight")
+        if weight is None or not torch.equal(weight.detach(), table.decoded().to(weight)):
             raise ConfigError(f"the rows of {path!r} are not what its codes decode to; apply the mix to it first")
 
 

@@ -76,7 +76,7 @@ class FileFormat:
         if contents.tables and self.schemes is not None:
             return (
                 f"rows of {next(iter(contents.tables))!r} are FP8 codes, which {self.name} cannot say; only the format "
-                "octavo can, or leave the mix's [tables] out"
+                "octavo can, or export the model that they were made of"
             )
         if contents.kv_scales and self.names.key is None:
             return f"{self.name} has no scales of keys and values; calibrate without --kv-cache"

@@ -47,7 +47,7 @@ class CodedTable:
 
     @classmethod
     def of(cls, table: Tensor, bf16_rows: Tensor) -> "CodedTable":
-        """Cast a table [V, D], all rows but those of these numbers.
+        """Cast a table [V, D], all rows but those of these numbers, in any order.
 
         Example:
             >>> table = torch.tensor([[1.0, 0.3], [0.1, 0.7]])
@@ -55,7 +55,7 @@ class CodedTable:
             tensor([[1.0000, 0.2902],
                     [0.1001, 0.6992]])
         """
-        table, rows = table.detach(), bf16_rows.to(table.device)
+        table, rows = table.detach(), bf16_rows.to(device=table.device, dtype=torch.int64).unique()
         codes = cast_operand(table[_others(rows, len(table))], recipes.get("weight_only").output.b)
         assert isinstance(codes, QuantizedTensor)
         return cls(codes=codes, bf16=table[rows].to(torch.bfloat16), bf16_rows=rows)

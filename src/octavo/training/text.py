@@ -74,7 +74,8 @@ def unseen_split(source: str, known: str) -> str:
     """The split of a source to measure on, if the training split of ``known`` has been read.
 
     "test" of the same source, and of the built-in corpus where the other is its library sources, in the same splits;
-    "all" of another source.
+    "all" of another source. Sources are told apart by name, a path by where it leads now. Whether one text stands in
+    another, as the language topics do in the built-in corpus, ``octavo.quantization.overlap.shared_share`` counts.
 
     Example:
         >>> unseen_split("builtin", "library-sources"), unseen_split("language-topics", "library-sources")

@@ -5,9 +5,11 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from octavo.export.writing import save_quantized
 from octavo.interchange import load_quantized
+from octavo.quantization.sensitivity import Mix, save_mix
 from tests.unit.interchange.folders import ROW, dynamic, written
 
 GRAPH = ["--format", "onnx"]
@@ -105,6 +107,17 @@ def test_a_format_for_import_to_write_nowhere(octavo, folder):
     result = octavo("import", folder, "--format", "hf-fp8")
     assert result.exit_code == 2, result.output
     assert "--format says what --out writes; give --out FOLDER too" in " ".join(result.stderr.split())
+
+
+def test_a_mix_s_table_is_codes_in_the_file_and_stays_so(octavo, finished_run, tmp_path):
+    """Written by the command, and again from the folder that it wrote."""
+    save_mix(Mix(overrides={"*_proj": "rowwise"}, tables={"model.embed_tokens": (1,)}), tmp_path / "mix.toml")
+    for source, out, options in ((finished_run, "m", ["--mix", tmp_path / "mix.toml"]), (tmp_path / "m", "n", [])):
+        arguments = ["--format", "octavo", "--out", tmp_path / out, *options, "--no-verify"]
+        assert octavo("export", source, *arguments).exit_code == 0
+        found = load_file(tmp_path / out / "model.safetensors")
+        assert found["model.embed_tokens.table.codes"].dtype == torch.float8_e4m3fn
+        assert "model.embed_tokens.weight" not in found
 
 
 def test_import_narrows_nothing(octavo, tmp_path):

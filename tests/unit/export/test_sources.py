@@ -79,6 +79,16 @@ def test_a_mix(plain, tmp_path):
             load_source(str(plain), fmt, Request(mix=tmp_path / "t.toml"))
 
 
+def test_a_mix_brings_its_tables_and_a_folder_too(plain, tmp_path):
+    save_mix(Mix(overrides={"*_proj": "rowwise"}, tables={"model.embed_tokens": (0, 5)}), tmp_path / "t.toml")
+    source = load_source(str(plain), "octavo", Request(mix=tmp_path / "t.toml"))
+    assert source.tables["model.embed_tokens"].bf16_rows.tolist() == [0, 5]
+    model, tables = source.language_model, source.tables
+    save_quantized(model, tmp_path / "m", format="octavo", tables=tables, verify_folder=False)
+    again = load_source(str(tmp_path / "m"), "octavo", Request())
+    assert again.tables["model.embed_tokens"].bf16_rows.tolist() == [0, 5]
+
+
 def test_a_folder_in_fp8(tmp_path):
     save_quantized(dynamic(ROW), tmp_path / "m", verify_folder=False)
     source = load_source(str(tmp_path / "m"), "octavo", Request())

@@ -16,7 +16,7 @@ from octavo.interchange import load_quantized
 from octavo.interchange.tables import CodedTable, table_names
 from octavo.language_model import load_language_model
 from octavo.quantization.sensitivity import Mix
-from octavo.quantization.sensitivity.units import bytes_of, units_of
+from octavo.quantization.sensitivity.units import bytes_of, decoded_table, units_of
 from tests.unit.interchange.folders import verdict
 from tests.unit.quantization.tiny_models import VOCABULARY, language_model, windows
 
@@ -38,6 +38,28 @@ def test_rows_are_cast_one_by_one(rows):
     assert torch.equal(made.decoded()[rows], table[rows])
     assert made.codes.data.shape == (7 - len(rows), 12)
     assert made.shape == (7, 12)
+
+
+@pytest.mark.parametrize("rows", [(), (3, 0), (3, 3), tuple(range(VOCABULARY))])
+def test_a_mix_by_hand_names_rows_as_it_likes(rows):
+    """None, all, in any order or twice."""
+    model, mix = language_model(), Mix(overrides={"*_proj": "tensorwise"}, tables={PATH: rows})
+    weight = model.model.get_parameter(f"{PATH}.weight").detach().bfloat16().float()
+    wanted = decoded_table(weight, torch.tensor(sorted({*rows}), dtype=torch.int64))
+    mix.apply(model.model)
+    assert torch.equal(model.model.get_parameter(f"{PATH}.weight"), wanted)
+
+
+def test_a_model_in_bf16_is_written_too(tmp_path):
+    source = language_model()
+    source.model.bfloat16()
+    mix = Mix(overrides={"*_proj": "tensorwise"}, tables={PATH: ROWS})
+    tables = mix.coded_tables(source.model)
+    mix.apply(source.model, cache_weights=False)
+    save_quantized(source, tmp_path / "m", format="octavo", tables=tables, verify_folder=False)
+    assert load_quantized(tmp_path / "m").tables[PATH].shape == (VOCABULARY, 64)
+    with pytest.raises(ConfigError, match="the rows of 'nope' are not what its codes decode to"):
+        save_quantized(source, tmp_path / "n", format="octavo", tables={"nope": tables[PATH]}, verify_folder=False)
 
 
 def mixed(*, tied: bool) -> Source:

@@ -25,7 +25,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.kernels import quantize
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
-from octavo.numerics import sqnr_db
+from octavo.numerics import amax, sqnr_db
 from octavo.quantization.calibration.folder import read_folder, write_folder
 from octavo.quantization.calibration.health import LayerHealth, health_warnings
 from octavo.quantization.calibration.observing import module_of
@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 NEVER_REACHED = "no batch reached it"
+MOST_BEYOND = 2.02  # a search halves a group's range at most; rounding to BF16 moves it a little
 LOST_DB = 1.0  # of a weight under its own searched scales; rounding to BF16 first costs a tenth of that
 KV_CACHE, KV_ROLES, KEY_MEAN = "kv_cache.", ("key", "value"), ".key.mean"
 
@@ -174,19 +175,24 @@ class Calibration:
         check_holds_no_codes(module, self.input_scales)
 
     def _check_weights(self, module: nn.Module) -> None:
-        """Raise unless searched scales still serve the weights: theirs may have been trained since, or be another's."""
+        """Raise where searched scales do not serve the weights, which may have been trained since, or be another's.
+
+        No search goes below half of a group's amax, and a whole matrix loses no more than it lost.
+        """
         spec = self.recipe.output.b
         assert spec is not None
         for layer in self.health:
             weight = module.get_submodule(layer.path).get_parameter("weight").detach().float()
             scale = self.weight_scales[layer.path].to(weight.device)
-            found = sqnr_db(
-                weight, quantize(weight, spec.format, granularity=spec.granularity, scale=scale).dequantize()
-            )
-            if layer.weight_sqnr_db is not None and found < layer.weight_sqnr_db - LOST_DB:
+            q = quantize(weight, spec.format, granularity=spec.granularity, scale=scale)
+            found = sqnr_db(weight, q.dequantize())
+            known = found if layer.weight_sqnr_db is None else layer.weight_sqnr_db
+            beyond = float((amax(weight, spec.granularity) / (scale * spec.format.max)).max())
+            if found < known - LOST_DB or beyond > MOST_BEYOND:
                 raise CheckpointError(
                     f"the weight of {layer.path!r} is not the one its scales were searched for (mse): they leave "
-                    f"{found:.1f} dB and left {layer.weight_sqnr_db:.1f}; calibrate the model with these weights"
+                    f"{found:.1f} dB and left {known:.1f}, and its amax is {beyond:.2f} times what they provide for; "
+                    "calibrate the model with these weights"
                 )
 
     def warnings(self) -> list[str]:

@@ -248,6 +248,16 @@ def test_searched_scales_are_of_the_weights_they_were_searched_for(granularity):
     assert len(found.apply(rounded).held) == len(found.apply(model).held) > 0
 
 
+def test_one_row_of_many_is_enough():
+    """A matrix of a thousand rows loses nothing by one that is cut off; the row does."""
+    model = nn.Sequential(nn.Linear(16, 1024, bias=False))
+    found = calibrate(model, [torch.randn(4, 16)], weight_method="mse", granularity="row")
+    with torch.no_grad():
+        model.get_parameter("0.weight")[7] *= 3
+    with pytest.raises(CheckpointError, match="is not the one its scales were searched for"):
+        found.apply(model)
+
+
 def test_a_batch_of_one_dimension_is_one_sample():
     assert calibrate(nn.Sequential(nn.Linear(8, 8)), [torch.randn(8)] * 3).seen.samples == 3
 
