@@ -52,7 +52,7 @@ class CodedTable:
         Example:
             >>> table = torch.tensor([[1.0, 0.3], [0.1, 0.7]])
             >>> CodedTable.of(table, torch.tensor([1])).decoded()
-            tensor([[1.0000, 0.2902],
+            tensor([[1.0000, 0.2857],
                     [0.1001, 0.6992]])
         """
         table, rows = table.detach(), bf16_rows.to(device=table.device, dtype=torch.int64).unique()
