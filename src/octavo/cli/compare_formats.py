@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.runs import own_source, text_to_train_on
+from octavo.cli.runs import own_source, share_trained_on, text_to_train_on, warn_of_trained_text
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
@@ -88,7 +88,8 @@ def evaluate_model(question: Question, *, as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
-    rows = [(name, number(value, 6) if isinstance(value, int | float) else value) for name, value in record.items()]
+    known = {name: value for name, value in record.items() if value is not None}
+    rows = [(name, number(value, 6) if isinstance(value, int | float) else value) for name, value in known.items()]
     print_table("Evaluation", ["", ""], rows)
 
 
@@ -132,7 +133,8 @@ def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str
     split = question.split or unseen_split(source, text_to_train_on(question.model))
     length = _length(model, question)
     windows = evaluation_windows(model, source, split, count=question.windows, length=length)
-    return windows, {"data": source, "split": split}
+    share = share_trained_on(question.model, source, split)
+    return windows, {"data": source, "split": split, "trained_on_share": share}
 
 
 def _length(model: LanguageModel, question: Question) -> int:
@@ -277,6 +279,8 @@ def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:
         f"with {found.reference}, window by window, ± their standard error; top-1: how often the likeliest next token "
         f"is {found.reference}'s; KL: of its predictions from the format's, in nats."
     )
+    if warning := warn_of_trained_text(facts["trained_on_share"], facts["data"], facts["split"]):
+        yield warning
     if "calibration" in facts:
         yield f"{STATIC} is calibrated on {facts['calibration']}."
     if "tuned" in facts:

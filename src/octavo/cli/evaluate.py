@@ -8,10 +8,10 @@ import typer
 
 from octavo.cli import options
 from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, Question, compare_formats, evaluate_model
-from octavo.cli.console import number, print_json, print_table
+from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
-from octavo.cli.runs import check_is_run
+from octavo.cli.runs import check_is_run, share_trained_on, warn_of_trained_text
 from octavo.errors import ConfigError
 from octavo.language_model import Kind, kind_of
 from octavo.quantization.comparison.contestants import CENTRED, STATIC, TUNED
@@ -104,12 +104,14 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
                 batch_size=BATCH_WINDOWS,
                 surroundings=run.surroundings,
             )
+    read, part = data.manifest["source"], data.manifest["split"]
     record = {
         "run": str(run_dir),
         "recipe": run.config.training.recipe,
         "step": run.step,
-        "data": data.manifest["source"],
-        "split": data.manifest["split"],
+        "data": read,
+        "split": part,
+        "trained_on_share": share_trained_on(run_dir, read, part),
         "tokens": found.tokens,
         "nats": found.nats,
         "perplexity": found.perplexity,
@@ -121,3 +123,5 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
         (name, number(value, 6) if isinstance(value, int | float) else str(value)) for name, value in record.items()
     ]
     print_table("Evaluation", ["", ""], rows)
+    if warning := warn_of_trained_text(record["trained_on_share"], read, part):
+        stdout().print(warning, markup=False, soft_wrap=True)

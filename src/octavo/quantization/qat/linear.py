@@ -6,12 +6,15 @@ scale outlives training, so it comes from what training sees, in one of three wa
 | scales    | the input's scale in training                                    | learned by the optimizer |
 |-----------|------------------------------------------------------------------|--------------------------|
 | `tracked` | that of a running maximum: amax ← max(this batch's, decay · amax) | no                       |
-| `learned` | 2^log2_scale, from the first batch's amax on                      | yes                      |
+| `learned` | 2^log2_scale, from the first batch's amax on; see below           | yes                      |
 | `frozen`  | stays what it is                                                  | no                       |
 
 A running maximum provides for the batch at hand, so nothing is clipped while it is tracked. It forgets slowly, because
 the two errors are not alike: on a floating grid a scale that is too large by a factor of two costs only the smallest
 values, and one that is too small cuts off the largest.
+
+A recipe with scales that are powers of two rounds log2_scale up. It starts half a step below the power in use, as
+far from the next one down as from the next one up.
 
 ``input_scale`` is always the value in use, in evaluation too. Zero means none yet; an input that has been zero
 throughout has scale 1. Other casts take their scales from their own tensors and need no state.
@@ -67,7 +70,7 @@ class QATLinear(Linear):
         self.scales = scales if self.recipe.has_static_input else Scales.FROZEN
         self.decay, self.clip_gradients = decay, clip_gradients
         self.register_buffer("seen_amax", self.fresh_state(self.weight.device)["seen_amax"], persistent=False)
-        learned = torch.nn.Parameter(self.input_scale.log2()) if self.scales == Scales.LEARNED else None
+        learned = torch.nn.Parameter(self._log2_of_scale()) if self.scales == Scales.LEARNED else None
         self.register_parameter("log2_scale", learned)
 
     def finish(self) -> Linear:
@@ -119,7 +122,7 @@ class QATLinear(Linear):
         if self.training and not self._has_learned:
             self._track(x, spec)
             if self.log2_scale is not None and self.seen_amax > 0:
-                self.log2_scale.copy_(self.input_scale.log2())
+                self.log2_scale.copy_(self._log2_of_scale())
         self._read_learned()
 
     def _track(self, x: Tensor, spec: CastSpec) -> None:
@@ -134,13 +137,21 @@ class QATLinear(Linear):
     def _has_learned(self) -> bool:
         return self.log2_scale is not None and bool(self.log2_scale.isfinite())
 
+    def _log2_of_scale(self) -> Tensor:
+        """Where a learned scale starts: the middle of those that round up to a power of two, or the scale's own."""
+        exponent = self.input_scale.log2()
+        return exponent.ceil() - 0.5 if self._is_power_of_two else exponent
+
     def _read_learned(self) -> None:
         if self._has_learned and self.scales == Scales.LEARNED:
             assert self.log2_scale is not None
-            assert self.recipe.output.a is not None
             exponent = self.log2_scale.float().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-            is_power = self.recipe.output.a.scale_rounding is not ScaleRounding.FP32
-            self.input_scale.copy_((exponent.ceil() if is_power else exponent).exp2())
+            self.input_scale.copy_((exponent.ceil() if self._is_power_of_two else exponent).exp2())
+
+    @property
+    def _is_power_of_two(self) -> bool:
+        assert self.recipe.output.a is not None
+        return self.recipe.output.a.scale_rounding is not ScaleRounding.FP32
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
         """Nothing seen, beside what a linear layer has."""

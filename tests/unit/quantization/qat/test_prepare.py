@@ -257,6 +257,22 @@ def test_learned_scales_are_what_the_recipe_allows():
     assert math.log2(octavo.scaling_state(model)["0.input.scale"]).is_integer()
 
 
+@pytest.mark.parametrize("exponent", range(-40, 113, 8))
+def test_a_learned_power_of_two_is_as_far_from_the_next_one_down_as_up(exponent):
+    """A small step of the optimizer changes no scale, whichever way it goes."""
+    x = torch.full((1, 8), 448 * 2.0**exponent)
+    for step in (-0.49, 0.0, 0.49):
+        model = nn.Sequential(nn.Linear(8, 8))
+        prepare_qat(model, recipes.get("static", power_of_two=True), scales="learned")
+        layer = cast("QATLinear", model[0])
+        model(x)
+        assert layer.log2_scale is not None
+        with torch.no_grad():
+            layer.log2_scale.add_(step)
+        model(x)
+        assert float(layer.input_scale) == 2.0**exponent
+
+
 def test_learned_scales_resume_from_the_state_dict():
     first, second = small(), small(seed=5)
     for model in (first, second):
