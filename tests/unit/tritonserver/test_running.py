@@ -1,7 +1,11 @@
 """How Triton's server is started and ended, with a stand-in that listens, hangs or gives up."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +90,45 @@ def test_one_that_does_not_end_is_killed(start, monkeypatch):
     assert server.process.returncode == -9
     with pytest.raises(ProcessLookupError):
         os.killpg(process, 0)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from octavo.tritonserver.environment import Environment
+from octavo.tritonserver.running import Ports, TritonServer
+folder = Path(sys.argv[1])
+with TritonServer.started(
+    folder / "repository", Environment(folder=folder / "environment"), ports=Ports(http=int(sys.argv[2])),
+    log=folder / "log", ready_seconds=60.0,
+) as server:
+    print(server.process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_it_does_not_outlive_octavo(start, tmp_path):
+    """Killed, octavo can end nothing itself."""
+    start("serves")
+    with Address(port=0).bind() as free:
+        port = free.getsockname()[1]
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path, str(port)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    pid = int(ended.stdout)
+    deadline = time.monotonic() + 60
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid):
+    """Whether a process exists, and is no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_folder_without_models_is_refused(start, tmp_path):
