@@ -1,10 +1,13 @@
 """Every checkpoint format on a real model and on the demo's: written, read back by something else, compared.
 
     python -m benchmarks.export [--run runs/demo/tensorwise] [--cases "hf-fp8;octavo"] [--no-write]
+    python -m benchmarks.export --mix FILE
 
 SmolLM2-135M, and a trained run of octavo's where one is given. Errors are ‖difference‖ / ‖logits‖ in FP32 against
 octavo's emulation: in lockstep, and with both running free, where a cast turns the last digit of a sum into another
-code (``octavo.export.agreement``). Bytes are those of the weights' files over BF16's; the head stays in BF16.
+code (``octavo.export.agreement``). With --mix SmolLM2-135M is written by a mix of ``octavo sensitivity``'s, table and
+all, in the one format that holds such a table. Bytes are those of the weights' files over BF16's; the head stays in
+BF16.
 
 Bars: an error of at most 1e-3 in lockstep, of the logits and of what reaches each layer; the same 64 tokens; at most
 0.62 of BF16's bytes. With both running free nothing is claimed.
@@ -12,6 +15,7 @@ Bars: an error of at most 1e-3 in lockstep, of the logits and of what reaches ea
 
 import argparse
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -47,30 +51,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", help="a run of octavo train or demo, to be exported too")
     parser.add_argument("--cases", default="", help=f"some of {'; '.join(CASES)}, by semicolons; all by default")
+    parser.add_argument("--mix", type=Path, help="a mix of octavo sensitivity, which is measured alone")
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
-    machine, console = hardware(), Console(stderr=True)
+    machine, write = hardware(), not arguments.no_write
+    if arguments.mix is not None:
+        lines = [*HEAD, *mixed(arguments.mix)]
+        publish("export", lines, title="A mix, read back", machine=machine, write=write, variant="mix")
+        return
     try:
         sources = {"SmolLM2-135M": str(smollm2.model_path())} | _runs(arguments.run)
     except DataError as error:
         parser.exit(2, f"{error}\n")
-    lines = list(HEAD)
     cases = list(filter(None, arguments.cases.split(";"))) or list(CASES)
+    lines = [*HEAD, *rows(sources, cases)]
+    publish("export", lines, title="Checkpoints, read back", machine=machine, write=write)
+
+
+def rows(sources: Mapping[str, str], cases: Sequence[str]) -> Iterator[str]:
+    """A row for each model and case, shown as it comes."""
+    console = Console(stderr=True)
     for name, source in sources.items():
         with tempfile.TemporaryDirectory() as scratch:
             scales = _calibrated(source, Path(scratch)) if any(CASES[case][2] for case in cases) else None
             for case in cases:
-                lines.append(row(name, case, measured(source, case, scales)))
-                console.print(lines[-1], markup=False, soft_wrap=True)
-    publish("export", lines, title="Checkpoints, read back", machine=machine, write=not arguments.no_write)
+                fmt, recipe, is_static = CASES[case]
+                saved = measured(source, fmt, Request(recipe=recipe, calibration=scales if is_static else None))
+                line = row(name, case, saved)
+                console.print(line, markup=False, soft_wrap=True)
+                yield line
 
 
-def measured(source: str, case: str, scales: Path | None) -> Saved:
+def mixed(mix: Path) -> Iterator[str]:
+    """SmolLM2-135M's row by a mix, and its bytes."""
+    saved = measured(str(smollm2.model_path()), "octavo", Request(mix=mix))
+    yield row("SmolLM2-135M", "octavo, a mix", saved)
+    yield ""
+    yield f"{saved.nbytes:,} bytes of weights."
+
+
+def measured(source: str, fmt: str, request: Request) -> Saved:
     """Write one case into a temporary folder, with its verification."""
-    fmt, recipe, is_static = CASES[case]
-    ready = load_source(source, fmt, Request(recipe=recipe, calibration=scales if is_static else None))
+    ready = load_source(source, fmt, request)
     with tempfile.TemporaryDirectory() as scratch:
-        return save_quantized(ready.language_model, Path(scratch) / "model", format=fmt, kv_scales=ready.kv_scales)
+        folder = Path(scratch) / "model"
+        return save_quantized(ready.language_model, folder, format=fmt, kv_scales=ready.kv_scales, tables=ready.tables)
 
 
 def _runs(run: str | None) -> dict[str, str]:

@@ -5,9 +5,10 @@ and a shift, and 64 bins a binade cover every magnitude there is:
 
     bin = (bits(|x|) + 2^16) >> 17          value of a bin = float32(bin << 17)          |x| / value within 1 ± 2^-7
 
-An FP8 step holds 8 bins or more, and a tensor whose values have six mantissa bits is kept exactly. Counts are integers:
-their sum does not depend on the order. No range has to be known before, so every method needs one pass only. 16,321
-counts take 128 KiB a layer, however much passes through it.
+The last bin's value is amax, by up to 2^-6 more than what else is in that bin. An FP8 step holds 8 bins or more, and a
+tensor whose values have six mantissa bits is kept exactly. Counts are integers: their sum does not depend on the order.
+No range has to be known before, so every method needs one pass only. 16,321 counts take 128 KiB a layer, however much
+passes through it.
 """
 
 from dataclasses import dataclass

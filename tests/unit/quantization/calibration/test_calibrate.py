@@ -248,12 +248,24 @@ def test_searched_scales_are_of_the_weights_they_were_searched_for(granularity):
     assert len(found.apply(rounded).held) == len(found.apply(model).held) > 0
 
 
-def test_one_row_of_many_is_enough():
-    """A matrix of a thousand rows loses nothing by one that is cut off; the row does."""
+def test_a_row_that_is_cut_off_is_enough():
+    """Of a thousand rows one that is small counts nothing in the matrix's SQNR; its own output is wrong."""
     model = nn.Sequential(nn.Linear(16, 1024, bias=False))
+    row = model.get_parameter("0.weight").data[7]
+    row *= 1e-4
     found = calibrate(model, [torch.randn(4, 16)], weight_method="mse", granularity="row")
-    with torch.no_grad():
-        model.get_parameter("0.weight")[7] *= 3
+    row *= 3
+    with pytest.raises(CheckpointError, match="is not the one its scales were searched for"):
+        found.apply(model)
+    row /= 3
+    found.apply(model)
+
+
+def test_a_loss_is_enough():
+    """Weights within twice their range, but cut off by the thousand."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    found = calibrate(model, [torch.randn(4, 64)], weight_method="mse")
+    model.get_parameter("0.weight").data *= 1.9
     with pytest.raises(CheckpointError, match="is not the one its scales were searched for"):
         found.apply(model)
 

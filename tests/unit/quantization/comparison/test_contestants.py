@@ -137,6 +137,9 @@ def test_int8_runs_on_the_layers_that_fp8_runs_on():
 def test_int8_logits_are_those_of_torchao_by_hand():
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = language_model()
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            parameter.mul_(1.001)  # or norms, which are ones, would be in BF16 already
     expected: Any = copy.deepcopy(model.model).requires_grad_(False)
     for parameter in expected.parameters():
         parameter.data = parameter.data.to(BF16)

@@ -177,6 +177,18 @@ def test_of_mixes_within_the_budgets_the_one_that_bought_most_is_kept(sensitive,
     assert (result.best.fp8_products if share else -result.best.bytes) == max(bought)
 
 
+@pytest.mark.parametrize(("errors", "is_kept"), [(1.9, False), (2.1, True)])
+def test_a_mix_is_kept_that_is_two_standard_errors_within(sensitive, monkeypatch, errors, is_kept):
+    limit, error = math.log1p(0.01), 0.0002
+
+    def near(self, mixes, on_forward):
+        return [Increase(nats=limit - errors * error, error=error, divergence=0.001, windows=2) for _ in mixes]
+
+    monkeypatch.setattr(study._Study, "_increases", near)
+    result = measure_sensitivity(*sensitive, budget=Budget(perplexity=0.01), true_pairs=0)
+    assert (result.best is not None) == is_kept
+
+
 def test_which_pairs_are_run():
     estimates = {(str(index), "tensorwise"): float(index) for index in range(100)}
     estimates |= {("table", "weight_only:0.5"): 1e3, ("0", "bf16"): 0.0}
