@@ -56,7 +56,7 @@ def main() -> None:
         on_phase=_Printer(),
     )
     if arguments.out is not None:
-        save_qat(arguments.out, result)
+        save_qat(arguments.out, result, source=LIBRARY_SOURCES, split=Split.TRAIN)
     publish(
         "qat",
         table(result),

@@ -87,7 +87,7 @@ def calibrate(
     place = options.device_of(device)
     check_own_folder(out)
     text = Text(
-        source=text_to_train_on(model) if source is None else source,
+        source=text_to_train_on(from_run or model) if source is None else source,
         split=Split.TRAIN if split is None else split,
         samples=SAMPLES if samples is None else samples,
         context=context,
@@ -148,10 +148,8 @@ def _other_text(source: str, calibrated: Text) -> Text:
 def _from_text(model: LanguageModel, text: Text, display: Display, how: dict[str, Any]) -> Calibration:
     batches = _windows(model, text, display)
     show = phases(display)
-    source = f"{text.source}, {text.split}"
-    return find_scales(
-        model, batches, source=source, on_batch=lambda done, total: show("calibrate", done, total or 0), **how
-    )
+    how |= {"source": text.source, "split": text.split}
+    return find_scales(model, batches, on_batch=lambda done, total: show("calibrate", done, total or 0), **how)
 
 
 def _checked(model: LanguageModel, found: Calibration, text: Text, display: Display) -> tuple[LayerCoverage, ...]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.runs import own_source, share_trained_on, text_to_train_on, warn_of_trained_text
+from octavo.cli.read_before import Readers, default_split, readers_of, shares_read, warnings_of
+from octavo.cli.runs import own_source, text_to_train_on
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
@@ -33,7 +34,7 @@ from octavo.quantization.comparison.lineup import check_formats, line_up
 from octavo.training.config import Device
 from octavo.training.corpus import Split
 from octavo.training.memory import extra_memory_bytes
-from octavo.training.text import TOPICS, unseen_split
+from octavo.training.text import TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
 
@@ -72,7 +73,7 @@ def evaluate_model(question: Question, *, as_json: bool) -> None:
     """Print the loss of a model that is no run: in FP32, or with the codes that its folder has."""
     with open_display() as display:
         model = load_language_model(question.model, device=question.device)
-        windows, text = _windows(model, question)
+        windows, text = _windows(model, question, {})
         found = _compared(display, [as_it_is(model)], windows, reference=AS_IT_IS)
     entry = found.entry(AS_IT_IS)
     record = {
@@ -88,8 +89,7 @@ def evaluate_model(question: Question, *, as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
-    known = {name: value for name, value in record.items() if value is not None}
-    rows = [(name, number(value, 6) if isinstance(value, int | float) else value) for name, value in known.items()]
+    rows = [(name, number(value, 6) if isinstance(value, int | float) else value) for name, value in record.items()]
     print_table("Evaluation", ["", ""], rows)
 
 
@@ -99,7 +99,7 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
     _check_folders(question, names)
     with open_display() as display:
         model = load_language_model(question.model, device=question.device)
-        windows, text = _windows(model, question)
+        windows, text = _windows(model, question, _readers(question, names))
         calibration, calibrated_on = _calibration(model, question, names, display)
         tuned = load_qat(question.tuned) if question.tuned is not None else None
         if tuned is not None:
@@ -126,15 +126,18 @@ def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) 
     _print(facts, found, extra, times, model.device)
 
 
-def _windows(model: LanguageModel, question: Question) -> tuple[Tensor, dict[str, Any]]:
-    """The windows to score, and what they are of."""
-    own = own_source(question.model)
-    source = question.source or own or TOPICS
-    split = question.split or unseen_split(source, text_to_train_on(question.model))
-    length = _length(model, question)
-    windows = evaluation_windows(model, source, split, count=question.windows, length=length)
-    share = share_trained_on(question.model, source, split)
-    return windows, {"data": source, "split": split, "trained_on_share": share}
+def _readers(question: Question, names: Sequence[str]) -> Readers:
+    calibrates = bool({STATIC, CENTRED} & {*names})
+    return readers_of(question.model, calibrates=calibrates, calibration=question.calibration, tuned=question.tuned)
+
+
+def _windows(model: LanguageModel, question: Question, readers: Readers) -> tuple[Tensor, dict[str, Any]]:
+    """The windows to score, what they are of, and how much of that was read before."""
+    source = question.source or own_source(question.model) or TOPICS
+    split = question.split or default_split(readers, source)
+    windows = evaluation_windows(model, source, split, count=question.windows, length=_length(model, question))
+    text = {"data": source, "split": split}
+    return windows, text | ({"read_before": shares_read(readers, source, split)} if readers else {})
 
 
 def _length(model: LanguageModel, question: Question) -> int:
@@ -279,8 +282,7 @@ def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:
         f"with {found.reference}, window by window, ± their standard error; top-1: how often the likeliest next token "
         f"is {found.reference}'s; KL: of its predictions from the format's, in nats."
     )
-    if warning := warn_of_trained_text(facts["trained_on_share"], facts["data"], facts["split"]):
-        yield warning
+    yield from warnings_of(facts.get("read_before", {}), facts["data"], facts["split"])
     if "calibration" in facts:
         yield f"{STATIC} is calibrated on {facts['calibration']}."
     if "tuned" in facts:

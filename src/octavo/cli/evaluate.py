@@ -11,7 +11,8 @@ from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, Question, compa
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
-from octavo.cli.runs import check_is_run, share_trained_on, warn_of_trained_text
+from octavo.cli.read_before import readers_of, shares_read, warnings_of
+from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
 from octavo.language_model import Kind, kind_of
 from octavo.quantization.comparison.contestants import CENTRED, STATIC, TUNED
@@ -111,17 +112,17 @@ def _evaluate_run(run: TrainedRun, run_dir: Path, source: str | None, split: str
         "step": run.step,
         "data": read,
         "split": part,
-        "trained_on_share": share_trained_on(run_dir, read, part),
         "tokens": found.tokens,
         "nats": found.nats,
         "perplexity": found.perplexity,
     }
+    shares = shares_read(readers_of(run_dir), read, part)
     if as_json:
-        print_json(record)
+        print_json(record | {"read_before": shares})
         return
     rows = [
         (name, number(value, 6) if isinstance(value, int | float) else str(value)) for name, value in record.items()
     ]
     print_table("Evaluation", ["", ""], rows)
-    if warning := warn_of_trained_text(record["trained_on_share"], read, part):
+    for warning in warnings_of(shares, read, part):
         stdout().print(warning, markup=False, soft_wrap=True)

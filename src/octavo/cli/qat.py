@@ -113,7 +113,7 @@ def qat(
         held_out = text_windows(loaded, text, Split.TEST, count=eval_windows, **size)
         result = run_qat(loaded, settings, training=training, held_out=held_out, on_phase=show)
         show("write", 0, 1)
-        save_qat(out, result)
+        save_qat(out, result, source=text, split=Split.TRAIN)
     _show(result, out, as_json=as_json)
 
 

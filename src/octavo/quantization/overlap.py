@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 from octavo.training.corpus import Split
 from octavo.training.text import ALL, BUILTIN, divide, load_documents, same_source
 
-__all__ = ["MOST_SHARED", "shared_share"]
+__all__ = ["MOST_SHARED", "Part", "shared_share"]
 
 MOST_SHARED = 0.5  # between what text of a kind has in common and the same text, see above
 

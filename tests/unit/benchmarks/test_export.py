@@ -9,6 +9,7 @@ import pytest
 from benchmarks import export as benchmark
 from benchmarks import smollm2
 from octavo.export.agreement import Agreement
+from octavo.export.sources import Request
 from octavo.export.writing import Saved
 from tests.unit.cli.conftest import TINY, run_octavo
 
@@ -72,9 +73,25 @@ def test_a_run_is_measured_beside_the_model(monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "measured", note)
     monkeypatch.setattr(sys, "argv", ["export.py", "--run", "runs/mine", "--cases", "hf-fp8;octavo", "--no-write"])
     benchmark.main()
-    assert asked == [(source, case, None) for source in ("smollm2.gguf", "runs/mine") for case in ("hf-fp8", "octavo")]
+    cases = (("hf-fp8", Request()), ("octavo", Request(recipe="mxfp8")))
+    assert asked == [(source, *case) for source in ("smollm2.gguf", "runs/mine") for case in cases]
     rows = [line.strip("| ").split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == [[name, case] for name in ("SmolLM2-135M", "run mine") for case in ("hf-fp8", "octavo")]
+
+
+def test_a_mix_is_measured_alone(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(smollm2, "model_path", lambda: Path("smollm2.gguf"))
+
+    def note(*given):
+        asked.append(given)
+        return saved()
+
+    monkeypatch.setattr(benchmark, "measured", note)
+    monkeypatch.setattr(sys, "argv", ["export.py", "--mix", "mix.toml", "--no-write"])
+    benchmark.main()
+    assert asked == [("smollm2.gguf", "octavo", Request(mix=Path("mix.toml")))]
+    assert f"{saved().nbytes:,} bytes of weights." in capsys.readouterr().out
 
 
 def test_a_trained_run_goes_through(tmp_path):
@@ -82,6 +99,6 @@ def test_a_trained_run_goes_through(tmp_path):
     config.write_text(TINY.replace("context = 32", "context = 96"))
     text.write_text("".join(f"{n} times {n % 7} makes {n * (n % 7)}, of course.\n" for n in range(2000)))
     assert run_octavo("train", "--config", config, "--data", text, "--out", run).exit_code == 0
-    row = benchmark.row("run", "hf-fp8", benchmark.measured(str(run), "hf-fp8", None)).split(" | ")
+    row = benchmark.row("run", "hf-fp8", benchmark.measured(str(run), "hf-fp8", Request())).split(" | ")
     assert row[5] == "64 of 64 (met)"
     assert all(row[place].endswith("(met)") for place in (3, 4))

@@ -25,7 +25,8 @@ def test_it_writes_what_the_api_finds(octavo, finished_run, text, tmp_path):
     expected = calibrate(model, batches, method="mse", granularity="row", kv_cache=True)
     found = load_calibration(out)
     assert found.health == expected.health
-    assert found.seen.source == f"{text}, train"
+    assert found.seen.source == str(text)
+    assert found.seen.split == "train"
     record = json.loads(result.stdout)
     assert record["layers"][0]["scale"] == float(expected.input_scales[expected.health[0].path])
     assert record["kv_cache"]["0"] == [float(scale) for scale in expected.kv_scales[0]]
@@ -82,7 +83,7 @@ def test_a_gguf_file_is_calibrated_too(octavo, text, tmp_path):
         (["--split", "dev"], "split must be one of train, validation, test, all"),
         (["--skip", "nothing"], "pattern 'nothing' matches no layer"),
         (["--data", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
-        (["--from-run", "nowhere"], "holds no run"),
+        (["--from-run", "nowhere"], "there is no 'nowhere'"),
         (["--from-run", "nowhere", "--kv-cache"], "and no --kv-cache; leave one of them out"),
         (["--from-run", "nowhere", "--method", "mse"], "and no --method; leave one of them out"),
         (["--percentile", "99"], "--percentile 99.0 is of --method percentile"),
@@ -119,13 +120,13 @@ def test_another_models_text_is_not_what_it_is_evaluated_on(octavo, tmp_path, mo
     path = small_gguf.write(tmp_path / "model.gguf")
     result = octavo("calibrate", path, "--samples", 4, "--context", 8, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert load_calibration(tmp_path / "out").seen.source == f"{sources}, train"
+    assert load_calibration(tmp_path / "out").seen.source == str(sources)
 
 
 def test_a_runs_text_is_its_own(octavo, finished_run, text, tmp_path):
     result = octavo("calibrate", finished_run, "--samples", 4, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert load_calibration(tmp_path / "out").seen.source == f"{text}, train"
+    assert load_calibration(tmp_path / "out").seen.source == str(text)
 
 
 def test_a_place_where_nobody_may_write_is_refused_before_anything_is_read(octavo, tmp_path, monkeypatch):
@@ -184,3 +185,15 @@ def test_from_a_delayed_run(octavo, setting, text, tmp_path):
     assert "holds the scales of 7 layers" in result.stdout
     assert "checked text" in result.stdout
     assert len(load_calibration(tmp_path / "out").input_scales) == 7
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{n} plus {n % 11} is {n + n % 11}, it seems!\n" for n in range(2000)))
+    assert octavo("train", *setting, "--data", other, "--recipe", "bf16", "--out", tmp_path / "model").exit_code == 0
+    arguments = ["calibrate", tmp_path / "model", "--from-run", tmp_path / "run", "--out", tmp_path / "more"]
+    result = octavo(*arguments, "--check", text, "--split", "all")
+    assert "takes the amaxes that the run has kept, and no --split" in result.stderr
+    result = octavo(*arguments, "--check", text, "--context", 16)
+    assert result.exit_code == 0, result.output  # the test split: the run's own text, whatever the model was trained on
+    copy = tmp_path / "copy.txt"
+    copy.write_text(text.read_text(encoding="utf-8"), encoding="utf-8")
+    result = octavo(*arguments, "--check", copy, "--context", 16)
+    assert (result.exit_code, "would be checked on text they come from" in result.stderr) == (2, True)

@@ -57,6 +57,7 @@ def calibrate(
     skip: Sequence[str] = (),
     convert_head: bool = False,
     source: str = "",
+    split: str = "",
     on_batch: OnBatch = lambda _done, _total: None,
 ) -> Calibration:
     """Find static scales for the layers that ``octavo.convert`` would convert; the model stays as it is.
@@ -75,7 +76,8 @@ def calibrate(
             generation's cache leaves out; of a language model only.
         skip: shell patterns of paths to leave out, as in ``octavo.convert``.
         convert_head: take the language-model head too.
-        source: what to call the data in the result.
+        source: what to call the data in the result: of text, where ``octavo.training.text`` finds it.
+        split: of that source.
         on_batch: called after each batch with (done, total or None).
 
     Raises:
@@ -129,7 +131,7 @@ def calibrate(
         left_out=left_out | {path: NEVER_REACHED for path in layers if path not in reached},
         shapes=linear_shapes(module),
         model_hash=shape_hash(module),
-        seen=SeenData(batches=seen.batches, samples=seen.samples, tokens=seen.tokens, source=source),
+        seen=SeenData(batches=seen.batches, samples=seen.samples, tokens=seen.tokens, source=source, split=split),
         octavo_version=own_version(),
     )
 

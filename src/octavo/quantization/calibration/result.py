@@ -59,12 +59,16 @@ class SeenData:
         samples: the sum of the batches' first dimensions; None as above.
         tokens: token ids among them; None as above.
         source: where they came from, as far as it is known.
+        split: of that source (``octavo.training.text``); empty where it is no text that can be read again.
+        run: the training run whose amaxes these are, and its step; empty where none.
     """
 
     batches: int | None = None
     samples: int | None = None
     tokens: int | None = None
     source: str = ""
+    split: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from octavo.quantization.calibration.result import (
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod
 from octavo.recipes.specs import check_member
+from octavo.training.corpus import Split
 from octavo.training.facts import own_version
 from octavo.training.run_folder import load_run
 
@@ -83,7 +84,7 @@ def calibration_from_run(
         left_out={path: _why_not(layers.get(path)) for path in shapes if path not in amaxes},
         shapes=shapes,
         model_hash=shape_hash(run.model),
-        seen=SeenData(source=f"the run {run_dir}, step {run.step}"),
+        seen=SeenData(source=run.config.data.source, split=Split.TRAIN, run=f"{run_dir}, step {run.step}"),
         octavo_version=own_version(),
     )
 

@@ -8,7 +8,7 @@
 | recipe.toml                           | the recipe that it was trained for (``octavo.recipes.from_toml``)   |
 | scales.safetensors                    | ``octavo.scaling_state``: the static inputs' scales                 |
 | metrics.jsonl                         | a line for each step and each evaluation                            |
-| qat.json                              | the converted layers, the settings, where the model came from       |
+| qat.json                              | the converted layers, the settings, the model's and text's sources  |
 
 The folder is written beside its place under a hidden name, synced, and renamed: it is whole or not there.
 """
@@ -32,16 +32,33 @@ from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, 
 from octavo.quantization.qat.run import QATResult, QATSettings
 from octavo.state import load_scaling_state, scaling_state
 
-__all__ = ["load_qat", "save_qat"]
+__all__ = ["load_qat", "save_qat", "text_of_qat"]
 
 FORMAT = 1
 MARK, RECIPE, SCALES, METRICS = "qat.json", "recipe.toml", "scales.safetensors", "metrics.jsonl"
 
 
-def save_qat(folder: Path, result: QATResult) -> None:
-    """Write a run's model and numbers; the folder must not be there, or be empty."""
+def save_qat(folder: Path, result: QATResult, *, source: str = "", split: str = "") -> None:
+    """Write a run's model and numbers; the folder must not be there, or be empty.
+
+    Args:
+        folder: see the module's text.
+        result: of ``run_qat``.
+        source: of the text it was tuned on, where ``octavo.training.text`` finds it.
+        split: of that source.
+    """
     with replacing_folder(folder) as temporary:
-        _write(temporary, result)
+        _write(temporary, result, {"source": source, "split": split})
+
+
+def text_of_qat(folder: str | Path) -> tuple[str, str]:
+    """The source and split that :func:`save_qat` was told; both empty where nobody told.
+
+    Raises:
+        CheckpointError: as for :func:`load_qat`.
+    """
+    text = _read_mark(Path(folder) / MARK).get("text", {})
+    return text.get("source", ""), text.get("split", "")
 
 
 def load_qat(folder: str | Path) -> LanguageModel:
@@ -66,7 +83,7 @@ def load_qat(folder: str | Path) -> LanguageModel:
     return loaded
 
 
-def _write(folder: Path, result: QATResult) -> None:
+def _write(folder: Path, result: QATResult, text: dict[str, str]) -> None:
     made, model = result.language_model, result.language_model.model
     if isinstance(model, Llama):
         write_llama(folder, model)
@@ -81,6 +98,7 @@ def _write(folder: Path, result: QATResult) -> None:
         "format": FORMAT,
         "layout": "llama" if isinstance(model, Llama) else "transformers",
         "source": made.source,
+        "text": text,
         "layers": list(result.report.converted),
         "settings": _plain(result.settings),
     }

@@ -63,7 +63,7 @@ def test_the_files_are_what_they_say(found, tmp_path):
     }
     assert all(scale.dtype is torch.float32 for scale in scales.values())
     record = json.loads((folder / "calibration.json").read_text())
-    assert record["seen"] == {"batches": 5, "samples": 10, "tokens": 160, "source": "own"}
+    assert record["seen"] == {"batches": 5, "samples": 10, "tokens": 160, "source": "own", "split": "", "run": ""}
     assert record["warnings"] == found.warnings()
 
 
