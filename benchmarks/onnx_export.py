@@ -1,6 +1,8 @@
-"""SmolLM2-135M as ONNX graphs: do they compute what octavo's emulation does, and how large are they?
+"""A language model as ONNX graphs: do they compute what octavo's emulation does, and how large are they?
 
-    python -m benchmarks.onnx_export [--recipes static,rowwise,weight_only] [--tokens 64] [--no-write]
+    python -m benchmarks.onnx_export [--run RUN] [--recipes static,rowwise,weight_only] [--tokens 64] [--no-write]
+
+The model is SmolLM2-135M, or a trained run of octavo's.
 
 Each recipe is exported in FP32, where it is compared, and the first in FP16 too, where it is weighed: recipes differ in
 a few scales only. onnxruntime and ONNX's reference run all, as every export does. Greedy text is onnxruntime's beside
@@ -57,17 +59,19 @@ Logits = Callable[[Tensor], Tensor]
 def main() -> None:
     """Export, compare, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", help="a run of octavo train or demo, instead of SmolLM2-135M")
     parser.add_argument("--recipes", default="static,rowwise,weight_only")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=8, help="windows of 256 tokens that static is calibrated on")
+    parser.add_argument("--samples", type=int, default=8, help="windows that static is calibrated on")
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
     machine, console = hardware(), Console()
     try:
-        model = load_language_model(smollm2.model_path())
+        model = load_language_model(arguments.run or smollm2.model_path())
     except DataError as error:
         parser.exit(2, f"{error}\n")
-    text = text_windows(model, LIBRARY_SOURCES, "train", count=arguments.samples, length=256)
+    length = min(256, model.context)
+    text = text_windows(model, LIBRARY_SOURCES, "train", count=arguments.samples, length=length)
     calibration = calibrate(model, [window[None] for window in text])
 
     def say(said: str) -> None:
@@ -79,9 +83,10 @@ def main() -> None:
     publish(
         "onnx_export",
         lines,
-        title="SmolLM2-135M as ONNX graphs beside octavo's emulation",
+        title=f"{Path(arguments.run or 'SmolLM2-135M').name} as ONNX graphs beside octavo's emulation",
         machine=machine,
         write=not arguments.no_write,
+        variant="run" if arguments.run else "",
     )
 
 
