@@ -78,7 +78,7 @@ def runner_lines(model: LanguageModel, windows: Tensor, means: Mapping[int, Tens
     assert isinstance(model.model, Llama)
     plain, centred = ModelRunner(model.model), ModelRunner(model.model, key_means=means)
     caches = {"BF16": (plain, BF16), "FP8": (plain, E4M3), "FP8, keys less their means": (centred, E4M3)}
-    losses = {name: [_loss(*made, window) for window in windows] for name, made in caches.items()}
+    losses = {name: [runner_nats(*made, window) for window in windows] for name, made in caches.items()}
     size = {name: runner.new_cache(fmt=fmt).nbytes for name, (runner, fmt) in caches.items()}
     header = ["cache", "perplexity", "against BF16", "nats more (± standard error)", "bar", "bytes ÷ BF16"]
     rows = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
@@ -96,7 +96,7 @@ def runner_lines(model: LanguageModel, windows: Tensor, means: Mapping[int, Tens
     return [head, "", *rows]
 
 
-def _loss(runner: ModelRunner, fmt: Format, window: Tensor) -> float:
+def runner_nats(runner: ModelRunner, fmt: Format, window: Tensor) -> float:
     """Mean loss, in nats, of the tokens of a window but the first."""
     cache, total = runner.new_cache(len(window), fmt=fmt), 0.0
     for tokens, following in zip(window[:-1].split(AT_ONCE), window[1:].split(AT_ONCE), strict=True):
