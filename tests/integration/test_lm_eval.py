@@ -16,6 +16,7 @@ from octavo.server import Address, Limits, Server, Service
 from octavo.serving import Engine, EngineConfig, EngineThread, load_served_model
 from octavo.training.tokenizer import end_of_text_id, train_tokenizer
 
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 QUESTIONS = [
     {"first": "two times three is", "ends": [" six", " seven", " a number"], "right": 0},
     {"first": "some words that are", "ends": [" read", " before", " read before anything else"], "right": 2},
@@ -76,9 +77,6 @@ def place(folder):
 
 
 def test_local_completions_gets_what_transformers_computes(folder, place, tmp_path, monkeypatch):
-    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-    from lm_eval.tasks import TaskManager
-
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
@@ -86,7 +84,7 @@ def test_local_completions_gets_what_transformers_computes(folder, place, tmp_pa
     for name, task in TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(task + source)
     asked = {"base_url": place, "model": "tiny", "tokenizer": str(folder), "num_concurrent": 3, "max_retries": 1}
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
     ours, theirs = (
         lm_eval.simple_evaluate(model, model_args=how, tasks=[*TASKS], task_manager=manager, device="cpu")["samples"]
         for model, how in (("local-completions", asked), ("hf", {"pretrained": str(folder), "dtype": "float32"}))
