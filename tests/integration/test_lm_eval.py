@@ -6,6 +6,7 @@ and its questions are files of the test's.
 
 import json
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from octavo.serving import Engine, EngineConfig, EngineThread, load_served_model
 from octavo.training.tokenizer import end_of_text_id, train_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-QUESTIONS = [
+tasks = pytest.importorskip("lm_eval.tasks")
+QUESTIONS: list[dict[str, Any]] = [
     {"first": "two times three is", "ends": [" six", " seven", " a number"], "right": 0},
     {"first": "some words that are", "ends": [" read", " before", " read before anything else"], "right": 2},
     {"first": "a", "ends": [" b", " c", " some words"], "right": 1},
@@ -84,7 +86,7 @@ def test_local_completions_gets_what_transformers_computes(folder, place, tmp_pa
     for name, task in TASKS.items():
         (tmp_path / f"{name}.yaml").write_text(task + source)
     asked = {"base_url": place, "model": "tiny", "tokenizer": str(folder), "num_concurrent": 3, "max_retries": 1}
-    manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    manager = tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
     ours, theirs = (
         lm_eval.simple_evaluate(model, model_args=how, tasks=[*TASKS], task_manager=manager, device="cpu")["samples"]
         for model, how in (("local-completions", asked), ("hf", {"pretrained": str(folder), "dtype": "float32"}))
