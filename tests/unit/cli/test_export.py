@@ -1,7 +1,10 @@
 """``octavo export`` and ``octavo import`` on a finished run and what is made of it."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 
 import pytest
 import torch
@@ -218,6 +221,24 @@ def test_a_graph_of_a_folder_in_fp8_with_everything(octavo, text, tmp_path):
     graph = onnx.load(tmp_path / "graph" / "model.onnx").graph
     codes = next(each for each in graph.initializer if each.name.endswith("layers.0.mlp.up_proj.codes"))
     assert codes.raw_data == weight.data.t().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_sigterm_while_it_is_read_back_leaves_neither_a_folder_nor_a_process(
+    octavo, finished_run, tmp_path, monkeypatch
+):
+    started = []
+
+    class Told(subprocess.Popen):
+        def communicate(self, *arguments, **options):
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().communicate(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    result = octavo("export", finished_run, "--format", "octavo", "--out", tmp_path / "new" / "served")
+    assert result.exit_code == 143, result.output
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_use_is_refused_before_any_work(octavo, tmp_path):
