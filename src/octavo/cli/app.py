@@ -2,7 +2,8 @@
 
 What octavo refuses (``OctavoError``) and what the machine refuses (``OSError``: a full disk, a missing permission)
 ends as one sentence on stderr and exit code 2; Ctrl-C ends with 130 and SIGTERM with 143, once what was begun is
-cleared away. ``--debug``, before or after the command's name, lets the traceback through. Anything else is a defect of octavo's own and keeps its traceback.
+cleared away. ``--debug``, before or after the command's name, lets the traceback through. Anything else is a defect of
+octavo's own and keeps its traceback.
 """
 
 import errno

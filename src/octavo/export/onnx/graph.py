@@ -21,6 +21,7 @@ from octavo.errors import ConfigError
 from octavo.export.onnx.decoder import CacheNames, GraphDecoder, attention_casts
 from octavo.export.onnx.layers import HIGH_PRECISION, GraphLinear, LayerNote, graph_linear
 from octavo.export.onnx.operators import translations
+from octavo.interchange.contents import nothing_in_fp8
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
 from octavo.nn import Linear
@@ -220,7 +221,7 @@ def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module
             why = "recipe bf16" if isinstance(layer, Linear) else "not converted"
             linears.notes.append(LayerNote(path=path, input=HIGH_PRECISION, weight=HIGH_PRECISION, reason=why))
     if not replaced:
-        raise ConfigError("no layer of this model is in FP8; convert or calibrate it first (octavo.convert)")
+        raise ConfigError(nothing_in_fp8(model))
     copied = copy.deepcopy(model, dict(replaced)).requires_grad_(False)
     _narrow(copied, dtype)
     return copied, linears
