@@ -93,9 +93,9 @@ def nothing_in_fp8(model: nn.Module) -> str:
     """Why there is nothing to write, and what to do, for users of Python and of the command line."""
     linears = sum(isinstance(layer, nn.Linear) for layer in model.modules())
     return (
-        f"no layer of this model is in FP8: each of its {linears} linear layers is the head, is skipped, or has a recipe "
-        "in high precision, or none was converted (GPT-2's Conv1D is no nn.Linear); choose a recipe and what to skip "
-        "(--recipe, --skip, --head) or octavo.convert(model, recipe) first"
+        f"no layer of this model is in FP8: each of its {linears} linear layers is the head, is skipped, or has a "
+        "recipe in high precision, or none was converted (GPT-2's Conv1D is no nn.Linear); choose a recipe and "
+        "what to skip (--recipe, --skip, --head) or octavo.convert(model, recipe) first"
     )
 
 
