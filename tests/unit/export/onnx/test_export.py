@@ -265,6 +265,23 @@ def test_a_cast_that_is_not_there(tmp_path, monkeypatch):
         export_onnx(two_static_layers(), tmp_path / "a", inputs=(torch.randn(2, K),))
 
 
+@pytest.mark.parametrize(("room", "files"), [(0, ["model.onnx", "model.onnx.data"]), (-1, ["model.onnx"])])
+def test_weights_that_do_not_fit_into_a_message_go_beside_it(tmp_path, monkeypatch, *, room, files):
+    """By a limit that the weights exceed by a byte or just keep."""
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    octavo.convert(model, "static")
+    model[0].input_scale.fill_(0.0031)
+    graph = graph_module.graph_of_module(model, (torch.randn(2, K),), torch.float32)
+    (tmp_path / "measured").mkdir()
+    write_graph(graph, tmp_path / "measured" / "model.onnx", opset=21, external_data=False)
+    initializers = onnx.load(tmp_path / "measured" / "model.onnx").graph.initializer
+    size = sum(onnx.numpy_helper.to_array(each).nbytes for each in initializers)
+    monkeypatch.setattr(graph_module, "LARGEST_PROTOBUF", size - 1 - room)
+    (tmp_path / "a").mkdir()
+    write_graph(graph, tmp_path / "a" / "model.onnx", opset=21, external_data=False)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == files
+
+
 def test_a_folder_that_is_not_empty(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(ConfigError, match="not empty"):
