@@ -4,7 +4,9 @@ A rename within a folder is atomic on POSIX; the fsync before it makes sure that
 power cut loses, and the fsync of the folder after it makes the name itself durable.
 """
 
+import errno
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,7 @@ __all__ = [
     "check_folder",
     "check_may_write",
     "claimed_folder",
+    "hidden_beside",
     "remove_if_empty",
     "replacing",
     "replacing_folder",
@@ -25,6 +28,7 @@ __all__ = [
 ]
 
 IsOwn = Callable[[Path], bool]
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename of a folder says of a name that is somebody's
 
 
 def _is_nobodys(_: Path) -> bool:
@@ -41,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
         >>> with replacing(Path("table.bin")) as temporary:  # doctest: +SKIP
         ...     temporary.write_bytes(b"…")
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = hidden_beside(path, "tmp")
     try:
         yield temporary
         sync_file(temporary)
@@ -62,23 +66,19 @@ def replacing_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> Iterator[P
     ``folder`` must not be there, be empty, or be ``is_own`` (:func:`check_folder` makes sure of it beforehand). An own
     one is moved aside, and removed when the new one has its name: POSIX renames no folder onto a full one. A power cut
     between those two renames leaves both, whole, under hidden names.
+
+    Raises:
+        ConfigError: ``folder`` is neither, perhaps since somebody else wrote it meanwhile.
     """
     folder = folder.resolve()
-    temporary, older = (folder.with_name(f".{folder.name}.{os.getpid()}.{what}") for what in ("writing", "older"))
+    temporary, older = hidden_beside(folder, "writing"), hidden_beside(folder, "older")
+    temporary.mkdir(parents=True)
     try:
-        temporary.mkdir(parents=True)
         yield temporary
-        readers = temporary.stat().st_mode & 0o666  # as the umask has it; safetensors lets nobody else read
-        for path in (temporary, *temporary.rglob("*")):
-            if path.is_dir():
-                sync_folder(path)
-            else:
-                path.chmod(path.stat().st_mode | readers)
-                sync_file(path)
+        _make_durable(temporary)
         if folder.is_dir() and is_own(folder):
             folder.replace(older)
-        temporary.replace(folder)
-        sync_folder(folder.parent)
+        _put_in_place(temporary, folder)
     except BaseException:
         if older.exists() and not folder.exists():
             older.replace(folder)
@@ -87,9 +87,44 @@ def replacing_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> Iterator[P
     shutil.rmtree(older, ignore_errors=True)
 
 
+def hidden_beside(path: Path, kind: str) -> Path:
+    """A name beside ``path`` that nobody else has: neither another thread, nor process 1 of another container.
+
+    Example:
+        >>> name = hidden_beside(Path("runs/mine"), "writing").name
+        >>> name.startswith(".mine."), name.endswith(".writing")
+        (True, True)
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{kind}")
+
+
+def _make_durable(folder: Path) -> None:
+    """All of it readable to whom the umask lets read, and on the disk."""
+    readers = folder.stat().st_mode & 0o666  # safetensors lets nobody else read
+    for path in (folder, *folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            path.chmod(path.stat().st_mode | readers)
+            sync_file(path)
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    try:
+        temporary.replace(folder)
+    except OSError as error:
+        if error.errno not in TAKEN:
+            raise
+        raise ConfigError(
+            f"{str(folder)!r} is taken: something was put there before this was whole, and is left as it is; name "
+            "a new folder"
+        ) from error
+    sync_folder(folder.parent)
+
+
 @contextmanager
 def claimed_folder(folder: Path) -> Iterator[None]:
-    """Make sure that the folder can be written before hours of work; what is left of it empty is removed.
+    """Make sure that the folder can be written before hours of work; where it was made here and stays empty, it goes.
 
     With it go the folders above that were made for it.
 
@@ -98,12 +133,12 @@ def claimed_folder(folder: Path) -> Iterator[None]:
     """
     check_folder(folder)
     check_may_write(folder.absolute().parent)
-    above = [place for place in folder.absolute().parents if not place.exists()]
+    made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     finally:
-        for place in (folder, *above):
+        for place in made:
             with suppress(OSError):
                 remove_if_empty(place)
 

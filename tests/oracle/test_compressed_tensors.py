@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 import octavo
+from octavo.errors import CheckpointError
 from octavo.export.writing import save_quantized
 from octavo.interchange import load_quantized
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.training.tokenizer import train_tokenizer
-from tests.unit.interchange.folders import LAYER, layer_of, static, verdict
+from tests.unit.interchange.folders import LAYER, ROW, layer_of, static, verdict
+from tests.unit.quantization.tiny_models import language_model
 
 pytestmark = pytest.mark.skipif(
     find_spec("compressed_tensors") is None or find_spec("transformers") is None,
@@ -49,6 +51,24 @@ def biased(tmp_path):
     tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=VOCABULARY)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "qwen")
     return load_language_model(tmp_path / "qwen")
+
+
+def test_tokens_in_one_dimension_are_a_limit_that_is_named(tmp_path):
+    """OPT's fc1 is given [B·T, K], of which compressed-tensors takes one scale for all tokens."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_attention_heads": 2}
+    config = OPTConfig(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64, init_std=0.1, **sizes)
+    given = LanguageModel(
+        model=OPTForCausalLM(config).eval(), tokenizer=language_model().tokenizer, context=64, source=""
+    )
+    octavo.convert(given.model, ROW)
+    words = r"fc2' by .*'model\.decoder\.layers\.0\.fc1' is given all tokens in one dimension, .* skip such layers"
+    with pytest.raises(CheckpointError, match=words):
+        save_quantized(given, tmp_path / "all")
+    octavo.convert(given.model, ROW, overrides={"*.fc?": "weight_only"})
+    assert verdict(save_quantized(given, tmp_path / "some")).logits_error < 1e-6
 
 
 def test_a_biased_model_with_mixed_schemes(biased, tmp_path):

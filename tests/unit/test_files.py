@@ -1,8 +1,11 @@
 """Atomic writes: the new content or the old, never half."""
 
 import os
+import secrets
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -90,7 +93,7 @@ def test_a_link_stays_one(tmp_path):
 def test_a_folder_of_others_is_not_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(ConfigError, match="out' is taken: something was put there before this was whole"):
         fill(tmp_path / "out", "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
 
@@ -107,6 +110,51 @@ def test_a_failure_keeps_the_old_folder(tmp_path):
         interrupted()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "own"]
     assert (tmp_path / "out" / "own").read_text() == "old"
+
+
+@pytest.mark.parametrize("kind", ["writing", "older"])
+def test_a_hidden_folder_of_somebody_else_is_not_removed(tmp_path, monkeypatch, kind):
+    """Such as of process 1 in another container, on a disk that both have."""
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "same")
+    theirs = tmp_path / f".out.same.{kind}"
+    theirs.mkdir()
+    (theirs / "model").write_text("theirs")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "own").write_text("old")
+    with pytest.raises(OSError, match=f"same.{kind}"):
+        fill(tmp_path / "out", "new")
+    assert (theirs / "model").read_text() == "theirs"
+    assert (tmp_path / "out" / "own").read_text() == "old"
+
+
+def test_of_two_threads_one_has_the_folder_and_the_other_hears_so(tmp_path):
+    both = Barrier(2)
+
+    def write(text):
+        with suppress(ConfigError), replacing_folder(tmp_path / "out") as temporary:
+            (temporary / "model").write_text(text)
+            both.wait(10)
+            return text
+        return "is taken"
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(write, ("one", "two")))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["model", "out"]
+    assert (tmp_path / "out" / "model").read_text() in said
+
+
+def test_two_threads_that_write_one_file_each_write_it_whole(tmp_path):
+    both = Barrier(2)
+
+    def write(text):
+        with replacing(tmp_path / "table") as temporary:
+            temporary.write_text(text)
+            both.wait(10)
+            assert temporary.read_text() == text
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, ("one", "two")))
+    assert [path.name for path in tmp_path.iterdir()] == ["table"]
 
 
 def test_which_folders_can_take_a_result(tmp_path):
@@ -137,6 +185,9 @@ def test_folders_made_for_a_result_that_never_came_are_removed(tmp_path):
     with suppress(RuntimeError), claimed_folder(tmp_path / "kept" / "new" / "below"):
         raise RuntimeError
     assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+    with suppress(RuntimeError), claimed_folder(tmp_path / "kept"):
+        raise RuntimeError
+    assert (tmp_path / "kept").is_dir(), "it was there before"
     with claimed_folder(tmp_path / "kept" / "new" / "below"):
         (tmp_path / "kept" / "new" / "below" / "result").touch()
     assert (tmp_path / "kept" / "new" / "below" / "result").is_file()

@@ -1,13 +1,18 @@
 """The ``octavo`` application: registers the commands and draws one boundary around their errors.
 
 What octavo refuses (``OctavoError``) and what the machine refuses (``OSError``: a full disk, a missing permission)
-ends as one sentence on stderr and exit code 2; Ctrl-C ends with 130. ``--debug``, before or after the command's name,
-lets the traceback through. Anything else is a defect of octavo's own and keeps its traceback.
+ends as one sentence on stderr and exit code 2; Ctrl-C ends with 130 and SIGTERM with 143, once what was begun is
+cleared away. ``--debug``, before or after the command's name, lets the traceback through. Anything else is a defect of
+octavo's own and keeps its traceback.
 """
 
 import errno
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +41,8 @@ from octavo.training.text import is_unicode
 __all__ = ["app", "main"]
 
 BAD_INPUT = 2
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = (128 + number for number in (signal.SIGINT, signal.SIGTERM))
+UNHARMED = "interrupted; nothing is half-written, and the same command continues where a checkpoint was saved"
 DEBUG = "--debug"
 
 
@@ -54,6 +60,32 @@ def sentence_of(error: OSError) -> str:
     return f"cannot use{place}: {reason}" + (f"; {hint}" if hint else "")
 
 
+class _Terminated(BaseException):
+    """SIGTERM, raised where the program was: no defect, and so no Exception, as with Ctrl-C."""
+
+
+@contextmanager
+def _unwinding_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the block, so that ``finally`` removes hidden folders and ends processes that were started.
+
+    A second one ends at once. Where SIGTERM is ignored or handled already, it stays so.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # others may set no handler
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def unwind(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class ErrorBoundary(TyperGroup):
     """The command group that turns refusals into one sentence and an exit code."""
 
@@ -69,17 +101,19 @@ class ErrorBoundary(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command inside the boundary."""
         try:
-            return super().invoke(ctx)
+            with _unwinding_on_sigterm():
+                return super().invoke(ctx)
         except (OctavoError, OSError) as error:
             if ctx.obj or isinstance(error, BrokenPipeError):
                 raise
             complain(sentence_of(error) if isinstance(error, OSError) else str(error))
             raise typer.Exit(BAD_INPUT) from None
         except KeyboardInterrupt:
-            complain(
-                "interrupted; nothing is half-written, and the same command continues where a checkpoint was saved"
-            )
+            complain(UNHARMED)
             raise typer.Exit(INTERRUPTED) from None
+        except _Terminated:
+            complain(UNHARMED)
+            raise typer.Exit(TERMINATED) from None
 
 
 app = typer.Typer(

@@ -16,6 +16,7 @@ from octavo.export.sources import load_source
 from octavo.export.verification import TOLERANCE
 from octavo.export.writing import DTYPES
 from octavo.files import claimed_folder
+from octavo.recipes.specs import check_member
 
 __all__ = ["size_of", "verdict", "write_checkpoint"]
 
@@ -25,6 +26,8 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def write_checkpoint(job: Job, *, as_json: bool) -> None:
     """Write a folder of safetensors, and tell."""
+    if job.dtype is not None:
+        check_member("--dtype", job.dtype, tuple(DTYPES))
     place = options.device_of(job.checkpoint.device)
     most = size_of(job.checkpoint.max_shard_size or "5GB")
     with claimed_folder(job.out), open_display() as display:

@@ -48,6 +48,9 @@ class Request:
         mix: a file of ``octavo sensitivity``.
         skip: shell patterns of layers that stay in high precision.
         convert_head: whether a head of its own is in FP8 too.
+
+    Raises:
+        ConfigError: options that contradict each other, or no recipe of that name: before a model is loaded.
     """
 
     recipe: str | None = None
@@ -68,6 +71,8 @@ class Request:
             raise ConfigError("a mix says which layers it is for; leave out --skip and --head")
         if self.power_of_two and (self.calibration or self.mix):
             raise ConfigError("--power-of-two goes with a recipe; calibrations and mixes say for themselves")
+        if self.recipe is not None:
+            _recipe(self.recipe, power_of_two=self.power_of_two)
 
     @property
     def is_empty(self) -> bool:

@@ -14,7 +14,7 @@ from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
 from octavo.recipes import Recipe, Scaling
 
-__all__ = ["Contents", "FP8Layer", "KVScales", "attention_path", "contents_of"]
+__all__ = ["Contents", "FP8Layer", "KVScales", "attention_path", "contents_of", "nothing_in_fp8"]
 
 KVScales = tuple[Tensor | float, Tensor | float]  # of keys, of values
 CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
@@ -76,7 +76,7 @@ def contents_of(
     owners = _owners(model)
     layers = {path: _taken(path, layer, owners) for path, layer in linears.items() if _is_fp8(layer)}
     if not layers:
-        raise ConfigError("no layer of this model is in FP8; octavo.convert(model, recipe) first")
+        raise ConfigError(nothing_in_fp8(model))
     tables = tables or {}
     _check_tables(model, tables)
     return Contents(
@@ -86,6 +86,16 @@ def contents_of(
         left_out=tuple(path for path in linears if path not in layers),
         kv_scales=_checked_kv_scales(model, kv_scales or {}),
         experts=tuple(_experts(model)),
+    )
+
+
+def nothing_in_fp8(model: nn.Module) -> str:
+    """Why there is nothing to write, and what to do, for users of Python and of the command line."""
+    linears = sum(isinstance(layer, nn.Linear) for layer in model.modules())
+    return (
+        f"no layer of this model is in FP8: each of its {linears} linear layers is the head, is skipped, or has a "
+        "recipe in high precision, or none was converted (GPT-2's Conv1D is no nn.Linear); choose a recipe and "
+        "what to skip (--recipe, --skip, --head) or octavo.convert(model, recipe) first"
     )
 
 
@@ -167,7 +177,7 @@ def _taken(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Layer:
     if owners[id(layer.weight)] > 1:
         raise ConfigError(
             f"layer {path!r} is in FP8 and shares its weight with another module, which a checkpoint would tear apart; "
-            "convert the model without that layer"
+            f"convert the model without that layer: leave out convert_head (--head), or skip {path!r} (--skip)"
         )
     scale = layer.input_scale.detach().clone() if layer.recipe.has_static_input else None
     if scale is not None and not scale > 0:

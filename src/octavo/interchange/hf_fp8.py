@@ -29,7 +29,7 @@ def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout
         found = given.get(key, DEFAULTS.get(key))
         if (list(found) if isinstance(found, tuple) else found) != value:
             raise damaged(key, found, repr(value))
-    if given.get("scale_fmt", "float") != "float":
+    if given.get("scale_fmt", "float") != "float":  # "ue8m0" casts inputs by powers of two: another scheme
         raise damaged("scale_fmt", given["scale_fmt"], "'float'")
     said = given.get("modules_to_not_convert", given.get("ignored_layers"))
     # As transformers has it; DeepSeek's files leave it out.

@@ -57,8 +57,19 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], dtypes: Mapping[s
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file into a folder that is not in its place yet."""
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Write a JSON file into a folder that is not in its place yet.
+
+    Raises:
+        CheckpointError: it would hold infinity or NaN, which Python's reader lets pass and JSON has not.
+    """
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the model's {path.name} holds Infinity or NaN, which JSON has no word for and other programs refuse; "
+            "write a number in its place"
+        ) from error
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -20,7 +20,6 @@ have read. Evaluation reads the split in order, in windows that do not overlap, 
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
-from octavo.files import remove_if_empty, replacing, sync_folder, write_atomically
+from octavo.files import hidden_beside, remove_if_empty, replacing, sync_folder, write_atomically
 from octavo.training.corpus import Document, Split, content_hash
 from octavo.training.text import BUILTIN, divide, load_documents
 from octavo.training.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
@@ -209,7 +208,7 @@ def _check_own(folder: Path) -> None:
 def _replacing_files_of(folder: Path, identity: dict[str, Any]) -> Iterator[Path]:
     """A folder to write to; its files take their places in ``folder``, where others stay, when the block ends."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = hidden_beside(folder, "tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()

@@ -360,9 +360,13 @@ def _all(
         return found
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(work, *task) for task in tasks]
-        for number, future in enumerate(as_completed(futures), 1):
-            future.result()
-            report(number, len(tasks))
+        try:
+            for number, future in enumerate(as_completed(futures), 1):
+                future.result()
+                report(number, len(tasks))
+        except BaseException:  # such as SIGTERM's, which reaches this process alone: what has not begun does not begin
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
         return [future.result() for future in futures]
 
 

@@ -1,7 +1,9 @@
 """The boundary around every command, its help, and the way in as a process."""
 
 import errno
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import typer
 
 from octavo.cli.app import app
 from octavo.errors import ConfigError
+from octavo.files import claimed_folder, replacing_folder
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
@@ -103,6 +106,30 @@ def test_ctrl_c_ends_with_130(octavo, failing):
     result = octavo("formats", "--errata")
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
+
+
+def test_sigterm_unwinds_and_ends_with_143(octavo, monkeypatch, tmp_path):
+    def told_to_end():
+        with claimed_folder(tmp_path / "new" / "out"), replacing_folder(tmp_path / "new" / "out") as temporary:
+            (temporary / "half").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("octavo.cli.formats.errata", told_to_end)
+    result = octavo("formats", "--errata")
+    assert result.exit_code == 143
+    assert "interrupted; nothing is half-written" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_that_is_ignored_stays_so(octavo, monkeypatch):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr("octavo.cli.formats.errata", lambda: os.kill(os.getpid(), signal.SIGTERM) or [])
+        assert octavo("formats", "--errata").exit_code == 0
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_defect_of_our_own_keeps_its_traceback(octavo, failing):

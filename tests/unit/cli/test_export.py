@@ -1,7 +1,10 @@
 """``octavo export`` and ``octavo import`` on a finished run and what is made of it."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 
 import pytest
 import torch
@@ -182,6 +185,9 @@ def test_generate_computes_blocks_as_they_are_served(octavo, tmp_path):
         (["--max-shard-size", "many"], "such as 500MB"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--skip", "nothing.like.it"], "matches no layer"),
+        (["--skip", "*"], "no layer of this model is in FP8: each of its 8 linear layers is the head, is skipped"),
+        (["--recipe", "bf16"], "or has a recipe in high precision"),
+        ([*GRAPH, "--recipe", "bf16"], "choose a recipe and what to skip (--recipe, --skip, --head)"),
     ],
 )
 def test_bad_input_ends_with_one_sentence_and_leaves_nothing(octavo, finished_run, tmp_path, *, options, words):
@@ -189,6 +195,22 @@ def test_bad_input_ends_with_one_sentence_and_leaves_nothing(octavo, finished_ru
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dtype", "fp8"], "--dtype must be one of bf16, fp16, fp32, not 'fp8'"),
+        ([*GRAPH, "--dtype", "fp8"], "dtype must be one of fp32, fp16, bf16, not 'fp8'"),
+        (["--recipe", "nothing"], "there is no recipe"),
+        ([*GRAPH, "--recipe", "nothing"], "there is no recipe"),
+        (["--recipe", "mxfp8", "--power-of-two"], "--power-of-two goes with rowwise"),
+    ],
+)
+def test_words_that_are_none_are_refused_before_the_model_is_loaded(octavo, tmp_path, *, options, words):
+    result = octavo("export", "no-model.gguf", "--out", tmp_path / "m", *options)
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("options", FOREIGN, ids=" ".join)
@@ -220,11 +242,42 @@ def test_a_graph_of_a_folder_in_fp8_with_everything(octavo, text, tmp_path):
     assert codes.raw_data == weight.data.t().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def test_sigterm_while_it_is_read_back_leaves_neither_a_folder_nor_a_process(
+    octavo, finished_run, tmp_path, monkeypatch
+):
+    started = []
+
+    class Told(subprocess.Popen):
+        def communicate(self, *arguments, **options):
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().communicate(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Told)
+    result = octavo("export", finished_run, "--format", "octavo", "--out", tmp_path / "new" / "served")
+    assert result.exit_code == 143, result.output
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_in_use_is_refused_before_any_work(octavo, tmp_path):
     (tmp_path / "file").touch()
     result = octavo("export", "no-model.gguf", "--out", tmp_path)
     assert result.exit_code == 2
     assert "is not empty" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN"])
+def test_a_configuration_with_a_number_that_json_has_not(octavo, folder, tmp_path, *, number):
+    """Python's reader lets them pass; transformers writes some, such as a time_step_limit."""
+    shutil.copytree(folder, tmp_path / "copied")
+    config = tmp_path / "copied" / "config.json"
+    config.write_text(config.read_text().replace("{", f'{{"time_step_limit": [0.0, {number}],', 1))
+    result = octavo("import", tmp_path / "copied", "--out", tmp_path / "new" / "out")
+    assert result.exit_code == 2, result.output
+    assert "the model's config.json holds Infinity or NaN, which JSON has no word for" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["copied"]
 
 
 def test_import_of_what_is_damaged(octavo, tmp_path):

@@ -7,9 +7,12 @@ stands, nothing of its weight is copied, and tied parameters stay tied. The mode
 import copy
 import inspect
 import logging
+import re
+import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from octavo.errors import ConfigError
 from octavo.export.onnx.decoder import CacheNames, GraphDecoder, attention_casts
 from octavo.export.onnx.layers import HIGH_PRECISION, GraphLinear, LayerNote, graph_linear
 from octavo.export.onnx.operators import translations
+from octavo.interchange.contents import nothing_in_fp8
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
 from octavo.nn import Linear
@@ -30,6 +34,7 @@ __all__ = ["Graph", "graph_of_decoder", "graph_of_module", "write_graph"]
 BATCH, SEQUENCE, PAST = "batch", "sequence", "past"
 FEATURES = 3  # the most dimensions of an input whose second one is a sequence: [B, T, K]; a fourth makes it an image
 LARGEST_PROTOBUF = 2**31 - 2**20  # bytes; a message of 2 GiB cannot be written, and names and shapes need some
+RAISED = re.compile(r'raised this error:\s+File "[^"]*", line \d+, in (\w+)\s+([^#\n]+)')  # how torch names a line
 UNFOLDED = ("Transpose", "QuantizeLinear", "DequantizeLinear")
 Shapes = Mapping[int, str]  # dimension → its name, of those that may vary
 
@@ -39,6 +44,7 @@ class Graph:
     """A model in the form that is exported.
 
     Attributes:
+        name: the model's class, as its user knows it.
         module: takes ``inputs`` as positional arguments.
         inputs: of one call.
         given: the dtype of each input as the model takes it.
@@ -50,6 +56,7 @@ class Graph:
         dtype: of the graph's tensors.
     """
 
+    name: str
     module: nn.Module
     inputs: tuple[Tensor, ...]
     given: tuple[torch.dtype, ...]
@@ -89,7 +96,7 @@ def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: boo
                 "octavo's own Llama (a run or a .gguf file); leave them out"
             )
         module, linears = _with_graph_linears(model.model, dtype)
-        return _graph_of_tokens(_Logits(module), {"input_ids": tokens}, ("logits",), linears, dtype)
+        return _graph_of_tokens(model, _Logits(module), {"input_ids": tokens}, ("logits",), linears, dtype=dtype)
     copied, linears = _with_graph_linears(model.model, dtype)
     assert isinstance(copied, Llama)
     decoder = GraphDecoder(copied, has_cache=has_cache)
@@ -99,13 +106,22 @@ def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: boo
     layers = config.num_layers if has_cache else 0
     past = [torch.zeros(2, config.num_kv_heads, 4, config.head_dim, dtype=dtype) for _ in range(2 * layers)]
     names, outputs = ("input_ids", *CacheNames.past(layers)), ("logits", *CacheNames.present(layers))
-    return _graph_of_tokens(decoder, dict(zip(names, (tokens, *past), strict=True)), outputs, linears, dtype)
+    return _graph_of_tokens(
+        model, decoder, dict(zip(names, (tokens, *past), strict=True)), outputs, linears, dtype=dtype
+    )
 
 
 def _graph_of_tokens(
-    module: nn.Module, inputs: dict[str, Tensor], outputs: tuple[str, ...], linears: _Linears, dtype: torch.dtype
+    model: LanguageModel,
+    module: nn.Module,
+    inputs: dict[str, Tensor],
+    outputs: tuple[str, ...],
+    linears: _Linears,
+    *,
+    dtype: torch.dtype,
 ) -> Graph:
     return Graph(
+        name=type(model.model).__name__,
         module=module.eval(),
         inputs=tuple(inputs.values()),
         given=tuple(tensor.dtype for tensor in inputs.values()),
@@ -152,7 +168,10 @@ def graph_of_module(
         raise ConfigError(f"this {type(model).__name__} gives a dict; a graph gives a tensor or a tuple of them")
     count = 1 if isinstance(made, Tensor) else len(made)
     outputs = ("output",) if count == 1 else tuple(f"output_{index}" for index in range(count))
+    while set(outputs) & set(names):  # a graph has one name for one tensor
+        outputs = tuple(f"{name}_" for name in outputs)
     return Graph(
+        name=type(model).__name__,
         module=module.eval(),
         inputs=given,
         given=tuple(each.dtype for each in inputs),
@@ -220,7 +239,7 @@ def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module
             why = "recipe bf16" if isinstance(layer, Linear) else "not converted"
             linears.notes.append(LayerNote(path=path, input=HIGH_PRECISION, weight=HIGH_PRECISION, reason=why))
     if not replaced:
-        raise ConfigError("no layer of this model is in FP8; convert or calibrate it first (octavo.convert)")
+        raise ConfigError(nothing_in_fp8(model))
     copied = copy.deepcopy(model, dict(replaced)).requires_grad_(False)
     _narrow(copied, dtype)
     return copied, linears
@@ -254,15 +273,29 @@ def write_graph(graph: Graph, path: Path, *, opset: int, external_data: bool) ->
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
-            first = str(error.__cause__ or error).strip().splitlines()[0]
-            raise ConfigError(
-                f"torch cannot export this {type(graph.module).__name__}, whose inputs are to vary as "
-                f"{dict(zip(graph.names, graph.shapes, strict=True))}: {first.rstrip(':')}; varying says which of a "
-                "module's dimensions do"
-            ) from error
+            raise ConfigError(f"torch cannot export this {graph.name}{_reason(graph, error)}") from error
     _tidy(program.model)
     size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
     program.save(str(path), external_data=external_data or size > LARGEST_PROTOBUF)
+
+
+def _reason(graph: Graph, error: Exception) -> str:
+    """Why torch cannot export a graph, and what to do."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    cause = error.__cause__ or error
+    if isinstance(cause, GuardOnDataDependentSymNode):
+        place = RAISED.search(str(cause))
+        where = f" ({place[1]}: {place[2].strip().rstrip(':')})" if place else ""
+        return (
+            f": what it does depends on the numbers in a tensor{where}, and a graph does the same whatever they are; "
+            "write a checkpoint, or let forward decide without them"
+        )
+    first = str(cause).strip().splitlines()[0]
+    return (
+        f", whose inputs are to vary as {dict(zip(graph.names, graph.shapes, strict=True))}: {first.rstrip(':')}; "
+        "varying says which of a module's dimensions do"
+    )
 
 
 def _tidy(model: Any) -> None:
@@ -303,12 +336,31 @@ def _is_cache(name: str) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter says of itself: deprecations in torch, and libraries that it looked for."""
+    """Without what the exporter says of itself: deprecations in torch, libraries that it looked for, half a graph."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        silent: Any = _Silent(sys.stderr)
+        with warnings.catch_warnings(), redirect_stderr(silent):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+
+
+class _Silent:
+    """A stream without what the thread that made this writes; a progress bar's goes on.
+
+    Args:
+        stream: whose every other attribute it has.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Of another thread only."""
+        return len(text) if threading.get_ident() == self._thread else int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

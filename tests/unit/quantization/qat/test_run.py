@@ -329,7 +329,7 @@ def test_a_folder_that_holds_something_is_not_written_to(result, saved):
     kept = (saved / "qat.json").read_bytes()
     with pytest.raises(ConfigError, match="is not empty"), claimed_folder(saved):
         pass
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(ConfigError, match="is taken"):
         save_qat(saved, result)
     assert (saved / "qat.json").read_bytes() == kept
     assert [path.name for path in saved.parent.iterdir()] == ["qat"]
