@@ -4,6 +4,7 @@ Also of a model that is no Llama and has biases. What it finds with a mistake is
 """
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_tokens_in_one_dimension_are_a_limit_that_is_named(tmp_path):
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_attention_heads": 2}
     config = OPTConfig(vocab_size=300, num_hidden_layers=1, max_position_embeddings=64, init_std=0.1, **sizes)
     given = LanguageModel(
         model=OPTForCausalLM(config).eval(), tokenizer=language_model().tokenizer, context=64, source=""

@@ -2,8 +2,6 @@
 
 import builtins
 import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,7 +15,6 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.export.agreement import relative_error
 from octavo.export.onnx import OnnxOptions, export_onnx
 from octavo.export.onnx import export as module_under_test
-from octavo.export.onnx import graph as graph_module
 from octavo.export.onnx.graph import write_graph
 from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig
@@ -265,23 +262,6 @@ def test_a_cast_that_is_not_there(tmp_path, monkeypatch):
         export_onnx(two_static_layers(), tmp_path / "a", inputs=(torch.randn(2, K),))
 
 
-@pytest.mark.parametrize(("room", "files"), [(0, ["model.onnx", "model.onnx.data"]), (-1, ["model.onnx"])])
-def test_weights_that_do_not_fit_into_a_message_go_beside_it(tmp_path, monkeypatch, *, room, files):
-    """By a limit that the weights exceed by a byte or just keep."""
-    model = nn.Sequential(nn.Linear(K, N, bias=False))
-    octavo.convert(model, "static")
-    model[0].input_scale.fill_(0.0031)
-    graph = graph_module.graph_of_module(model, (torch.randn(2, K),), torch.float32)
-    (tmp_path / "measured").mkdir()
-    write_graph(graph, tmp_path / "measured" / "model.onnx", opset=21, external_data=False)
-    initializers = onnx.load(tmp_path / "measured" / "model.onnx").graph.initializer
-    size = sum(onnx.numpy_helper.to_array(each).nbytes for each in initializers)
-    monkeypatch.setattr(graph_module, "LARGEST_PROTOBUF", size - 1 - room)
-    (tmp_path / "a").mkdir()
-    write_graph(graph, tmp_path / "a" / "model.onnx", opset=21, external_data=False)
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == files
-
-
 def test_a_folder_that_is_not_empty(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(ConfigError, match="not empty"):
@@ -417,70 +397,6 @@ def test_channels_that_are_no_sequence_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"1: 'sequence'.*varying says which of a module's dimensions do"):
         export_onnx(model, tmp_path / "a", inputs=inputs)
     assert export_onnx(model, tmp_path / "a", inputs=inputs, varying=({0: "batch"},)).fp8_layers == 1
-
-
-class Chooses(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(K, N)
-
-    def forward(self, x):
-        y = self.one(x)
-        if x.sum() > 0:
-            y = y + 1
-        return y
-
-
-def test_a_choice_by_numbers_is_refused_in_one_sentence_and_nothing_is_printed(tmp_path, capfd):
-    model = Chooses()
-    octavo.convert(model, "tensorwise")
-    words = (
-        r"cannot export this Chooses: what it does depends on the numbers in a tensor \(forward: if x\.sum\(\) > 0\)"
-    )
-    with pytest.raises(ConfigError, match=words):
-        export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, K),))
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_progress_bar_goes_on_while_the_exporter_is_silent(capsys):
-    with graph_module._quiet(), ThreadPoolExecutor(1) as pool:
-        print("half a graph", file=sys.stderr)
-        pool.submit(print, "tracing …", file=sys.stderr).result()
-    assert capsys.readouterr().err == "tracing …\n"
-
-
-def test_a_language_model_is_called_what_its_user_calls_it():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes))
-    for model in (theirs, language_model().model):
-        octavo.convert(model, "tensorwise")
-        source = replace(language_model(), model=model)
-        graph = graph_module.graph_of_decoder(source, torch.float32, has_cache=False, attention=None)
-        assert graph.name == type(model).__name__
-
-
-class NamesItsInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(K, N)
-
-    def forward(self, output, output_1):
-        return self.one(output), self.one(output_1)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_inputs_that_are_called_as_outputs_are(tmp_path, count):
-    class OneInput(NamesItsInputs):
-        def forward(self, output):
-            return self.one(output)
-
-    model = OneInput() if count == 1 else NamesItsInputs()
-    octavo.convert(model, "tensorwise")
-    report = export_onnx(model, tmp_path / "a", inputs=tuple(torch.randn(2, K) for _ in range(count)))
-    run = session(report.folder / "model.onnx")
-    assert [each.name for each in run.get_inputs()] == ["output", "output_1"][:count]
-    assert [each.name for each in run.get_outputs()] == [["output_"], ["output_0_", "output_1_"]][count - 1]
 
 
 @pytest.mark.parametrize(
