@@ -27,6 +27,7 @@ __all__ = ["Api", "ask_engine", "ask_server", "connected", "model_name"]
 
 INSTALL = "pip install 'octavo[serve]'"
 DATA, END = "data:", "[DONE]"
+KEPT_S = 1.0  # that an idle connection is used again: servers close theirs after a few seconds, uvicorn after 5
 
 
 class Api(StrEnum):
@@ -63,7 +64,7 @@ async def connected(url: str, *, key: str | None, timeout_s: float) -> "AsyncIte
     except ImportError as error:
         raise ConfigError(f"asking a server needs httpx2, which is not installed; {INSTALL}") from error
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S)
     async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout_s) as client:
         yield client
 
