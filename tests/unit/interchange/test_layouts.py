@@ -96,7 +96,7 @@ def test_a_name_that_is_left_out_is_whole_parts_of_a_path(name, out):
         (["*.[qk]_proj"], set(map(ATTENTION.format, "qk"))),
         (["LM_HEAD", "*.Self_Attn.*"], set()),
     ],
-    ids=str,
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
 def test_modelopt_s_modules_are_patterns_with_their_case(patterns, out):
     of_a_file = configuration_from_file({"quantization": {"quant_algo": "FP8", "exclude_modules": patterns}})
