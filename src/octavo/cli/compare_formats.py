@@ -73,7 +73,7 @@ def evaluate_model(question: Question, *, as_json: bool) -> None:
     """Print the loss of a model that is no run: in FP32, or with the codes that its folder has."""
     with open_display() as display:
         model = load_language_model(question.model, device=question.device)
-        windows, text = _windows(model, question, {})
+        windows, text = _windows(model, question, readers_of(question.model))
         found = _compared(display, [as_it_is(model)], windows, reference=AS_IT_IS)
     entry = found.entry(AS_IT_IS)
     record = {
@@ -89,8 +89,11 @@ def evaluate_model(question: Question, *, as_json: bool) -> None:
     if as_json:
         print_json(record)
         return
+    shares = record.pop("read_before", {})
     rows = [(name, number(value, 6) if isinstance(value, int | float) else value) for name, value in record.items()]
     print_table("Evaluation", ["", ""], rows)
+    for warning in warnings_of(shares, record["data"], record["split"]):
+        stdout().print(warning, markup=False, soft_wrap=True)
 
 
 def compare_formats(question: Question, names: Sequence[str], *, as_json: bool) -> None:
@@ -134,7 +137,7 @@ def _readers(question: Question, names: Sequence[str]) -> Readers:
 def _windows(model: LanguageModel, question: Question, readers: Readers) -> tuple[Tensor, dict[str, Any]]:
     """The windows to score, what they are of, and how much of that was read before."""
     source = question.source or own_source(question.model) or TOPICS
-    split = question.split or default_split(readers, source)
+    split = question.split or default_split(question.model, readers, source)
     windows = evaluation_windows(model, source, split, count=question.windows, length=_length(model, question))
     text = {"data": source, "split": split}
     return windows, text | ({"read_before": shares_read(readers, source, split)} if readers else {})

@@ -7,7 +7,7 @@ from octavo.cli.runs import own_source, text_to_train_on
 from octavo.errors import DataError
 from octavo.quantization import load_calibration
 from octavo.quantization.overlap import MOST_SHARED, Part, shared_share
-from octavo.quantization.qat.folder import text_of_qat
+from octavo.quantization.qat.folder import MARK, text_of_qat
 from octavo.training.corpus import Split
 from octavo.training.text import ALL, unseen_split
 
@@ -25,7 +25,7 @@ def readers_of(
         model: a run has been trained on its own text.
         calibrates: whether a calibration takes part.
         calibration: its folder; None is one that is made now.
-        tuned: a folder of ``octavo qat``.
+        tuned: a folder of ``octavo qat``; None where the model itself may be one.
 
     Raises:
         CheckpointError: a folder is damaged.
@@ -38,15 +38,19 @@ def readers_of(
         if calibration is not None:
             seen = load_calibration(calibration).seen
             found["the calibration"] = (seen.source, seen.split)
+    tuned = Path(model) if tuned is None and (Path(model) / MARK).is_file() else tuned
     if tuned is not None:
         found["the tuning for FP8"] = text_of_qat(tuned)
     return {name: part for name, part in found.items() if part[1]}
 
 
-def default_split(readers: Readers, source: str) -> str:
-    """The split of a source that none of them has read: see ``octavo.training.text.unseen_split``."""
-    of_each = {unseen_split(source, known) for known, _ in readers.values()}
-    return str(Split.TEST) if Split.TEST in of_each else ALL
+def default_split(model: str | Path, readers: Readers, source: str) -> str:
+    """The split of a source that none of them has read, nor would by default: so it is one text for all formats.
+
+    See ``octavo.training.text.unseen_split``.
+    """
+    known = [text_to_train_on(model), *(own for own, _ in readers.values())]
+    return str(Split.TEST) if Split.TEST in {unseen_split(source, each) for each in known} else ALL
 
 
 def shares_read(readers: Readers, source: str, split: str) -> dict[str, float | None]:

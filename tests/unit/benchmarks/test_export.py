@@ -62,15 +62,21 @@ def test_each_bar_has_its_verdict(found, missed):
     assert [place for place, cell in enumerate(row) if "(met)" in cell] == [i for i in (3, 4, 5, 7) if i not in missed]
 
 
-def test_a_run_is_measured_beside_the_model(monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(smollm2, "model_path", lambda: Path("smollm2.gguf"))
+@pytest.fixture
+def asked(monkeypatch):
+    """What would be written and read back."""
+    calls = []
 
     def note(*given):
-        asked.append(given)
+        calls.append(given)
         return saved()
 
+    monkeypatch.setattr(smollm2, "model_path", lambda: Path("smollm2.gguf"))
     monkeypatch.setattr(benchmark, "measured", note)
+    return calls
+
+
+def test_a_run_is_measured_beside_the_model(monkeypatch, capsys, asked):
     monkeypatch.setattr(sys, "argv", ["export.py", "--run", "runs/mine", "--cases", "hf-fp8;octavo", "--no-write"])
     benchmark.main()
     cases = (("hf-fp8", Request()), ("octavo", Request(recipe="mxfp8")))
@@ -79,15 +85,7 @@ def test_a_run_is_measured_beside_the_model(monkeypatch, capsys):
     assert rows == [[name, case] for name in ("SmolLM2-135M", "run mine") for case in ("hf-fp8", "octavo")]
 
 
-def test_a_mix_is_measured_alone(monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(smollm2, "model_path", lambda: Path("smollm2.gguf"))
-
-    def note(*given):
-        asked.append(given)
-        return saved()
-
-    monkeypatch.setattr(benchmark, "measured", note)
+def test_a_mix_is_measured_alone(monkeypatch, capsys, asked):
     monkeypatch.setattr(sys, "argv", ["export.py", "--mix", "mix.toml", "--no-write"])
     benchmark.main()
     assert asked == [("smollm2.gguf", "octavo", Request(mix=Path("mix.toml")))]

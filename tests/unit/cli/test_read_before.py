@@ -55,19 +55,24 @@ def test_what_a_tuning_and_a_calibration_have_read(octavo, finished_run, text, c
     record = json.loads(octavo(*asked, copied, "--json").stdout)
     assert record["split"] == "test"
     assert record["read_before"]["the calibration"] == record["read_before"]["the tuning for FP8"] == 0
+    alone = json.loads(octavo("eval", tmp_path / "tuned", *FEW, "--data", copied, "--json").stdout)
+    assert (alone["split"], alone["read_before"]) == ("test", {"the tuning for FP8": 0})
     again = tmp_path / "again.txt"
     again.write_text(text.read_text(encoding="utf-8"), encoding="utf-8")
     said = octavo(*asked, again).stdout
     for name in ("the run's training", "the calibration", "the tuning for FP8"):
         assert f"is text of {name}" in said
+    assert "is text of the tuning for FP8" in octavo("eval", tmp_path / "tuned", *FEW, "--data", again).stdout
 
 
 def test_a_model_that_is_no_run_has_read_nothing_that_is_known(tmp_path):
     assert readers_of("model.gguf") == {}
     made_now = readers_of("model.gguf", calibrates=True)
     assert made_now == {"the calibration": ("library-sources", "train")}
-    assert default_split(made_now, "language-topics") == "all"
-    assert default_split(made_now, "builtin") == "test"
+    for readers in (made_now, {}):  # one text, whether something is calibrated or not
+        assert default_split("model.gguf", readers, "language-topics") == "all"
+        assert default_split("model.gguf", readers, "builtin") == "test"
+        assert default_split("model.gguf", readers, "library-sources") == "test"
     shares = shares_read(made_now, "language-topics", "all")
     assert shares["the calibration"] == pytest.approx(0, abs=0.02)
     assert list(warnings_of(shares, "language-topics", "all")) == []

@@ -32,7 +32,7 @@ from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, 
 from octavo.quantization.qat.run import QATResult, QATSettings
 from octavo.state import load_scaling_state, scaling_state
 
-__all__ = ["load_qat", "save_qat", "text_of_qat"]
+__all__ = ["MARK", "load_qat", "save_qat", "text_of_qat"]
 
 FORMAT = 1
 MARK, RECIPE, SCALES, METRICS = "qat.json", "recipe.toml", "scales.safetensors", "metrics.jsonl"
