@@ -7,8 +7,8 @@
 #include "attention.h"
 #include "cast_sums.h"
 #include "gemm.h"
+#include "many_integers.h"
 #include "scale_search.h"
-#include "weight_rows.h"
 
 namespace octavo {
 namespace {
@@ -98,7 +98,7 @@ struct Decoder {
         GemmProblem whole{given, weight.operand, count, weight.rows, k, weight.block, weight.bias, y, Dtype::f32};
         if (weight.operand.element == Element::int8) return multiply_integers(whole);
         if (weight.input != InputCast::none) whole.a = cast(x, count, k, weight);
-        if (weight.operand.element == Element::bf16) return bf16_rows(whole);
+        if (weight.operand.element == Element::bf16) return takes_many_rows(whole) ? many_rows(whole) : bf16_rows(whole);
         if (!has_codes_in_rows(weight.operand)) return gemm(whole);
         if (takes_many_rows(whole)) return many_rows(whole);
         for (int64_t row = 0; row < count; row += FEW) few_rows(some_rows(whole, row));

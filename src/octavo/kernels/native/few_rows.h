@@ -38,7 +38,7 @@ struct Scales {
     f32v finished(f32v sums, int64_t row, int64_t column, int64_t count) const {
         if (p.block) return sums;
         if (!wide)
-            return sums * all(of(p.a, row, 0)) * (p.b.scale_per_row ? load_f32(p.b.scale + column, count) : all(of(p.b, 0, 0)));
+            return sums * all(of(p.a, row, 0)) * (p.b.scale && p.b.scale_per_row ? load_f32(p.b.scale + column, count) : all(of(p.b, 0, 0)));
         for (int64_t i = 0; i < count; ++i) sums[i] = apply(sums[i], row, column + i, 0);
         return sums;
     }

@@ -134,11 +134,6 @@ inline void bf16_rows(const GemmProblem& p) {
     WeightRows<Bf16Sums>{p, sums}.run();
 }
 
-inline void int8_rows(const GemmProblem& p, const int16_t* codes, const float* scales) {
-    const Int8Sums sums{p, codes, scales};
-    WeightRows<Int8Sums>{p, sums}.run();
-}
-
 // A row as INT8: numerics/integers.py is the definition. A row with NaN or Inf gets the scale NaN.
 inline void integers_of(const float* x, int64_t k, const IntegerRule& rule, int16_t* codes, float* scale) {
     std::memset(codes, 0, padded_integers(k) * sizeof(int16_t));
