@@ -58,10 +58,14 @@ struct Stored<E4M3> {
 
     template <int PART, bool SPECIAL>
     static Two read(const uint8_t* from) {
-        const u8v codes = load<u8v>(from);
-        const Bytes<E4M3> bytes = SPECIAL ? bytes_in_lanes<E4M3>(codes) : shifted_codes<E4M3>(codes);
-        return {bytes.of[PART], bytes.of[PART + 2]};
+        const u32v words = load<u32v>(from);
+        if (SPECIAL) return {shifted(words >> 8 * PART), shifted(words >> 8 * (PART + 2))};
+        u32v halves[2];
+        halve_codes<E4M3>(words, halves);
+        return {number_of(halves[PART], 0), number_of(halves[PART], 1)};
     }
+
+    static f32v shifted(u32v words) { return decode<E4M3>(words & 0xff) * all(power_of_two(-MISSING<E4M3>)); }
 
     static bool has_special(const uint8_t* rows, int64_t stride, int64_t count, int64_t width) {
         u8v seen = {};

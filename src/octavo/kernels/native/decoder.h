@@ -7,7 +7,7 @@
 #include "attention.h"
 #include "cast_sums.h"
 #include "gemm.h"
-#include "many_integers.h"
+#include "integers.h"
 #include "scale_search.h"
 
 namespace octavo {
@@ -98,8 +98,7 @@ struct Decoder {
         GemmProblem whole{given, weight.operand, count, weight.rows, k, weight.block, weight.bias, y, Dtype::f32};
         if (weight.operand.element == Element::int8) return multiply_integers(whole);
         if (weight.input != InputCast::none) whole.a = cast(x, count, k, weight);
-        if (weight.operand.element == Element::bf16) return takes_many_rows(whole) ? many_rows(whole) : bf16_rows(whole);
-        if (!has_codes_in_rows(weight.operand)) return gemm(whole);
+        if (!has_words_in_rows(weight.operand)) return gemm(whole);
         if (takes_many_rows(whole)) return many_rows(whole);
         for (int64_t row = 0; row < count; row += FEW) few_rows(some_rows(whole, row));
     }
@@ -139,7 +138,7 @@ struct Decoder {
             for (int64_t row = first; row < last; ++row)
                 integers_of(x + row * whole.k, whole.k, p.integer_rule, to + row * padded_integers(whole.k), input_scales + row);
         });
-        int8_rows(whole, to, input_scales);
+        integer_rows(whole, to, input_scales);
     }
 
     void add_to_hidden(const float* x) const {

@@ -1,19 +1,11 @@
-// A product with few rows of a, as in generation: b's codes are read once, in the order they lie in memory, decoded into
-// registers and multiplied with the same columns of each row of a.
-//
-// Four codes in a lane of 32 bits become four FP32 numbers by shifts and masks alone: a code's bits stand where FP32 has
-// its sign, the end of its exponent and the start of its mantissa. The exponent is then too small by FP32's bias less the
-// format's. Rows of a are multiplied by a power of two that makes up for it as far as FP32 reaches, and sums by the rest.
-// Codes of subnormals become subnormals, which are exact as well (some processors are slow at them; a weight has few).
-// NaN and Inf codes become finite numbers, and a row may span too many binades: such sums are made in the plain way.
-//
-// Every sum is made of the same four chains, here and in many_rows.h: a row's result does not depend on the others.
+// A product with few rows of a, as in generation: b's words (words.h) are read once, in the order they lie in memory, and
+// multiplied with the same columns of each row of a. A row's result does not depend on the others, here or in many_rows.h.
 #pragma once
 
-#include "fp8.h"
 #include "kernels.h"
 #include "memory.h"
 #include "parallel.h"
+#include "words.h"
 
 namespace octavo {
 namespace {
@@ -55,10 +47,13 @@ private:
 
 constexpr int64_t FEW = 16;  // rows
 constexpr int64_t SOME = 4 * LANES;  // columns whose sums are finished together
-constexpr int STEP = 4 * LANES;      // of K
 
 inline bool has_codes_in_rows(const Operand& b) {
     return b.column_stride == 1 && (b.element == Element::e4m3 || b.element == Element::e5m2);
+}
+
+inline bool has_words_in_rows(const Operand& b) {
+    return has_codes_in_rows(b) || (b.column_stride == 1 && b.element == Element::bf16);
 }
 
 inline bool takes_few_rows(const GemmProblem& p) { return p.m <= FEW && has_codes_in_rows(p.b); }
@@ -95,155 +90,78 @@ inline void read_row(const Operand& from, int64_t row, int64_t k, float* to) {
         case Element::f32: return read_numbers<float>(from, row, k, to);
         case Element::bf16: return read_numbers<Bf16>(from, row, k, to);
         case Element::f16: return read_numbers<F16>(from, row, k, to);
-        case Element::int8: break;  // weight_rows.h
+        case Element::int8: break;  // integers.h
     }
 }
 
-// Where a shifted row has the four vectors of STEP numbers: those for byte 0 of every lane, then those for byte 1, and so on.
-struct Places {
-    int64_t step;  // from STEP numbers to the next
-    int64_t byte;  // from one byte's vector to the next one's
-};
-
-// One row of a: as it is, and shifted, block of K after block, zeros behind each block's end.
+// One row of a: as it is, and shifted for b's words, block of K after block, zeros behind each block's end: of every vector
+// of words the numbers that the lanes have at place 0, then those at place 1, and so on.
 struct Row {
     const float* x;
     const float* shifted;
-    float unshift;  // sums of the shifted row times this are the row's; 0 if the row spans too many binades
+    float unshift;
 };
 
-inline float power_of_two(int exponent) { return bits_as<float>(uint32_t(127 + exponent) << 23); }
-
-template <class F>
-constexpr int MISSING = 127 - (1 - F::min_exponent);  // binades that a shifted code's exponent lacks
-
-// The power of two that brings the largest of n finite numbers to FP32's last binade but one.
-inline int shift_of(const float* x, int64_t n) {
-    i32v most = {};
-    for (int64_t i = 0; i < n; i += LANES) {
-        const i32v magnitude = bits_as<i32v>(load_f32(x + i, least_of<int64_t>(LANES, n - i))) & int32_t(MAGNITUDE);
-        most = largest(most, magnitude >= int32_t(EXPONENT) ? i32v{} : magnitude);
-    }
-    return least_of(127, 253 - int(largest_lane((u32v)most) >> 23));
-}
-
-inline float least_magnitude(const float* x, int64_t n) {  // but zero
-    i32v least = (i32v)all(EXPONENT);
-    for (int64_t i = 0; i < n; i += LANES) {
-        const i32v magnitude = bits_as<i32v>(load_f32(x + i, least_of<int64_t>(LANES, n - i))) & int32_t(MAGNITUDE);
-        const i32v known = magnitude == 0 ? (i32v)all(EXPONENT) : magnitude;
-        least = known < least ? known : least;
-    }
-    return bits_as<float>(EXPONENT - largest_lane(EXPONENT - (u32v)least));
-}
-
-// The smallest number times the smallest code must still be normal after the shift.
-template <class F>
-Row shift_row(const float* x, int64_t k, int64_t block, const Places& places, float* shifted) {
-    const int shift = shift_of(x, k);
-    constexpr int smallest_code = F::min_exponent - F::mantissa_bits - MISSING<F>;
-    const bool fits = double(least_magnitude(x, k)) * power_of_two(shift) >= double(power_of_two(-126 - smallest_code));
-    const f32v factor = all(power_of_two(shift));
-    const int64_t padded = (block + STEP - 1) / STEP * STEP;
-    for (int64_t begin = 0; begin < k; begin += block) {
-        const int64_t count = least_of(block, k - begin);
-        for (int64_t i = 0; i < padded; i += STEP) {
-            float some[STEP] = {};
-            if (i < count) std::memcpy(some, x + begin + i, least_of<int64_t>(STEP, count - i) * sizeof(float));
-            f32v parts[4];
-            for (int v = 0; v < 4; ++v) parts[v] = load<f32v>(some + v * LANES) * factor;
-            const Unzipped low = unzip(parts[0], parts[1]), high = unzip(parts[2], parts[3]);
-            const Unzipped even = unzip(low.even, high.even), odd = unzip(low.odd, high.odd);
-            float* to = shifted + (begin / block * padded + i) / STEP * places.step;
-            store(to, even.even);
-            store(to + places.byte, odd.even);
-            store(to + 2 * places.byte, even.odd);
-            store(to + 3 * places.byte, odd.odd);
+template <class W>
+Row shift_row(const float* x, int64_t k, int64_t block, float* shifted) {
+    const Shift shift = W::shift(x, k);
+    const int64_t padded = steps_of<W>(block) * STEP_OF<W>;
+    for (int64_t begin = 0; begin < k; begin += block)
+        for (int64_t i = 0; i < padded; i += STEP_OF<W>) {
+            float some[STEP_OF<W>] = {};
+            const int64_t known = least_of(block, k - begin) - i;
+            if (known > 0) std::memcpy(some, x + begin + i, least_of(STEP_OF<W>, known) * sizeof(float));
+            float* to = shifted + begin / block * padded + i;
+            for_places<W>([&](int number, int lane, int place) { to[place * LANES + lane] = some[number] * shift.factor; });
         }
-    }
-    return {x, shifted, fits ? power_of_two(MISSING<F> - shift) : 0.0f};
+    return {x, shifted, shift.unshift};
 }
 
-inline float sum_of_lanes(f32v value) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)value);
-#elif defined(__AVX2__)
-    __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)value), _mm256_extractf128_ps((__m256)value, 1));
-    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-#else
-    float total = 0;
-    for (int i = 0; i < LANES; ++i) total += value[i];
-    return total;
-#endif
-}
+constexpr int64_t AHEAD = 2048;  // bytes that are asked for before the next columns begin
 
-// STEP codes, those of byte 0 of every lane first.
-template <class F>
-struct Bytes {
-    f32v of[4];
-};
-
-// Their values times 2^-MISSING, but for special codes.
-template <class F>
-inline Bytes<F> shifted_codes(u8v codes) {
-    constexpr int right = F::mantissa_bits + 1;
-    constexpr uint32_t kept = 0x80000000u | (0x7f000000u >> right);
-    const i16v words = bits_as<i16v>(codes);
-    const u32v odd = bits_as<u32v>(words >> right), even = bits_as<u32v>((i16v)(words << 8) >> right);
-    return {{bits_as<f32v>((even << 16) & kept), bits_as<f32v>((odd << 16) & kept), bits_as<f32v>(even & kept),
-             bits_as<f32v>(odd & kept)}};
-}
-
-// The same of any codes.
-template <class F>
-inline Bytes<F> bytes_in_lanes(u8v codes) {
-    const u32v lanes = bits_as<u32v>(codes);
-    const f32v factor = all(power_of_two(-MISSING<F>));
-    return {{decode<F>(lanes & 0xff) * factor, decode<F>((lanes >> 8) & 0xff) * factor,
-             decode<F>((lanes >> 16) & 0xff) * factor, decode<F>(lanes >> 24) * factor}};
-}
-
-// Whether there is a special code among those whose largest magnitudes were seen.
-template <class F>
-inline bool has_special(u8v seen) {
-    return any(seen >= uint8_t(F::inf_code));
-}
-
-// Sums of products of `count` codes with COUNT shifted rows, from `offset` in them on; raises what was seen of magnitudes.
-template <class F, int COUNT>
-inline __attribute__((always_inline)) void dot(const Row* rows, int64_t offset, const uint8_t* codes, int64_t count,
-                                               float* out, u8v& seen) {
-    f32v sums[COUNT][4] = {};
-    auto multiply = [&](u8v some, int64_t at) {
-        seen = largest_byte(seen, some & uint8_t(0x7f));
-        const Bytes<F> bytes = shifted_codes<F>(some);
-        for (int byte = 0; byte < 4; ++byte)
-            for (int r = 0; r < COUNT; ++r)
-                sums[r][byte] = fused(bytes.of[byte], load<f32v>(rows[r].shifted + at + byte * LANES), sums[r][byte]);
+// Sums of products of some columns, `stride` apart, with some shifted rows, [row][column]; raises what was seen of
+// magnitudes.
+template <class W, int ROWS_, int COLUMNS_>
+inline __attribute__((always_inline)) void dot(const Row* rows, int64_t offset, const typename W::Element* columns,
+                                               int64_t stride, int64_t count, float* out, u8v& seen) {
+    f32v sums[ROWS_][COLUMNS_] = {};
+    auto multiply = [&](u32v words, int64_t at, int c) __attribute__((always_inline)) {
+        seen = largest_byte(seen, W::magnitudes(words));
+        u32v halves[W::HALVES];
+        W::halve(words, halves);
+        for (int place = 0; place < W::IN_WORD; ++place) {
+            const f32v number = number_of(halves[place / 2], place % 2);
+            for (int r = 0; r < ROWS_; ++r) sums[r][c] = fused(number, load<f32v>(rows[r].shifted + at + place * LANES), sums[r][c]);
+        }
     };
     int64_t k = 0;
-    for (; k + 2 * STEP <= count; k += 2 * STEP) {
-        __builtin_prefetch(codes + k + 2048);
-        multiply(load<u8v>(codes + k), offset + k);
-        multiply(load<u8v>(codes + k + STEP), offset + k + STEP);
-    }
-    for (; k + STEP <= count; k += STEP) multiply(load<u8v>(codes + k), offset + k);
-    if (k < count) {
-        uint8_t rest[STEP] = {};
-        std::memcpy(rest, codes + k, count - k);
-        multiply(load<u8v>(rest), offset + k);
-    }
-    for (int r = 0; r < COUNT; ++r) out[r] = sum_of_lanes((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
+    for (; k + 2 * STEP_OF<W> <= count; k += 2 * STEP_OF<W>)
+        for (int c = 0; c < COLUMNS_; ++c) {
+            const typename W::Element* own = columns + c * stride + k;
+            // The next columns, in the order in which they lie in memory.
+            __builtin_prefetch(reinterpret_cast<const char*>(columns + COLUMNS_ * (k + stride)) + c * 64 + AHEAD);
+            multiply(load<u32v>(own), offset + k, c);
+            multiply(load<u32v>(own + STEP_OF<W>), offset + k + STEP_OF<W>, c);
+        }
+    for (; k + STEP_OF<W> <= count; k += STEP_OF<W>)
+        for (int c = 0; c < COLUMNS_; ++c) multiply(load<u32v>(columns + c * stride + k), offset + k, c);
+    if (k < count)
+        for (int c = 0; c < COLUMNS_; ++c) {
+            typename W::Element rest[STEP_OF<W>] = {};
+            std::memcpy(rest, columns + c * stride + k, (count - k) * sizeof *rest);
+            multiply(load<u32v>(rest), offset + k, c);
+        }
+    for (int r = 0; r < ROWS_; ++r)
+        for (int c = 0; c < COLUMNS_; ++c) out[r * COLUMNS_ + c] = sum_of_lanes(sums[r][c]);
 }
 
 // The same sum of a row as it is, for codes and numbers of any kind.
-template <class F>
-float plain_dot(const float* x, const uint8_t* codes, int64_t count) {
+template <class W>
+float plain_dot(const float* x, const typename W::Element* column, int64_t count) {
     f32v sum = {};
     for (int64_t k = 0; k < count; k += LANES) {
         const int64_t some = least_of<int64_t>(LANES, count - k);
-        sum = fused(decode<F>(codes + k, some), load_f32(x + k, some), sum);
+        sum = fused(W::decode(column + k, some), load_f32(x + k, some), sum);
     }
     return sum_of_lanes(sum);
 }
@@ -262,55 +180,78 @@ struct FewRows {
     const Row* rows;
     const Scales scales{p};
     const int64_t width = p.block ? p.block : p.k;  // columns of K that share a scale
-    const int64_t padded = (width + STEP - 1) / STEP * STEP;
 
-    // One column of the output, [row][SOME]: sums, scaled where the scales change along K.
-    template <class F, int COUNT>
-    void multiply(int64_t row, int64_t column, float* out, u8v& seen) const {
+    template <class W>
+    const typename W::Element* column(int64_t n) const {
+        return static_cast<const typename W::Element*>(p.b.data) + n * p.b.row_stride;
+    }
+
+    // Some columns of the output, [row][SOME]: sums, scaled where the scales change along K.
+    template <class W, int ROWS_, int COLUMNS_>
+    void multiply(int64_t row, int64_t n, float* out, u8v& seen) const {
+        const int64_t padded = steps_of<W>(width) * STEP_OF<W>;
         for (int64_t begin = 0, block = 0; begin < p.k; begin += width, ++block) {
-            float sums[COUNT];
-            dot<F, COUNT>(rows + row, block * padded, codes(column) + begin, least_of(width, p.k - begin), sums, seen);
-            for (int r = 0; r < COUNT; ++r) add(sums[r] * rows[row + r].unshift, row + r, column, block, out[r * SOME]);
+            float sums[ROWS_ * COLUMNS_];
+            const int64_t count = least_of(width, p.k - begin);
+            dot<W, ROWS_, COLUMNS_>(rows + row, block * padded, column<W>(n) + begin, p.b.row_stride, count, sums, seen);
+            for (int r = 0; r < ROWS_; ++r)
+                for (int c = 0; c < COLUMNS_; ++c)
+                    add(sums[r * COLUMNS_ + c] * rows[row + r].unshift, row + r, n + c, block, out[r * SOME + c]);
         }
     }
 
-    template <class F>
-    void multiply_plainly(int64_t row, int64_t column, float* out) const {
+    template <class W>
+    void multiply_plainly(int64_t row, int64_t n, float* out) const {
         for (int64_t begin = 0, block = 0; begin < p.k; begin += width, ++block) {
             const int64_t count = least_of(width, p.k - begin);
-            add(plain_dot<F>(rows[row].x + begin, codes(column) + begin, count), row, column, block, *out);
+            add(plain_dot<W>(rows[row].x + begin, column<W>(n) + begin, count), row, n, block, *out);
         }
     }
 
-    const uint8_t* codes(int64_t column) const {
-        return static_cast<const uint8_t*>(p.b.data) + column * p.b.row_stride;
-    }
-
-    void add(float sum, int64_t row, int64_t column, int64_t block, float& total) const {
-        const float scaled = p.block ? scales.apply(sum, row, column, block) : sum;
+    void add(float sum, int64_t row, int64_t n, int64_t block, float& total) const {
+        const float scaled = p.block ? scales.apply(sum, row, n, block) : sum;
         total = block ? total + scaled : scaled;
     }
 
-    template <class F>
-    void multiply_columns(int64_t first, int64_t last, float* out) const {
-        u8v seen = {};
-        for (int64_t n = first; n < last; ++n) {
-            int64_t row = 0;
-            float* own = out + n - first;
-            for (; row + 3 <= p.m; row += 3) multiply<F, 3>(row, n, own + row * SOME, seen);
-            if (row + 2 == p.m) multiply<F, 2>(row, n, own + row * SOME, seen);
-            if (row + 1 == p.m) multiply<F, 1>(row, n, own + row * SOME, seen);
-        }
-        mend<F>({0, p.m, first, last}, seen, out);
+    // Several columns at a time, so that there are as many sums as keep the multipliers busy.
+    template <class W, int ROWS_>
+    void multiply_rows(int64_t row, int64_t first, int64_t last, float* out, u8v& seen) const {
+        constexpr int columns = ROWS_ == 1 ? 4 : 2;
+        int64_t n = first;
+        for (; n + columns <= last; n += columns) multiply<W, ROWS_, columns>(row, n, out + n - first, seen);
+        for (; n < last; ++n) multiply<W, ROWS_, 1>(row, n, out + n - first, seen);
     }
 
-    // Makes sums in the plain way where a code or a row asks for it.
-    template <class F>
+    template <class W>
+    void multiply_columns(int64_t first, int64_t last, float* out) const {
+        u8v seen = {};
+        int64_t row = 0;
+        for (; row + 3 <= p.m; row += 3) multiply_rows<W, 3>(row, first, last, out + row * SOME, seen);
+        if (row + 2 == p.m) multiply_rows<W, 2>(row, first, last, out + row * SOME, seen);
+        if (row + 1 == p.m) multiply_rows<W, 1>(row, first, last, out + row * SOME, seen);
+        mend<W>({0, p.m, first, last}, seen, out);
+    }
+
+    template <class W>
+    bool has_special(int64_t n) const {
+        u8v seen = {};
+        for (int64_t k = 0; k < p.k; k += STEP_OF<W>) {
+            typename W::Element some[STEP_OF<W>] = {};
+            std::memcpy(some, column<W>(n) + k, least_of(STEP_OF<W>, p.k - k) * sizeof *some);
+            seen = largest_byte(seen, W::magnitudes(load<u32v>(some)));
+        }
+        return W::has_special(seen);
+    }
+
+    // Makes sums in the plain way where a row or a column asks for it.
+    template <class W>
     void mend(const Part& part, u8v seen, float* sums) const {
-        const bool special = has_special<F>(seen);
-        for (int64_t row = part.row; row < part.last_row; ++row)
-            if (special || rows[row].unshift == 0)
-                for (int64_t n = part.column; n < part.last_column; ++n) multiply_plainly<F>(row, n, part.of(sums, row, n));
+        const bool special = W::has_special(seen);
+        for (int64_t n = part.column; n < part.last_column; ++n) {
+            const bool whole_column = special && has_special<W>(n);
+            for (int64_t row = part.row; row < part.last_row; ++row)
+                if (whole_column || rows[row].unshift == 0) multiply_plainly<W>(row, n, part.of(sums, row, n));
+        }
     }
 
     template <class T>
@@ -330,48 +271,44 @@ struct FewRows {
         else finish_as<F16>(part, sums);
     }
 
-    template <class F>
+    template <class W>
     void run() const {
         const int64_t groups = (p.n + SOME - 1) / SOME;
         parallel_for(groups, largest<int64_t>(1, 16384 / (p.k * SOME)), [&](int64_t begin, int64_t end) {
             for (int64_t group = begin; group < end; ++group) {
                 float sums[FEW * SOME];
                 const int64_t first = group * SOME, last = least_of(first + SOME, p.n);
-                multiply_columns<F>(first, last, sums);
+                multiply_columns<W>(first, last, sums);
                 finish({0, p.m, first, last}, sums);
             }
         });
     }
 };
 
-// Reads and shifts all rows of a; `room` numbers of memory for each.
-template <class F>
-void prepare_rows(const GemmProblem& p, const Places& places, int64_t room, float* memory, Row* rows) {
-    const int64_t dense = (p.k + LANES - 1) / LANES * LANES;
-    parallel_for(p.m, largest<int64_t>(1, 4096 / p.k), [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; ++row) {
-            float* x = memory + row * (dense + room);
-            read_row(p.a, row, p.k, x);
-            rows[row] = shift_row<F>(x, p.k, p.block ? p.block : p.k, places, x + dense);
-        }
-    });
-}
-
-template <class F>
+template <class W>
 void few_rows_of(const GemmProblem& p) {
     static thread_local Scratch numbers;
-    const int64_t width = p.block ? p.block : p.k;
-    const int64_t dense = (p.k + LANES - 1) / LANES * LANES;
-    const int64_t padded = (p.k + width - 1) / width * ((width + STEP - 1) / STEP * STEP);
+    const int64_t width = p.block ? p.block : p.k, dense = (p.k + LANES - 1) / LANES * LANES;
+    const int64_t padded = (p.k + width - 1) / width * steps_of<W>(width) * STEP_OF<W>;
     Row rows[FEW];
-    prepare_rows<F>(p, {STEP, LANES}, padded, numbers.floats(p.m * (dense + padded)), rows);
-    FewRows{p, rows}.run<F>();
+    float* memory = numbers.floats(p.m * (dense + padded));
+    parallel_for(p.m, largest<int64_t>(1, 4096 / p.k), [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) {
+            float* x = memory + row * (dense + padded);
+            read_row(p.a, row, p.k, x);
+            rows[row] = shift_row<W>(x, p.k, width, x + dense);
+        }
+    });
+    FewRows{p, rows}.run<W>();
     numbers.trim();
 }
 
 void few_rows(const GemmProblem& p) {
-    if (p.b.element == Element::e4m3) few_rows_of<E4M3>(p);
-    else few_rows_of<E5M2>(p);
+    switch (p.b.element) {
+        case Element::e4m3: return few_rows_of<CodeWords<E4M3>>(p);
+        case Element::e5m2: return few_rows_of<CodeWords<E5M2>>(p);
+        default: return few_rows_of<NumberWords>(p);
+    }
 }
 
 }  // namespace

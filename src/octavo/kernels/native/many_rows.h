@@ -1,204 +1,127 @@
-// The sums of few_rows.h, and of weight_rows.h's BF16, for any number of rows of a, to the bit: a row's result depends
-// neither on how many rows there are nor on which. Whoever serves several sequences in one call needs that: what one of them is told may not depend on
-// the others.
-//
-// A sum's four chains are those of the four bytes of a lane, so each byte can be gone through by itself: codes of a few
-// columns are decoded once, into numbers that lie byte by byte, and SIDE rows times ACROSS columns of sums stay in
-// registers, as in a product of matrices (panels.h).
+// The sums of few_rows.h for any number of rows of a, to the bit: a row's result depends neither on how many rows there are
+// nor on which. Whoever serves several sequences in one call needs that: what one of them is told may not depend on the
+// others.
 #pragma once
 
 #include <vector>
 
 #include "few_rows.h"
+#include "tiles.h"
 
 namespace octavo {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int SIDE = 6, ACROSS = 4;  // of 32 registers, 24 hold sums
-#else
-constexpr int SIDE = 4, ACROSS = 3;  // of 16 registers, 12 hold sums
-#endif
-constexpr int64_t DECODED = 32768;  // numbers of the columns that are decoded at once
-constexpr int64_t AT_ONCE = 48;     // rows for which a column is decoded once
-constexpr int64_t MANY = 4;         // rows
+constexpr int64_t MANY = 4;  // rows
 
-static_assert(AT_ONCE % SIDE == 0, "rows are taken in whole sides");
+static_assert(WIDE <= SOME, "sums of WIDE columns are finished together");
 
-struct Sides {
-    const float *rows, *columns;
-    int64_t row_step, column_step;  // from one to the next
-    int64_t part;                   // numbers of one byte; those of the next byte follow
+// Products of numbers with halves of words, one chain for each lane of few_rows.h.
+struct Halves {
+    typedef float Number;
+    typedef f32v Vector;
+    static constexpr int CHAINS = LANES, IN_WORD = 2;
+
+    // Read from memory each time: no register is left for it, and one that is needed would be stored and loaded instead.
+    static inline const volatile u32v HIGH = u32v{} + 0xffff0000u;
+
+    static f32v number(u32v half, int place) { return bits_as<f32v>(place ? half & (u32v)HIGH : half << 16); }
+    static f32v spread(float number) { return all(number); }
+    static f32v add(f32v sum, f32v left, f32v right) { return fused(right, left, sum); }
 };
 
-// Sums of ROWS x COLUMNS, [row][SOME].
-template <int ROWS_, int COLUMNS_>
-__attribute__((noinline)) void multiply_sides(const Sides& of, float* out) {
-    f32v chains[4][ROWS_][COLUMNS_];
-    for (int byte = 0; byte < 4; ++byte) {
-        const float *rows = of.rows + byte * of.part, *columns = of.columns + byte * of.part;
-        f32v sums[ROWS_][COLUMNS_] = {};
-        for (int64_t i = 0; i < of.part; i += LANES, rows += LANES, columns += LANES) {
-            f32v right[COLUMNS_];
-            for (int c = 0; c < COLUMNS_; ++c) right[c] = load<f32v>(columns + c * of.column_step);
-#pragma GCC unroll 6
-            for (int r = 0; r < ROWS_; ++r) {
-                const f32v left = load<f32v>(rows + r * of.row_step);
-#pragma GCC unroll 4
-                for (int c = 0; c < COLUMNS_; ++c) sums[r][c] = fused(right[c], left, sums[r][c]);
-            }
-        }
-        for (int r = 0; r < ROWS_; ++r)
-            for (int c = 0; c < COLUMNS_; ++c) chains[byte][r][c] = sums[r][c];
-    }
-    for (int r = 0; r < ROWS_; ++r)
-        for (int c = 0; c < COLUMNS_; ++c)
-            out[r * SOME + c] = sum_of_lanes((chains[0][r][c] + chains[1][r][c]) + (chains[2][r][c] + chains[3][r][c]));
-}
-
-template <int ROWS_>
-void multiply_across(const Sides& of, int64_t columns, float* out) {
-    Sides own = of;
-    int64_t c = 0;
-    for (; c + ACROSS <= columns; c += ACROSS, own.columns += ACROSS * of.column_step) multiply_sides<ROWS_, ACROSS>(own, out + c);
-    for (; c + 2 <= columns; c += 2, own.columns += 2 * of.column_step) multiply_sides<ROWS_, 2>(own, out + c);
-    if (c < columns) multiply_sides<ROWS_, 1>(own, out + c);
-}
-
-// Where a row or a column has its numbers: those of a sum's four chains one chain after the other.
-inline int64_t part_of(int64_t k) { return (k + STEP - 1) / STEP * LANES; }
-inline int64_t room_of(int64_t k) { return 4 * part_of(k) + LANES; }  // seldom a power of two
-
-// Columns of FP8 codes, and rows that are shifted for them.
-template <class F>
-struct CodeColumns {
-    const FewRows& few;
-    u8v seen = {};
-
-    static Row row(const float* x, int64_t k, float* to) { return shift_row<F>(x, k, k, {LANES, part_of(k)}, to); }
-
-    void decode(int64_t column, int64_t k, int64_t part, float* to) {
-        const uint8_t* codes = few.codes(column);
-        auto decode_some = [&](u8v some) {
-            seen = largest_byte(seen, some & uint8_t(0x7f));
-            const Bytes<F> bytes = shifted_codes<F>(some);
-            for (int byte = 0; byte < 4; ++byte) store(to + byte * part, bytes.of[byte]);
-            to += LANES;
-        };
-        int64_t i = 0;
-        for (; i + STEP <= k; i += STEP) decode_some(load<u8v>(codes + i));
-        if (i == k) return;
-        uint8_t rest[STEP] = {};
-        std::memcpy(rest, codes + i, k - i);
-        decode_some(load<u8v>(rest));
-    }
-
-    void mend(const Part& part, float* sums) const { few.mend<F>(part, seen, sums); }
-};
-
-// Columns of BF16 numbers, and rows as they are.
-struct NumberColumns {
-    const FewRows& few;
-
-    template <class T>
-    static void spread(const T* from, int64_t k, int64_t part, float* to) {
-        for (int64_t i = 0; i < k; i += STEP, to += LANES)
-            for (int chain = 0; chain < 4; ++chain) {
-                const int64_t at = i + chain * LANES;
-                store(to + chain * part, at < k ? load_f32(from + at, least_of<int64_t>(LANES, k - at)) : f32v{});
-            }
-    }
-
-    static Row row(const float* x, int64_t k, float* to) {
-        spread(x, k, part_of(k), to);
-        return {x, to, 1.0f};
-    }
-
-    void decode(int64_t column, int64_t k, int64_t part, float* to) {
-        spread(static_cast<const Bf16*>(few.p.b.data) + column * few.p.b.row_stride, k, part, to);
-    }
-
-    void mend(const Part&, float*) const {}
-};
-
-template <class Columns>
+template <class W>
 struct ManyRows {
+    typedef u8v Seen;  // largest magnitudes
     const GemmProblem& p;
-    const Row* rows;  // their shifted numbers lie chain by chain
+    const Tiles<Halves>& tiles;
+    float* plain;  // the rows of a as they are
+    Row* rows;
+    const int64_t dense = (p.k + LANES - 1) / LANES * LANES;
     const FewRows few{p, rows};
-    const int64_t part = part_of(p.k), step = room_of(p.k);  // of a chain; of a row or a column
-    const int64_t at_once = least_of(SOME, DECODED / step);
 
-    static int64_t dense_of(int64_t k) { return (k + LANES - 1) / LANES * LANES; }
-
-    // Sums of decoded columns from `column` on.
-    void multiply(const Part& of, int64_t column, int64_t count, const float* decoded, float* sums) const {
-        for (int64_t row = of.row; row < of.last_row;) {
-            const Sides sides{rows[row].shifted, decoded, dense_of(p.k) + step, step, part};
-            float* own = of.of(sums, row, column);
-            const bool whole = row + SIDE <= of.last_row;
-            if (whole) multiply_across<SIDE>(sides, count, own);
-            else multiply_across<1>(sides, count, own);
-            for (int64_t r = row; r < row + (whole ? SIDE : 1); ++r)
-                for (int64_t c = 0; c < count; ++c) of.of(sums, r, column)[c] *= rows[r].unshift;
-            row += whole ? SIDE : 1;
+    // Rows of a as they are, and shifted as a tile.
+    void shift_tile(int64_t tile) const {
+        const int64_t first = tiles.first_row(tile), count = tiles.rows_of(tile);
+        for (int64_t r = 0; r < count; ++r) {
+            float *x = plain + (first + r) * dense, *to = tiles.chain(tile, 0) + r;
+            read_row(p.a, first + r, p.k, x);
+            const Shift shift = W::shift(x, p.k);
+            rows[first + r] = {x, nullptr, shift.unshift};
+            for (int64_t at = 0; at < p.k; at += STEP_OF<W>, to += W::IN_WORD * count) {
+                float some[STEP_OF<W>] = {};
+                std::memcpy(some, x + at, least_of(STEP_OF<W>, p.k - at) * sizeof(float));
+                for_places<W>([&](int number, int lane, int place) {
+                    to[(lane * tiles.places + place) * count] = some[number] * shift.factor;
+                });
+            }
         }
     }
 
-    void multiply_columns(int64_t first, int64_t last) const {
-        alignas(64) float decoded[DECODED];
-        float sums[AT_ONCE * SOME];
-        for (int64_t row = 0; row < p.m; row += AT_ONCE) {
-            const Part whole{row, least_of(row + AT_ONCE, p.m), first, last};
-            Columns columns{few};
-            for (int64_t n = first; n < last; n += at_once) {
-                const int64_t count = least_of(at_once, last - n);
-                for (int64_t c = 0; c < count; ++c) columns.decode(n + c, p.k, part, decoded + c * step);
-                multiply(whole, n, count, decoded, sums);
+    ByteRows bytes(int64_t column, int64_t last) const {
+        constexpr int64_t size = sizeof(typename W::Element);
+        const auto* first = reinterpret_cast<const uint8_t*>(few.column<W>(column));
+        return {first, p.b.row_stride * size, last - column, p.k * size};
+    }
+
+    // Halves of columns of words, [chain][half][WIDE].
+    u8v take_apart(const ByteRows& columns, int64_t apart, uint32_t* panel) const {
+        u8v seen = {};
+        columns.for_words([&](int64_t step, int v, const u32v(&words)[LANES]) {
+            uint32_t* to = panel + step * W::HALVES * WIDE + v * LANES;
+            for (int chain = 0; chain < LANES; ++chain, to += apart) {
+                seen = largest_byte(seen, W::magnitudes(words[chain]));
+                u32v halves[W::HALVES];
+                W::halve(words[chain], halves);
+                for (int i = 0; i < W::HALVES; ++i) store(to + i * WIDE, halves[i]);
             }
-            columns.mend(whole, sums);
-            few.finish(whole, sums);
-        }
+        });
+        return seen;
+    }
+
+    // The chains, [chain][row][WIDE], added as sum_of_lanes does, and unshifted.
+    void finish(const Part& part, u8v seen, uint32_t* chains) const {
+        const int64_t count = (part.last_row - part.row) * WIDE, apart = AT_ONCE * WIDE;
+        for (int64_t half = LANES / 2; half; half /= 2)
+            for (int64_t i = 0; i < half; ++i)
+                for (int64_t j = i * apart; j < i * apart + count; j += LANES)
+                    store(chains + j, load<f32v>(chains + j) + load<f32v>(chains + half * apart + j));
+        float sums[AT_ONCE * SOME];
+        for (int64_t r = 0; r < part.last_row - part.row; ++r)
+            for (int i = 0; i < WIDE; i += LANES)
+                store(sums + r * SOME + i, load<f32v>(chains + r * WIDE + i) * all(rows[part.row + r].unshift));
+        few.mend<W>(part, seen, sums);
+        few.finish(part, sums);
     }
 
     void run() const {
-        parallel_for((p.n + SOME - 1) / SOME, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t group = begin; group < end; ++group) multiply_columns(group * SOME, least_of((group + 1) * SOME, p.n));
+        parallel_for(tiles.count, largest<int64_t>(1, 4096 / (p.k * SIDE)), [&](int64_t first, int64_t last) {
+            for (int64_t tile = first; tile < last; ++tile) shift_tile(tile);
         });
+        TiledProduct<Halves, ManyRows>{tiles, *this, p.n}.run();
     }
 };
 
-template <class Columns>
+template <class W>
 void many_rows_of(const GemmProblem& p) {
     static thread_local Scratch numbers;
     static thread_local std::vector<Row> rows;
-    const int64_t dense = ManyRows<Columns>::dense_of(p.k), room = room_of(p.k);
     rows.resize(p.m);
-    float* memory = numbers.floats(p.m * (dense + room));
-    parallel_for(p.m, largest<int64_t>(1, 4096 / p.k), [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; ++row) {
-            float* x = memory + row * (dense + room);
-            read_row(p.a, row, p.k, x);
-            rows[row] = Columns::row(x, p.k, x + dense);
-        }
-    });
-    ManyRows<Columns>{p, rows.data()}.run();
+    Tiles<Halves> tiles{nullptr, p.m, steps_of<W>(p.k) * W::IN_WORD};
+    tiles.data = numbers.floats(tiles.size() + p.m * ((p.k + LANES - 1) / LANES * LANES));
+    ManyRows<W>{p, tiles, tiles.data + tiles.size(), rows.data()}.run();
     numbers.trim();
 }
 
 void many_rows(const GemmProblem& p) {
     switch (p.b.element) {
-        case Element::e4m3: return many_rows_of<CodeColumns<E4M3>>(p);
-        case Element::e5m2: return many_rows_of<CodeColumns<E5M2>>(p);
-        default: return many_rows_of<NumberColumns>(p);  // BF16
+        case Element::e4m3: return many_rows_of<CodeWords<E4M3>>(p);
+        case Element::e5m2: return many_rows_of<CodeWords<E5M2>>(p);
+        default: return many_rows_of<NumberWords>(p);
     }
 }
 
-// Where columns are better decoded once for all rows than read anew for three at a time.
-inline bool takes_many_rows(const GemmProblem& p) {
-    const bool is_bf16 = p.b.element == Element::bf16 && p.b.column_stride == 1;
-    return p.m >= MANY && !p.block && room_of(p.k) <= DECODED && (is_bf16 || has_codes_in_rows(p.b));
-}
+// Where columns are better taken apart once for all rows than for every three of them.
+inline bool takes_many_rows(const GemmProblem& p) { return p.m >= MANY && !p.block && has_words_in_rows(p.b); }
 
 }  // namespace
 }  // namespace octavo

@@ -156,7 +156,7 @@ void pack(const Operand& from, int64_t row, int64_t count, int64_t begin, int64_
         case Element::f32: return pack_numbers<P, float>(from, row, count, begin, end, width, panel);
         case Element::bf16: return pack_numbers<P, Bf16>(from, row, count, begin, end, width, panel);
         case Element::f16: return pack_numbers<P, F16>(from, row, count, begin, end, width, panel);
-        case Element::int8: break;  // weight_rows.h
+        case Element::int8: break;  // integers.h
     }
 }
 

@@ -98,7 +98,7 @@ inline Doubles doubles(f32v value) {
 }
 
 template <class V>
-inline V largest(V a, V b) {
+constexpr inline V largest(V a, V b) {
     return a > b ? a : b;
 }
 
@@ -211,6 +211,36 @@ struct Unzipped {
 };
 
 inline Unzipped unzip(f32v a, f32v b) { return {__builtin_shuffle(a, b, EVENS), __builtin_shuffle(a, b, EVENS + 1)}; }
+
+// LANES vectors of lanes, lane i of vector j to lane j of vector i.
+inline void transpose(u32v (&x)[LANES]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i pairs[8], fours[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_epi32((__m256i)x[i], (__m256i)x[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_epi32((__m256i)x[i], (__m256i)x[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int high = 0; high < 2; ++high) {
+            fours[i + 2 * high] = _mm256_unpacklo_epi64(pairs[i + high], pairs[i + high + 2]);
+            fours[i + 2 * high + 1] = _mm256_unpackhi_epi64(pairs[i + high], pairs[i + high + 2]);
+        }
+    for (int i = 0; i < 4; ++i) {
+        x[i] = (u32v)_mm256_permute2x128_si256(fours[i], fours[i + 4], 0x20);
+        x[i + 4] = (u32v)_mm256_permute2x128_si256(fours[i], fours[i + 4], 0x31);
+    }
+#else
+    for (int round = 1; round < LANES; round *= 2) {
+        u32v next[LANES];
+        for (int i = 0; i < LANES / 2; ++i) {
+            const Zipped pair = zip(bits_as<f32v>(x[i]), bits_as<f32v>(x[i + LANES / 2]));
+            next[2 * i] = bits_as<u32v>(pair.low);
+            next[2 * i + 1] = bits_as<u32v>(pair.high);
+        }
+        for (int i = 0; i < LANES; ++i) x[i] = next[i];
+    }
+#endif
+}
 
 // Elements in memory. A wide load reads LANES elements.
 
