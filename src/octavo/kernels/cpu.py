@@ -55,7 +55,6 @@ __all__ = [
     "random_bits",
     "round_stochastic",
     "supports",
-    "threads",
     "why_absent",
 ]
 
@@ -118,11 +117,6 @@ def extension() -> ModuleType:
     if _absence is not None:
         raise BackendError(f"there are no native kernels: {_absence}")
     return _native
-
-
-def threads() -> int:
-    """How many threads the kernels use for large tensors, 1 without torch's OpenMP runtime; 0 without the extension."""
-    return 0 if _absence else _native.max_threads()
 
 
 def supports(x: Tensor, fmt: Format, granularity: Granularity | None = None) -> bool:

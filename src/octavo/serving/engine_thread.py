@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Listed
 from types import TracebackType
 
+from octavo.kernels.threads import release_threads
 from octavo.serving.engine import Engine
 from octavo.serving.requests import Event
 from octavo.serving.sampling import SamplingParams
@@ -51,6 +52,7 @@ class EngineThread:
         self.engine = engine
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        release_threads()  # of whoever loaded the model
         self._thread.start()
 
     def answer(self, prompt_ids: Listed[int], params: SamplingParams) -> "Answer":
@@ -66,7 +68,9 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self.engine.wait_for_work():
-                self.engine.step()
+                while self.engine.step():
+                    pass
+                release_threads()
         except Exception as error:
             self.failure = error
             self.engine.fail(f"the engine broke: {error}")

@@ -12,6 +12,7 @@ import torch
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2
 from octavo.kernels import cpu
+from octavo.kernels.threads import count_threads
 from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.numerics.scaling import AMAX_FLOOR
 
@@ -44,7 +45,7 @@ def test_torch_func_has_tensors_without_memory():
 
 def test_without_the_extension_nothing_is_supported(monkeypatch):
     monkeypatch.setattr(cpu, "_absence", "not built")
-    assert (cpu.levels(), cpu.threads(), cpu.why_absent()) == ((), 0, "not built")
+    assert (cpu.levels(), count_threads(), cpu.why_absent()) == ((), 0, "not built")
     assert not cpu.supports(torch.ones(1), E4M3)
     assert not cpu.decodes(torch.ones(1).to(E4M3.torch_dtype), torch.float32, PerTensor())
 

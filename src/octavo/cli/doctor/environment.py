@@ -12,6 +12,7 @@ from octavo.formats import E4M3
 from octavo.kernels import cpu, explain, gpu
 from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.dispatch import BACKENDS
+from octavo.kernels.threads import count_threads
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor
 from octavo.training.facts import own_version, processor_name
 
@@ -76,7 +77,7 @@ def environment() -> dict[str, Any]:
         "devices": _devices(),
         "cpu": processor_name(),
         "torch_threads": torch.get_num_threads(),
-        "native_threads": cpu.threads(),
+        "native_threads": count_threads(),
         "native_levels": list(cpu.levels()),
         "native_level": next(reversed(cpu.levels()), None),
         "native_absence": cpu.why_absent(),

@@ -118,6 +118,7 @@ NB_MODULE(_native, m) {
     });
     m.def("has_threads", &has_threads);
     m.def("max_threads", &max_threads);
+    m.def("release_threads", &release_threads, nb::call_guard<nb::gil_scoped_release>());
     m.def("expect_writes", [](uintptr_t address, size_t bytes) {
 #if defined(MADV_HUGEPAGE)
         constexpr uintptr_t page = 4096;

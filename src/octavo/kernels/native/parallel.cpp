@@ -16,11 +16,13 @@ struct Runtime {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
     int (*max_threads)() = nullptr;
     int (*in_parallel)() = nullptr;
+    int (*pause)(int) = nullptr;  // since OpenMP 5.0
 
     Runtime() {
         find(parallel, "GOMP_parallel");
         find(max_threads, "omp_get_max_threads");
         find(in_parallel, "omp_in_parallel");
+        find(pause, "omp_pause_resource_all");
     }
 
     bool complete() const { return parallel && max_threads && in_parallel; }
@@ -82,6 +84,11 @@ void run_parts(void* argument) {
 }  // namespace
 
 bool has_threads() { return runtime().complete(); }
+
+void release_threads() {
+    constexpr int soft = 1;
+    if (runtime().pause) runtime().pause(soft);
+}
 
 int max_threads() {
     const Runtime& r = runtime();
