@@ -6,7 +6,11 @@ __all__ = ["count_threads", "release_threads"]
 
 
 def count_threads() -> int:
-    """How many threads the kernels use for large tensors, 1 without torch's OpenMP runtime; 0 without the extension."""
+    """How many threads the kernels use for large tensors when called from here.
+
+    1 without torch's OpenMP runtime, 0 without the extension. The runtime keeps the number for each thread: a new
+    thread has OMP_NUM_THREADS' until ``torch.set_num_threads`` is called in it, or torch has worked in it.
+    """
     return 0 if cpu.why_absent() else cpu.extension().max_threads()
 
 

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Listed
 from types import TracebackType
 
+import torch
+
 from octavo.kernels.threads import release_threads
 from octavo.serving.engine import Engine
 from octavo.serving.requests import Event
@@ -51,6 +53,7 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failure: Exception | None = None
+        self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         release_threads()  # of whoever loaded the model
         self._thread.start()
@@ -66,6 +69,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # each thread has a number of its own
         try:
             while self.engine.wait_for_work():
                 while self.engine.step():

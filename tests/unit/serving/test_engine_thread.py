@@ -1,11 +1,15 @@
 """Answers as asyncio wants them, from an engine in a thread of its own."""
 
 import asyncio
+import threading
 
 import pytest
+import torch
 
 from octavo.errors import ClosedError, QueueFullError
-from octavo.serving import Engine, EngineConfig, EngineThread, FinishReason, SamplingParams
+from octavo.kernels import cpu
+from octavo.kernels.threads import count_threads
+from octavo.serving import Engine, EngineConfig, EngineThread, FinishReason, SamplingParams, engine_thread
 
 
 @pytest.fixture
@@ -89,3 +93,33 @@ def test_a_broken_engine_says_so_to_everybody(byte_runner, byte_tokenizer, monke
     assert thread.drain(60)
     assert isinstance(thread.failure, ArithmeticError)
     assert engine.load.pages_used == 0
+
+
+def test_threads_are_given_back_by_who_made_it_and_when_it_has_nothing_to_do(monkeypatch, byte_runner, byte_tokenizer):
+    callers = []
+    monkeypatch.setattr(engine_thread, "release_threads", lambda: callers.append(threading.current_thread().name))
+    made = EngineThread(Engine(byte_runner, byte_tokenizer))
+    assert callers == [threading.current_thread().name]
+    asyncio.run(tokens_of(made, [1], max_tokens=4))
+    assert made.drain(60)
+    assert callers[1:] == ["octavo-engine"]
+
+
+def test_it_works_with_as_many_threads_as_who_made_it(monkeypatch, byte_runner, byte_tokenizer):
+    threads, seen = torch.get_num_threads(), []
+    engine = Engine(byte_runner, byte_tokenizer)
+    own_step = engine.step
+
+    def step():
+        seen.append(count_threads())
+        return own_step()
+
+    monkeypatch.setattr(engine, "step", step)
+    torch.set_num_threads(3)
+    try:
+        made = EngineThread(engine)
+        asyncio.run(tokens_of(made, [1], max_tokens=2))
+        assert made.drain(60)
+    finally:
+        torch.set_num_threads(threads)
+    assert {*seen} == {3 if cpu.why_absent() is None else 0}

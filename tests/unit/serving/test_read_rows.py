@@ -113,6 +113,27 @@ def test_a_product_of_many_rows_has_the_bits_of_one(level, k):
     assert torch.equal(gap.isnan().any(0), torch.arange(70) == 40)
 
 
+@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("count", [2, 5, 16])
+def test_a_scale_that_reaches_far_leaves_other_rows_as_they_are(level, count):
+    generator = torch.Generator().manual_seed(count)
+    weight = torch.randn(70, 96, generator=generator).to(E4M3.torch_dtype)
+    x = torch.randn(count, 96, generator=generator).to(E4M3.torch_dtype)
+    scale = torch.rand(count, 1, generator=generator)
+    scale[-1] = 2.0**-70
+    b_scale = torch.rand(70, 1, generator=generator)
+
+    def product(rows):
+        made = products.gemm(
+            x[rows], weight, a_scale=scale[rows], b_scale=b_scale, out_dtype=torch.float32, level=level
+        )
+        return made.view(torch.int32)
+
+    together = product(slice(None))
+    for row in range(count):
+        assert torch.equal(together[row], product(slice(row, row + 1))[0])
+
+
 def test_rows_that_get_logits_are_some_of_them(model):
     runner = ModelRunner(model)
     tensors = cache_of(runner, E4M3, torch.Generator().manual_seed(0))

@@ -14,33 +14,41 @@ namespace {
 struct Scales {
     const GemmProblem& p;
     const int64_t blocks = p.block ? (p.k + p.block - 1) / p.block : 1;
-    const bool wide = reaches_far(p.a, p.m) || reaches_far(p.b, p.n);  // one scale after the other might leave FP32
+    const bool wide_columns = reaches_far(p.b, p.n);  // one scale after the other might leave FP32
+    const bool wide = wide_columns || reaches_far(p.a, p.m);
 
     float of(const Operand& operand, int64_t row, int64_t block) const {
         return operand.scale ? operand.scale[(operand.scale_per_row ? row * blocks : 0) + block] : 1.0f;
     }
 
+    // Of a row, whatever the others' scales are.
+    bool is_wide(int64_t row, int64_t block) const { return wide_columns || is_far(of(p.a, row, block)); }
+
     // sum · scale of a · scale of b, in this order, as everywhere; through FP64 where a scale reaches far.
     float apply(float sum, int64_t row, int64_t column, int64_t block) const {
         const float left = of(p.a, row, block), right = of(p.b, column, block);
-        return wide ? static_cast<float>(double(sum) * left * right) : sum * left * right;
+        return is_wide(row, block) ? static_cast<float>(double(sum) * left * right) : sum * left * right;
     }
 
     // Finished sums of LANES or fewer columns: scaled, unless the sums of every block were.
     f32v finished(f32v sums, int64_t row, int64_t column, int64_t count) const {
         if (p.block) return sums;
-        if (!wide)
+        if (!is_wide(row, 0))
             return sums * all(of(p.a, row, 0)) * (p.b.scale && p.b.scale_per_row ? load_f32(p.b.scale + column, count) : all(of(p.b, 0, 0)));
         for (int64_t i = 0; i < count; ++i) sums[i] = apply(sums[i], row, column + i, 0);
         return sums;
     }
 
 private:
+    static bool is_far(float scale) {
+        constexpr uint32_t low = (127u - 60) << 23, high = (127u + 60) << 23;  // the bits of 2^-60 and 2^60
+        return bits_as<uint32_t>(scale) - low > high - low;
+    }
+
     bool reaches_far(const Operand& operand, int64_t rows) const {
         const int64_t count = operand.scale ? (operand.scale_per_row ? rows : 1) * blocks : 0;
-        constexpr uint32_t low = (127u - 60) << 23, high = (127u + 60) << 23;  // the bits of 2^-60 and 2^60
         uint32_t far = 0;
-        for (int64_t i = 0; i < count; ++i) far |= bits_as<uint32_t>(operand.scale[i]) - low > high - low;
+        for (int64_t i = 0; i < count; ++i) far |= is_far(operand.scale[i]);
         return far;
     }
 };

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 
 namespace octavo {
 namespace {
@@ -65,6 +66,8 @@ struct Region {
     void* context;
     int64_t count, part;
     std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+    std::exception_ptr error;  // the first; none may leave a thread, which would end the process
 };
 
 void run(Body body, void* context, int64_t begin, int64_t end) {
@@ -77,7 +80,12 @@ void run_parts(void* argument) {
     for (;;) {
         const int64_t begin = region.next.fetch_add(region.part, std::memory_order_relaxed);
         if (begin >= region.count) return;
-        run(region.body, region.context, begin, std::min(begin + region.part, region.count));
+        try {
+            run(region.body, region.context, begin, std::min(begin + region.part, region.count));
+        } catch (...) {
+            if (!region.failed.exchange(true)) region.error = std::current_exception();
+            region.next = region.count;
+        }
     }
 }
 
@@ -105,6 +113,7 @@ void parallel_for(int64_t count, int64_t grain, Body body, void* context) {
     const int64_t part = std::max<int64_t>({grain, 1, count / (threads * TURNS)});
     Region region{body, context, count, part};
     runtime().parallel(run_parts, &region, static_cast<unsigned>(threads), 0);
+    if (region.failed) std::rethrow_exception(region.error);
 }
 
 }  // namespace octavo

@@ -17,12 +17,14 @@ bool has_threads();
 // operation then wakes threads that sleep, which made a decoder's steps 1.3 to 1.6 times as long.
 void release_threads();
 
-// What torch.set_num_threads says, 1 without a runtime and inside another parallel region.
+// How many the calling thread may use: torch.set_num_threads' number if it was called there, or torch has worked there since,
+// else OMP_NUM_THREADS'. 1 without a runtime and inside another parallel region.
 int max_threads();
 
 using Body = void (*)(void* context, int64_t begin, int64_t end);
 
-// Runs body(context, begin, end) over [0, count) in parts of at least `grain`, on at most max_threads() threads.
+// Runs body(context, begin, end) over [0, count) in parts of at least `grain`, on at most max_threads() threads. What a part
+// throws ends the others early and is thrown again, the first of it.
 void parallel_for(int64_t count, int64_t grain, Body body, void* context);
 
 template <class F>
