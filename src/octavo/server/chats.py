@@ -21,7 +21,7 @@ from octavo.serving.sampling import MOST_LOGPROBS
 __all__ = ["Chats"]
 
 MAX_TOKENS = 512  # where a request does not say; the OpenAI API has no number, and a cache has no room for that
-MOST_MESSAGES = 1000
+MESSAGES, MOST_MESSAGES = "messages", 1000
 UNFINISHED = "\ufffd"  # what a token decodes to that is no whole character
 
 
@@ -48,10 +48,10 @@ class Chats:
         """Answer a request."""
         service, body = self._service, await body_of(request, self._body)
         service.check_model(body["model"])
-        ids = await asyncio.to_thread(self._prompt_ids, body["messages"])
+        ids = await asyncio.to_thread(self._prompt_ids, body[MESSAGES])
         most, logprobs = self._max_tokens(body, len(ids)), _logprobs(body)
         asked = [
-            Asked(ids, params_of(body, service, choice=choice, max_tokens=most, logprobs=logprobs))
+            Asked(ids, params_of(body, service, choice=choice, max_tokens=most, logprobs=logprobs), MESSAGES)
             for choice in range(body["n"])
         ]
         return await respond(request, service, asked, ChatForm(service, told=body["logprobs"]), body=body)
@@ -63,7 +63,7 @@ class Chats:
                 400, f"{self._service.name!r} has no chat template, so it knows no messages; ask /v1/completions"
             )
         plain = [{"role": own["role"], "content": _text(own["content"])} for own in messages]
-        return self._service.encode(template.render(plain), add_special_tokens=False)
+        return self._service.encode(template.render(plain), field=MESSAGES, add_special_tokens=False)
 
     def _max_tokens(self, body: dict[str, Any], prompt: int) -> int:
         given = body["max_tokens"] if body["max_completion_tokens"] is None else body["max_completion_tokens"]
@@ -135,7 +135,7 @@ def _fields(service: Service) -> Record:
     )
     most = Whole(least=1, most=service.max_tokens)
     own = (
-        Field(name="messages", kind=ListOf(kind=message, most=MOST_MESSAGES), required=True, about="oldest first"),
+        Field(name=MESSAGES, kind=ListOf(kind=message, most=MOST_MESSAGES), required=True, about="oldest first"),
         Field(name="max_tokens", kind=most, about=f"of the answer; {MAX_TOKENS}, or fewer where there is less room"),
         Field(name="max_completion_tokens", kind=most, about="the newer name of the same"),
         Field(name="logprobs", kind=Flag(), default=False, about="tell how probable each token was"),

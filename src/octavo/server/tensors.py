@@ -29,6 +29,10 @@ MOST_VALUES, MOST_TENSORS, MOST_DIMENSIONS = 2**16, 64, 8
 class Values:
     """A list of values, flat or in lists; read as flat, each value looked at once."""
 
+    def fit(self, given: Any) -> int:
+        """See :class:`~octavo.server.fields.Kind`."""
+        return int(isinstance(given, list))
+
     def read(self, given: Any, place: str) -> list[Any]:
         """The values in their order."""
         if not isinstance(given, list):

@@ -74,6 +74,13 @@ def test_what_cannot_be_answered_is_refused(client, fields, says):
     assert says in response.json()["error"]["message"]
 
 
+def test_a_conversation_too_long_is_about_its_messages(client):
+    for talk, most in (("x" * 400, 1), ("x" * 200, 200)):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": talk}], "max_tokens": most}
+        error = client.post(PATH, json=body).json()["error"]
+        assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
 def test_a_model_without_a_template_says_so(new_service):
     with TestClient(create_app(new_service(template=None))) as client:
         response = client.post(PATH, json={"model": "tiny", "messages": TALK})
