@@ -7,6 +7,7 @@ Numbers are read as JSON Schema means them: 5.0 is a whole number, true is none.
 miss by half of a surrogate pair.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from octavo.errors import ConfigError
 from octavo.training.text import is_unicode
 
-__all__ = ["Field", "FieldError", "Flag", "Kind", "ListOf", "Number", "OneOf", "Record", "Text", "Whole"]
+__all__ = ["Field", "FieldError", "Flag", "Kind", "ListOf", "Number", "OneOf", "Only", "Record", "Text", "Whole"]
 
 Schema = dict[str, Any]
 
@@ -142,6 +143,35 @@ class Flag:
     def schema(self) -> Schema:
         """As a boolean."""
         return {"type": "boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Of a field whose other values would ask for what octavo has not, the ``values`` that change nothing, or null.
+
+    Example:
+        >>> Only((False,)).read(True, "store")
+        Traceback (most recent call last):
+        ...
+        octavo.server.fields.FieldError: store may be false or null alone, not true; leave it out
+    """
+
+    values: tuple[Any, ...] = ()
+
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        return int(given is None or any(type(given) is type(value) and given == value for value in self.values))
+
+    def read(self, given: Any, place: str) -> Any:
+        """The value."""
+        if not self.fit(given):
+            allowed = " or ".join(map(json.dumps, (*self.values, None)))
+            raise FieldError(place, f"may be {allowed} alone, not {_shown(given)}; leave it out")
+        return given
+
+    def schema(self) -> Schema:
+        """As one of the values."""
+        return {"enum": [*self.values, None]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

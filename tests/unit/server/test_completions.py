@@ -83,6 +83,12 @@ def test_a_stream_says_what_the_whole_answer_says(client, extra):
             assert [token for tokens in lists for token in tokens] == wanted["logprobs"]["tokens"]
 
 
+def test_fields_that_ask_for_nothing_change_nothing(client):
+    plain = ask(client, prompt="one", seed=2)["choices"]
+    for extra in ({"logit_bias": {}}, {"logit_bias": None}, {"best_of": 1, "suffix": "", "presence_penalty": 0}):
+        assert ask(client, prompt="one", seed=2, **extra)["choices"] == plain
+
+
 def test_an_answer_ends_before_a_stop_text(client):
     text = ask(client, prompt="one", seed=2, temperature=2, max_tokens=40)["choices"][0]["text"]
     stop = text[10:12]
@@ -122,6 +128,7 @@ def test_echo_with_logprobs_scores_the_prompt(client, byte_runner, byte_tokenize
         ({"temperature": -1}, 400, "temperature must be a number from 0 to 2"),
         ({"stop": [""]}, 400, "stop"),
         ({"tools": []}, 400, "tools is not known here"),
+        ({"logit_bias": {"50": 1}}, 400, "logit_bias may be {} or null alone, not an object; leave it out"),
         ({"presence_penalty": 1}, 400, "presence_penalty"),
     ],
     ids=lambda value: str(value)[:30],
