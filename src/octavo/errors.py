@@ -2,6 +2,7 @@
 
     OctavoError                 anything octavo refuses; its text is one sentence a user can act on
     ├── ConfigError             a recipe, configuration or argument value that is not allowed (also a ValueError)
+    │   └── ContextLengthError  a prompt and its answer that need more positions than there are
     ├── DataError               text or token data that is missing, empty, binary or too short (also a ValueError)
     ├── CheckpointError         a checkpoint or scaling state that is damaged or belongs to another model
     ├── BackendError            an explicitly requested backend that cannot run the problem, with its reason
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointError",
     "ClosedError",
     "ConfigError",
+    "ContextLengthError",
     "DataError",
     "NonFiniteLossError",
     "OctavoError",
@@ -34,6 +36,10 @@ class OctavoError(Exception):
 
 class ConfigError(OctavoError, ValueError):
     """A value that is not allowed: says what was given, what is allowed and what to do."""
+
+
+class ContextLengthError(ConfigError):
+    """A prompt and an answer that are longer together than a model or its cache has positions."""
 
 
 class DataError(OctavoError, ValueError):

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from octavo.errors import ConfigError, ContextLengthError
 from octavo.server.guard import EXITS
 from octavo.server.operations import EVENTS
-from octavo.server.refusals import Refusal, check_event, refusal_body
+from octavo.server.refusals import CONTEXT, Refusal, check_event, refusal_body
 from octavo.server.service import Service
 from octavo.serving import Event, FinishReason, SamplingParams, Usage
 
@@ -26,10 +27,17 @@ Choice = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One answer that is wanted."""
+    """One answer that is wanted.
+
+    Attributes:
+        prompt_ids: its prompt.
+        params: what is asked of the engine.
+        field: of the body, that the prompt is from.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
+    field: str
 
 
 class Form(Protocol):
@@ -50,12 +58,18 @@ async def started(request: Request, service: Service, asked: Sequence[Asked]) ->
     """The events of all answers; they end with the request, whoever ends it.
 
     Raises:
-        ConfigError: the engine cannot answer one of them.
+        Refusal: the engine cannot answer one of them.
         QueueFullError: too many wait already.
         ClosedError: the server is shutting down.
     """
-    exits = request.scope[EXITS]
-    return [await exits.enter_async_context(service.thread.answer(one.prompt_ids, one.params)) for one in asked]
+    exits, streams = request.scope[EXITS], []
+    for one in asked:
+        try:
+            streams.append(await exits.enter_async_context(service.thread.answer(one.prompt_ids, one.params)))
+        except ConfigError as error:
+            code = CONTEXT if isinstance(error, ContextLengthError) else None
+            raise Refusal(400, str(error), param=one.field, code=code) from error
+    return streams
 
 
 async def merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.server.answers import Asked, finish_word, respond
-from octavo.server.fields import Field, Flag, ListOf, OneOf, Record, Text, Whole
+from octavo.server.fields import Field, Flag, ListOf, OneOf, Only, Record, Text, Whole
 from octavo.server.operations import EVENTS, JSON, Operation, body_of
 from octavo.server.refusals import Refusal
 from octavo.server.sampling_fields import params_of, sampling_fields
@@ -21,8 +21,26 @@ from octavo.serving.sampling import MOST_LOGPROBS
 __all__ = ["Chats"]
 
 MAX_TOKENS = 512  # where a request does not say; the OpenAI API has no number, and a cache has no room for that
-MOST_MESSAGES = 1000
+MESSAGES, MOST_MESSAGES = "messages", 1000
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as a template has them
 UNFINISHED = "\ufffd"  # what a token decodes to that is no whole character
+
+# What clients send though it asks for nothing: fields of the OpenAI API, and those of their values that change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "store": (False,),
+    "metadata": ({},),
+}
+NEUTRAL_OF_A_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "tool_calls": ([],),
+    "function_call": (),
+}
 
 
 class Chats:
@@ -48,10 +66,10 @@ class Chats:
         """Answer a request."""
         service, body = self._service, await body_of(request, self._body)
         service.check_model(body["model"])
-        ids = await asyncio.to_thread(self._prompt_ids, body["messages"])
+        ids = await asyncio.to_thread(self._prompt_ids, body[MESSAGES])
         most, logprobs = self._max_tokens(body, len(ids)), _logprobs(body)
         asked = [
-            Asked(ids, params_of(body, service, choice=choice, max_tokens=most, logprobs=logprobs))
+            Asked(ids, params_of(body, service, choice=choice, max_tokens=most, logprobs=logprobs), MESSAGES)
             for choice in range(body["n"])
         ]
         return await respond(request, service, asked, ChatForm(service, told=body["logprobs"]), body=body)
@@ -62,8 +80,9 @@ class Chats:
             raise Refusal(
                 400, f"{self._service.name!r} has no chat template, so it knows no messages; ask /v1/completions"
             )
-        plain = [{"role": own["role"], "content": _text(own["content"])} for own in messages]
-        return self._service.encode(template.render(plain), add_special_tokens=False)
+        return self._service.encode(
+            template.render([_plain(own) for own in messages]), field=MESSAGES, add_special_tokens=False
+        )
 
     def _max_tokens(self, body: dict[str, Any], prompt: int) -> int:
         given = body["max_tokens"] if body["max_completion_tokens"] is None else body["max_completion_tokens"]
@@ -129,19 +148,22 @@ def _fields(service: Service) -> Record:
     )
     message = Record(
         fields=(
-            Field(name="role", kind=Text(words=("system", "user", "assistant")), required=True),
+            Field(name="role", kind=Text(words=tuple(ROLES)), required=True),
             Field(name="content", kind=OneOf((Text(), ListOf(kind=part, most=MOST_MESSAGES))), required=True),
+            Field(name="name", kind=Text(), about="of who speaks, for templates that write it"),
+            *(Field(name=name, kind=Only(values)) for name, values in NEUTRAL_OF_A_MESSAGE.items()),
         )
     )
     most = Whole(least=1, most=service.max_tokens)
     own = (
-        Field(name="messages", kind=ListOf(kind=message, most=MOST_MESSAGES), required=True, about="oldest first"),
+        Field(name=MESSAGES, kind=ListOf(kind=message, most=MOST_MESSAGES), required=True, about="oldest first"),
         Field(name="max_tokens", kind=most, about=f"of the answer; {MAX_TOKENS}, or fewer where there is less room"),
         Field(name="max_completion_tokens", kind=most, about="the newer name of the same"),
         Field(name="logprobs", kind=Flag(), default=False, about="tell how probable each token was"),
         Field(name="top_logprobs", kind=Whole(least=0, most=MOST_LOGPROBS), about="so many likeliest tokens, too"),
     )
-    return Record(fields=(*own, *sampling_fields(service)))
+    neutral = (Field(name=name, kind=Only(values)) for name, values in NEUTRAL.items())
+    return Record(fields=(*own, *neutral, *sampling_fields(service)))
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:
@@ -151,6 +173,8 @@ def _logprobs(body: dict[str, Any]) -> int | None:
     return (top or 0) if body["logprobs"] else None
 
 
-def _text(content: str | list[dict[str, str]]) -> str:
-    """A message's text, which may come in parts."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+def _plain(message: dict[str, Any]) -> dict[str, str]:
+    """A message as templates know it: text in one piece, which may come in parts, and a name where there is one."""
+    content, name = message["content"], message["name"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return {"role": ROLES[message["role"]], "content": text} | ({} if name is None else {"name": name})

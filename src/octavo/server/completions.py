@@ -7,6 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +25,7 @@ from octavo.serving.sampling import MOST_LOGPROBS, Chosen
 
 __all__ = ["Completions"]
 
+PROMPT = "prompt"
 MAX_TOKENS = 16  # where a request does not say, as in the OpenAI API
 
 
@@ -50,7 +52,7 @@ class Completions:
         """Answer a request."""
         service, body = self._service, await body_of(request, self._body)
         service.check_model(body["model"])
-        prompts = _prompts(body["prompt"])
+        prompts = _prompts(body[PROMPT])
         if len(prompts) * body["n"] > service.choices:
             raise Refusal(
                 400,
@@ -58,7 +60,7 @@ class Completions:
                 "that one request may have; send several requests",
                 param="n",
             )
-        ids = [await asyncio.to_thread(service.encode, prompt) for prompt in prompts]
+        ids = [await asyncio.to_thread(service.encode, prompt, field=PROMPT) for prompt in prompts]
         asked = [self._asked(own, body, choice) for own in ids for choice in range(body["n"])]
         form = CompletionForm(service, [p for p in prompts for _ in range(body["n"])], asked, echo=body["echo"])
         return await respond(request, service, asked, form, body=body)
@@ -73,7 +75,7 @@ class Completions:
             logprobs=body["logprobs"],
             prompt_logprobs=scored,
         )
-        return Asked(ids, params)
+        return Asked(ids, params, PROMPT)
 
 
 class CompletionForm:
@@ -134,13 +136,38 @@ class CompletionForm:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt as its tokens: as many as of a text, refused in the same words."""
+
+    service: Service
+
+    @property
+    def _ids(self) -> ListOf:
+        token = Whole(least=0, most=self.service.thread.engine.vocab_size - 1)
+        return ListOf(kind=token, most=self.service.prompt_tokens)
+
+    def fit(self, given: Any) -> int:
+        """See :class:`~octavo.server.fields.Kind`."""
+        return self._ids.fit(given)
+
+    def read(self, given: Any, place: str) -> list[int]:
+        """The tokens."""
+        if isinstance(given, list):
+            self.service.check_length(len(given), field=PROMPT)
+        return self._ids.read(given, place)
+
+    def schema(self) -> dict[str, Any]:
+        """As an array."""
+        return self._ids.schema()
+
+
 def _fields(service: Service) -> Record:
-    token = Whole(least=0, most=service.thread.engine.vocab_size - 1)
-    ids = ListOf(kind=token, most=service.prompt_tokens)
+    ids = Tokens(service)
     kinds: tuple[Kind, ...] = (Text(), ListOf(kind=Text(), most=service.choices), ids)
     prompt = OneOf((*kinds, ListOf(kind=ids, most=service.choices)))
     own = (
-        Field(name="prompt", kind=prompt, required=True, about="a text or its tokens, or a list of either"),
+        Field(name=PROMPT, kind=prompt, required=True, about="a text or its tokens, or a list of either"),
         Field(name="max_tokens", kind=Whole(least=1, most=service.max_tokens), default=MAX_TOKENS),
         Field(name="logprobs", kind=Whole(least=0, most=MOST_LOGPROBS), about="tell so many likeliest tokens, too"),
         Field(name="echo", kind=Flag(), default=False, about="the prompt before the answer"),

@@ -7,7 +7,7 @@ Numbers are read as JSON Schema means them: 5.0 is a whole number, true is none.
 miss by half of a surrogate pair.
 """
 
-import re
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from octavo.errors import ConfigError
 from octavo.training.text import is_unicode
 
-__all__ = ["Field", "FieldError", "Flag", "Kind", "ListOf", "Number", "OneOf", "Record", "Text", "Whole"]
+__all__ = ["Field", "FieldError", "Flag", "Kind", "ListOf", "Number", "OneOf", "Only", "Record", "Text", "Whole"]
 
 Schema = dict[str, Any]
 
@@ -25,17 +25,18 @@ class FieldError(ConfigError):
 
     Attributes:
         field: the name of the field at the top, as the OpenAI API's ``param`` has it.
-        indices: where in the lists on the way to it.
     """
 
     def __init__(self, place: str, sentence: str) -> None:
         super().__init__(f"{place or 'the body'} {sentence}")
         self.field: str | None = place.partition(".")[0].partition("[")[0] or None
-        self.indices = [int(index) for index in re.findall(r"\[(\d+)\]", place)]
 
 
 class Kind(Protocol):
     """Of values."""
+
+    def fit(self, given: Any) -> int:
+        """How many levels of lists deep a value, judged by its first entries, has this kind's shape."""
 
     def read(self, given: Any, place: str) -> Any:
         """The value as octavo uses it; raises :class:`FieldError` for another one."""
@@ -51,6 +52,10 @@ class Text:
     words: tuple[str, ...] | None = None
     shortest: int = 0
     longest: int | None = None
+
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        return int(isinstance(given, str))
 
     def read(self, given: Any, place: str) -> str:
         """The text."""
@@ -79,6 +84,10 @@ class Whole:
     least: int
     most: int
 
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        return int(isinstance(given, int | float))
+
     def read(self, given: Any, place: str) -> int:
         """The number."""
         whole = isinstance(given, int) or (isinstance(given, float) and given.is_integer())
@@ -99,6 +108,10 @@ class Number:
     most: float
     inclusive: bool = True
 
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        return int(isinstance(given, int | float))
+
     def read(self, given: Any, place: str) -> float:
         """The number."""
         number = isinstance(given, int | float) and not isinstance(given, bool)
@@ -117,6 +130,10 @@ class Number:
 class Flag:
     """True or false."""
 
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        return int(isinstance(given, bool))
+
     def read(self, given: Any, place: str) -> bool:
         """The flag."""
         if not isinstance(given, bool):
@@ -128,6 +145,35 @@ class Flag:
         return {"type": "boolean"}
 
 
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Of a field whose other values would ask for what octavo has not, the ``values`` that change nothing, or null.
+
+    Example:
+        >>> Only((False,)).read(True, "store")
+        Traceback (most recent call last):
+        ...
+        octavo.server.fields.FieldError: store may be false or null alone, not true; leave it out
+    """
+
+    values: tuple[Any, ...] = ()
+
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        return int(given is None or any(type(given) is type(value) and given == value for value in self.values))
+
+    def read(self, given: Any, place: str) -> Any:
+        """The value."""
+        if not self.fit(given):
+            allowed = " or ".join(map(json.dumps, (*self.values, None)))
+            raise FieldError(place, f"may be {allowed} alone, not {_shown(given)}; leave it out")
+        return given
+
+    def schema(self) -> Schema:
+        """As one of the values."""
+        return {"enum": [*self.values, None]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOf:
     """From ``fewest`` to ``most`` values of one kind."""
@@ -135,6 +181,12 @@ class ListOf:
     kind: Kind
     most: int
     fewest: int = 1
+
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        if not isinstance(given, list):
+            return 0
+        return 1 + (self.kind.fit(given[0]) if given else 0)
 
     def read(self, given: Any, place: str) -> list[Any]:
         """All of them."""
@@ -151,19 +203,17 @@ class ListOf:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """A value of any of several kinds: of the first that takes it."""
+    """A value of any of several kinds, no two of the same shape: of the one whose shape it has, and its errors."""
 
     kinds: tuple[Kind, ...]
 
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        return max(kind.fit(given) for kind in self.kinds)
+
     def read(self, given: Any, place: str) -> Any:
-        """The value, or the error of the kind that came furthest; of a list, the last kind that says as much."""
-        errors = []
-        for kind in self.kinds:
-            try:
-                return kind.read(given, place)
-            except FieldError as error:
-                errors.append(error)
-        raise max(reversed(errors) if isinstance(given, list) else errors, key=lambda error: error.indices)
+        """The value."""
+        return max(self.kinds, key=lambda kind: kind.fit(given)).read(given, place)
 
     def schema(self) -> Schema:
         """As any of theirs."""
@@ -214,6 +264,10 @@ class Record:
 
     fields: tuple[Field, ...]
     others: bool = False
+
+    def fit(self, given: Any) -> int:
+        """See :class:`Kind`."""
+        return int(isinstance(given, Mapping))
 
     def read(self, given: Any, place: str = "") -> dict[str, Any]:
         """Every field by its name."""

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.server.answers import Asked, merged, server_sent, started
 from octavo.server.kserve_fields import DATATYPES, OUTPUT, asked, bodies, fields
-from octavo.server.operations import EVENTS, Operation, body_of
+from octavo.server.operations import EVENTS, Operation, body_of, bytes_of
 from octavo.server.refusals import Refusal
 from octavo.server.service import Service, State
 from octavo.server.tensors import HEADER_LENGTH, INFER, pack, unpack
@@ -111,7 +111,7 @@ class KServe:
     async def infer(self, request: Request) -> Response:
         """An answer for each text of a tensor."""
         self._check(request)
-        sent = unpack(await request.body(), request.headers.get(HEADER_LENGTH))
+        sent = unpack(await bytes_of(request), request.headers.get(HEADER_LENGTH))
         if unknown := sorted(sent.binary.keys() - {OUTPUT}):
             raise Refusal(400, f"there is no output {ascii(unknown[0])[:80]}; {OUTPUT!r} is all", param="outputs")
         texts = await self._texts(request, bodies(sent.tensors, self._body, most=self._service.choices))

@@ -66,8 +66,8 @@ def asked(service: Service, body: Mapping[str, Any]) -> Asked:
     Raises:
         Refusal: its prompt has too many tokens.
     """
-    ids = service.encode(body[INPUT])
-    return Asked(ids, params_of(body, service, choice=0, max_tokens=body["max_tokens"], logprobs=None))
+    ids = service.encode(body[INPUT], field=INPUT)
+    return Asked(ids, params_of(body, service, choice=0, max_tokens=body["max_tokens"], logprobs=None), INPUT)
 
 
 def _row(tensors: Mapping[str, Tensor], index: int, count: int) -> dict[str, Any]:

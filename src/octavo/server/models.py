@@ -57,7 +57,7 @@ class Models:
         if body["model"] is not None:
             self._service.check_model(body["model"])
         ids = await asyncio.to_thread(
-            self._service.encode, body["prompt"], add_special_tokens=body["add_special_tokens"]
+            self._service.encode, body["prompt"], field="prompt", add_special_tokens=body["add_special_tokens"]
         )
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._service.thread.engine.positions})
 

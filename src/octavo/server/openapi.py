@@ -14,6 +14,7 @@ REFUSALS = {
     "404": "Another model, or nothing at this path",
     "408": "The body came too slowly",
     "413": "The body is too large",
+    "415": "The body is compressed",
     "429": "Too many requests; Retry-After says when to try again",
     "500": "The server made a mistake",
     "503": "The server is shutting down, or its engine broke",

@@ -12,9 +12,10 @@ from starlette.routing import Route
 from octavo.server.fields import Record
 from octavo.server.refusals import Refusal
 
-__all__ = ["JSON", "Operation", "body_of", "parse_json", "routes"]
+__all__ = ["JSON", "Operation", "body_of", "bytes_of", "parse_json", "routes"]
 
 JSON, EVENTS = "application/json", "text/event-stream"
+PLAIN = "identity"  # HTTP's word for a body that is not compressed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,22 @@ async def body_of(request: Request, record: Record) -> dict[str, Any]:
     """The fields of a request's body.
 
     Raises:
-        Refusal: it is no JSON.
+        Refusal: it is compressed, or no JSON.
         FieldError: it holds something else.
     """
-    return record.read(parse_json(await request.body()))
+    return record.read(parse_json(await bytes_of(request)))
+
+
+async def bytes_of(request: Request) -> bytes:
+    """A request's body.
+
+    Raises:
+        Refusal: it is compressed. A small body could become a large one, so the server decompresses none.
+    """
+    coding = request.headers.get("content-encoding", PLAIN)
+    if coding.lower() != PLAIN:
+        raise Refusal(415, f"a body in the coding {ascii(coding)[:80]} is not read here; send it as it is")
+    return await request.body()
 
 
 def parse_json(body: bytes) -> Any:

@@ -20,9 +20,10 @@ from octavo.errors import ClosedError, OctavoError, QueueFullError
 from octavo.server.fields import FieldError
 from octavo.serving import Event, FinishReason
 
-__all__ = ["Refusal", "answer_refusal", "check_event", "refusal_body", "refusal_of", "refusal_response"]
+__all__ = ["CONTEXT", "Refusal", "answer_refusal", "check_event", "refusal_body", "refusal_of", "refusal_response"]
 
 INVALID, BUSY, BROKEN = "invalid_request_error", "rate_limit_error", "server_error"
+CONTEXT = "context_length_exceeded"  # the OpenAI API's word for too many tokens
 CLOSE = {"Connection": "close"}  # where the rest of a body may still be on its way
 SENTENCES = {404: "there is nothing at this path; GET /openapi.json lists what there is"}
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.server.fields import Field, Flag, ListOf, Number, OneOf, Record, Text, Whole
+from octavo.server.fields import Field, Flag, ListOf, Number, OneOf, Only, Record, Text, Whole
 from octavo.server.service import Service
 from octavo.serving import SamplingParams
 from octavo.serving.sampling import MOST_SEED
@@ -34,6 +34,7 @@ def sampling_fields(service: Service) -> tuple[Field, ...]:
         Field(name="ignore_eos", kind=Flag(), default=False, about="go on after the model's own last token"),
         Field(name="presence_penalty", kind=none, default=0.0, about="0 alone: there are no penalties"),
         Field(name="frequency_penalty", kind=none, default=0.0, about="0 alone: there are no penalties"),
+        Field(name="logit_bias", kind=Only(({},)), about="empty alone"),
         Field(name="user", kind=Text(), about="accepted, and of no effect"),
     )
 

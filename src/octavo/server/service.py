@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import ConfigError
 from octavo.server.chat_template import ChatTemplate
 from octavo.server.limits import Limits
-from octavo.server.refusals import Refusal
+from octavo.server.refusals import CONTEXT, Refusal
 from octavo.serving import Engine, EngineConfig, EngineThread, ServedModel
 
 if TYPE_CHECKING:
@@ -107,8 +107,14 @@ class Service:
             message = f"the model {ascii(name)[:80]} is not served here; {self.name!r} is"
             raise Refusal(404, message, param="model", code="model_not_found")
 
-    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt.
+    def check_length(self, tokens: int, *, field: str) -> None:
+        """Refuse a prompt of too many tokens, whatever field of a body it came in."""
+        if tokens > self.prompt_tokens:
+            message = f"the prompt has {tokens} tokens, and {self.prompt_tokens} are taken; shorten it"
+            raise Refusal(400, message, param=field, code=CONTEXT)
+
+    def encode(self, prompt: Prompt, *, field: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt that came in a field of a body.
 
         Raises:
             Refusal: there are too many.
@@ -116,11 +122,11 @@ class Service:
         self.on_prompt(prompt)
         ids = prompt
         if isinstance(prompt, str):
-            ids = list(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids)
+            # encode() would hold Python's lock, and so stop every other thread: for 3 s with a million digits
+            (encoded,) = self.tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
+            ids = list(encoded.ids)
         assert not isinstance(ids, str)
-        if len(ids) > self.prompt_tokens:
-            message = f"the prompt has {len(ids)} tokens, and {self.prompt_tokens} are taken; shorten it"
-            raise Refusal(400, message, param="prompt", code="context_length_exceeded")
+        self.check_length(len(ids), field=field)
         return ids
 
     def text_of(self, token: int) -> str:

@@ -9,7 +9,6 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,30 @@ MOST_VALUES, MOST_TENSORS, MOST_DIMENSIONS = 2**16, 64, 8
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A list of values, flat or in lists; read as flat."""
+    """A list of values, flat or in lists; read as flat, each value looked at once."""
+
+    def fit(self, given: Any) -> int:
+        """See :class:`~octavo.server.fields.Kind`."""
+        return int(isinstance(given, list))
 
     def read(self, given: Any, place: str) -> list[Any]:
         """The values in their order."""
         if not isinstance(given, list):
             raise FieldError(place, "must be a list")
-        while any(isinstance(value, list) for value in given):
-            given = list(chain.from_iterable(value if isinstance(value, list) else [value] for value in given))
-        values: list[Any] = given
+        values: list[Any] = []
+        levels = [iter(given)]  # of the lists that are not at their end, the innermost last
+        while levels:
+            for value in levels[-1]:
+                if isinstance(value, list):
+                    if len(levels) == MOST_DIMENSIONS:
+                        raise FieldError(place, f"may have {MOST_DIMENSIONS} levels of lists at most")
+                    levels.append(iter(value))
+                    break
+                if len(values) == MOST_VALUES:
+                    raise FieldError(place, f"may have {MOST_VALUES} values at most; send fewer")
+                values.append(value)
+            else:
+                levels.pop()
         return values
 
     def schema(self) -> dict[str, Any]:
@@ -124,8 +138,10 @@ def unpack(body: bytes, header_length: str | None) -> Inference:
         length = int(header_length)
     given = INFER.read(parse_json(body[:length]))
     behind = memoryview(body)[length:]
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for tensor in given["inputs"]:
+        if tensor["name"] in tensors:
+            raise FieldError("inputs", f"has two tensors called {tensor['name']!r}; send one")
         tensors[tensor["name"]], behind = _tensor(tensor, behind)
     if len(behind):
         raise Refusal(400, f"{len(behind)} bytes stand behind the last tensor; the sizes do not add up")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.errors import ClosedError, ConfigError, QueueFullError
+from octavo.errors import ClosedError, ConfigError, ContextLengthError, QueueFullError
 from octavo.formats import E4M3, Format
 from octavo.kernels.decoding import PAGE
 from octavo.nn.arguments import check_whole
@@ -169,8 +169,8 @@ class Engine:
             What :meth:`cancel` takes.
 
         Raises:
-            ConfigError: an empty prompt, a token outside the vocabulary, or more positions than the model or the cache
-                has.
+            ConfigError: an empty prompt, or a token outside the vocabulary.
+            ContextLengthError: more positions than the model or the cache has.
             QueueFullError: too many wait; says when to try again.
             ClosedError: the engine takes no more.
         """
@@ -240,7 +240,7 @@ class Engine:
             raise ConfigError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}; this prompt has others")
         needed = len(tokens) + request.params.max_tokens - 1
         if needed > positions:
-            raise ConfigError(
+            raise ContextLengthError(
                 f"a prompt of {len(tokens)} tokens and an answer of up to {request.params.max_tokens} need {needed} "
                 f"positions, and there are {positions}; shorten the prompt or lower max_tokens"
             )

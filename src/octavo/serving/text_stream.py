@@ -35,6 +35,8 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """The text that is certain after one more token; empty where it is not."""
+        if self._is_left_out(token):
+            return ""  # kept, a long run of them would be decoded again with each further one
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
         if now.endswith(UNFINISHED) or len(now) <= len(before):
@@ -48,6 +50,16 @@ class TextStream:
         said = self._search(now[len(before) :].rstrip(UNFINISHED))
         rest, self._held = self._held, ""
         return said + rest
+
+    def _is_left_out(self, token: int) -> bool:
+        """Whether decoding leaves an id out wherever it stands: a special token, or one that the tokenizer has not.
+
+        Others may be empty alone and not behind another: a space where a text begins.
+        """
+        if self._decode([token]):
+            return False
+        unknown = self._tokenizer.id_to_token(token) is None
+        return unknown or bool(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids))

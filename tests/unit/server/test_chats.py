@@ -34,6 +34,36 @@ def test_parts_of_a_message_are_one_text(client):
     assert ask(client, seed=3, messages=messages)["choices"] == ask(client, seed=3)["choices"]
 
 
+NEUTRAL = [
+    *({"response_format": value} for value in (None, {"type": "text"})),
+    *({"store": value} for value in (None, False)),
+    *({name: value} for name in ("metadata", "logit_bias") for value in (None, {})),
+    *({"tools": value} for value in (None, [])),
+    *({"tool_choice": value} for value in (None, "none", "auto")),
+    {"parallel_tool_calls": True},
+]
+
+
+@pytest.mark.parametrize("extra", NEUTRAL, ids=str)
+def test_fields_that_ask_for_nothing_change_nothing(client, extra):
+    assert ask(client, seed=3, **extra)["choices"] == ask(client, seed=3)["choices"]
+
+
+def test_a_message_may_be_the_one_that_openai_s_client_was_answered(client):
+    empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None, "function_call": None}
+    before = [*TALK, {"role": "assistant", "content": "Hello"}, TALK[1]]
+    again = [{"role": "developer", "content": "Be brief."}, TALK[1], {**before[2], **empty}, {**TALK[1], "name": "Ann"}]
+    assert ask(client, seed=3, messages=again)["choices"] == ask(client, seed=3, messages=before)["choices"]
+
+
+def test_a_name_is_written_by_templates_that_know_one(new_service):
+    template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
+    named = [TALK[0], {**TALK[1], "name": "Ann"}]
+    with TestClient(create_app(new_service(template=template))) as client:
+        found = ask(client, seed=3, messages=named)
+    assert found["usage"]["prompt_tokens"] == len("system: Be brief.\nAnn: Hi\n")
+
+
 def test_a_stream_says_who_speaks_and_then_what_the_whole_answer_says(client):
     whole = ask(client, seed=3, n=2, logprobs=True, top_logprobs=2)
     body = {"model": "tiny", "max_tokens": 12, "messages": TALK, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}
@@ -63,6 +93,13 @@ def test_without_a_number_an_answer_is_as_long_as_there_is_room(client):
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]}, "must be one of 'text'"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, "tokens, and 320 are taken"),
+        ({"response_format": {"type": "json_object"}}, 'response_format may be {"type": "text"} or null alone'),
+        ({"store": True}, "store may be false or null alone, not true; leave it out"),
+        ({"metadata": {"a": "b"}}, "metadata may be {} or null alone"),
+        ({"tools": [{"type": "function"}]}, "tools may be [] or null alone, not a list; leave it out"),
+        ({"tool_choice": "required"}, 'tool_choice may be "none" or "auto" or null alone, not \'required\''),
+        ({"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages[0].refusal may be null alone"),
+        ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "messages[0].name must be text"),
         ({"top_logprobs": 3}, "set logprobs to true"),
         ({"max_completion_tokens": 0}, "max_completion_tokens must be"),
     ],
@@ -72,6 +109,13 @@ def test_what_cannot_be_answered_is_refused(client, fields, says):
     response = client.post(PATH, json={"model": "tiny", "messages": TALK, **fields})
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
+
+
+def test_a_conversation_too_long_is_about_its_messages(client):
+    for talk, most in (("x" * 400, 1), ("x" * 200, 200)):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": talk}], "max_tokens": most}
+        error = client.post(PATH, json=body).json()["error"]
+        assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
 def test_a_model_without_a_template_says_so(new_service):

@@ -83,6 +83,12 @@ def test_a_stream_says_what_the_whole_answer_says(client, extra):
             assert [token for tokens in lists for token in tokens] == wanted["logprobs"]["tokens"]
 
 
+def test_fields_that_ask_for_nothing_change_nothing(client):
+    plain = ask(client, prompt="one", seed=2)["choices"]
+    for extra in ({"logit_bias": {}}, {"logit_bias": None}, {"best_of": 1, "suffix": "", "presence_penalty": 0}):
+        assert ask(client, prompt="one", seed=2, **extra)["choices"] == plain
+
+
 def test_an_answer_ends_before_a_stop_text(client):
     text = ask(client, prompt="one", seed=2, temperature=2, max_tokens=40)["choices"][0]["text"]
     stop = text[10:12]
@@ -122,6 +128,7 @@ def test_echo_with_logprobs_scores_the_prompt(client, byte_runner, byte_tokenize
         ({"temperature": -1}, 400, "temperature must be a number from 0 to 2"),
         ({"stop": [""]}, 400, "stop"),
         ({"tools": []}, 400, "tools is not known here"),
+        ({"logit_bias": {"50": 1}}, 400, "logit_bias may be {} or null alone, not an object; leave it out"),
         ({"presence_penalty": 1}, 400, "presence_penalty"),
     ],
     ids=lambda value: str(value)[:30],
@@ -133,6 +140,47 @@ def test_what_cannot_be_answered_is_refused_as_openai_does(client, fields, statu
     assert says in error["message"]
     assert error["type"] == "invalid_request_error"
     assert error.keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("token", [-1, 256, 1e300, True, 1.5])
+@pytest.mark.parametrize("prompt", [lambda token: [token], lambda token: [[1, token]]], ids=["one", "several"])
+def test_tokens_are_refused_as_tokens(client, token, prompt):
+    response = client.post(PATH, json={"model": "tiny", "prompt": prompt(token)})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert "must be a whole number from 0 to 255" in error["message"]
+    assert error["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ({}, "prompt must be text, not an object"),
+        ([], "prompt must have from 1 to 16 entries"),
+        ([None], "prompt[0] must be text, not null"),
+        (["x", 1], "prompt[1] must be text, not 1"),
+        ([[]], "prompt[0] must have from 1 to 320 entries"),
+        ([1, "x"], "prompt[1] must be a whole number from 0 to 255, not 'x'"),
+        ([["x"]], "prompt[0][0] must be a whole number from 0 to 255, not 'x'"),
+    ],
+    ids=str,
+)
+def test_a_prompt_is_refused_as_what_it_was_meant_to_be(client, prompt, says):
+    assert says in client.post(PATH, json={"model": "tiny", "prompt": prompt}).json()["error"]["message"]
+
+
+def test_too_many_tokens_are_said_in_one_way(client):
+    """Whether they come as text, as themselves, or in a list of prompts; and those of an answer with the same code."""
+    told = [
+        client.post(PATH, json={"model": "tiny", "prompt": prompt}).json()["error"]
+        for prompt in ("x" * 321, [1] * 321, ["x" * 321], [[1] * 321])
+    ]
+    assert told == [told[0]] * 4
+    assert (told[0]["param"], told[0]["code"]) == ("prompt", "context_length_exceeded")
+    both = client.post(PATH, json={"model": "tiny", "prompt": "x" * 200, "max_tokens": 200}).json()["error"]
+    assert (both["param"], both["code"]) == ("prompt", "context_length_exceeded")
+    none = client.post(PATH, json={"model": "tiny", "prompt": ""}).json()["error"]
+    assert (none["param"], none["code"]) == ("prompt", None)
 
 
 @pytest.mark.parametrize(

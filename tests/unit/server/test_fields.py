@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema_rs import validator_for
 
-from octavo.server.fields import Field, FieldError, Flag, ListOf, Number, OneOf, Record, Text, Whole
+from octavo.server.fields import Field, FieldError, Flag, ListOf, Number, OneOf, Only, Record, Text, Whole
 
 INNER = Record(fields=(Field(name="on", kind=Flag(), required=True),))
 BODY = Record(
@@ -18,6 +18,7 @@ BODY = Record(
         Field(name="d", kind=OneOf((Text(words=("x", "y")), ListOf(kind=Whole(least=0, most=9), most=2)))),
         Field(name="e", kind=ListOf(kind=INNER, most=2, fewest=0)),
         Field(name="f", kind=Record(fields=(), others=True)),
+        Field(name="h", kind=Only((False, [], {"on": "x"}))),
     )
 )
 VALUES = st.recursive(
@@ -31,7 +32,7 @@ VALUES = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from("abcdefg"), VALUES, max_size=4))
+@given(st.dictionaries(st.sampled_from("abcdefgh"), VALUES, max_size=4))
 def test_what_is_read_is_what_the_schema_allows(body):
     allowed = validator_for(BODY.schema()).is_valid(body)
     try:
@@ -40,7 +41,7 @@ def test_what_is_read_is_what_the_schema_allows(body):
         assert not allowed
     else:
         assert allowed
-        assert found.keys() == set("abcdef")
+        assert found.keys() == set("abcdefh")
         plain = {name: value for name, value in body.items() if value is not None and name not in "ef"}
         assert all(
             found[name] == value for name, value in plain.items()
@@ -52,7 +53,7 @@ def test_what_is_read_is_what_the_schema_allows(body):
     [
         ([], None, "the body must be a JSON object, not a list"),
         ({}, "a", "a is missing"),
-        ({"a": "x", "zz\ud800": 1}, "zz\\ud800", "is not known here; the fields are a, b, c, d, e, f"),
+        ({"a": "x", "zz\ud800": 1}, "zz\\ud800", "is not known here; the fields are a, b, c, d, e, f, h"),
         ({"a": 1}, "a", "a must be text, not 1"),
         ({"a": "\ud800"}, "a", "half of a surrogate pair"),
         ({"a": "abcde"}, "a", "4 characters at most, not 5"),
@@ -63,6 +64,7 @@ def test_what_is_read_is_what_the_schema_allows(body):
         ({"a": "x", "c": float("inf")}, "c", "not inf"),
         ({"a": "x", "d": [1, 20]}, "d", r"d\[1\] must be a whole number from 0 to 9, not 20"),
         ({"a": "x", "e": [{"on": 1}]}, "e", r"e\[0\].on must be true or false, not 1"),
+        ({"a": "x", "h": 0}, "h", r'h may be false or \[\] or {"on": "x"} or null alone, not 0; leave it out'),
         ({"a": "x", "e": {}}, "e", "e must be a list, not an object"),
         ({"a": "x" * 99, "b": "y" * 99}, "a", "at most"),
     ],

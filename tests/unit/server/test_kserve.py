@@ -101,6 +101,14 @@ BINARY = {"name": "text_input", "datatype": "BYTES", "shape": [1], "parameters":
         ({"inputs": [BINARY]}, b"\x05\x00\x00\x00\xff\xff\xff\xff\xff", "whose bytes are no BYTES"),
         ({"inputs": [{**BINARY, "datatype": "INT32", "name": "seed"}]}, b"\x01" * 9, "whose bytes are no INT32"),
         ({"inputs": [{**TEXT, "data": None}]}, b"", "both or none"),
+        ({"inputs": [TEXT, TEXT]}, b"", "has two tensors called 'text_input'; send one"),
+        ({"inputs": [{**TEXT, "data": [0] * 70_000}]}, b"", "inputs[0].data may have 65536 values at most"),
+        ({"inputs": [{**TEXT, "data": [0] * 70_000 + [[[[[[[[[1]]]]]]]]]}]}, b"", "data may have 65536 values at most"),
+        (
+            {"inputs": [{**TEXT, "data": [[[[[[[[["x"]]]]]]]]]}]},
+            b"",
+            "inputs[0].data may have 8 levels of lists at most",
+        ),
     ],
     ids=lambda value: str(value)[:50],
 )

@@ -1,8 +1,9 @@
 """Text comes out whole, whatever the tokens cut in two."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.serving.text_stream import TextStream
 
@@ -49,3 +50,68 @@ def test_spaces_between_words_stay():
     words = Tokenizer(models.WordLevel({"one": 0, "two": 1}, unk_token="one"))
     stream = TextStream(words)
     assert [stream.add(token) for token in (0, 1, 1)] == ["one", " two", " two"]
+
+
+def specials_added(tokenizer):
+    tokenizer.add_special_tokens(["<end>", "▁", "<s>"])
+    tokenizer.add_tokens(["<plain>", " padded "])
+    return tokenizer
+
+
+def byte_level():
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġa", "Ġ", "Ã", "âĤ", "¬a", "ðŁĺ", "Ģ", ""]
+    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(dict.fromkeys(letters))}, merges=[]))
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def words(decoder):
+    vocabulary = {word: i for i, word in enumerate(["one", "##two", "▁", "▁▁", "▁three", "four", "▁'s", ".", "é"])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="one"))
+    if decoder is not None:
+        made.decoder = decoder
+    return made
+
+
+LLAMA = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+TOKENIZERS = {
+    "byte-level": byte_level,
+    "metaspace": lambda: words(decoders.Metaspace()),
+    "llama": lambda: words(LLAMA),
+    "word pieces": lambda: words(decoders.WordPiece(cleanup=False)),
+    "no decoder": lambda: words(None),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_text_is_that_of_all_tokens_at_once(name, data):
+    """Also of special tokens, of tokens that a tokenizer has not, and of those that are empty only at the beginning."""
+    tokenizer = specials_added(TOKENIZERS[name]())
+    size = tokenizer.get_vocab_size()
+    tokens = data.draw(st.lists(st.integers(max(0, size - 14), size + 2) | st.integers(0, size + 2), max_size=30))
+    stream = TextStream(tokenizer)
+    text = "".join([*map(stream.add, tokens), stream.finish()])
+    assert text == tokenizer.decode(tokens).rstrip("\ufffd")
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again():
+    class Counting:
+        decoded = 0
+
+        def __init__(self, tokenizer):
+            self.tokenizer = tokenizer
+            self.id_to_token = tokenizer.id_to_token
+
+        def decode(self, ids, **settings):
+            Counting.decoded += len(ids)
+            return self.tokenizer.decode(ids, **settings)
+
+    tokenizer = specials_added(byte_level())
+    special, unknown, first_byte = tokenizer.token_to_id("<end>"), 9999, tokenizer.token_to_id("Ã")
+    stream = TextStream(Counting(tokenizer))
+    for token in [first_byte, *[special, unknown] * 500]:
+        assert stream.add(token) == ""
+    assert Counting.decoded < 5 * 1000
+    assert stream.add(tokenizer.token_to_id("©")) == "é"

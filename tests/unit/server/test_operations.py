@@ -1,0 +1,23 @@
+"""What every body passes before its fields are looked at."""
+
+import gzip
+import json
+
+import pytest
+
+COMPLETION = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
+TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}
+INFERENCE = json.dumps({"inputs": [TENSOR]}).encode()
+BODIES = [("/v1/completions", COMPLETION), ("/v2/models/tiny/infer", INFERENCE)]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_compressed_body_is_refused_as_one(client, path, body):
+    response = client.post(path, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 415
+    assert "a body in the coding 'gzip' is not read here; send it as it is" in response.text
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_body_that_says_it_is_not_compressed_is_read(client, path, body):
+    assert client.post(path, content=body, headers={"Content-Encoding": "Identity"}).status_code == 200

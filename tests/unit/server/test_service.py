@@ -1,0 +1,27 @@
+"""What a service does with a prompt before the engine sees it."""
+
+import threading
+
+import pytest
+
+from octavo.server.refusals import Refusal
+
+
+def test_others_go_on_while_a_long_prompt_is_encoded(service):
+    ticks, over = [], threading.Event()
+
+    def tick():
+        while not over.wait(0.001):
+            ticks.append(None)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    with pytest.raises(Refusal, match="the prompt has 3000000 tokens, and 320 are taken"):
+        service.encode("x" * 3_000_000, field="prompt")
+    over.set()
+    thread.join()
+    assert len(ticks) > 20  # with Python's lock held there are 1 or 2
+
+
+def test_tokens_are_those_of_the_tokenizer(service, byte_tokenizer):
+    assert service.encode("Öffne, Sesam", field="prompt") == byte_tokenizer.encode("Öffne, Sesam").ids
