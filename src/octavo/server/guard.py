@@ -1,7 +1,7 @@
 """``Guard``: what every request passes before anything looks at it, and who watches it afterwards.
 
 1. The key, compared in constant time. Health and the chat page need none.
-2. How many requests are being worked on.
+2. How many requests are being worked on. One is until the last part of its answer is there to be sent.
 3. The body: how large it is, and how long it takes to come. Only a whole body goes on.
 4. While it is answered, whether whoever asked is still there. When they go, the work on it is cancelled, and leaving
    its exit stack ends what the engine still does for it.
@@ -9,8 +9,8 @@
 
 import asyncio
 import hmac
-from collections.abc import Awaitable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack
 from hashlib import sha256
 from typing import Any
 
@@ -70,15 +70,17 @@ class Guard:
             message = f"{self._working} requests are being worked on, which is as many as may; try again"
             headers = {"Retry-After": "1", **CLOSE}
             raise Refusal(429, message, code="rate_limit_exceeded", headers=headers)
-        self._working += 1
-        try:
+        with ExitStack() as slot:
+            self._working += 1
+            slot.callback(self._leave)
             body = await self._body(scope, receive)
             if body is not None:
                 async with AsyncExitStack() as exits:
-                    answered = self._app({**scope, EXITS: exits}, _replay(body), send)
+                    answered = self._app({**scope, EXITS: exits}, _replay(body), _before_end(send, slot.close))
                     await _unless(_gone(receive), answered)
-        finally:
-            self._working -= 1
+
+    def _leave(self) -> None:
+        self._working -= 1
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None where whoever sent it went away."""
@@ -118,6 +120,17 @@ def _replay(body: bytes) -> Receive:
         return messages.pop()
 
     return receive
+
+
+def _before_end(send: Send, do: Callable[[], None]) -> Send:
+    """Sends, and does something before the last part: whoever has all of an answer may ask again at once."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            do()
+        await send(message)
+
+    return sending
 
 
 async def _gone(receive: Receive) -> None:

@@ -143,6 +143,47 @@ def test_too_many_at_once_are_told_to_come_back(new_service):
     assert (b"retry-after", b"1") in second.told[0]["headers"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_has_an_answer_may_ask_again_at_once(new_service, stream):
+    app, again = create_app(new_service(limits=Limits(requests=1, max_tokens=300))), Peer(sent())
+
+    class Quick(Peer):
+        """Asks again as soon as the end of an answer arrives, when whoever sent it may not have gone on."""
+
+        async def send(self, message):
+            await super().send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                await app(scope(), again.receive, again.send)
+
+    first, third = Quick(sent(stream=stream)), Peer(sent())
+
+    async def ask():
+        await app(scope(), first.receive, first.send)
+        await app(scope(), third.receive, third.send)
+
+    asyncio.run(ask())
+    assert (first.status, again.status, third.status) == (200, 200, 200)
+
+
+def test_a_slot_is_given_back_once(new_service):
+    """Or more than may would be taken when the first is over."""
+    service = new_service(limits=Limits(requests=1, max_tokens=300))
+    app, first, second, third = create_app(service), Peer(sent()), Peer(sent(max_tokens=300)), Peer(sent())
+
+    async def ask():
+        await app(scope(), first.receive, first.send)
+        while service.thread.engine.load.running:  # the engine tells an answer's end before it forgets it
+            await asyncio.sleep(0)
+        task = asyncio.create_task(app(scope(), second.receive, second.send))
+        while not service.thread.engine.load.running:
+            await asyncio.sleep(0)
+        await app(scope(), third.receive, third.send)
+        await task
+
+    asyncio.run(ask())
+    assert (first.status, second.status, third.status) == (200, 200, 429)
+
+
 def test_a_full_queue_says_when_to_come_back(new_service):
     service = new_service(max_running=1, max_waiting=2, limits=Limits(max_tokens=300, choices=2))
     with TestClient(create_app(service)) as client:
