@@ -58,6 +58,7 @@ def serve(
     max_requests: Annotated[int, typer.Option(help="Requests at once; more are refused.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Of one request.")] = 2**20,
     body_seconds: Annotated[float, typer.Option(help="In which a request has to arrive.")] = 10.0,
+    send_seconds: Annotated[float, typer.Option(help="In which a part of an answer has to be read.")] = 30.0,
     answer_seconds: Annotated[float, typer.Option(help="After which an answer ends.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="For answers to end in after SIGTERM or Ctrl-C.")] = 30.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts, to stderr.")] = False,
@@ -93,6 +94,7 @@ def serve(
     limits = Limits(
         body_bytes=max_body_bytes,
         body_s=body_seconds,
+        send_s=send_seconds,
         requests=max_requests,
         prompt_tokens=max_prompt_tokens,
         max_tokens=max_tokens,

@@ -4,13 +4,14 @@
 2. How many requests are being worked on. One is until the last part of its answer is there to be sent.
 3. The body: how large it is, and how long it takes to come. Only a whole body goes on.
 4. While it is answered, whether whoever asked is still there. When they go, the work on it is cancelled, and leaving
-   its exit stack ends what the engine still does for it.
+   its exit stack ends what the engine still does for it. Who stays and reads nothing is given up, too: each part of
+   an answer has to be taken within a time.
 """
 
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from hashlib import sha256
 from typing import Any
 
@@ -46,6 +47,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        with suppress(_Stalled):  # an answer that is left without an end makes whoever called this close the connection
+            await self._answer_or_refuse(scope, receive, _in_time(send, self._limits.send_s))
+
+    async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_key(scope)
             if scope["method"] == "POST":
@@ -120,6 +125,28 @@ def _replay(body: bytes) -> Receive:
         return messages.pop()
 
     return receive
+
+
+class _Stalled(Exception):  # noqa: N818 -- nothing that octavo says of itself
+    """A part of an answer was not taken in time."""
+
+
+def _in_time(send: Send, seconds: float) -> Send:
+    """Sends; a server waits in it for whoever reads, and they need not.
+
+    Raises:
+        _Stalled: it took longer than ``seconds``. A ``TimeoutError`` is an ``OSError``, which starlette takes for a
+            client that left.
+    """
+
+    async def sending(message: Message) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await send(message)
+        except TimeoutError:
+            raise _Stalled from None
+
+    return sending
 
 
 def _before_end(send: Send, do: Callable[[], None]) -> Send:

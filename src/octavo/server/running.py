@@ -2,10 +2,16 @@
 
 A first SIGTERM or Ctrl-C closes the engine: ``/health`` says "draining", new requests get 503, and answers that were
 begun go on, for as long as ``Limits.drain_s``. Then the port closes. A second signal ends at once.
+
+Who reads nothing for ``Limits.send_s`` loses the connection. The guard gives the answer up, but uvicorn closes politely
+and keeps what was written before until it is read; on Linux the system itself ends such a connection
+(``TCP_USER_TIMEOUT``, tcp(7)).
 """
 
 import ipaddress
+import math
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -110,6 +116,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
+        if sys.platform == "linux":  # elsewhere what the guard gave up is held until its client goes
+            most_ms = min(math.ceil(1000 * self._service.limits.send_s), 2**31 - 1)
+            for listening in sockets or ():
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)  # of all it accepts
         await super().startup(sockets)
         self._on_ready()
 

@@ -127,6 +127,29 @@ def test_who_goes_away_before_the_body_is_there_is_not_answered(service):
     assert service.thread.engine.metrics.submitted == 0
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stuck", ["http.response.start", "http.response.body"])
+def test_who_reads_nothing_is_given_up_and_others_are_answered(new_service, stream, stuck):
+    service = new_service(limits=Limits(requests=1, max_tokens=300, send_s=0.05))
+    app = create_app(service)
+
+    class Unread(Peer):
+        async def send(self, message):
+            await super().send(message)
+            if message["type"] == stuck:
+                await asyncio.Event().wait()
+
+    idle, other = Unread(sent(max_tokens=300, stream=stream)), Peer(sent())
+
+    async def ask():
+        await app(scope(), idle.receive, idle.send)
+        await app(scope(), other.receive, other.send)
+
+    asyncio.run(ask())
+    assert idle.told[-1]["type"] == stuck  # and nothing after it, or a server would take the answer for a whole one
+    assert other.status == 200
+
+
 def test_too_many_at_once_are_told_to_come_back(new_service):
     service = new_service(limits=Limits(requests=1, max_tokens=300))
     app, first, second = create_app(service), Peer(sent(max_tokens=300)), Peer(sent())

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,20 @@ def test_a_slow_body_is_given_up_while_others_are_answered(start):
             told += piece
     assert told.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 0.3 s" in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
+def test_who_reads_nothing_loses_the_connection(start):
+    """More pages are asked for than the buffers of both sides hold, and none is read."""
+    _, server, port, _ = start(limits=Limits(send_s=0.3))
+    with socket.socket() as idle:
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        idle.connect(("127.0.0.1", port))
+        idle.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 1500)
+        while not server.server_state.connections:
+            time.sleep(0.01)
+        while server.server_state.connections:
+            time.sleep(0.01)
 
 
 def test_the_first_signal_drains(start):
