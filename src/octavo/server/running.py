@@ -139,8 +139,8 @@ class Server(uvicorn.Server):
         """Ten times a second: whether to end."""
         if self._drain_until is not None:
             engine = self._service.thread.engine
-            late = time.monotonic() >= self._drain_until
+            load, late = engine.load, time.monotonic() >= self._drain_until
             if late:
                 engine.cancel_all()
-            self.should_exit = self.should_exit or late or not (engine.load.running or engine.load.waiting)
+            self.should_exit = self.should_exit or late or not (load.running or load.waiting)
         return await super().on_tick(counter)

@@ -1,5 +1,6 @@
 """A server on a real port: the openai client, many at once, a slow body, and how it ends."""
 
+import asyncio
 import signal
 import socket
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.server import Address, Limits, Server
-from octavo.serving import SamplingParams
+from octavo.serving import Engine, Load, SamplingParams
 
 KEY = "a key"
 
@@ -132,6 +133,18 @@ def test_the_first_signal_drains(start):
     assert not thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_drain_waits_for_a_request_that_is_about_to_start(new_service, monkeypatch):
+    """It waits when it is looked at first, and runs when it is looked at again."""
+    loads = iter([{"waiting": 1, "running": 0}, {"waiting": 0, "running": 1}])
+    pages = dict.fromkeys(("pages", "pages_used", "pages_idle"), 0)
+    server = Server(new_service())
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "load", property(lambda _: Load(**next(loads), **pages)))
+        server.drain()
+        assert not asyncio.run(server.on_tick(1))
+    assert asyncio.run(server.on_tick(1))
 
 
 @pytest.mark.parametrize("limits", [Limits(drain_s=0.01), Limits()], ids=["the time is over", "a second signal"])
