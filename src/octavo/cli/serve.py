@@ -111,7 +111,7 @@ def serve(
         service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         sentence = f"{service.name} is served at {place}; Ctrl-C ends it"
-        Server(service, key=key, on_ready=lambda: _say(sentence)).run(sockets=[listening])
+        Server(service, key=key, host=host, on_ready=lambda: _say(sentence)).run(sockets=[listening])
 
 
 def check_server_packages() -> None:

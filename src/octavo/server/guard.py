@@ -1,6 +1,7 @@
 """``Guard``: what every request passes before anything looks at it, and who watches it afterwards.
 
-1. The key, compared in constant time. Health and the chat page need none.
+1. The key, compared in constant time. Health and the chat page need none. Where there is no key at all, whether it is
+   a web page of somebody else that asks (origins.py).
 2. How many requests are being worked on. One is until the last part of its answer is there to be sent.
 3. The body: how large it is, and how long it takes to come. Only a whole body goes on.
 4. While it is answered, whether whoever asked is still there. When they go, the work on it is cancelled, and leaving
@@ -19,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.limits import Limits
+from octavo.server.origins import check_origin
 from octavo.server.refusals import CLOSE, Refusal, refusal_response
 
 __all__ = ["EXITS", "OPEN_PATHS", "Guard"]
@@ -35,10 +37,11 @@ class Guard:
         app: what answers them.
         limits: of bodies and requests.
         key: what has to be sent as ``Authorization: Bearer KEY``; None asks for none.
+        host: where the server listens.
     """
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, key: str | None) -> None:
-        self._app, self._limits = app, limits
+    def __init__(self, app: ASGIApp, *, limits: Limits, key: str | None, host: str) -> None:
+        self._app, self._limits, self._host = app, limits, host
         self._key = None if key is None else _digest(key.encode())
         self._working = 0
 
@@ -52,7 +55,7 @@ class Guard:
 
     async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._check_key(scope)
+            self._check_asker(scope)
             if scope["method"] == "POST":
                 await self._answer(scope, receive, send)
             else:
@@ -60,12 +63,16 @@ class Guard:
         except Refusal as refusal:
             await refusal_response(refusal, scope["path"])(scope, receive, send)
 
-    def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
-            return
-        given = Headers(scope=scope).get("authorization", "")
+    def _check_asker(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._key is None:
+            check_origin(headers, host=self._host)
+        elif scope["path"] not in OPEN_PATHS:
+            self._check_key(self._key, headers.get("authorization", ""))
+
+    def _check_key(self, key: bytes, given: str) -> None:
         bearer = given[len(BEARER) :] if given.lower().startswith(BEARER) else ""
-        if not hmac.compare_digest(self._key, _digest(bearer.encode("latin-1"))):
+        if not hmac.compare_digest(key, _digest(bearer.encode("latin-1"))):
             message = "this server wants its API key, sent as 'Authorization: Bearer KEY'"
             headers = {"WWW-Authenticate": "Bearer", **CLOSE}
             raise Refusal(401, message, code="invalid_api_key", headers=headers)

@@ -8,7 +8,6 @@ and keeps what was written before until it is read; on Linux the system itself e
 (``TCP_USER_TIMEOUT``, tcp(7)).
 """
 
-import ipaddress
 import math
 import socket
 import sys
@@ -22,6 +21,7 @@ import uvicorn
 
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
+from octavo.server.origins import is_loopback
 from octavo.server.service import Service
 
 __all__ = ["Address", "Server"]
@@ -49,10 +49,7 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """Whether this machine alone can reach it; of a name other than "localhost" nobody knows."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def check_secure(self, *, key: str | None, insecure: bool) -> None:
         """Refuse to be asked by other machines without a key, unless that is wanted.
@@ -97,15 +94,23 @@ class Server(uvicorn.Server):
     Args:
         service: what it serves.
         key: as :func:`octavo.server.create_app` takes it.
+        host: of the address it listens at.
         on_ready: is called once it listens.
     """
 
-    def __init__(self, service: Service, *, key: str | None = None, on_ready: Callable[[], None] = _ignore) -> None:
+    def __init__(
+        self,
+        service: Service,
+        *,
+        key: str | None = None,
+        host: str = "127.0.0.1",
+        on_ready: Callable[[], None] = _ignore,
+    ) -> None:
         self._service, self._on_ready = service, on_ready
         self._drain_until: float | None = None
         super().__init__(
             uvicorn.Config(
-                create_app(service, key=key),
+                create_app(service, key=key, host=host),
                 log_level=QUIET,
                 access_log=False,
                 server_header=False,

@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from octavo.server import Limits, create_app
+from tests.unit.server.conftest import PLACE
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 KEY = "a key of some length"
@@ -27,7 +28,7 @@ KEY = "a key of some length"
     ids=repr,
 )
 def test_the_key_is_asked_for(service, headers, status):
-    with TestClient(create_app(service, key=KEY)) as client:
+    with TestClient(create_app(service, key=KEY), base_url=PLACE) as client:
         response = client.post("/v1/completions", json=BODY, headers=headers)
         assert response.status_code == status
         assert client.get("/metrics", headers=headers).status_code == status
@@ -39,7 +40,7 @@ def test_the_key_is_asked_for(service, headers, status):
 
 
 def test_bodies_are_bounded_whether_they_say_their_size_or_not(new_service):
-    with TestClient(create_app(new_service(limits=Limits(body_bytes=100)))) as client:
+    with TestClient(create_app(new_service(limits=Limits(body_bytes=100))), base_url=PLACE) as client:
         large = json.dumps(BODY | {"prompt": "x" * 100}).encode()
         for content in (large, iter([large[:60], large[60:]])):
             response = client.post("/v1/completions", content=content)
@@ -55,7 +56,7 @@ def scope(path="/v1/completions"):
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [],
+        "headers": [(b"host", b"127.0.0.1")],
         "http_version": "1.1",
         "scheme": "http",
         "root_path": "",
@@ -209,7 +210,7 @@ def test_a_slot_is_given_back_once(new_service):
 
 def test_a_full_queue_says_when_to_come_back(new_service):
     service = new_service(max_running=1, max_waiting=2, limits=Limits(max_tokens=300, choices=2))
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url=PLACE) as client:
         response = client.post("/v1/completions", json=BODY | {"n": 3})
         assert response.status_code == 400
     app, peers = create_app(service), [Peer(sent(max_tokens=100)) for _ in range(8)]
@@ -236,7 +237,7 @@ def test_what_is_not_there_and_what_is_not_meant_are_refused(client):
 
 
 def test_a_closed_engine_is_seen(service):
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url=PLACE) as client:
         assert client.get("/health").json() == {"status": "ready"}
         service.thread.engine.close()
         assert (client.get("/health").status_code, client.get("/v2/health/ready").status_code) == (503, 503)
@@ -251,7 +252,7 @@ def test_a_broken_engine_is_seen_and_shows_no_traceback(service, monkeypatch):
         raise ArithmeticError("the model is gone")
 
     monkeypatch.setattr(service.thread.engine, "_read", broken)
-    with TestClient(create_app(service), raise_server_exceptions=False) as client:
+    with TestClient(create_app(service), base_url=PLACE, raise_server_exceptions=False) as client:
         response = client.post("/v1/completions", json=BODY)
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
@@ -265,7 +266,7 @@ def test_a_mistake_of_the_server_s_own_shows_nothing_of_itself(service, monkeypa
         raise ArithmeticError("a secret")
 
     monkeypatch.setattr(type(service), "check_model", mistaken)
-    with TestClient(create_app(service), raise_server_exceptions=False) as client:
+    with TestClient(create_app(service), base_url=PLACE, raise_server_exceptions=False) as client:
         response = client.post("/v1/completions", json=BODY)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "the server made a mistake, and its log says which"
