@@ -3,8 +3,9 @@
 With ``--engine triton`` it is Triton's server that runs, on a repository of ``octavo export --format triton``.
 """
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -35,6 +36,17 @@ OCTAVO, TRITON = "octavo", "triton"
 BOTH_ENGINES = {"model", "engine", "host", "port", "insecure"}  # options of
 
 
+def _check_seconds(option: typer.CallbackParam, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{option.opts[0]} takes a positive number of seconds, not {value:g}")
+    return value
+
+
+def _seconds(about: str) -> Any:  # as typer.Option itself
+    """An option for a time that has to end."""
+    return typer.Option(help=about, callback=_check_seconds)
+
+
 def serve(
     *,
     context: typer.Context,
@@ -55,11 +67,12 @@ def serve(
     cache_format: Annotated[str, typer.Option(help="Of keys and values: e4m3, bf16 or fp32.")] = "e4m3",
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt. [default: the model's]")] = None,
     max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 4096,
-    max_requests: Annotated[int, typer.Option(help="Requests at once; more are refused.")] = 256,
-    max_body_bytes: Annotated[int, typer.Option(help="Of one request.")] = 2**20,
-    body_seconds: Annotated[float, typer.Option(help="In which a request has to arrive.")] = 10.0,
-    answer_seconds: Annotated[float, typer.Option(help="After which an answer ends.")] = 600.0,
-    drain_seconds: Annotated[float, typer.Option(help="For answers to end in after SIGTERM or Ctrl-C.")] = 30.0,
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests at once; more are refused.")] = 256,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of one request.")] = 2**20,
+    body_seconds: Annotated[float, _seconds("In which a request has to arrive.")] = 10.0,
+    send_seconds: Annotated[float, _seconds("In which a part of an answer has to be read.")] = 30.0,
+    answer_seconds: Annotated[float, _seconds("After which an answer ends.")] = 600.0,
+    drain_seconds: Annotated[float, _seconds("For answers to end in after SIGTERM or Ctrl-C.")] = 30.0,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts, to stderr.")] = False,
     grpc_port: GrpcPort = 8001,
     metrics_port: MetricsPort = 8002,
@@ -93,6 +106,7 @@ def serve(
     limits = Limits(
         body_bytes=max_body_bytes,
         body_s=body_seconds,
+        send_s=send_seconds,
         requests=max_requests,
         prompt_tokens=max_prompt_tokens,
         max_tokens=max_tokens,
@@ -100,8 +114,8 @@ def serve(
         drain_s=drain_seconds,
     )
     address, key = Address(host=host, port=port), None if api_key_file is None else _read_key(api_key_file)
-    address.check_secure(key=key, insecure=insecure)
-    with address.bind() as listening:
+    with address.bind() as listening:  # a host that is not known is told first
+        address.check_secure(key=key, insecure=insecure)
         with open_display() as display:
             display.phase("loading", None)
             served = load_served_model(model, recipe=recipe, calibration=calibration)
@@ -109,7 +123,7 @@ def serve(
         service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         sentence = f"{service.name} is served at {place}; Ctrl-C ends it"
-        Server(service, key=key, on_ready=lambda: _say(sentence)).run(sockets=[listening])
+        Server(service, key=key, host=host, on_ready=lambda: _say(sentence)).run(sockets=[listening])
 
 
 def check_server_packages() -> None:

@@ -35,12 +35,14 @@ def _always(response: Response) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-def create_app(service: Service, *, key: str | None = None) -> Starlette:
+def create_app(service: Service, *, key: str | None = None, host: str = "127.0.0.1") -> Starlette:
     """The application.
 
     Args:
         service: what it serves.
-        key: what has to be sent as ``Authorization: Bearer KEY``; None asks for none.
+        key: what has to be sent as ``Authorization: Bearer KEY``; None asks for none, and refuses web pages of
+            others.
+        host: where the server listens; at a loopback address without a key it is asked by a loopback name alone.
     """
     surfaces = (Models(service), Completions(service), Chats(service), KServe(service), Metrics(service.thread.engine))
     operations = [operation for surface in surfaces for operation in surface.operations()]
@@ -53,6 +55,6 @@ def create_app(service: Service, *, key: str | None = None) -> Starlette:
     refused = (HTTPException, Refusal, OctavoError, Exception)
     return Starlette(
         routes=routes([*operations, *own]),
-        middleware=[Middleware(Guard, limits=service.limits, key=key)],
+        middleware=[Middleware(Guard, limits=service.limits, key=key, host=host)],
         exception_handlers=dict.fromkeys(refused, answer_refusal),
     )

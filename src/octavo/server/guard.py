@@ -1,16 +1,18 @@
 """``Guard``: what every request passes before anything looks at it, and who watches it afterwards.
 
-1. The key, compared in constant time. Health and the chat page need none.
-2. How many requests are being worked on.
+1. The key, compared in constant time. Health and the chat page need none. Where there is no key at all, whether it is
+   a web page of somebody else that asks (origins.py).
+2. How many requests are being worked on. One is until the last part of its answer is there to be sent.
 3. The body: how large it is, and how long it takes to come. Only a whole body goes on.
 4. While it is answered, whether whoever asked is still there. When they go, the work on it is cancelled, and leaving
-   its exit stack ends what the engine still does for it.
+   its exit stack ends what the engine still does for it. Who stays and reads nothing is given up, too: each part of
+   an answer has to be taken within a time.
 """
 
 import asyncio
 import hmac
-from collections.abc import Awaitable
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, suppress
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.limits import Limits
+from octavo.server.origins import check_origin
 from octavo.server.refusals import CLOSE, Refusal, refusal_response
 
 __all__ = ["EXITS", "OPEN_PATHS", "Guard"]
@@ -34,10 +37,11 @@ class Guard:
         app: what answers them.
         limits: of bodies and requests.
         key: what has to be sent as ``Authorization: Bearer KEY``; None asks for none.
+        host: where the server listens.
     """
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, key: str | None) -> None:
-        self._app, self._limits = app, limits
+    def __init__(self, app: ASGIApp, *, limits: Limits, key: str | None, host: str) -> None:
+        self._app, self._limits, self._host = app, limits, host
         self._key = None if key is None else _digest(key.encode())
         self._working = 0
 
@@ -46,8 +50,12 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        with suppress(_Stalled):  # an answer that is left without an end makes whoever called this close the connection
+            await self._answer_or_refuse(scope, receive, _in_time(send, self._limits.send_s))
+
+    async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._check_key(scope)
+            self._check_asker(scope)
             if scope["method"] == "POST":
                 await self._answer(scope, receive, send)
             else:
@@ -55,12 +63,16 @@ class Guard:
         except Refusal as refusal:
             await refusal_response(refusal, scope["path"])(scope, receive, send)
 
-    def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
-            return
-        given = Headers(scope=scope).get("authorization", "")
+    def _check_asker(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._key is None:
+            check_origin(headers, host=self._host)
+        elif scope["path"] not in OPEN_PATHS:
+            self._check_key(self._key, headers.get("authorization", ""))
+
+    def _check_key(self, key: bytes, given: str) -> None:
         bearer = given[len(BEARER) :] if given.lower().startswith(BEARER) else ""
-        if not hmac.compare_digest(self._key, _digest(bearer.encode("latin-1"))):
+        if not hmac.compare_digest(key, _digest(bearer.encode("latin-1"))):
             message = "this server wants its API key, sent as 'Authorization: Bearer KEY'"
             headers = {"WWW-Authenticate": "Bearer", **CLOSE}
             raise Refusal(401, message, code="invalid_api_key", headers=headers)
@@ -70,15 +82,17 @@ class Guard:
             message = f"{self._working} requests are being worked on, which is as many as may; try again"
             headers = {"Retry-After": "1", **CLOSE}
             raise Refusal(429, message, code="rate_limit_exceeded", headers=headers)
-        self._working += 1
-        try:
+        with ExitStack() as slot:
+            self._working += 1
+            slot.callback(self._leave)
             body = await self._body(scope, receive)
             if body is not None:
                 async with AsyncExitStack() as exits:
-                    answered = self._app({**scope, EXITS: exits}, _replay(body), send)
+                    answered = self._app({**scope, EXITS: exits}, _replay(body), _before_end(send, slot.close))
                     await _unless(_gone(receive), answered)
-        finally:
-            self._working -= 1
+
+    def _leave(self) -> None:
+        self._working -= 1
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None where whoever sent it went away."""
@@ -118,6 +132,39 @@ def _replay(body: bytes) -> Receive:
         return messages.pop()
 
     return receive
+
+
+class _Stalled(Exception):  # noqa: N818 -- nothing that octavo says of itself
+    """A part of an answer was not taken in time."""
+
+
+def _in_time(send: Send, seconds: float) -> Send:
+    """Sends; a server waits in it for whoever reads, and they need not.
+
+    Raises:
+        _Stalled: it took longer than ``seconds``. A ``TimeoutError`` is an ``OSError``, which starlette takes for a
+            client that left.
+    """
+
+    async def sending(message: Message) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await send(message)
+        except TimeoutError:
+            raise _Stalled from None
+
+    return sending
+
+
+def _before_end(send: Send, do: Callable[[], None]) -> Send:
+    """Sends, and does something before the last part: whoever has all of an answer may ask again at once."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            do()
+        await send(message)
+
+    return sending
 
 
 async def _gone(receive: Receive) -> None:

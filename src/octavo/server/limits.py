@@ -15,6 +15,7 @@ class Limits:
     Attributes:
         body_bytes: of a request's body; more is answered with 413.
         body_s: seconds in which a body has to arrive; then 408.
+        send_s: seconds in which each part of an answer has to be taken; then the connection is closed.
         requests: that are worked on or wait at once; more get 429.
         prompt_tokens: of one prompt; None for as many as the model has positions.
         max_tokens: that one answer may be asked to have.
@@ -32,6 +33,7 @@ class Limits:
 
     body_bytes: int = 2**20
     body_s: float = 10.0
+    send_s: float = 30.0
     requests: int = 256
     prompt_tokens: int | None = None
     max_tokens: int = 4096

@@ -2,10 +2,15 @@
 
 A first SIGTERM or Ctrl-C closes the engine: ``/health`` says "draining", new requests get 503, and answers that were
 begun go on, for as long as ``Limits.drain_s``. Then the port closes. A second signal ends at once.
+
+Who reads nothing for ``Limits.send_s`` loses the connection. The guard gives the answer up, but uvicorn closes politely
+and keeps what was written before until it is read; on Linux the system itself ends such a connection
+(``TCP_USER_TIMEOUT``, tcp(7)).
 """
 
-import ipaddress
+import math
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +21,7 @@ import uvicorn
 
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
+from octavo.server.origins import is_loopback
 from octavo.server.service import Service
 
 __all__ = ["Address", "Server"]
@@ -43,10 +49,7 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """Whether this machine alone can reach it; of a name other than "localhost" nobody knows."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def check_secure(self, *, key: str | None, insecure: bool) -> None:
         """Refuse to be asked by other machines without a key, unless that is wanted.
@@ -91,15 +94,23 @@ class Server(uvicorn.Server):
     Args:
         service: what it serves.
         key: as :func:`octavo.server.create_app` takes it.
+        host: of the address it listens at.
         on_ready: is called once it listens.
     """
 
-    def __init__(self, service: Service, *, key: str | None = None, on_ready: Callable[[], None] = _ignore) -> None:
+    def __init__(
+        self,
+        service: Service,
+        *,
+        key: str | None = None,
+        host: str = "127.0.0.1",
+        on_ready: Callable[[], None] = _ignore,
+    ) -> None:
         self._service, self._on_ready = service, on_ready
         self._drain_until: float | None = None
         super().__init__(
             uvicorn.Config(
-                create_app(service, key=key),
+                create_app(service, key=key, host=host),
                 log_level=QUIET,
                 access_log=False,
                 server_header=False,
@@ -110,6 +121,10 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
+        if sys.platform == "linux":  # elsewhere what the guard gave up is held until its client goes
+            most_ms = min(math.ceil(1000 * self._service.limits.send_s), 2**31 - 1)
+            for listening in sockets or ():
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)  # of all it accepts
         await super().startup(sockets)
         self._on_ready()
 
@@ -129,8 +144,8 @@ class Server(uvicorn.Server):
         """Ten times a second: whether to end."""
         if self._drain_until is not None:
             engine = self._service.thread.engine
-            late = time.monotonic() >= self._drain_until
+            load, late = engine.load, time.monotonic() >= self._drain_until
             if late:
                 engine.cancel_all()
-            self.should_exit = self.should_exit or late or not (engine.load.running or engine.load.waiting)
+            self.should_exit = self.should_exit or late or not (load.running or load.waiting)
         return await super().on_tick(counter)

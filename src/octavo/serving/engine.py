@@ -127,20 +127,21 @@ class Engine:
         self._rows = list(range(self.config.max_running))  # of the table, those that are free
         self._running: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
-        self._changed = threading.Condition()  # guards what waits and whether the engine is closed
+        self._changed = threading.Condition()  # guards what waits, its start, and whether the engine is closed
         self._closed = False
 
     @property
     def load(self) -> Load:
-        """How busy the engine is."""
+        """How busy the engine is, at one moment: a request that starts is waiting or running, never neither."""
         pool = self._pool
-        return Load(
-            waiting=len(self._waiting),
-            running=len(self._running),
-            pages=pool.pages,
-            pages_used=pool.used,
-            pages_idle=pool.idle,
-        )
+        with self._changed:
+            return Load(
+                waiting=len(self._waiting),
+                running=len(self._running),
+                pages=pool.pages,
+                pages_used=pool.used,
+                pages_idle=pool.idle,
+            )
 
     @property
     def positions(self) -> int:

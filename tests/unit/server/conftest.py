@@ -7,8 +7,9 @@ from octavo.server import ChatTemplate, Limits, Service, create_app
 from octavo.serving import Engine, EngineConfig, EngineThread
 from tests.unit.serving.conftest import byte_runner, byte_tokenizer
 
-__all__ = ["byte_runner", "byte_tokenizer"]
+__all__ = ["PLACE", "byte_runner", "byte_tokenizer"]
 
+PLACE = "http://127.0.0.1"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -42,5 +43,5 @@ def service(new_service):
 
 @pytest.fixture
 def client(service):
-    with TestClient(create_app(service)) as made:
+    with TestClient(create_app(service), base_url=PLACE) as made:
         yield made

@@ -5,6 +5,7 @@ from starlette.testclient import TestClient
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.server import ChatTemplate, create_app
+from tests.unit.server.conftest import PLACE
 from tests.unit.server.test_completions import events
 
 PATH = "/v1/chat/completions"
@@ -119,7 +120,7 @@ def test_a_conversation_too_long_is_about_its_messages(client):
 
 
 def test_a_model_without_a_template_says_so(new_service):
-    with TestClient(create_app(new_service(template=None))) as client:
+    with TestClient(create_app(new_service(template=None)), base_url=PLACE) as client:
         response = client.post(PATH, json={"model": "tiny", "messages": TALK})
     assert response.status_code == 400
     assert "has no chat template" in response.json()["error"]["message"]
@@ -127,7 +128,7 @@ def test_a_model_without_a_template_says_so(new_service):
 
 def test_what_a_template_refuses_is_the_asker_s_to_mend(new_service):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}x"
-    with TestClient(create_app(new_service(template=template))) as client:
+    with TestClient(create_app(new_service(template=template)), base_url=PLACE) as client:
         response = client.post(PATH, json={"model": "tiny", "messages": TALK})
     assert response.status_code == 400
     assert "no system role here" in response.json()["error"]["message"]

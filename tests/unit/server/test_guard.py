@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from octavo.server import Limits, create_app
+from tests.unit.server.conftest import PLACE
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 KEY = "a key of some length"
@@ -27,7 +28,7 @@ KEY = "a key of some length"
     ids=repr,
 )
 def test_the_key_is_asked_for(service, headers, status):
-    with TestClient(create_app(service, key=KEY)) as client:
+    with TestClient(create_app(service, key=KEY), base_url=PLACE) as client:
         response = client.post("/v1/completions", json=BODY, headers=headers)
         assert response.status_code == status
         assert client.get("/metrics", headers=headers).status_code == status
@@ -39,7 +40,7 @@ def test_the_key_is_asked_for(service, headers, status):
 
 
 def test_bodies_are_bounded_whether_they_say_their_size_or_not(new_service):
-    with TestClient(create_app(new_service(limits=Limits(body_bytes=100)))) as client:
+    with TestClient(create_app(new_service(limits=Limits(body_bytes=100))), base_url=PLACE) as client:
         large = json.dumps(BODY | {"prompt": "x" * 100}).encode()
         for content in (large, iter([large[:60], large[60:]])):
             response = client.post("/v1/completions", content=content)
@@ -55,7 +56,7 @@ def scope(path="/v1/completions"):
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [],
+        "headers": [(b"host", b"127.0.0.1")],
         "http_version": "1.1",
         "scheme": "http",
         "root_path": "",
@@ -127,6 +128,29 @@ def test_who_goes_away_before_the_body_is_there_is_not_answered(service):
     assert service.thread.engine.metrics.submitted == 0
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stuck", ["http.response.start", "http.response.body"])
+def test_who_reads_nothing_is_given_up_and_others_are_answered(new_service, stream, stuck):
+    service = new_service(limits=Limits(requests=1, max_tokens=300, send_s=0.05))
+    app = create_app(service)
+
+    class Unread(Peer):
+        async def send(self, message):
+            await super().send(message)
+            if message["type"] == stuck:
+                await asyncio.Event().wait()
+
+    idle, other = Unread(sent(max_tokens=300, stream=stream)), Peer(sent())
+
+    async def ask():
+        await app(scope(), idle.receive, idle.send)
+        await app(scope(), other.receive, other.send)
+
+    asyncio.run(ask())
+    assert idle.told[-1]["type"] == stuck  # and nothing after it, or a server would take the answer for a whole one
+    assert other.status == 200
+
+
 def test_too_many_at_once_are_told_to_come_back(new_service):
     service = new_service(limits=Limits(requests=1, max_tokens=300))
     app, first, second = create_app(service), Peer(sent(max_tokens=300)), Peer(sent())
@@ -143,9 +167,50 @@ def test_too_many_at_once_are_told_to_come_back(new_service):
     assert (b"retry-after", b"1") in second.told[0]["headers"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_has_an_answer_may_ask_again_at_once(new_service, stream):
+    app, again = create_app(new_service(limits=Limits(requests=1, max_tokens=300))), Peer(sent())
+
+    class Quick(Peer):
+        """Asks again as soon as the end of an answer arrives, when whoever sent it may not have gone on."""
+
+        async def send(self, message):
+            await super().send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                await app(scope(), again.receive, again.send)
+
+    first, third = Quick(sent(stream=stream)), Peer(sent())
+
+    async def ask():
+        await app(scope(), first.receive, first.send)
+        await app(scope(), third.receive, third.send)
+
+    asyncio.run(ask())
+    assert (first.status, again.status, third.status) == (200, 200, 200)
+
+
+def test_a_slot_is_given_back_once(new_service):
+    """Or more than may would be taken when the first is over."""
+    service = new_service(limits=Limits(requests=1, max_tokens=300))
+    app, first, second, third = create_app(service), Peer(sent()), Peer(sent(max_tokens=300)), Peer(sent())
+
+    async def ask():
+        await app(scope(), first.receive, first.send)
+        while service.thread.engine.load.running:  # the engine tells an answer's end before it forgets it
+            await asyncio.sleep(0)
+        task = asyncio.create_task(app(scope(), second.receive, second.send))
+        while not service.thread.engine.load.running:
+            await asyncio.sleep(0)
+        await app(scope(), third.receive, third.send)
+        await task
+
+    asyncio.run(ask())
+    assert (first.status, second.status, third.status) == (200, 200, 429)
+
+
 def test_a_full_queue_says_when_to_come_back(new_service):
     service = new_service(max_running=1, max_waiting=2, limits=Limits(max_tokens=300, choices=2))
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url=PLACE) as client:
         response = client.post("/v1/completions", json=BODY | {"n": 3})
         assert response.status_code == 400
     app, peers = create_app(service), [Peer(sent(max_tokens=100)) for _ in range(8)]
@@ -172,7 +237,7 @@ def test_what_is_not_there_and_what_is_not_meant_are_refused(client):
 
 
 def test_a_closed_engine_is_seen(service):
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url=PLACE) as client:
         assert client.get("/health").json() == {"status": "ready"}
         service.thread.engine.close()
         assert (client.get("/health").status_code, client.get("/v2/health/ready").status_code) == (503, 503)
@@ -187,7 +252,7 @@ def test_a_broken_engine_is_seen_and_shows_no_traceback(service, monkeypatch):
         raise ArithmeticError("the model is gone")
 
     monkeypatch.setattr(service.thread.engine, "_read", broken)
-    with TestClient(create_app(service), raise_server_exceptions=False) as client:
+    with TestClient(create_app(service), base_url=PLACE, raise_server_exceptions=False) as client:
         response = client.post("/v1/completions", json=BODY)
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
@@ -201,7 +266,7 @@ def test_a_mistake_of_the_server_s_own_shows_nothing_of_itself(service, monkeypa
         raise ArithmeticError("a secret")
 
     monkeypatch.setattr(type(service), "check_model", mistaken)
-    with TestClient(create_app(service), raise_server_exceptions=False) as client:
+    with TestClient(create_app(service), base_url=PLACE, raise_server_exceptions=False) as client:
         response = client.post("/v1/completions", json=BODY)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "the server made a mistake, and its log says which"

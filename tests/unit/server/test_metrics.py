@@ -11,6 +11,7 @@ import octavo
 from octavo.models import Llama, LlamaConfig
 from octavo.server import Limits, Service, create_app
 from octavo.serving import Engine, EngineThread, ModelRunner
+from tests.unit.server.conftest import PLACE
 
 
 def samples(client):
@@ -63,7 +64,7 @@ def test_what_static_scales_clip_is_counted(byte_tokenizer, recipe):
     service = Service(
         name="tiny", thread=EngineThread(engine), tokenizer=byte_tokenizer, template=None, limits=Limits(max_tokens=8)
     )
-    with TestClient(create_app(service)) as client:
+    with TestClient(create_app(service), base_url=PLACE) as client:
         client.post("/v1/completions", json={"model": "tiny", "prompt": "many words", "max_tokens": 4})
         found = samples(client)
     assert service.thread.drain(60)

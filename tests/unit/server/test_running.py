@@ -1,7 +1,9 @@
 """A server on a real port: the openai client, many at once, a slow body, and how it ends."""
 
+import asyncio
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.server import Address, Limits, Server
-from octavo.serving import SamplingParams
+from octavo.serving import Engine, Load, SamplingParams
 
 KEY = "a key"
 
@@ -102,6 +104,20 @@ def test_a_slow_body_is_given_up_while_others_are_answered(start):
     assert b"did not arrive within 0.3 s" in told
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
+def test_who_reads_nothing_loses_the_connection(start):
+    """More pages are asked for than the buffers of both sides hold, and none is read."""
+    _, server, port, _ = start(limits=Limits(send_s=0.3))
+    with socket.socket() as idle:
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        idle.connect(("127.0.0.1", port))
+        idle.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 1500)
+        while not server.server_state.connections:
+            time.sleep(0.01)
+        while server.server_state.connections:
+            time.sleep(0.01)
+
+
 def test_the_first_signal_drains(start):
     _, server, port, thread = start()
     with client_of(port) as client:
@@ -117,6 +133,18 @@ def test_the_first_signal_drains(start):
     assert not thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_drain_waits_for_a_request_that_is_about_to_start(new_service, monkeypatch):
+    """It waits when it is looked at first, and runs when it is looked at again."""
+    loads = iter([{"waiting": 1, "running": 0}, {"waiting": 0, "running": 1}])
+    pages = dict.fromkeys(("pages", "pages_used", "pages_idle"), 0)
+    server = Server(new_service())
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "load", property(lambda _: Load(**next(loads), **pages)))
+        server.drain()
+        assert not asyncio.run(server.on_tick(1))
+    assert asyncio.run(server.on_tick(1))
 
 
 @pytest.mark.parametrize("limits", [Limits(drain_s=0.01), Limits()], ids=["the time is over", "a second signal"])

@@ -1,6 +1,8 @@
 """Each of many requests is what it is alone; pages, places and events are accounted for, whoever comes and goes."""
 
 import random
+import threading
+from collections import deque
 from typing import Any
 
 import pytest
@@ -189,6 +191,26 @@ def test_requests_start_in_their_order_even_if_a_later_one_fits(new_engine):
     assert (engine.load.running, engine.load.waiting) == (1, 2)
     run(engine)
     assert list(dict.fromkeys(order)) == ["two pages", "two more", "one"]
+
+
+def test_a_request_that_starts_is_never_out_of_sight(new_engine):
+    """Whoever looks between its leaving the queue and its coming into the batch sees it."""
+    engine, seen = new_engine(), []
+    looking = threading.Thread(target=lambda: seen.append(engine.load))
+
+    class Watched(deque):
+        def popleft(self):
+            request = super().popleft()
+            looking.start()
+            looking.join(0.2)  # it has to wait until the request runs
+            return request
+
+    engine._waiting = Watched()
+    engine.submit([1, 2], SamplingParams(max_tokens=3), lambda _: None)
+    engine.step()
+    looking.join()
+    assert (seen[0].waiting, seen[0].running) == (0, 1)
+    run(engine)
 
 
 def test_a_deadline_ends_what_runs_and_what_waits(new_engine):

@@ -44,7 +44,7 @@ def model(utils, checkpoint, tmp_path):
 def client(checkpoint):
     """Of octavo's own server."""
     service = Service.of(load_served_model(checkpoint), "octavo", config=EngineConfig(), limits=Limits())
-    with TestClient(create_app(service)) as made:
+    with TestClient(create_app(service), base_url="http://127.0.0.1") as made:
         yield made
     assert service.thread.drain(60)
 

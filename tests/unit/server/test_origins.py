@@ -1,0 +1,85 @@
+"""A server without a key is used by programs and by its own page; no page of others makes it work or reads it."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from octavo.server import create_app
+from octavo.server.origins import is_loopback
+from tests.unit.server.conftest import PLACE
+
+BODY = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
+PATHS = ("/", "/health", "/metrics", "/v1/models", "/v2/health/ready", "/openapi.json", "/nowhere")
+
+
+def statuses(app, headers):
+    with TestClient(app, base_url=PLACE) as client:
+        simple = {"Content-Type": "text/plain", **headers}  # what a page may send without asking first
+        asked = client.post("/v1/completions", content=BODY, headers=simple)
+        return {asked.status_code, *(client.get(path, headers=headers).status_code for path in PATHS)}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Host": "localhost:8000"},
+        {"Host": "LocalHost"},
+        {"Host": "127.9.9.9:1"},
+        {"Host": "[::1]:8000", "Origin": "http://[::1]:8000"},
+        {"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"},
+        {"Host": "localhost", "Origin": "https://localhost"},
+    ],
+    ids=str,
+)
+def test_programs_and_the_server_s_own_page_are_answered(service, headers):
+    assert statuses(create_app(service), headers) == {200, 404}
+
+
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        ({"Origin": "http://evil.example"}, "no web page but its own may ask it, and this one is of 'http://evil"),
+        ({"Origin": "null"}, "this one is of 'null'"),
+        ({"Origin": ""}, "this one is of ''"),
+        ({"Origin": "http://127.0.0.1:3000"}, "127.0.0.1:3000"),
+        ({"Origin": "http://127.0.0.1.evil.example"}, "127.0.0.1.evil.example"),
+        ({"Origin": "http://localhost"}, "http://localhost"),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, "not as 'evil.example'"),
+        ({"Host": "evil.example:8000"}, "it is asked as localhost, 127.0.0.1 or [::1] alone"),
+        ({"Host": "127.0.0.1.evil.example"}, "not as '127.0.0.1.evil.example'"),
+        ({"Host": "localhost.evil.example"}, "not as 'localhost.evil.example'"),
+        ({"Host": "[::1].evil.example"}, "not as '[::1].evil.example'"),
+        ({"Host": "evil.example@127.0.0.1"}, "not as 'evil.example@127.0.0.1'"),
+        ({"Host": "192.168.1.1"}, "not as '192.168.1.1'"),
+        ({"Host": "0.0.0.0:8000"}, "not as '0.0.0.0:8000'"),
+        ({"Host": "[::1"}, "not as '[::1'"),
+        ({"Host": ""}, "not as ''"),
+    ],
+    ids=str,
+)
+def test_pages_of_others_and_names_of_others_are_refused(service, headers, says):
+    app = create_app(service)
+    assert statuses(app, headers) == {403}
+    with TestClient(app, base_url=PLACE) as client:
+        response = client.post("/v1/completions", content=BODY, headers=headers)
+    assert says in response.json()["error"]["message"]
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert response.headers["connection"] == "close"
+    assert service.thread.engine.metrics.submitted == 0
+
+
+def test_with_a_key_it_is_the_key_that_counts(service):
+    headers = {"Authorization": "Bearer a key", "Host": "mine.example", "Origin": "http://other.example"}
+    assert statuses(create_app(service, key="a key"), headers) == {200, 404}
+
+
+def test_where_all_may_ask_the_server_does_not_know_its_names_but_its_own_page(service):
+    app = create_app(service, host="0.0.0.0")
+    assert statuses(app, {"Host": "mine.example"}) == {200, 404}
+    assert statuses(app, {"Host": "mine.example", "Origin": "http://mine.example"}) == {200, 404}
+    assert statuses(app, {"Host": "mine.example", "Origin": "http://other.example"}) == {403}
+
+
+@pytest.mark.parametrize("host", ["", "127.1", "2130706433", "localhost.", "::ffff:192.168.0.1", "[::1]", "\u0661"])
+def test_what_is_no_loopback_name(host):
+    assert not is_loopback(host)
