@@ -11,6 +11,7 @@ __all__ = ["openapi"]
 REFUSALS = {
     "400": "The request says something that cannot be answered",
     "401": "The key is missing or wrong",
+    "403": "No key is asked for, and the request is of another's web page or to a name not this machine's",
     "404": "Another model, or nothing at this path",
     "408": "The body came too slowly",
     "413": "The body is too large",
