@@ -1,5 +1,7 @@
 """``/v1/chat/completions`` beside ``/v1/completions`` of the text that the template writes."""
 
+from typing import Any
+
 import pytest
 from starlette.testclient import TestClient
 
@@ -35,11 +37,11 @@ def test_parts_of_a_message_are_one_text(client):
     assert ask(client, seed=3, messages=messages)["choices"] == ask(client, seed=3)["choices"]
 
 
-NEUTRAL = [
+NEUTRAL: list[dict[str, Any]] = [
     *({"response_format": value} for value in (None, {"type": "text"})),
     *({"store": value} for value in (None, False)),
-    *({name: value} for name in ("metadata", "logit_bias") for value in (None, {})),
-    *({"tools": value} for value in (None, [])),
+    *({name: None} for name in ("metadata", "logit_bias", "tools")),
+    *({"metadata": {}}, {"logit_bias": {}}, {"tools": []}),
     *({"tool_choice": value} for value in (None, "none", "auto")),
     {"parallel_tool_calls": True},
 ]
@@ -51,7 +53,13 @@ def test_fields_that_ask_for_nothing_change_nothing(client, extra):
 
 
 def test_a_message_may_be_the_one_that_openai_s_client_was_answered(client):
-    empty = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None, "function_call": None}
+    empty: dict[str, Any] = {
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+        "function_call": None,
+    }
     before = [*TALK, {"role": "assistant", "content": "Hello"}, TALK[1]]
     again = [{"role": "developer", "content": "Be brief."}, TALK[1], {**before[2], **empty}, {**TALK[1], "name": "Ann"}]
     assert ask(client, seed=3, messages=again)["choices"] == ask(client, seed=3, messages=before)["choices"]

@@ -85,7 +85,12 @@ def test_a_stream_says_what_the_whole_answer_says(client, extra):
 
 def test_fields_that_ask_for_nothing_change_nothing(client):
     plain = ask(client, prompt="one", seed=2)["choices"]
-    for extra in ({"logit_bias": {}}, {"logit_bias": None}, {"best_of": 1, "suffix": "", "presence_penalty": 0}):
+    neutral: list[dict[str, Any]] = [
+        {"logit_bias": {}},
+        {"logit_bias": None},
+        {"best_of": 1, "suffix": "", "presence_penalty": 0},
+    ]
+    for extra in neutral:
         assert ask(client, prompt="one", seed=2, **extra)["choices"] == plain
 
 

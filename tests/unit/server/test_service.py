@@ -8,7 +8,8 @@ from octavo.server.refusals import Refusal
 
 
 def test_others_go_on_while_a_long_prompt_is_encoded(service):
-    ticks, over = [], threading.Event()
+    ticks: list[None] = []
+    over = threading.Event()
 
     def tick():
         while not over.wait(0.001):

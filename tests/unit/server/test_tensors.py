@@ -1,5 +1,7 @@
 """Values in lists are read in order and once, however the lists stand in each other."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def test_nothing_behind_the_first_value_too_many_is_looked_at():
                 Counted.looked_at += 1
                 yield value
 
-    deep = 1
+    deep: Any = 1
     for _ in range(900):
         deep = [deep]
     with pytest.raises(FieldError, match="data may have 65536 values at most"):
