@@ -68,7 +68,7 @@ def test_a_message_may_be_the_one_that_openai_s_client_was_answered(client):
 def test_a_name_is_written_by_templates_that_know_one(new_service):
     template = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
     named = [TALK[0], {**TALK[1], "name": "Ann"}]
-    with TestClient(create_app(new_service(template=template))) as client:
+    with TestClient(create_app(new_service(template=template)), base_url=PLACE) as client:
         found = ask(client, seed=3, messages=named)
     assert found["usage"]["prompt_tokens"] == len("system: Be brief.\nAnn: Hi\n")
 
