@@ -14,7 +14,7 @@ bool has_threads();
 
 // Ends the calling thread's team, whose other threads wait for its next work; it has a new one as soon as it needs one. The
 // runtime counts all teams' threads, and where they are more than there are cores none of them spins any more: each
-// operation then wakes threads that sleep, which made a decoder's steps 1.3 to 1.6 times as long.
+// operation then wakes threads that sleep, which made a decoder's steps of 16 rows 1.4 to 1.8 times as long.
 void release_threads();
 
 // How many the calling thread may use: torch.set_num_threads' number if it was called there, or torch has worked there since,
