@@ -34,9 +34,9 @@ struct ManyRows {
     typedef u8v Seen;  // largest magnitudes
     const GemmProblem& p;
     const Tiles<Halves>& tiles;
-    float* plain;  // the rows of a as they are
+    float* plain;  // the rows of a as they are, `dense` apart
+    int64_t dense;
     Row* rows;
-    const int64_t dense = (p.k + LANES - 1) / LANES * LANES;
     const FewRows few{p, rows};
 
     // Rows of a as they are, and shifted as a tile.
@@ -107,8 +107,9 @@ void many_rows_of(const GemmProblem& p) {
     static thread_local std::vector<Row> rows;
     rows.resize(p.m);
     Tiles<Halves> tiles{nullptr, p.m, steps_of<W>(p.k) * W::IN_WORD};
-    tiles.data = numbers.floats(tiles.size() + p.m * ((p.k + LANES - 1) / LANES * LANES));
-    ManyRows<W>{p, tiles, tiles.data + tiles.size(), rows.data()}.run();
+    const int64_t dense = (p.k + LANES - 1) / LANES * LANES;
+    tiles.data = numbers.floats(tiles.size() + p.m * dense);
+    ManyRows<W>{p, tiles, tiles.data + tiles.size(), dense, rows.data()}.run();
     numbers.trim();
 }
 

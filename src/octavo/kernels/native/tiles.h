@@ -120,11 +120,11 @@ struct TiledProduct {
     const int64_t n;
     const int64_t apart = tiles.places / A::IN_WORD * WIDE + 16;  // columns of chains: seldom a multiple of a page
 
-    // Rows of up to TILES tiles with the columns in the panel; asks for the next columns' words on the way.
+    // Rows of up to TILES tiles with the columns in the panel; the first of them ask for the next columns' words on the way.
     void multiply(int64_t first, const uint32_t* panel, const ByteRows& next, uint32_t* sums) const {
         const int64_t last = least_of(first + TILES, tiles.count), row = tiles.first_row(first);
         for (int64_t chain = 0; chain < A::CHAINS; ++chain) {
-            next.prefetch(chain, A::CHAINS);
+            if (first == 0) next.prefetch(chain, A::CHAINS);
             for (int64_t tile = first; tile < last; ++tile)
                 multiply_rows<A>(tiles.rows_of(tile), tiles.chain(tile, chain), panel + chain * apart, tiles.places,
                                  sums + (chain * AT_ONCE + tiles.first_row(tile) - row) * WIDE);
