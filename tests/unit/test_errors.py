@@ -9,6 +9,7 @@ from octavo import errors
 PARENTS = {
     "OctavoError": (Exception,),
     "ConfigError": (errors.OctavoError, ValueError),
+    "ContextLengthError": (errors.ConfigError,),
     "DataError": (errors.OctavoError, ValueError),
     "CheckpointError": (errors.OctavoError,),
     "BackendError": (errors.OctavoError,),
