@@ -3,6 +3,7 @@
 With ``--engine triton`` it is Triton's server that runs, on a repository of ``octavo export --format triton``.
 """
 
+import gc
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,6 +64,10 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Let other machines ask without a key.")] = False,
     max_running: Annotated[int, typer.Option(help="Answers written at once.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Answers in the queue; more are refused.")] = 64,
+    step_rows: Annotated[
+        int | None,
+        typer.Option(help="Tokens read at once: more reads prompts faster, fewer answers more evenly. [default: 256]"),
+    ] = None,
     cache_positions: Annotated[int, typer.Option(help="Tokens whose keys and values are kept.")] = 16384,
     cache_format: Annotated[str, typer.Option(help="Of keys and values: e4m3, bf16 or fp32.")] = "e4m3",
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt. [default: the model's]")] = None,
@@ -98,7 +103,7 @@ def serve(
         max_running=max_running,
         max_waiting=max_waiting,
         cache_positions=cache_positions,
-        step_rows=max(256, max_running),
+        step_rows=max(256, max_running) if step_rows is None else step_rows,
         cache_format=CACHE_FORMATS[cache_format],
     )
     from octavo.server import Address, Limits, Server, Service
@@ -122,6 +127,7 @@ def serve(
         on_prompt = _show if log_prompts else _ignore
         service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists
         sentence = f"{service.name} is served at {place}; Ctrl-C ends it"
         Server(service, key=key, host=host, on_ready=lambda: _say(sentence)).run(sockets=[listening])
 

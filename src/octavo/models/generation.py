@@ -97,7 +97,10 @@ def sample(
     if temperature == 0:
         return likeliest
     kept = probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    return int(torch.multinomial(kept.to(logits.dtype), 1, generator=generator))
+    reached = kept.cumsum_(0)
+    total, drawn = float(reached[-1]), float(torch.rand((), dtype=torch.float64, generator=generator))
+    # One number a token: torch.multinomial draws one for every token of the vocabulary, which takes a millisecond.
+    return int(torch.searchsorted(reached, min(drawn * total, math.nextafter(total, 0)), right=True))
 
 
 def probabilities(
@@ -113,7 +116,7 @@ def probabilities(
         lowest_kept = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
     below_most = (logits - logits.max()).double()  # in FP64 a tiny temperature is not 0, and 0 / temperature is 0
-    kept = torch.softmax(below_most / temperature, dim=-1)
+    kept = torch.softmax(below_most.div_(temperature), dim=-1)
     if top_p < 1:
         kept = _nucleus(kept, top_p)
     return kept.masked_fill(kept < min_p * kept.max(), 0) if min_p > 0 else kept
@@ -121,10 +124,12 @@ def probabilities(
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """0 for what follows the fewest likeliest that reach ``top_p`` together; of equals the first ids are likelier."""
-    values, ids = probabilities.sort(descending=True, stable=True)
+    # All that are less likely than this would not reach 1 - top_p together, so none is needed; and sorting takes long.
+    ids = (probabilities >= (1 - top_p) / 2 / len(probabilities)).nonzero()[:, 0]
+    values, order = probabilities[ids].sort(descending=True, stable=True)
     needed = values.cumsum(0) - values < top_p
     needed[0] = True
-    return torch.zeros_like(probabilities).scatter(0, ids[needed], values[needed])
+    return torch.zeros_like(probabilities).scatter(0, ids[order[needed]], values[needed])
 
 
 def check_sampling(*, temperature: float, top_k: int | None, top_p: float = 1.0, min_p: float = 0.0) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["TextStream"]
 
 UNFINISHED = "\ufffd"  # what a character decodes to while some of its bytes are missing
+PATIENCE = 64  # tokens that end no character; one has four bytes, so what these began will never be one
 
 
 class TextStream:
@@ -39,7 +40,8 @@ class TextStream:
             return ""  # kept, a long run of them would be decoded again with each further one
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._said]), self._decode(self._ids)
-        if now.endswith(UNFINISHED) or len(now) <= len(before):
+        unfinished = now.endswith(UNFINISHED) or len(now) <= len(before)
+        if unfinished and len(self._ids) - self._said < PATIENCE:
             return ""
         self._ids, self._said = self._ids[self._said :], len(self._ids) - self._said
         return self._search(now[len(before) :])

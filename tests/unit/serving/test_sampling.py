@@ -48,7 +48,8 @@ def kept_by_transformers(logits, *, temperature=1.0, top_k=None, top_p=1.0, min_
 )
 def test_probabilities_are_transformers(settings):
     for seed in range(20):
-        logits = LOGITS if seed == 0 else torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 3
+        size = 50 if seed < 10 else 5000
+        logits = LOGITS if seed == 0 else torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 3
         kept = probabilities(logits, **{"temperature": 1.0, **settings})
         torch.testing.assert_close((kept / kept.sum()).float(), kept_by_transformers(logits, **settings))
 
@@ -58,6 +59,15 @@ def test_tokens_come_as_often_as_they_are_likely():
     drawn = Counter(chooser.choose(LOGITS).token for _ in range(1000))
     for token, probability in enumerate(wanted.tolist()):
         assert abs(drawn[token] / 1000 - probability) <= 4 * math.sqrt(probability * (1 - probability) / 1000)
+
+
+def test_what_is_not_kept_never_comes():
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    asked: dict[str, Any] = {"temperature": 5.0, "top_k": 40, "top_p": 0.5}
+    kept = {*probabilities(logits, **asked).nonzero()[:, 0].tolist()}
+    chooser = Chooser(SamplingParams(seed=1, **asked))
+    assert {chooser.choose(logits).token for _ in range(2000)} == kept
+    assert len(kept) < 40
 
 
 def test_a_seed_gives_the_same_tokens_and_torch_s_own_generator_stays():

@@ -98,23 +98,35 @@ def test_the_text_is_that_of_all_tokens_at_once(name, data):
     assert text == tokenizer.decode(tokens).rstrip("\ufffd")
 
 
+class Counting:
+    """A tokenizer, and how many tokens it has decoded."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoded = tokenizer, 0
+        self.id_to_token = tokenizer.id_to_token
+
+    def decode(self, ids, **settings):
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids, **settings)
+
+
 def test_tokens_without_text_are_not_decoded_again_and_again():
-    class Counting:
-        decoded = 0
-
-        def __init__(self, tokenizer):
-            self.tokenizer = tokenizer
-            self.id_to_token = tokenizer.id_to_token
-
-        def decode(self, ids, **settings):
-            Counting.decoded += len(ids)
-            return self.tokenizer.decode(ids, **settings)
-
     tokenizer = specials_added(byte_level())
     special, unknown, first_byte = tokenizer.token_to_id("<end>"), 9999, tokenizer.token_to_id("Ã")
     counting: Any = Counting(tokenizer)
     stream = TextStream(counting)
     for token in [first_byte, *[special, unknown] * 500]:
         assert stream.add(token) == ""
-    assert Counting.decoded < 5 * 1000
+    assert counting.decoded < 5 * 1000
     assert stream.add(tokenizer.token_to_id("©")) == "é"
+
+
+def test_bytes_that_end_no_character_are_said_after_a_while():
+    tokenizer = byte_level()
+    counting: Any = Counting(tokenizer)
+    stream = TextStream(counting)
+    pieces = [stream.add(tokenizer.token_to_id("Ã")) for _ in range(1000)]
+    text = "".join([*pieces, stream.add(tokenizer.token_to_id("©"))])
+    assert text == "\ufffd" * 999 + "é"
+    assert not any(pieces[:60])
+    assert counting.decoded < 200 * 1000

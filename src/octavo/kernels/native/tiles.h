@@ -5,6 +5,8 @@
 // the words of all columns, side by side. A lane belongs to a column then, so that nothing is added across lanes.
 #pragma once
 
+#include <atomic>
+
 #include "kernels.h"
 #include "memory.h"
 #include "parallel.h"
@@ -131,27 +133,29 @@ struct TiledProduct {
         }
     }
 
-    void multiply_panels(int64_t begin, int64_t end) const {
+    // Threads take WIDE columns at a time as they come, and know which are next while they multiply some.
+    void multiply_panels(std::atomic<int64_t>& taken) const {
         static thread_local Scratch words;
         alignas(64) uint32_t sums[A::CHAINS * AT_ONCE * WIDE];
         uint32_t* panel = reinterpret_cast<uint32_t*>(words.floats(A::CHAINS * apart));
-        for (int64_t column = begin; column < end; column += WIDE) {
-            const int64_t last = least_of(column + WIDE, end);
+        for (int64_t column = taken.fetch_add(WIDE); column < n;) {
+            const int64_t last = least_of(column + WIDE, n), next = taken.fetch_add(WIDE);
             typename By::Seen seen = by.take_apart(by.bytes(column, last), apart, panel);
-            const ByteRows next = by.bytes(last, least_of(last + WIDE, end));
+            const ByteRows ahead = by.bytes(least_of(next, n), least_of(next + WIDE, n));
             for (int64_t tile = 0; tile < tiles.count; tile += TILES) {
-                multiply(tile, panel, next, sums);
+                multiply(tile, panel, ahead, sums);
                 const int64_t last_row = tiles.first_row(least_of(tile + TILES, tiles.count));
                 by.finish({tiles.first_row(tile), last_row, column, last}, seen, sums);
             }
+            column = next;
         }
         words.trim();
     }
 
     void run() const {
-        parallel_for((n + WIDE - 1) / WIDE, 2, [&](int64_t begin, int64_t end) {
-            multiply_panels(begin * WIDE, least_of(end * WIDE, n));
-        });
+        std::atomic<int64_t> taken{0};
+        const int64_t threads = least_of<int64_t>(max_threads(), (n + 2 * WIDE - 1) / (2 * WIDE));
+        parallel_for(threads, 1, [&](int64_t, int64_t) { multiply_panels(taken); });
     }
 };
 
