@@ -17,3 +17,25 @@ def browser():
         chromium = driver.chromium.launch(executable_path=CHROMIUM or own, args=list(FLAGS))
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a file; at the end none may have complained, asked anybody for anything, or been too wide."""
+    heard, pages = [], []
+
+    def opened(path, *, width=1100):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.on("console", lambda message: heard.append(message.text))
+        page.on("pageerror", lambda error: heard.append(str(error)))
+        page.on("request", lambda request: heard.append(request.url) if request.url.startswith("http") else None)
+        page.goto(path.as_uri())
+        pages.append(page)
+        return page
+
+    yield opened
+    widths = [(page.evaluate("document.documentElement.scrollWidth"), page.viewport_size["width"]) for page in pages]
+    for page in pages:
+        page.close()
+    assert all(found <= window for found, window in widths)
+    assert heard == []

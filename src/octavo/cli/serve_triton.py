@@ -67,12 +67,13 @@ def serve_repository(
     from octavo.tritonserver.environment import find_environment
     from octavo.tritonserver.running import TritonServer
 
+    places = _free(host, ports)  # a host that is not known is told first
     if not (Address(host=host).is_loopback or insecure):
         raise ConfigError(
             f"at {host} other machines can ask Triton, which knows no keys; give --insecure to let them, or listen at "
             "127.0.0.1"
         )
-    found, places = find_environment(environment), _free(host, ports)
+    found = find_environment(environment)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with TemporaryDirectory(prefix="octavo-triton-") as folder, ExitStack() as stack:

@@ -47,6 +47,7 @@ def test_bad_settings_are_refused_before_the_model_is_read(octavo, arguments, sa
         (["--engine", "triton", "--name", "x"], "--name belongs to --engine octavo, not to triton"),
         (["--engine", "triton", "--log-prompts"], "--log-prompts belongs to --engine octavo"),
         (["--engine", "triton", "--host", "0.0.0.0"], "Triton, which knows no keys; give --insecure"),
+        (["--engine", "triton", "--host", "nohost.invalid"], "cannot listen at nohost.invalid"),
         (["--engine", "triton", "--triton-env", "no/such"], "octavo triton setup"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",

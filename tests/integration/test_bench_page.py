@@ -1,0 +1,43 @@
+"""The page of ``octavo bench serve`` in a real browser: a picture for every table, and nothing asked of anybody."""
+
+import asyncio
+
+import pytest
+
+from octavo.bench.render import page
+from octavo.bench.results import PartRecord, Report
+from octavo.bench.serving import Contestant, Workload, measured
+from tests.unit.bench.serving.virtual_time import run
+
+
+def contestant(seconds_a_token, weight_bytes):
+    async def ask(prompt):
+        for _ in range(prompt.answer_tokens):
+            await asyncio.sleep(seconds_a_token)
+            yield 1
+
+    return Contestant(ask=ask, weight_bytes=weight_bytes)
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Made before there is a browser, whose driver has this thread's event loop."""
+    contestants = {"bf16": contestant(0.2, 1000), "<fp8>": contestant(0.1, 540)}
+    sections = run(measured(contestants, Workload(batches=(1, 16), answer=4, prompt=8)))
+    made = Report(facts={"device": "this"}, command="octavo bench serve", is_rehearsal=False, theme="serving")
+    made.parts.append(PartRecord(name="serving", sections=sections))
+    return made
+
+
+@pytest.mark.parametrize("width", [1100, 420])
+def test_the_page_opens(report, width, tmp_path, open_page):
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    path = tmp_path / "serving.html"
+    path.write_text(page(report), encoding="utf-8")
+    opened = open_page(path, width=width)
+    charts = sum(section.chart is not None for section in report.parts[0].sections)
+    assert charts >= 4
+    opened.wait_for_function(f"document.querySelectorAll('.plot .plot-container').length == {charts}")
+    assert opened.locator("h1").inner_text() == "octavo serves"
+    assert opened.locator("li.met, li.missed").count() == len(report.verdicts)
+    assert opened.locator("tbody tr td:first-child", has_text="<fp8>").count() >= 5
