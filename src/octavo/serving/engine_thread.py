@@ -1,8 +1,9 @@
 """A thread that steps an engine, and answers as asyncio wants them."""
 
 import asyncio
+import atexit
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Listed
 from types import TracebackType
 
@@ -53,42 +54,83 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failure: Exception | None = None
+        self._told: list[tuple[Answer, Event]] = []  # in this step
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         release_threads()  # of whoever loaded the model
         self._thread.start()
+        atexit.register(self._end)  # as Python ends it kills daemon threads, in the middle of C++ too, which aborts
 
     def answer(self, prompt_ids: Listed[int], params: SamplingParams) -> "Answer":
         """Ask for an answer, from a running event loop; see :meth:`octavo.serving.Engine.submit` for what it raises."""
-        return Answer(self.engine, prompt_ids, params)
+        return Answer(self.engine, prompt_ids, params, tell=lambda own, event: self._told.append((own, event)))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Take no more requests and wait until those taken are answered; False where the time was not enough."""
         self.engine.close()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        atexit.unregister(self._end)
+        return True
+
+    def _end(self) -> None:
+        self.engine.close()
+        self.engine.cancel_all()
+        self._thread.join()
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # each thread has a number of its own
         try:
             while self.engine.wait_for_work():
                 while self.engine.step():
-                    pass
+                    self._deliver()
+                self._deliver()
                 release_threads()
         except Exception as error:
             self.failure = error
             self.engine.fail(f"the engine broke: {error}")
+            self._deliver()
             raise  # to the thread's own report
+
+    def _deliver(self) -> None:
+        """Wake each event loop once for all that a step told: it would take Python's lock while tokens are chosen."""
+        told, self._told = self._told, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Answer, Event]]] = {}
+        for answer, event in told:
+            by_loop.setdefault(answer.loop, []).append((answer, event))
+        for loop, events in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_hand_out, events)
+            except RuntimeError:  # the loop was closed, so nobody listens any more
+                for answer, _ in events:
+                    answer.cancel()
+
+
+def _hand_out(events: list[tuple["Answer", Event]]) -> None:
+    for answer, event in events:
+        answer.events.put_nowait(event)
 
 
 class Answer:
     """The events of one request, for ``async with`` and ``async for``; leaving the block cancels what is left of it."""
 
-    def __init__(self, engine: Engine, prompt_ids: Listed[int], params: SamplingParams) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+    def __init__(
+        self,
+        engine: Engine,
+        prompt_ids: Listed[int],
+        params: SamplingParams,
+        *,
+        tell: Callable[["Answer", Event], None],
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
         self._engine = engine
-        self._request = engine.submit(prompt_ids, params, self._tell)
+        self._request = engine.submit(prompt_ids, params, lambda event: tell(self, event))
+
+    def cancel(self) -> None:
+        """End it before the next step."""
+        self._engine.cancel(self._request)
 
     async def __aenter__(self) -> AsyncIterator[Event]:
         return self._each()
@@ -96,17 +138,11 @@ class Answer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._engine.cancel(self._request)
+        self.cancel()
 
     async def _each(self) -> AsyncIterator[Event]:
         while True:
-            event = await self._events.get()
+            event = await self.events.get()
             yield event
             if event.finish is not None:
                 return
-
-    def _tell(self, event: Event) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the loop was closed, so nobody listens any more
-            self._engine.cancel(self._request)

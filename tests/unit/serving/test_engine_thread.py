@@ -1,6 +1,8 @@
 """Answers as asyncio wants them, from an engine in a thread of its own."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -72,6 +74,57 @@ def test_a_full_queue_and_a_closed_engine_are_told_at_once(thread):
             thread.answer([1], SamplingParams())
 
     asyncio.run(ask())
+
+
+def test_a_loop_is_woken_once_for_all_that_a_step_told(monkeypatch, byte_runner, byte_tokenizer):
+    engine, calls = Engine(byte_runner, byte_tokenizer), []
+    begin, own_step = threading.Event(), engine.step
+    monkeypatch.setattr(engine, "step", lambda: begin.wait(60) and own_step())
+
+    async def ask():
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def noting(*given):
+            calls.append(given)
+            return wake(*given)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", noting)
+        asked = [asyncio.create_task(tokens_of(made, [n, 2, 3], max_tokens=5, seed=n)) for n in range(4)]
+        await asyncio.sleep(0)
+        begin.set()
+        return await asyncio.gather(*asked)
+
+    made = EngineThread(engine)
+    assert [len(tokens) for tokens in asyncio.run(ask())] == [5] * 4
+    assert made.drain(60)
+    handed_out = [given for given in calls if given[0] is engine_thread._hand_out]
+    assert [len(events) for _, events in handed_out] == [4] * 5
+
+
+ENDS_EARLY = """
+import asyncio
+from tokenizers import Tokenizer, models
+from octavo.models import Llama, LlamaConfig
+from octavo.serving import Engine, EngineThread, ModelRunner, SamplingParams
+
+shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+runner = ModelRunner(Llama(LlamaConfig(vocab_size=3, max_positions=4096, **shape)))
+thread = EngineThread(Engine(runner, Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))))
+
+async def one():
+    return thread.answer([1], SamplingParams(max_tokens=4000))
+
+asyncio.run(one())
+print("the end")
+"""
+
+
+def test_a_process_may_end_in_the_middle_of_an_answer():
+    for _ in range(3):
+        command = [sys.executable, "-c", ENDS_EARLY]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
