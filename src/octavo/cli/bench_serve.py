@@ -20,6 +20,7 @@ from octavo.bench.results import PartRecord, Report, Section, result_name
 from octavo.bench.serving import Contestant, Workload, measured
 from octavo.bench.serving.targets import Api, ask_engine, ask_server, connected, model_name
 from octavo.cli.console import stderr, stdout
+from octavo.cli.options import read_api_key
 from octavo.cli.progress import Display, open_display
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
@@ -66,7 +67,7 @@ def bench_serve(
         if model is not None:
             sections = _of_model(model, _names(recipes), calibration, work, display)
         else:
-            key = None if api_key_file is None else api_key_file.read_text(encoding="utf-8").strip()
+            key = None if api_key_file is None else read_api_key(api_key_file)
             servers = _servers(url or [], api or [], name or [])
             sections = asyncio.run(_of_servers(servers, key, timeout_seconds, work, display))
     report = Report(facts=_facts(), command=_command(), is_rehearsal=False, theme=THEME)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.data import DATA_HELP
+from octavo.errors import ConfigError
 from octavo.recipes.specs import check_member
 from octavo.training.config import MOST_SEED, RunConfig, config_from_dict, load_config
 from octavo.training.config import Device as Place
@@ -34,6 +35,7 @@ __all__ = [
     "WindowSeed",
     "configured",
     "device_of",
+    "read_api_key",
 ]
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file; missing keys keep their defaults.")]
@@ -92,3 +94,18 @@ def configured(base: Path | None, *, source: str | None, vocab_size: int | None,
     raw["data"] |= {key: value for key, value in (("source", source), ("vocab_size", vocab_size)) if value is not None}
     raw["training"] |= {key: value for key, value in training.items() if value is not None}
     return config_from_dict(raw)
+
+
+def read_api_key(path: Path) -> str:
+    """The key that a file holds.
+
+    Raises:
+        ConfigError: it is not one line of ASCII.
+    """
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not text, so it holds no key; write one line of ASCII") from error
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"{str(path)!r} holds no key: it has to be one line of ASCII characters")
+    return key

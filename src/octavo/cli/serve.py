@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from octavo.cli.console import stderr
-from octavo.cli.options import Model
+from octavo.cli.options import Model, read_api_key
 from octavo.cli.progress import open_display
 from octavo.cli.serve_triton import (
     TRITON_OPTIONS,
@@ -118,7 +118,7 @@ def serve(
         answer_s=answer_seconds,
         drain_s=drain_seconds,
     )
-    address, key = Address(host=host, port=port), None if api_key_file is None else _read_key(api_key_file)
+    address, key = Address(host=host, port=port), None if api_key_file is None else read_api_key(api_key_file)
     with address.bind() as listening:  # a host that is not known is told first
         address.check_secure(key=key, insecure=insecure)
         with open_display() as display:
@@ -152,16 +152,6 @@ def _check_options(context: typer.Context, engine: str) -> None:
         of = TRITON if name in TRITON_OPTIONS else OCTAVO
         if given and name not in BOTH_ENGINES and of != engine:
             raise ConfigError(f"--{name.replace('_', '-')} belongs to --engine {of}, not to {engine}; leave it out")
-
-
-def _read_key(path: Path) -> str:
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{str(path)!r} is not text, so it holds no key; write one line of ASCII") from error
-    if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{str(path)!r} holds no key: it has to be one line of ASCII characters")
-    return key
 
 
 def _name_of(model: str) -> str:

@@ -34,7 +34,7 @@ def generate(
         prompt_ids: at least one token.
         max_new_tokens: how many to add at most.
         temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: sample among the k likeliest only; None for all.
+        top_k: sample among the k likeliest only, and those as likely as the last of them; None for all.
         generator: where the randomness comes from, on the CPU; None for torch's global one.
         context: how many of the last tokens the model sees.
         stop_id: end before this token; None to never end early.
@@ -76,7 +76,7 @@ def sample(
     Args:
         logits: of every token.
         temperature: divides them; 0 takes the likeliest.
-        top_k: sample among the k likeliest only; None for all.
+        top_k: sample among the k likeliest only, and those as likely as the last of them; None for all.
         top_p: then among the fewest that have this probability together; 1 for all.
         min_p: then among those at least so probable as this times the likeliest.
         generator: where the randomness comes from, on the CPU; None for torch's global one.

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
@@ -22,6 +21,7 @@ from octavo.server.sampling_fields import params_of, sampling_fields
 from octavo.server.service import Prompt, Service
 from octavo.serving import Event
 from octavo.serving.sampling import MOST_LOGPROBS, Chosen
+from octavo.serving.text_stream import TextStream
 
 __all__ = ["Completions"]
 
@@ -87,6 +87,7 @@ class CompletionForm:
         self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": service.name}
         self._service, self._asked = service, asked
         self._echoes = {i: self._echo(prompt) for i, prompt in enumerate(prompts)} if echo else {}
+        self._texts = [TextStream(service.tokenizer) for _ in asked]  # without stops, which hold text back
         self._offsets = [0] * len(asked)
 
     def _echo(self, prompt: Prompt) -> str:
@@ -114,7 +115,7 @@ class CompletionForm:
         chosen = [Chosen(asked.prompt_ids[0]), *event.prompt] if echoed else []
         chosen += [] if event.token is None else [Chosen(event.token, event.logprob, event.top)]
         texts = [self._service.text_of(one.token) for one in chosen]
-        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
+        offsets = [self._offset(index, one.token) for one in chosen]
         return (
             {
                 "tokens": texts,
@@ -125,6 +126,12 @@ class CompletionForm:
             if chosen
             else None
         )
+
+    def _offset(self, index: int, token: int) -> int:
+        """Where a token's text begins in the answer's; all parts of a character begin where it does."""
+        offset = self._offsets[index]
+        self._offsets[index] += len(self._texts[index].add(token))
+        return offset
 
     def _likeliest(self, chosen: Chosen) -> dict[str, float] | None:
         """By text; of tokens with the same text, parts of characters, the likeliest. The chosen token is among them."""

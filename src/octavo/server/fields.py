@@ -66,7 +66,7 @@ class Text:
         if self.words is not None and given not in self.words:
             raise FieldError(place, f"must be one of {', '.join(map(repr, self.words))}, not {_shown(given)}")
         if len(given) < self.shortest:
-            raise FieldError(place, f"must have at least {self.shortest} characters")
+            raise FieldError(place, f"must have at least {self.shortest} character{'s' * (self.shortest > 1)}")
         if self.longest is not None and len(given) > self.longest:
             raise FieldError(place, f"may have {self.longest} characters at most, not {len(given)}")
         return given
@@ -92,7 +92,8 @@ class Whole:
         """The number."""
         whole = isinstance(given, int) or (isinstance(given, float) and given.is_integer())
         if isinstance(given, bool) or not whole or not self.least <= given <= self.most:
-            raise FieldError(place, f"must be a whole number from {self.least} to {self.most}, not {_shown(given)}")
+            allowed = f"a whole number from {self.least} to {self.most}" if self.least < self.most else self.least
+            raise FieldError(place, f"must be {allowed}, not {_shown(given)}")
         return int(given)
 
     def schema(self) -> Schema:
@@ -117,7 +118,8 @@ class Number:
         number = isinstance(given, int | float) and not isinstance(given, bool)
         if not number or not self.least <= given <= self.most or (given == self.least and not self.inclusive):
             bounds = f"from {self.least:g}" if self.inclusive else f"above {self.least:g} and up"
-            raise FieldError(place, f"must be a number {bounds} to {self.most:g}, not {_shown(given)}")
+            allowed = f"a number {bounds} to {self.most:g}" if self.least < self.most else f"{self.least:g}"
+            raise FieldError(place, f"must be {allowed}, not {_shown(given)}")
         return float(given)
 
     def schema(self) -> Schema:

@@ -53,7 +53,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._told: list[tuple[Answer, Event]] = []  # in this step
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -87,7 +87,7 @@ class EngineThread:
                     self._deliver()
                 self._deliver()
                 release_threads()
-        except Exception as error:
+        except BaseException as error:  # a panic of the tokenizer is no Exception
             self.failure = error
             self.engine.fail(f"the engine broke: {error}")
             self._deliver()

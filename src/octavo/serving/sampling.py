@@ -28,7 +28,7 @@ class SamplingParams:
     Attributes:
         max_tokens: how many tokens at most.
         temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: sample among the k likeliest only; None for all.
+        top_k: sample among the k likeliest only, and those as likely as the last of them; None for all.
         top_p: then among the fewest that have this probability together; 1 for all.
         min_p: then among those at least so probable as this times the likeliest; 0 for all.
         seed: of the sampling, 0 to 2^63 - 1; None draws one.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -74,14 +75,19 @@ class Sequence:
         """How many pages the longest answer takes; its last token is told and never read."""
         return -(-(self.prompt_length + self.params.max_tokens - 1) // PAGE)
 
+    @cached_property
+    def _reusable(self) -> list[bytes]:
+        """Keys of the prompt's pages that may be there already; asked for before every step while the request waits."""
+        reusable = 0 if self.params.prompt_logprobs else (self.prompt_length - 1) // PAGE * PAGE
+        return [*page_keys(self.tokens[:reusable])]
+
     def start(self, pool: BlockPool, row: int) -> bool:
         """Take all pages that may be needed; False, and nothing is taken, where there are too few.
 
         At least one token of the prompt is read anew: what follows it is known only then. If the prompt is scored, so
         are all of them.
         """
-        reusable = 0 if self.params.prompt_logprobs else (self.prompt_length - 1) // PAGE * PAGE
-        shared = pool.find(page_keys(self.tokens[:reusable]))
+        shared = pool.find(self._reusable)
         fresh = self.pages_needed - len(shared)
         if not pool.can_take(fresh, shared):
             return False

@@ -48,7 +48,7 @@ class TritonPythonModel:
             try:
                 (body,) = bodies(_tensors(request), self._record, most=1)
                 wanted = asked(self._service, body)
-                answer.request = self._service.thread.engine.submit(wanted.prompt_ids, wanted.params, answer.tell)
+                answer.begin(self._service.thread.engine.submit(wanted.prompt_ids, wanted.params, answer.tell))
             except Exception as error:  # noqa: BLE001 -- refusal_of says of each what whoever asked may know
                 answer.refuse(error)
 
@@ -62,19 +62,31 @@ class _Answer:
 
     def __init__(self, sender: Any, service: Service, utils: Any) -> None:
         self._sender, self._service, self._utils = sender, service, utils
-        self.request: Any = None  # of the engine's; its first events may come before it is known
+        self._request: Any = None  # of the engine's; its first events may come before it is known
+        self._is_unwanted = False
+
+    def begin(self, request: Any) -> None:
+        """Know which request it is that is answered."""
+        self._request = request
+        if self._is_unwanted:
+            self._give_up()
 
     def tell(self, event: Event) -> None:
         """Send what an event adds; called by the engine's thread, between its steps."""
         try:
-            if event.finish is None and self.request is not None and self._sender.is_cancelled():
-                self._service.thread.engine.cancel(self.request)
+            if event.finish is None and self._sender.is_cancelled():
+                self._give_up()
             if event.text:
                 self._sender.send(self._response(event.text))
             if event.finish is not None:
                 self._end(event)
         except self._utils.TritonModelException:  # Triton has no use for the answer any more
-            self._service.thread.engine.cancel(self.request)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._is_unwanted = True
+        if self._request is not None:
+            self._service.thread.engine.cancel(self._request)
 
     def refuse(self, error: Exception) -> None:
         """Send a sentence instead."""

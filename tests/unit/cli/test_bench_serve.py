@@ -104,6 +104,8 @@ def test_a_server_over_http(octavo, folder):
         (["--url", "http://x", "--url", "http://x"], "stands twice"),
         (["--url", "http://x", "--name", "a", "--name", "b"], "--name is given 2 times for 1 --url"),
         (["--url", "http://127.0.0.1:9"], "did not answer"),
+        (["--url", "http://[::1"], "'http://[::1' is no address of a server"),
+        (["--url", "http://127.0.0.1:9", "--api-key-file", __file__], "holds no key: it has to be one line of ASCII"),
     ],
 )
 def test_bad_input_is_one_sentence(octavo, arguments, words):

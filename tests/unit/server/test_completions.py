@@ -118,6 +118,14 @@ def test_echo_with_logprobs_scores_the_prompt(client, byte_runner, byte_tokenize
     assert found["choices"][0]["text"].startswith(prompt)
 
 
+@pytest.mark.parametrize("prompt", ["a€b", "ö😀😀 x", "plain"])
+def test_a_token_s_offset_is_where_its_character_begins(client, byte_tokenizer, prompt):
+    told = ask(client, prompt=prompt, echo=True, logprobs=0, max_tokens=1, temperature=0)["choices"][0]
+    wanted = [at for at, character in enumerate(prompt) for _ in character.encode()]
+    assert told["logprobs"]["text_offset"] == [*wanted, len(prompt)]
+    assert told["logprobs"]["tokens"][0] == prompt[0] or not prompt.isascii()
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "says"),
     [

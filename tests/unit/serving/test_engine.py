@@ -131,6 +131,18 @@ def test_a_conversation_goes_on_from_its_pages(new_engine):
     assert answer(engine, prompt[:128], params)[-1].usage.reused_tokens == 64, "the last token has to be read"
 
 
+def test_one_that_waits_for_pages_shares_those_that_are_filled_meanwhile(new_engine):
+    """It is asked before every step what it could share, and the answer changes."""
+    engine, told = new_engine(cache_positions=192), ([], [])
+    for events in told:
+        engine.submit(ids_of((TEXT * 2)[:150]), SamplingParams(max_tokens=20, temperature=0), events.append)
+    run(engine, steps=3)
+    assert (engine.load.running, engine.load.waiting) == (1, 1)
+    run(engine)
+    assert [events[-1].usage.reused_tokens for events in told] == [0, 128]
+    assert tokens_of(told[0]) == tokens_of(told[1])
+
+
 def test_nothing_is_left_of_random_requests(new_engine):
     chance, clock = random.Random(5), Clock()
     engine = new_engine(max_running=3, max_waiting=6, step_rows=64, cache_positions=64 * 9, clock=clock)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
+from octavo.models import generation
 from octavo.models.generation import probabilities, sample
 from octavo.serving import SamplingParams
 from octavo.serving.sampling import Chooser
@@ -68,6 +69,15 @@ def test_what_is_not_kept_never_comes():
     chooser = Chooser(SamplingParams(seed=1, **asked))
     assert {chooser.choose(logits).token for _ in range(2000)} == kept
     assert len(kept) < 40
+
+
+def test_the_largest_number_that_can_be_drawn_takes_a_token_that_is_kept(monkeypatch):
+    """Half an ulp below a total of this size is the total again."""
+    monkeypatch.setattr(
+        generation, "probabilities", lambda *_, **__: torch.tensor([0.5 + 2**-52, 0.0], dtype=torch.float64)
+    )
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(1 - 2**-53, dtype=torch.float64))
+    assert sample(LOGITS, temperature=1.0) == 0
 
 
 def test_a_seed_gives_the_same_tokens_and_torch_s_own_generator_stays():

@@ -106,6 +106,25 @@ def test_a_cancelled_request_and_one_that_is_gone_end(model):
     assert gone.sender.done.wait(60)
 
 
+def test_one_that_is_gone_before_it_is_known_ends_alone(model, monkeypatch):
+    engine, own = model._service.thread.engine, model._service.thread.engine.submit
+
+    def slow(*given):
+        request = own(*given)
+        assert gone.sender.done.wait(60)
+        return request
+
+    gone, other = (Request(text_input="x", max_tokens=300, ignore_eos=True) for _ in range(2))
+    gone.sender.broken = True
+    monkeypatch.setattr(engine, "submit", slow)
+    model.execute([gone])
+    monkeypatch.undo()
+    model.execute([other])
+    assert gone.sender.done.wait(60)
+    other.sender.text()
+    assert model._service.thread.failure is None
+
+
 def test_a_full_queue_is_unavailable(utils, checkpoint, tmp_path):
     model = started(checkpoint, tmp_path, max_running=1, max_waiting=1)
     requests = [Request(text_input="x", max_tokens=200, ignore_eos=True) for _ in range(8)]

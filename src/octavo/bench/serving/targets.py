@@ -57,7 +57,7 @@ async def connected(url: str, *, key: str | None, timeout_s: float) -> "AsyncIte
     """A client of a server, without limits of its own to how many requests it sends.
 
     Raises:
-        ConfigError: httpx2 is not installed.
+        ConfigError: httpx2 is not installed, or it is no URL.
     """
     try:
         import httpx2
@@ -65,7 +65,11 @@ async def connected(url: str, *, key: str | None, timeout_s: float) -> "AsyncIte
         raise ConfigError(f"asking a server needs httpx2, which is not installed; {INSTALL}") from error
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S)
-    async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout_s) as client:
+    try:
+        made = httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout_s)
+    except httpx2.InvalidURL as error:
+        raise ConfigError(f"--url {url!r} is no address of a server ({error}); write http://HOST:PORT") from error
+    async with made as client:
         yield client
 
 
@@ -101,7 +105,7 @@ def ask_server(client: "AsyncClient", api: Api, name: str) -> Ask:
     path, body = _REQUESTS[api]
 
     async def ask(prompt: Prompt) -> AsyncIterator[int]:
-        told, last = 0, 0
+        told, counted = 0, None
         sent = body(prompt, name)
         with _answering(client):
             async with client.stream("POST", path.format(name=name), json=sent) as answer:
@@ -109,16 +113,14 @@ def ask_server(client: "AsyncClient", api: Api, name: str) -> Ask:
                     text = (await answer.aread()).decode(errors="replace")
                     raise DataError(f"{client.base_url} answered {answer.status_code}: {text[:200]}")
                 async for piece in _pieces(answer.aiter_lines()):
-                    usage = piece.get("usage")
-                    if usage:
-                        last = usage["completion_tokens"]
+                    counted = _tokens(piece, default=counted)
                     if _has_text(piece, api):
                         told += 1
                         yield 1
         if not told:
             raise DataError(f"{client.base_url} answered without a token; ask for more of them")
-        if last > told:
-            yield last - told  # told in pieces of several tokens
+        if counted not in (None, told):
+            yield counted - told  # pieces of several tokens, or of none
 
     return ask
 
@@ -127,16 +129,28 @@ async def _pieces(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
     """Of a stream of server-sent events.
 
     Raises:
-        DataError: one of them is an error.
+        DataError: one of them is an error, or no JSON object.
     """
     async for line in lines:
         text = line.removeprefix(DATA).strip()
         if not line.startswith(DATA) or text == END:
             continue
-        piece: dict[str, Any] = json.loads(text)
+        try:
+            piece = json.loads(text)
+        except ValueError:
+            piece = None
+        if not isinstance(piece, dict):
+            raise DataError(f"the stream has an event that is no JSON object: {text[:80]!r}")
         if "error" in piece:
             raise DataError(f"the stream ended with an error: {piece['error']}")
         yield piece
+
+
+def _tokens(piece: dict[str, Any], *, default: int | None) -> int | None:
+    """How many tokens the answer has by the server's own count, where a piece tells."""
+    usage = piece.get("usage")
+    found = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return found if isinstance(found, int) else default
 
 
 def _has_text(piece: dict[str, Any], api: Api) -> bool:

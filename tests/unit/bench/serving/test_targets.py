@@ -48,6 +48,18 @@ def test_pieces_of_several_tokens_count_as_the_server_says():
     assert sum(found) == 3
 
 
+@pytest.mark.parametrize("usage", [None, {}, {"completion_tokens": None}, "none"])
+def test_pieces_count_where_the_server_says_nothing(usage):
+    found, _ = asked(Api.COMPLETIONS, stream({"choices": [{"text": "abc"}], "usage": usage}))
+    assert found == [1]
+
+
+def test_a_piece_that_is_no_token_is_not_counted():
+    pieces = [{"choices": [{"text": text}]} for text in ("a", "b", "c", "")]
+    found, _ = asked(Api.COMPLETIONS, stream(*pieces, USAGE))
+    assert sum(found) == 3
+
+
 def test_a_chat_s_role_is_no_token():
     pieces = [
         {"choices": [{"delta": delta}]} for delta in ({"role": "assistant"}, {"content": "a"}, {"content": "b"}, {})
@@ -68,6 +80,8 @@ def test_kserve_s_events():
     [
         ("no such model", 404, "answered 404: no such model"),
         (stream(), 200, "answered without a token"),
+        ("data: <html>\n\n", 200, "no JSON object: '<html>'"),
+        ("data: [1]\n\n", 200, "no JSON object"),
         (stream({"error": {"message": "it broke"}}), 200, "ended with an error: .*it broke"),
     ],
 )
