@@ -178,7 +178,7 @@ def _show(report: Report, *, as_json: bool) -> None:
             table.add_column(escape(column), justify="right" if index else "left")
         for row in section.rows:
             table.add_row(*map(escape, row))
-        stdout().print(table)
+        stdout().print(table if section.rows else escape(section.title))
         for line in [*section.notes, *map(str, section.verdicts)]:
             stdout().print(line, markup=False)
 
