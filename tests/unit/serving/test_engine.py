@@ -133,7 +133,8 @@ def test_a_conversation_goes_on_from_its_pages(new_engine):
 
 def test_one_that_waits_for_pages_shares_those_that_are_filled_meanwhile(new_engine):
     """It is asked before every step what it could share, and the answer changes."""
-    engine, told = new_engine(cache_positions=192), ([], [])
+    engine = new_engine(cache_positions=192)
+    told: tuple[list[Any], list[Any]] = ([], [])
     for events in told:
         engine.submit(ids_of((TEXT * 2)[:150]), SamplingParams(max_tokens=20, temperature=0), events.append)
     run(engine, steps=3)
