@@ -178,5 +178,8 @@ def _figure(chart: Chart) -> str:
     )
     figure.update_yaxes(title=chart.unit, automargin=True)
     figure.update_xaxes(automargin=True)
-    html: str = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, default_height="100%")
+    settings = {"displayModeBar": False}  # it lies over the legend
+    html: str = plotly.io.to_html(
+        figure, full_html=False, include_plotlyjs=False, default_height="100%", config=settings
+    )
     return html
