@@ -1,28 +1,17 @@
 """The page of ``octavo bench serve`` in a real browser: a picture for every table, and nothing asked of anybody."""
 
-import asyncio
-
 import pytest
 
 from octavo.bench.render import page
 from octavo.bench.results import PartRecord, Report
-from octavo.bench.serving import Contestant, Workload, measured
-from tests.unit.bench.serving.virtual_time import run
-
-
-def contestant(seconds_a_token, weight_bytes):
-    async def ask(prompt):
-        for _ in range(prompt.answer_tokens):
-            await asyncio.sleep(seconds_a_token)
-            yield 1
-
-    return Contestant(ask=ask, weight_bytes=weight_bytes)
+from octavo.bench.serving import Workload, measured
+from tests.unit.bench.serving.virtual_time import contestant, run
 
 
 @pytest.fixture(scope="module")
 def report():
     """Made before there is a browser, whose driver has this thread's event loop."""
-    contestants = {"bf16": contestant(0.2, 1000), "<fp8>": contestant(0.1, 540)}
+    contestants = {"bf16": contestant(0.2, weight_bytes=1000), "<fp8>": contestant(0.1, weight_bytes=540)}
     sections = run(measured(contestants, Workload(batches=(1, 16), answer=4, prompt=8)))
     made = Report(facts={"device": "this"}, command="octavo bench serve", is_rehearsal=False, theme="serving")
     made.parts.append(PartRecord(name="serving", sections=sections))

@@ -151,14 +151,20 @@ def test_who_reads_nothing_is_given_up_and_others_are_answered(new_service, stre
     assert other.status == 200
 
 
+async def begun(service, app, peer):
+    """The task of a request that the engine is answering."""
+    task = asyncio.create_task(app(scope(), peer.receive, peer.send))
+    while not service.thread.engine.load.running:
+        await asyncio.sleep(0)
+    return task
+
+
 def test_too_many_at_once_are_told_to_come_back(new_service):
     service = new_service(limits=Limits(requests=1, max_tokens=300))
     app, first, second = create_app(service), Peer(sent(max_tokens=300)), Peer(sent())
 
     async def ask():
-        task = asyncio.create_task(app(scope(), first.receive, first.send))
-        while not service.thread.engine.load.running:
-            await asyncio.sleep(0)
+        task = await begun(service, app, first)
         await app(scope(), second.receive, second.send)
         await task
 
@@ -196,11 +202,7 @@ def test_a_slot_is_given_back_once(new_service):
 
     async def ask():
         await app(scope(), first.receive, first.send)
-        while service.thread.engine.load.running:  # the engine tells an answer's end before it forgets it
-            await asyncio.sleep(0)
-        task = asyncio.create_task(app(scope(), second.receive, second.send))
-        while not service.thread.engine.load.running:
-            await asyncio.sleep(0)
+        task = await begun(service, app, second)
         await app(scope(), third.receive, third.send)
         await task
 

@@ -1,6 +1,5 @@
 """What is made of answers, beside numpy, and of contestants whose speed is known."""
 
-import asyncio
 import json
 import operator
 
@@ -9,21 +8,10 @@ import pytest
 
 from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report, load_report
-from octavo.bench.serving import Answer, Contestant, Workload, measured
+from octavo.bench.serving import Answer, Workload, measured
 from octavo.bench.serving.comparison import Run
 from octavo.errors import ConfigError
-from tests.unit.bench.serving.virtual_time import run
-
-
-def contestant(seconds_a_token, *, weight_bytes=0):
-    """Everybody is answered at once, however many they are."""
-
-    async def ask(prompt):
-        for _ in range(prompt.answer_tokens):
-            await asyncio.sleep(seconds_a_token)
-            yield 1
-
-    return Contestant(ask=ask, weight_bytes=weight_bytes)
+from tests.unit.bench.serving.virtual_time import contestant, run
 
 
 def measured_sections(contestants, **options):

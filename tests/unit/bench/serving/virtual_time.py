@@ -3,6 +3,8 @@
 import asyncio
 import selectors
 
+from octavo.bench.serving import Contestant
+
 
 class _Jumping(selectors.SelectSelector):
     def __init__(self):
@@ -28,3 +30,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run(coroutine):
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(coroutine)
+
+
+def contestant(seconds_a_token, *, weight_bytes=0):
+    """Everybody is answered at once, however many they are."""
+
+    async def ask(prompt):
+        for _ in range(prompt.answer_tokens):
+            await asyncio.sleep(seconds_a_token)
+            yield 1
+
+    return Contestant(ask=ask, weight_bytes=weight_bytes)
