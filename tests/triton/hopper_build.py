@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton import codes
+from octavo.kernels.triton import codes, launching
 from tests.triton import calls
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -60,12 +60,17 @@ def instead_of_launching() -> Iterator[list[Any]]:
         for config in self.configs:
             self.fn.run(*args, **kwargs, **config.all_kwargs())
 
+    def as_triton_does(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        kernel[grid](*arguments, **constants)
+
     triton.runtime.driver.set_active(NoDevice())
     JITFunction.run, Autotuner.run = compile_only, every_config
+    launch, launching.launch = launching.launch, as_triton_does
     try:
         yield compiled
     finally:
         JITFunction.run, Autotuner.run = run, tuned
+        launching.launch = launch
 
 
 def resources(kernel: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ BACKENDS: tuple[Backend, ...] = (
 )  # fastest first
 _RECORD_SIZE = 1024
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ACCUMULATE = tuple(Accumulate)  # no graph traces a list of them, nor how one is made of its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def _describe(
             "pass b as [N, K]"
         )
     _check_devices(a, b, bias)
-    if accumulate not in list(Accumulate):
+    if accumulate not in _ACCUMULATE:
         raise ConfigError(f"accumulate must be one of {', '.join(Accumulate)}, not {accumulate!r}")
     if bias is not None:
         check_float(bias, "bias")
@@ -196,7 +197,7 @@ def _describe(
         b_granularity=b.granularity,
         out_dtype=out_dtype,
         bias=bias is not None,
-        accumulate=Accumulate(accumulate),
+        accumulate=_ACCUMULATE[_ACCUMULATE.index(accumulate)],
         fast_accumulation=fast_accumulation,
     )
 

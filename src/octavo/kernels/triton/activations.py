@@ -204,9 +204,11 @@ def cast_activation(
     with launching.on_device_of(x):
         if by_row or (launch.GROUPS == epilogues.TENSOR and scale is None):
             shape = epilogues.row_launch(columns if by_row else min(columns, _MEASURED_AT_ONCE))
-            across = triton.cdiv(columns, shape["SIZE"])
-            rows_each = triton.cdiv(rows * across, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
-            _activation_rows_kernel[(triton.cdiv(rows, rows_each), across)](
+            across = launching.ceil_div(columns, shape["SIZE"])
+            rows_each = launching.ceil_div(rows * across, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
+            launching.launch(
+                _activation_rows_kernel,
+                (launching.ceil_div(rows, rows_each), across),
                 *(
                     x,
                     *launch.outputs[:2],
@@ -223,7 +225,9 @@ def cast_activation(
                 **shape,
             )
         if not by_row or cast.transpose:
-            _activation_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
+            launching.launch(
+                _activation_tiles_kernel,
+                epilogues.tiles(launch.GROUPS, rows, columns),
                 *(x, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
                 GROUPS=launch.GROUPS,
                 TRANSPOSE=cast.transpose,
@@ -240,9 +244,11 @@ def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool
     """
     rows, columns = grad_y.shape
     grad_x = torch.empty_like(x)
-    size = min(triton.next_power_of_2(columns), 1024)
+    size = min(launching.next_power_of_2(columns), 1024)
     with launching.on_device_of(x):
-        _activation_backward_kernel[(rows * triton.cdiv(columns, size),)](
+        launching.launch(
+            _activation_backward_kernel,
+            (rows * launching.ceil_div(columns, size),),
             *(grad_y, x, grad_x, columns),
             NAME=function,
             GATED=gated,

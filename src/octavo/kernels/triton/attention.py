@@ -22,6 +22,7 @@ from torch import Tensor
 from octavo.errors import BackendError
 from octavo.kernels.decoding import PAGE, CacheTensors
 from octavo.kernels.triton import codes as numbers
+from octavo.kernels.triton import launching
 from octavo.kernels.triton.cache import of_layer
 from octavo.kernels.triton.few_rows import multiply_wide
 
@@ -133,20 +134,22 @@ def attend(
             f"{tuple(queries.shape)} {queries.dtype}"
         )
     pages = cache.table.shape[1]
-    parts = min(pages, triton.cdiv(_PROGRAMS, rows * kv_heads))
+    parts = min(pages, launching.ceil_div(_PROGRAMS, rows * kv_heads))
     found = torch.empty(rows, heads, parts, dim, dtype=torch.float32, device=queries.device)
     largest, total = torch.empty(2, rows, heads, parts, dtype=torch.float32, device=queries.device)
     out = torch.empty(rows, heads, dim, dtype=out_dtype, device=queries.device)
     keys, values, key_scale, value_scale = of_layer(cache, layer)
-    width = max(16, triton.next_power_of_2(dim))
-    attend_kernel[(parts, kv_heads, rows)](
+    width = max(16, launching.next_power_of_2(dim))
+    launching.launch(
+        attend_kernel, (parts, kv_heads, rows),
         queries, keys, key_scale, values, value_scale, cache.table, sequence, position, found, largest, total,
         scale, pages, heads, kv_heads,
-        GROUP=heads // kv_heads, D=dim, QUERIES=max(16, triton.next_power_of_2(heads // kv_heads)), WIDTH=width,
+        GROUP=heads // kv_heads, D=dim, QUERIES=max(16, launching.next_power_of_2(heads // kv_heads)), WIDTH=width,
         SIZE=PAGE, CODES=key_scale is not None, HARDWARE=numbers.has_hardware_casts(queries.device), num_warps=4,
         num_stages=2,
     )  # fmt: skip
-    join_kernel[(rows * heads,)](
-        found, largest, total, out, parts, D=dim, WIDTH=width, PARTS=triton.next_power_of_2(parts), num_warps=4
+    launching.launch(
+        join_kernel, (rows * heads,),
+        found, largest, total, out, parts, D=dim, WIDTH=width, PARTS=launching.next_power_of_2(parts), num_warps=4
     )  # fmt: skip
     return out

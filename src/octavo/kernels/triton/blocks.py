@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.triton import casts, codes
+from octavo.kernels.triton import casts, codes, launching
 from octavo.kernels.triton.casts import Lines, Made
 from octavo.numerics import Record
 
@@ -130,7 +130,8 @@ def cast_blocks(
     scales, amaxes = _groups(rows, columns, block, device)
     flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
     down, across, warps = _tile(block, one_way=direct and not flipped)
-    cast_blocks_kernel[(triton.cdiv(rows, down) * triton.cdiv(columns, across),)](
+    launching.launch(
+        cast_blocks_kernel, (launching.ceil_div(rows, down) * launching.ceil_div(columns, across),),
         matrix, out, turned, scales, amaxes, flipped_scales, flipped_amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
@@ -153,6 +154,6 @@ def _tile(block: tuple[int, int], *, one_way: bool) -> tuple[int, int, int]:
 
 def _groups(rows: int, columns: int, block: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for scales and amaxes."""
-    shape = (triton.cdiv(rows, block[0]), triton.cdiv(columns, block[1]))
+    shape = (launching.ceil_div(rows, block[0]), launching.ceil_div(columns, block[1]))
     scales, amaxes = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
     return scales, amaxes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.decoding import PAGE, CacheTensors
-from octavo.kernels.triton import codes
+from octavo.kernels.triton import codes, launching
 from octavo.numerics import scale_search
 
 __all__ = ["store"]
@@ -145,9 +145,10 @@ def store(
     dtype = torch.float32 if kept is None else kept.dtype
     queries = torch.empty(rows, heads, dim, dtype=dtype, device=qkv.device)
     keys, values, key_scale, value_scale = of_layer(cache, layer)
-    store_kernel[(rows, heads + 2 * kv_heads)](
+    launching.launch(
+        store_kernel, (rows, heads + 2 * kv_heads),
         qkv, cos, sin, key_mean, sequence, position, cache.table, queries, keys, key_scale, values, value_scale, kept,
-        cache.table.shape[1], heads, kv_heads, D=dim, WIDTH=triton.next_power_of_2(dim), SIZE=PAGE,
+        cache.table.shape[1], heads, kv_heads, D=dim, WIDTH=launching.next_power_of_2(dim), SIZE=PAGE,
         CODES=key_scale is not None, KEPT=kept is not None, **codes.format_constants(E4M3),
         HARDWARE=codes.has_hardware_casts(qkv.device), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.triton import codes
+from octavo.kernels.triton import codes, launching
 from octavo.numerics import Record
 
 __all__ = [
@@ -352,8 +352,9 @@ def cast_tensor(
     turned = empty_codes(columns, rows, device, wanted=flipped)
     seen, written = _flat(matrix, out if values is None else values) if not flipped else (matrix, out)
     block_rows, block_columns = TILE if flipped else _flat_tile(seen)
-    tiles = triton.cdiv(seen.shape[0], block_rows) * triton.cdiv(seen.shape[1], block_columns)
-    cast_tensor_kernel[(tiles,)](
+    tiles = launching.ceil_div(seen.shape[0], block_rows) * launching.ceil_div(seen.shape[1], block_columns)
+    launching.launch(
+        cast_tensor_kernel, (tiles,),
         seen, written, turned, given, amaxes, counts, used,
         amax_record, overflowed, nonfinite, saturation,
         *seen.shape, seen.stride(0), written.stride(0), programs,
@@ -373,11 +374,12 @@ def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, Tenso
     """Amaxes and counts of non-finite elements, each program's, and how many programs there were."""
     seen, _ = _flat(matrix, matrix)
     block_rows, block_columns = _flat_tile(seen, _ELEMENTS // 4)
-    tiles = triton.cdiv(seen.shape[0], block_rows) * triton.cdiv(seen.shape[1], block_columns)
-    programs = min(triton.cdiv(tiles, 4), _PROGRAMS)
+    tiles = launching.ceil_div(seen.shape[0], block_rows) * launching.ceil_div(seen.shape[1], block_columns)
+    programs = min(launching.ceil_div(tiles, 4), _PROGRAMS)
     amaxes = torch.empty(_PROGRAMS, dtype=torch.float32, device=matrix.device)
     counts = torch.empty(_PROGRAMS, dtype=torch.int64, device=matrix.device)
-    measure_tensor_kernel[(programs,)](
+    launching.launch(
+        measure_tensor_kernel, (programs,),
         seen, amaxes, counts, known, *seen.shape, seen.stride(0), tiles,
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=8,
     )  # fmt: skip
@@ -393,5 +395,5 @@ def _flat(matrix: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 def _flat_tile(matrix: Tensor, elements: int = _ELEMENTS) -> tuple[int, int]:
     """Rows and columns of a tile of so many elements, as long as the matrix is wide."""
-    columns = min(elements, triton.next_power_of_2(matrix.shape[1]))
-    return min(elements // columns, triton.next_power_of_2(matrix.shape[0])), columns
+    columns = min(elements, launching.next_power_of_2(matrix.shape[1]))
+    return min(elements // columns, launching.next_power_of_2(matrix.shape[0])), columns

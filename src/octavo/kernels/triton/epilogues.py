@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo.formats import E8M0
 from octavo.kernels.result_cast import CastResult, ResultCast, new_result
-from octavo.kernels.triton import codes
+from octavo.kernels.triton import codes, launching
 from octavo.numerics import Nonfinite, PerBlock, PerRow
 
 __all__ = [
@@ -211,7 +211,7 @@ def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, sc
 
 def row_launch(columns: int) -> dict[str, int]:
     """The size of a program that holds rows of ``columns``, and its warps: 16 numbers a thread."""
-    size = triton.next_power_of_2(columns)
+    size = launching.next_power_of_2(columns)
     return {"SIZE": size, "num_warps": max(1, min(32, size // 512))}
 
 
@@ -225,4 +225,4 @@ def tile(groups: int) -> dict[str, int]:
 def tiles(groups: int, rows: int, columns: int) -> tuple[int]:
     """How many tiles cover a matrix."""
     shape = tile(groups)
-    return (triton.cdiv(rows, shape["ROWS"]) * triton.cdiv(columns, shape["COLUMNS"]),)
+    return (launching.ceil_div(rows, shape["ROWS"]) * launching.ceil_div(columns, shape["COLUMNS"]),)

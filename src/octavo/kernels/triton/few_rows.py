@@ -175,8 +175,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
     """
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    width = triton.next_power_of_2(x.shape[1])
-    rms_norm_kernel[(len(x),)](x, weight, out, x.shape[1], eps, WIDTH=width, num_warps=4 if width <= 4096 else 8)
+    width = launching.next_power_of_2(x.shape[1])
+    launching.launch(
+        rms_norm_kernel, (len(x),), x, weight, out, x.shape[1], eps, WIDTH=width, num_warps=4 if width <= 4096 else 8
+    )
     return out
 
 
@@ -229,15 +231,17 @@ def few_rows(
     operands = (weight.data.view(torch.uint8), scale, bias, residual, out)
     if len(x) == 1:
         each = _rows_each(rows, 8, 2, 2 * programs)
-        width = min(2048, max(16, triton.next_power_of_2(columns)))
-        one_row_kernel[(triton.cdiv(rows, each),)](
+        width = min(2048, max(16, launching.next_power_of_2(columns)))
+        launching.launch(
+            one_row_kernel, (launching.ceil_div(rows, each),),
             x, norm, *operands, rows, columns, eps, NORM=norm is not None, **flags, ROWS=each, WIDTH=width, num_warps=4
         )  # fmt: skip
         return out
-    padded = max(16, triton.next_power_of_2(len(x)))
+    padded = max(16, launching.next_power_of_2(len(x)))
     # Nearly one program a multiprocessor: half as many rows of weights would read the rows of x twice as often.
     each = _rows_each(rows, max(16, 1024 // padded // (1 + gated)), 16, programs * 9 // 10)
-    some_rows_kernel[(triton.cdiv(rows, each),)](
+    launching.launch(
+        some_rows_kernel, (launching.ceil_div(rows, each),),
         x, *operands, len(x), rows, columns, **flags,
         ROWS=padded, OUTPUTS=each, SLICES=4, WIDTH=128 if padded == 16 else 64, num_warps=4, num_stages=3,
     )  # fmt: skip

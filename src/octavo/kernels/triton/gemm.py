@@ -301,7 +301,9 @@ def product(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, out_dty
     if along_k:
         b_scales = b_scales.columnwise(n, tile.columns)
     with launching.on_device_of(out):
-        scaled_gemm[(count,)](
+        launching.launch(
+            scaled_gemm,
+            (count,),
             TensorDescriptor.from_tensor(left, [tile.rows, block]),
             TensorDescriptor.from_tensor(right, [tile.columns, block]),
             *(a_scales.values, b_scales.values, out if bias is None else bias, out, m, n, k),

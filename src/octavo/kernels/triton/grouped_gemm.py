@@ -83,7 +83,9 @@ def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out
     if along_k:
         b_scales = b_scales.columnwise(n, tile.columns)
     with launching.on_device_of(out):
-        scaled_grouped_gemm[(programs,)](
+        launching.launch(
+            scaled_grouped_gemm,
+            (programs,),
             TensorDescriptor.from_tensor(left, [tile.rows, block]),
             TensorDescriptor.from_tensor(right, [tile.columns, block]),
             *(a_scales.values, b_scales.values, offsets, out, tokens, experts, n, k),
@@ -92,7 +94,7 @@ def grouped_product(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor, out
             A_ROWS=a_scales.rows or tile.rows,
             B_ROWS=b_scales.rows or tile.columns,
             ALONG_K=along_k,
-            EXPERTS=triton.next_power_of_2(experts),
+            EXPERTS=launching.next_power_of_2(experts),
             **gemm.tile_constants(tile, block),
         )
     return out

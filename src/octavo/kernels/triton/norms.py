@@ -184,9 +184,11 @@ def cast_norm(
     }
     parameters = gain, gain if bias is None else bias, mean, rstd
     by_row = launch.GROUPS == epilogues.ROW
-    rows_each = triton.cdiv(rows, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
+    rows_each = launching.ceil_div(rows, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
     with launching.on_device_of(x):
-        _norm_rows_kernel[(triton.cdiv(rows, rows_each),)](
+        launching.launch(
+            _norm_rows_kernel,
+            (launching.ceil_div(rows, rows_each),),
             *(x, *parameters, *launch.outputs[:2], launch.made.found, launch.column_amax),
             *(rows, columns, norm.eps, rows_each),
             CAST_ROWS=by_row,
@@ -195,7 +197,9 @@ def cast_norm(
             **epilogues.row_launch(columns),
         )
         if not by_row or cast.transpose:
-            _norm_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
+            launching.launch(
+                _norm_tiles_kernel,
+                epilogues.tiles(launch.GROUPS, rows, columns),
                 *(x, *parameters, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
                 KNOWN=launch.KNOWN,
                 GROUPS=launch.GROUPS,
@@ -214,14 +218,16 @@ def norm_backward(
     Bytes an element, 16-bit: 2 + 2 read, 2 written, and 4 or 8 bytes a column for each of 396 programs.
     """
     rows, columns = x.shape
-    rows_each = triton.cdiv(rows, _BACKWARD_PROGRAMS)
-    programs = triton.cdiv(rows, rows_each)
+    rows_each = launching.ceil_div(rows, _BACKWARD_PROGRAMS)
+    programs = launching.ceil_div(rows, rows_each)
     grad_x = torch.empty_like(x)
     gain_parts, bias_parts = (
         x.new_empty((programs, size), dtype=torch.float32) for size in (columns, columns if has_bias else 0)
     )
     with launching.on_device_of(x):
-        _norm_backward_kernel[(programs,)](
+        launching.launch(
+            _norm_backward_kernel,
+            (programs,),
             *(grad_y, x, gain, mean, rstd, grad_x, gain_parts, bias_parts, rows, columns, rows_each),
             LAYER=norm.layer,
             HAS_BIAS=has_bias,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.triton import casts, codes
+from octavo.kernels.triton import casts, codes, launching
 from octavo.kernels.triton.casts import Lines, Made
 from octavo.numerics import Record
 
@@ -140,9 +140,10 @@ def cast_rows(
     device, (rows, columns) = matrix.device, matrix.shape
     out = casts.empty_codes(rows, columns, device, wanted=values is None) if values is None else values
     scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
-    block_columns = triton.next_power_of_2(columns)
-    block_rows = max(1, min(_ELEMENTS // block_columns, triton.next_power_of_2(rows)))
-    cast_rows_kernel[(triton.cdiv(rows, block_rows),)](
+    block_columns = launching.next_power_of_2(columns)
+    block_rows = max(1, min(_ELEMENTS // block_columns, launching.next_power_of_2(rows)))
+    launching.launch(
+        cast_rows_kernel, (launching.ceil_div(rows, block_rows),),
         matrix, out, scales, amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         VALUES=values is not None, **casts.constants(fmt, rule, device, propagate=propagate),
@@ -157,12 +158,12 @@ def _cast_lines(
 ) -> Made:
     device, (rows, columns) = matrix.device, matrix.shape
     row_scales, column_scales = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (rows, columns))
-    start = triton.cdiv(rows, 4) * 4  # of 16 bytes; one launch clears both, and an operator returns one of them
+    start = launching.ceil_div(rows, 4) * 4  # of 16 bytes; one launch clears both, and an operator returns one of them
     zeros = torch.zeros(start + columns, dtype=torch.int32, device=device)
     row_amaxes, column_amaxes = zeros[:rows], zeros[start:]
     out = casts.empty_codes(rows, columns, device, wanted=direct)
     turned = casts.empty_codes(columns, rows, device, wanted=flipped)
-    grid = (triton.cdiv(rows, casts.TILE[0]) * triton.cdiv(columns, casts.TILE[1]),)
+    grid = (launching.ceil_div(rows, casts.TILE[0]) * launching.ceil_div(columns, casts.TILE[1]),)
     sizes = (rows, columns, matrix.stride(0))
     wanted = {
         "ROWS": direct,
@@ -171,8 +172,11 @@ def _cast_lines(
         "BLOCK_COLUMNS": casts.TILE[1],
         "num_warps": 8,
     }
-    measure_lines_kernel[grid](matrix, row_amaxes, column_amaxes, *casts.where_broken_goes(into), *sizes, **wanted)
-    cast_lines_kernel[grid](
+    launching.launch(
+        measure_lines_kernel, grid, matrix, row_amaxes, column_amaxes, *casts.where_broken_goes(into), *sizes, **wanted
+    )
+    launching.launch(
+        cast_lines_kernel, grid,
         matrix, out, turned, row_amaxes, column_amaxes, row_scales, column_scales, *sizes,
         **wanted, **casts.constants(fmt, rule, device, propagate=propagate),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.triton import casts, codes
+from octavo.kernels.triton import casts, codes, launching
 
 __all__ = ["dequantize", "random_bits", "round_stochastic"]
 
@@ -94,7 +94,8 @@ def dequantize(matrix: Tensor, scale: Tensor, block: tuple[int, int], fmt: Forma
     rows, columns = matrix.shape
     out = torch.empty(rows, columns, dtype=out_dtype, device=matrix.device)
     block_rows, block_columns = max(32, block[0]), 128
-    dequantize_kernel[(triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)](
+    launching.launch(
+        dequantize_kernel, (launching.ceil_div(rows, block_rows) * launching.ceil_div(columns, block_columns),),
         matrix.view(torch.uint8), scale, out, rows, columns, matrix.stride(0), *scale.stride(),
         ROWS=block[0], COLUMNS=block[1], MANTISSA=fmt.mantissa_bits, HARDWARE=codes.has_hardware_casts(matrix.device),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=4 if block_rows == 32 else 8,
@@ -111,8 +112,17 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
         fmt: E4M3 or E5M2.
     """
     out = torch.empty(scaled.shape, dtype=torch.uint8, device=scaled.device)
-    round_stochastic_kernel[(triton.cdiv(scaled.numel(), _ELEMENTS),)](
-        scaled, random, out, scaled.numel(), MANTISSA=fmt.mantissa_bits, BIAS=fmt.bias, SIZE=_ELEMENTS, num_warps=8
+    launching.launch(
+        round_stochastic_kernel,
+        (launching.ceil_div(scaled.numel(), _ELEMENTS),),
+        scaled,
+        random,
+        out,
+        scaled.numel(),
+        MANTISSA=fmt.mantissa_bits,
+        BIAS=fmt.bias,
+        SIZE=_ELEMENTS,
+        num_warps=8,
     )
     return out.view(fmt.torch_dtype)
 
@@ -120,5 +130,7 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
 def random_bits(seed: Tensor, count: int) -> Tensor:
     """:func:`octavo.numerics.random_bits.random_bits`: int32 [count] of ``seed``, an int64 [] on the device."""
     out = torch.empty(count, dtype=torch.int32, device=seed.device)
-    random_bits_kernel[(triton.cdiv(count, _ELEMENTS),)](seed, out, count, SIZE=_ELEMENTS // 4, num_warps=8)
+    launching.launch(
+        random_bits_kernel, (launching.ceil_div(count, _ELEMENTS),), seed, out, count, SIZE=_ELEMENTS // 4, num_warps=8
+    )
     return out
