@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
 from octavo.kernels import ScaleRule, high_precision_mm, quantize_and_measure, quantize_both_ways, scaled_mm
+from octavo.kernels.tracing import distinct
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.cast import can_be_asked
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, Operand, Operands, RoleTap, inside_backward
@@ -296,7 +297,7 @@ class _ScaledLinear(torch.autograd.Function):
         keep_operands(ctx, kept, tap.amaxes)
         ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return y
+        return distinct(y)
 
     @staticmethod
     @once_differentiable

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from octavo.errors import ConfigError
 from octavo.formats import FP32, Format, format_of
 from octavo.kernels import cpu, gpu
+from octavo.kernels.tracing import distinct
 from octavo.numerics import (
     Granularity,
     Measurement,
@@ -257,7 +258,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(
         ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding
     ) -> Tensor:
-        return _rounded(x, fmt, granularity, scale_rounding)
+        return distinct(_rounded(x, fmt, granularity, scale_rounding))
 
     @staticmethod
     @once_differentiable

@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.functional import WeightOperands, cast_operand, keep_operands, kept_operands, multiply
 from octavo.kernels import high_precision_mm
+from octavo.kernels.tracing import distinct
 from octavo.numerics import QuantizedTensor, ScaleRounding
 from octavo.numerics.metrics import saturation_limit
 from octavo.observers import INPUT, WEIGHT, LayerTap, Operand, inside_backward
@@ -129,7 +130,7 @@ class _StraightThrough(torch.autograd.Function):
         keep_operands(ctx, kept, None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.wanted = (for_input, for_weight, for_scale)
-        return y
+        return distinct(y)
 
     @staticmethod
     @once_differentiable
