@@ -122,7 +122,7 @@ def quantize(
             cast record themselves.
     """
     measured = _nothing_found(x, granularity) if into is None else into
-    matrix, turned = _as_matrix(x.detach(), granularity)
+    matrix, turned = _as_matrix(x.detach() if x.requires_grad else x, granularity)
     with on_device_of(x):
         made = _kernels(
             matrix, fmt, granularity, rule,
@@ -137,8 +137,8 @@ def quantize(
         measured.amax.copy_(torch.maximum(measured.amax, own.amax.amax()))
     amax = measured.amax if own.amax is None else own.amax
     return Cast(
-        own.codes.view(x.shape),
-        own.scale.view(shape),
+        own.codes if own.codes.shape == x.shape else own.codes.view(x.shape),
+        own.scale if own.scale.shape == shape else own.scale.view(shape),
         Measurement(amax.view(shape), measured.nonfinite) if into is None and amax is not None else None,
         (other.codes, other.scale) if both_ways and other is not None else None,
         made.saturated,

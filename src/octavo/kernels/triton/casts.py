@@ -183,9 +183,9 @@ def _raise_amax(recorded, amax):
 
 @triton.jit
 def measure_tensor_kernel(
-    x, amaxes, counts, known,
+    x, found, known,
     rows, columns, stride, tiles,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+    PROGRAMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Amax and number of non-finite elements of every program's share. Reads x once, or nothing if an amax is known."""
     if known is not None:
@@ -206,8 +206,8 @@ def measure_tensor_kernel(
                 most = tl.maximum(most, tl.abs(finite(number)))
                 count += is_broken(number).to(tl.int32)
         amax = highest(tl.ravel(most), 0)
-    tl.store(amaxes + tl.program_id(0), amax)
-    tl.store(counts + tl.program_id(0), tl.sum(tl.ravel(count).to(tl.int64), 0))
+    tl.store(found + tl.program_id(0), amax.to(tl.int32, bitcast=True))
+    tl.store(found + PROGRAMS + tl.program_id(0), tl.sum(tl.ravel(count), 0))
 
 
 @triton.jit
@@ -218,10 +218,10 @@ def _tile(x, tile, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMN
 
 
 @triton.jit
-def _record_programs(amax, counts, measured_by, amax_record, overflowed, nonfinite, PROGRAMS: tl.constexpr):
+def _record_programs(amax, found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS: tl.constexpr):
     """Record what so many programs have measured before."""
     share = tl.arange(0, PROGRAMS)
-    count = tl.sum(tl.load(counts + share, mask=share < measured_by, other=0), 0)
+    count = tl.sum(tl.load(found + PROGRAMS + share, mask=share < measured_by, other=0).to(tl.int64), 0)
     if amax_record is not None:
         _raise_amax(amax_record, amax)
     if nonfinite is not None:
@@ -232,7 +232,7 @@ def _record_programs(amax, counts, measured_by, amax_record, overflowed, nonfini
 
 @triton.jit
 def cast_tensor_kernel(
-    x, out, flipped, given, amaxes, counts, scale,
+    x, out, flipped, given, found, scale,
     amax_record, overflowed, nonfinite, saturation,
     rows, columns, stride, out_stride, measured_by,
     SOURCE: tl.constexpr, MEASURE: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -255,12 +255,12 @@ def cast_tensor_kernel(
         encode = tl.minimum(codes.reciprocal(decode), _FP32_MAX)
     else:
         if SOURCE == "measured":
-            amax = one + _highest_of_programs(amaxes, measured_by, PROGRAMS)
+            amax = one + _highest_of_programs(found, measured_by, PROGRAMS)
         else:
             amax = tl.load(given + one)
             if SOURCE == "known":
                 if tl.max((amax > 0).to(tl.int32), 0) == 0:
-                    amax = one + _highest_of_programs(amaxes, measured_by, PROGRAMS)
+                    amax = one + _highest_of_programs(found, measured_by, PROGRAMS)
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         decode = codes.reciprocal(encode)
     if tl.program_id(0) == 0:
@@ -281,20 +281,21 @@ def cast_tensor_kernel(
     if MEASURE:
         if SOURCE == "measured":
             if tl.program_id(0) == 0:
-                _record_programs(tl.max(amax, 0), counts, measured_by, amax_record, overflowed, nonfinite, PROGRAMS)
+                _record_programs(tl.max(amax, 0), found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS)
         else:
-            found = highest(tl.ravel(number), 0)
-            if is_broken(found):
+            largest = highest(tl.ravel(number), 0)
+            if is_broken(largest):
                 report(overflowed, nonfinite, is_broken(number))
-                found = highest(tl.ravel(finite(number)), 0)
+                largest = highest(tl.ravel(finite(number)), 0)
             if amax_record is not None:
-                _raise_amax(amax_record, found)
+                _raise_amax(amax_record, largest)
 
 
 @triton.jit
-def _highest_of_programs(amaxes, programs, PROGRAMS: tl.constexpr):
+def _highest_of_programs(found, programs, PROGRAMS: tl.constexpr):
     share = tl.arange(0, PROGRAMS)
-    return tl.max(tl.load(amaxes + share, mask=share < programs, other=0.0), 0)
+    bits = tl.load(found + share, mask=share < programs, other=0)  # of numbers that are not negative: in their order
+    return tl.max(bits, 0).to(tl.float32, bitcast=True)
 
 
 def where_broken_goes(into: Record | None) -> tuple[Tensor | None, Tensor | None]:
@@ -335,30 +336,28 @@ def cast_tensor(
         values: where to write what the codes stand for, instead of codes: shaped and laid out as ``matrix``, or itself.
         into: where to record what is measured.
     """
-    device = matrix.device
+    device, (rows, columns) = matrix.device, matrix.shape
     source = "scale" if scale is not None else "measured" if amax is None else "known" if zero_is_unknown else "amax"
     given = scale if amax is None else amax
     given = None if given is None else given.detach().to(torch.float32)
-    amaxes = counts = None
-    programs = 0
-    if source in {"measured", "known"}:
-        amaxes, counts, programs = _measure_tensor(matrix, given)
+    found, programs = _measure_tensor(matrix, given) if source in {"measured", "known"} else (None, 0)
     saturation = torch.zeros(2, dtype=torch.int64, device=device) if counting else None
     amax_record = None if into is None or into.amax is None else into.amax.view(torch.int32)
     overflowed, nonfinite = where_broken_goes(into)
     used = torch.empty((), dtype=torch.float32, device=device)
-    rows, columns = matrix.shape
-    out = empty_codes(rows, columns, device, wanted=direct and values is None)
+    out = empty_codes(rows, columns, device, wanted=direct) if values is None else values
     turned = empty_codes(columns, rows, device, wanted=flipped)
-    seen, written = _flat(matrix, out if values is None else values) if not flipped else (matrix, out)
-    block_rows, block_columns = TILE if flipped else _flat_tile(seen)
-    tiles = launching.ceil_div(seen.shape[0], block_rows) * launching.ceil_div(seen.shape[1], block_columns)
+    shape, stride, out_stride = (rows, columns), matrix.stride(0), out.stride(0)
+    if not flipped:
+        shape, stride, out_stride = _flat(matrix, out)
+    block_rows, block_columns = TILE if flipped else _flat_tile(*shape)
+    tiles = launching.ceil_div(shape[0], block_rows) * launching.ceil_div(shape[1], block_columns)
     launching.launch(
         cast_tensor_kernel, (tiles,),
-        seen, written, turned, given, amaxes, counts, used,
+        matrix, out, turned, given, found, used,
         amax_record, overflowed, nonfinite, saturation,
-        *seen.shape, seen.stride(0), written.stride(0), programs,
-        SOURCE=source, MEASURE=any(place is not None for place in (amax_record, overflowed, nonfinite)),
+        *shape, stride, out_stride, programs,
+        SOURCE=source, MEASURE=not (amax_record is overflowed is nonfinite is None),
         PROGRAMS=_PROGRAMS, DIRECT=direct, FLIPPED=flipped, VALUES=values is not None,
         **constants(fmt, rule, device, propagate=propagate),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
@@ -370,30 +369,31 @@ def cast_tensor(
     )
 
 
-def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """Amaxes and counts of non-finite elements, each program's, and how many programs there were."""
-    seen, _ = _flat(matrix, matrix)
-    block_rows, block_columns = _flat_tile(seen, _ELEMENTS // 4)
-    tiles = launching.ceil_div(seen.shape[0], block_rows) * launching.ceil_div(seen.shape[1], block_columns)
+def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, int]:
+    """Bits of amaxes and counts of non-finite elements, int32 [2, 1024], and how many programs' there are."""
+    shape, stride, _ = _flat(matrix, matrix)
+    block_rows, block_columns = _flat_tile(*shape, _ELEMENTS // 4)
+    tiles = launching.ceil_div(shape[0], block_rows) * launching.ceil_div(shape[1], block_columns)
     programs = min(launching.ceil_div(tiles, 4), _PROGRAMS)
-    amaxes = torch.empty(_PROGRAMS, dtype=torch.float32, device=matrix.device)
-    counts = torch.empty(_PROGRAMS, dtype=torch.int64, device=matrix.device)
+    found = torch.empty((2, _PROGRAMS), dtype=torch.int32, device=matrix.device)
     launching.launch(
         measure_tensor_kernel, (programs,),
-        seen, amaxes, counts, known, *seen.shape, seen.stride(0), tiles,
-        BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=8,
+        matrix, found, known, *shape, stride, tiles,
+        PROGRAMS=_PROGRAMS, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, UNROLL=4, num_warps=8,
     )  # fmt: skip
-    return amaxes, counts, programs
+    return found, programs
 
 
-def _flat(matrix: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Two matrices as one row each, where there are no gaps between their rows."""
+def _flat(matrix: Tensor, out: Tensor) -> tuple[tuple[int, int], int, int]:
+    """Rows and columns of a matrix and the strides of both: one row where there are no gaps between their rows."""
     if matrix.is_contiguous() and out.is_contiguous():
-        return matrix.view(1, -1), out.view(1, -1)
-    return matrix, out
+        size = matrix.numel()
+        return (1, size), size, size
+    rows, columns = matrix.shape
+    return (rows, columns), matrix.stride(0), out.stride(0)
 
 
-def _flat_tile(matrix: Tensor, elements: int = _ELEMENTS) -> tuple[int, int]:
+def _flat_tile(rows: int, columns: int, elements: int = _ELEMENTS) -> tuple[int, int]:
     """Rows and columns of a tile of so many elements, as long as the matrix is wide."""
-    columns = min(elements, launching.next_power_of_2(matrix.shape[1]))
-    return min(elements // columns, launching.next_power_of_2(matrix.shape[0])), columns
+    across = min(elements, launching.next_power_of_2(columns))
+    return min(elements // across, launching.next_power_of_2(rows)), across

@@ -7,7 +7,6 @@ three. What has been compiled once is launched here without that, so that an eag
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from types import NoneType
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
         arguments: the parameters that are no ``tl.constexpr``; they stand first in the kernel's signature.
         constants: the others, and Triton's options; every launch of a kernel names them in the same order.
     """
-    key = (id(kernel), *map(_trait, arguments), *constants.values())
+    key = (*_traits(kernel, arguments), *constants.values())
     known = _compiled.get(key)
     if known is not None:
         made, constexprs = known
@@ -51,16 +50,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
         _compiled[key] = made, tuple(constants[name] for name in names)
 
 
-def _trait(argument: Any) -> object:
-    """What the machine code for an argument depends on: Triton compiles a kernel anew where it differs."""
-    kind = type(argument)
-    if kind is int:
-        return argument == 1, argument % _ALIGNMENT == 0, argument in _INT32
-    if kind in {float, NoneType}:
-        return kind
-    if isinstance(argument, Tensor):
-        return argument.get_device(), argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
-    return argument.base.get_device(), argument.base.dtype, *argument.block_shape  # a descriptor's
+def _traits(kernel: object, arguments: tuple[Any, ...]) -> list[object]:
+    """What the machine code of a kernel for these arguments depends on: Triton compiles anew where it differs."""
+    traits: list[object] = [id(kernel)]
+    for argument in arguments:
+        if type(argument) is int:
+            traits.append((argument == 1, argument % _ALIGNMENT == 0, argument in _INT32))
+        elif isinstance(argument, Tensor):
+            traits += (argument.get_device(), argument.dtype, argument.data_ptr() % _ALIGNMENT == 0)
+        elif argument is None or type(argument) is float:
+            traits.append(type(argument))
+        else:  # a tensor descriptor
+            traits += (argument.base.get_device(), argument.base.dtype, *argument.block_shape)
+    return traits
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
