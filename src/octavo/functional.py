@@ -88,7 +88,7 @@ def fp8_linear(
         >>> torch.allclose(y, torch.full((2, 3), 4.0)), torch.allclose(weight.grad, torch.full((3, 4), 2.0))
         (True, True)
     """
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would not do for K = 0
+    rows = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would not do for K = 0
     computed = rows.float() if x.dtype is torch.float64 else rows
     if input_operands is not None:
         learning = weight.requires_grad and torch.is_grad_enabled()
@@ -96,7 +96,8 @@ def fp8_linear(
     y: Tensor = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
         computed, weight, bias, recipe, weight_operands, input_operands, tap or LayerTap(), torch.is_grad_enabled()
     )
-    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+    y = y if y.dtype is x.dtype else y.to(x.dtype)
+    return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _check_operands(operands: InputOperands, x: Tensor, recipe: Recipe, *, learning: bool) -> None:
@@ -338,7 +339,7 @@ def multiply(
         product = scaled_mm(
             a, b, out_dtype=computed, bias=bias, accumulate=accumulate, fast_accumulation=fast and not emulate
         )
-        return product.to(out_dtype)
+        return product if product.dtype is out_dtype else product.to(out_dtype)
     assert isinstance(a, Tensor), "a GemmSpec casts both operands, neither, or b alone"
     return high_precision_mm(a, _high_precision(b, a.dtype), bias).to(out_dtype)
 

@@ -196,6 +196,7 @@ def quantize_both_ways(
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
             *(amax, scale, zero_is_unknown),
         )
+        made_t = made if isinstance(granularity, PerTensor) else made_t
         seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
     else:
         cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, into=into, **options)
@@ -333,15 +334,18 @@ def _cast_both_ways_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, 
     cast = _run_on_gpu(x, *arguments, both_ways=True)
     assert cast.transposed is not None
     codes, scale = cast.transposed
-    scale = scale.clone() if scale.data_ptr() == cast.scale.data_ptr() else scale
-    return cast.codes, cast.scale, codes, scale, *_apart(cast.found)
+    return cast.codes, cast.scale, codes, _if_its_own(scale, cast.scale), *_apart(cast.found)
+
+
+def _if_its_own(scale_t: Tensor, scale: Tensor) -> Tensor:
+    """The transpose's scale, [0] where it is the tensor's: two of an operator's results share no memory."""
+    return scale_t.new_empty(0) if scale_t is scale else scale_t
 
 
 def _apart(found: Measurement | None) -> tuple[Tensor, Tensor]:
-    """Amax and count; two of an operator's results share no memory."""
     assert found is not None
     assert found.nonfinite is not None
-    return found.amax, found.nonfinite.clone()
+    return found.amax, found.nonfinite
 
 
 def _run_on_gpu(  # noqa: PLR0917 (an operator's schema)
@@ -385,7 +389,9 @@ def _cast_both_ways_shapes(
     turned = x.shape[::-1]
     groups = granularity_from_list(block)
     codes, codes_t = x.new_empty(x.shape, dtype=dtype), x.new_empty(turned, dtype=dtype)
-    scale, scale_t = (x.new_empty(groups.scale_shape(shape), dtype=torch.float32) for shape in (x.shape, turned))
+    scale = x.new_empty(groups.scale_shape(x.shape), dtype=torch.float32)
+    shape_t = (0,) if isinstance(groups, PerTensor) else groups.scale_shape(turned)
+    scale_t = x.new_empty(shape_t, dtype=torch.float32)
     return codes, scale, codes_t, scale_t, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
 
 

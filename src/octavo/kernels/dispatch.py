@@ -45,6 +45,7 @@ class Selection:
 
 
 _record: dict[MatmulProblem, tuple[Backend, Selection]] = {}
+_calls: dict[tuple[object, ...], tuple[Backend, MatmulProblem]] = {}
 
 
 def scaled_mm(
@@ -90,9 +91,35 @@ def scaled_mm(
         tensor([[1.0000, 0.5000],
                 [2.0000, 4.0000]])
     """
-    problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-    chosen = _select(problem) if backend == "auto" else _named(backend, problem)
+    if backend != "auto" or torch.compiler.is_compiling():
+        problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
+        chosen = _select(problem) if backend == "auto" else _named(backend, problem)
+        return chosen.scaled_mm(a, b, bias, problem)
+    call = _call(a, b, out_dtype, bias, accumulate, fast_accumulation)
+    try:
+        known = _calls.get(call)
+    except TypeError:  # what cannot be a key is no argument either, and is refused below
+        known = None
+    if known is None:
+        problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
+        known = _select(problem), problem
+        if len(_calls) < _RECORD_SIZE:
+            _calls[call] = known
+    chosen, problem = known
     return chosen.scaled_mm(a, b, bias, problem)
+
+
+def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
+    """All that a call's checks look at and its choice depends on: what went well once is not checked again."""
+    described: list[object] = []
+    for given in (a, b, *options):
+        if isinstance(given, QuantizedTensor):
+            described += (given.data.shape, given.data.dtype, given.data.device, given.granularity, given.hp_dtype)
+        elif isinstance(given, Tensor):
+            described += (given.shape, given.dtype, given.device)
+        else:
+            described.append(given)
+    return tuple(described)
 
 
 def explain(problem: MatmulProblem) -> Selection:

@@ -121,14 +121,15 @@ def quantize(
         into: where to record what is measured, instead of new memory, which takes a launch to clear; the kernels that
             cast record themselves.
     """
-    measured = _nothing_found(x, granularity) if into is None else into
+    fresh = into is None and isinstance(granularity, PerTensor) and amax is scale is None
+    measured = _nothing_found(x, granularity, fresh=fresh) if into is None else into
     matrix, turned = _as_matrix(x.detach() if x.requires_grad else x, granularity)
     with on_device_of(x):
         made = _kernels(
             matrix, fmt, granularity, rule,
             propagate=nonfinite == Nonfinite.PROPAGATE, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
             direct=both_ways or not turned, flipped=both_ways or turned, counting=counting,
-            into=measured,
+            into=measured, fresh=fresh,
         )  # fmt: skip
     own, other = (made.flipped, made.direct) if turned else (made.direct, made.flipped)
     assert own is not None
@@ -146,9 +147,11 @@ def quantize(
     )
 
 
-def _nothing_found(x: Tensor, granularity: Granularity) -> Record:
-    words = torch.zeros(2, dtype=torch.int64, device=x.device)
-    return Record(words.view(torch.float32)[0] if isinstance(granularity, PerTensor) else None, None, words[1])
+def _nothing_found(x: Tensor, granularity: Granularity, *, fresh: bool) -> Record:
+    """A record of nothing, or memory for one; two tensors, since an operator's results share no memory."""
+    make = x.new_empty if fresh else x.new_zeros
+    amax = make((), dtype=torch.float32) if isinstance(granularity, PerTensor) else None
+    return Record(amax, None, make((), dtype=torch.int64))
 
 
 def fakes(x: Tensor, granularity: Granularity) -> bool:
@@ -250,13 +253,14 @@ def _kernels(
     counting: bool = False,
     values: Tensor | None = None,
     into: Record | None = None,
+    fresh: bool = False,
 ) -> "Made":
     from octavo.kernels.triton import blocks, casts, rows
 
     if isinstance(granularity, PerTensor):
         return casts.cast_tensor(
             matrix, fmt, rule, propagate=propagate, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
-            direct=direct, flipped=flipped, counting=counting, values=values, into=into,
+            direct=direct, flipped=flipped, counting=counting, values=values, into=into, fresh=fresh,
         )  # fmt: skip
     if isinstance(granularity, PerBlock):
         block = (granularity.rows, granularity.columns)

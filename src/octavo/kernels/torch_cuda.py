@@ -110,7 +110,9 @@ def _aligned(scale: Tensor) -> Tensor:
 def _finished(product: Tensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
     if bias is not None:
         product = product.float() + bias.float()
-    return product.to(problem.out_dtype).contiguous()
+    if product.dtype is not problem.out_dtype:
+        product = product.to(problem.out_dtype)
+    return product if product.is_contiguous() else product.contiguous()
 
 
 def _objections(problem: MatmulProblem) -> Iterator[str]:
@@ -165,8 +167,9 @@ def _wanted(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
 
 def _written(problem: MatmulProblem, *, sums: bool) -> torch.dtype:
     """What it is written in."""
-    by_cublas = _CUDA >= _VECTORS_SINCE and torch.cuda.get_device_capability()[0] == 9
-    return _wanted(problem, sums=sums) if by_cublas or not _is_per_row(problem) else torch.bfloat16
+    if not _is_per_row(problem) or (_CUDA >= _VECTORS_SINCE and torch.cuda.get_device_capability()[0] == 9):
+        return _wanted(problem, sums=sums)
+    return torch.bfloat16
 
 
 def _takes_bias(bias: Tensor, problem: MatmulProblem) -> bool:

@@ -338,4 +338,5 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    return x.to(autocast_dtype(x))
+    dtype = autocast_dtype(x)
+    return x if x.dtype is dtype else x.to(dtype)

@@ -218,14 +218,20 @@ def _tile(x, tile, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMN
 
 
 @triton.jit
-def _record_programs(amax, found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS: tl.constexpr):
+def _record_programs(
+    amax, found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS: tl.constexpr, FRESH: tl.constexpr
+):
     """Record what so many programs have measured before."""
     share = tl.arange(0, PROGRAMS)
     count = tl.sum(tl.load(found + PROGRAMS + share, mask=share < measured_by, other=0).to(tl.int64), 0)
-    if amax_record is not None:
-        _raise_amax(amax_record, amax)
-    if nonfinite is not None:
-        tl.atomic_add(nonfinite, count, sem="relaxed")
+    if FRESH:
+        tl.store(amax_record, amax.to(tl.int32, bitcast=True))
+        tl.store(nonfinite, count)
+    else:
+        if amax_record is not None:
+            _raise_amax(amax_record, amax)
+        if nonfinite is not None:
+            tl.atomic_add(nonfinite, count, sem="relaxed")
     if overflowed is not None:
         tl.store(overflowed, 1, mask=count > 0)
 
@@ -235,7 +241,7 @@ def cast_tensor_kernel(
     x, out, flipped, given, found, scale,
     amax_record, overflowed, nonfinite, saturation,
     rows, columns, stride, out_stride, measured_by,
-    SOURCE: tl.constexpr, MEASURE: tl.constexpr, PROGRAMS: tl.constexpr,
+    SOURCE: tl.constexpr, MEASURE: tl.constexpr, FRESH: tl.constexpr, PROGRAMS: tl.constexpr,
     DIRECT: tl.constexpr, FLIPPED: tl.constexpr, VALUES: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
@@ -244,7 +250,8 @@ def cast_tensor_kernel(
     """Reads x once, writes a byte an element for each order; with VALUES, x's size once.
 
     SOURCE says where the scale comes from: the amax "measured" by so many programs, "known" or, where that is 0,
-    measured, "amax" whatever it is, or "scale". MEASURE says whether anything is to be recorded.
+    measured, "amax" whatever it is, or "scale". MEASURE says whether anything is to be recorded, FRESH that "measured"
+    is, in memory that holds nothing yet.
     """
     row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -281,7 +288,9 @@ def cast_tensor_kernel(
     if MEASURE:
         if SOURCE == "measured":
             if tl.program_id(0) == 0:
-                _record_programs(tl.max(amax, 0), found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS)
+                _record_programs(
+                    tl.max(amax, 0), found, measured_by, amax_record, overflowed, nonfinite, PROGRAMS, FRESH
+                )
         else:
             largest = highest(tl.ravel(number), 0)
             if is_broken(largest):
@@ -319,6 +328,7 @@ def cast_tensor(
     counting: bool = False,
     values: Tensor | None = None,
     into: Record | None = None,
+    fresh: bool = False,
 ) -> Made:
     """One scale for a matrix.
 
@@ -335,6 +345,7 @@ def cast_tensor(
         counting: whether to count saturated and underflowed elements.
         values: where to write what the codes stand for, instead of codes: shaped and laid out as ``matrix``, or itself.
         into: where to record what is measured.
+        fresh: whether ``into`` holds nothing yet: amax and count are written, not raised; the scale must be measured.
     """
     device, (rows, columns) = matrix.device, matrix.shape
     source = "scale" if scale is not None else "measured" if amax is None else "known" if zero_is_unknown else "amax"
@@ -357,7 +368,7 @@ def cast_tensor(
         matrix, out, turned, given, found, used,
         amax_record, overflowed, nonfinite, saturation,
         *shape, stride, out_stride, programs,
-        SOURCE=source, MEASURE=not (amax_record is overflowed is nonfinite is None),
+        SOURCE=source, MEASURE=not (amax_record is overflowed is nonfinite is None), FRESH=fresh,
         PROGRAMS=_PROGRAMS, DIRECT=direct, FLIPPED=flipped, VALUES=values is not None,
         **constants(fmt, rule, device, propagate=propagate),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
