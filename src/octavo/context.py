@@ -16,10 +16,11 @@ __all__ = ["active_recipe", "autocast", "autocast_region"]
 class _Override(local):
     """Each thread's innermost recipe. Not a ContextVar, which torch.compile cannot trace."""
 
-    recipe: Recipe | None = None
-    depth: int = 0  # of nested blocks
+    recipe: Recipe | None
+    depth: int  # of nested blocks
 
     def __init__(self) -> None:
+        self.recipe, self.depth = None, 0  # not the class's: torch 2.11 would read those while it traces
         # Tensors: a graph reads their values, and would be traced again for every new value of an int.
         with torch.inference_mode(mode=False):
             self.entered = torch.zeros((), dtype=torch.int64, device="cpu")  # outermost blocks so far

@@ -20,6 +20,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from octavo.kernels import gpu
 from octavo.numerics import Measurement, QuantizedTensor, Record
 from octavo.recipes import Close, History, Recipe, Statistic
 
@@ -263,6 +264,9 @@ class AmaxHistory(StatefulModule):
         """
         if self.updates.manual:
             return
+        if self._has_kernel:
+            self._close_by_kernel(over=(self.region, int(region)) if self.spec.close == Close.AUTOCAST else False)
+            return
         over = self.pending[GRAD_OUTPUT] >= 0
         if self.spec.close == Close.AUTOCAST:
             over = torch.where(self.region > 0, self.region != region, over)
@@ -280,6 +284,9 @@ class AmaxHistory(StatefulModule):
         Args:
             where: a boolean scalar tensor; the step stays open where it is False.
         """
+        if where is None and self._has_kernel:
+            self._close_by_kernel(over=True)
+            return
         ran = self.pending >= 0 if where is None else (self.pending >= 0) & where
         self.steps.add_(ran)
         shifted = torch.cat([self.pending[:, None], self.window[:, :-1]], dim=1)
@@ -293,6 +300,21 @@ class AmaxHistory(StatefulModule):
         self.amax.copy_(torch.where(ran, followed, self.amax))
         self.overflowed &= ~ran
         self.pending.copy_(torch.where(ran, EMPTY, self.pending))
+        self.unclosed_backwards = 0
+
+    @property
+    def _has_kernel(self) -> bool:
+        return self.spec.statistic != Statistic.MEAN and gpu.closes_steps(self.window)
+
+    def _close_by_kernel(self, *, over: tuple[Tensor, int] | bool) -> None:
+        """One launch for the twenty of :meth:`close`; ``over`` says when, as the kernel takes it."""
+        gpu.close_step(
+            *(self.window, self.amax, self.pending, self.overflowed, self.steps),
+            latest=self.spec.statistic == Statistic.LATEST,
+            interval=self.spec.update_interval,
+            backoff=self.spec.backoff,
+            over=over,
+        )
         self.unclosed_backwards = 0
 
     @torch.no_grad()

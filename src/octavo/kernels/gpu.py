@@ -7,13 +7,13 @@ Nothing here waits for the device. Triton is imported by the first call that nee
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels.cpu import DTYPES, ScaleRule
+from octavo.kernels.cpu import DTYPES, ScaleRule, is_traced
 from octavo.kernels.triton.launching import on_device_of
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerBlock, PerRow, PerTensor, Record
 from octavo.numerics.granularity import stacks
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cast",
+    "close_step",
+    "closes_steps",
     "decodes",
     "dequantize",
     "fake_quantize",
@@ -40,6 +42,7 @@ _MADE_FOR_THIS_TORCH = _INSTALLED and torch.version.hip is None  # once: no grap
 _FORMATS = {fmt.torch_dtype: fmt for fmt in (E4M3, E5M2)}
 _LARGEST_BLOCK = 128  # rows or columns that fit into a kernel's tile
 _LONGEST_ROW = 16384  # elements that stay in registers
+_LONGEST_WINDOW = 4096  # for three roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +239,19 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
 
     with on_device_of(seed):
         return values.random_bits(seed, count)
+
+
+def closes_steps(window: Tensor) -> bool:
+    """Whether :func:`close_step` can close the step of a window of amaxes."""
+    plain = window.is_cuda and _MADE_FOR_THIS_TORCH and window.shape[1] <= _LONGEST_WINDOW
+    return plain and not is_traced(window)
+
+
+def close_step(*state: Tensor, **options: Any) -> None:
+    """See :func:`octavo.kernels.triton.history.close_step`."""
+    from octavo.kernels.triton import history
+
+    history.close_step(*state, **options)
 
 
 def _kernels(

@@ -160,7 +160,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         if inside_backward() and self.last_recipe is not None:
             return self.last_recipe
         recipe = active_recipe(self.recipe)
-        if recipe is self.last_recipe or torch.compiler.is_compiling():  # a module's attributes are slow to set
+        if torch.compiler.is_compiling() or recipe is self.last_recipe:  # a module's attributes are slow to set
             return recipe
         if self.training or torch.is_grad_enabled():
             self.last_recipe = recipe
