@@ -206,13 +206,13 @@ def _describe(
             f"scaled_mm computes a @ b.T and needs equal K: a is {tuple(a.shape)}, b is {tuple(b.shape)}; "
             "pass b as [N, K]"
         )
+    if bias is not None:
+        check_float(bias, "bias")
     _check_devices(a, b, bias)
     if accumulate not in _ACCUMULATE:
         raise ConfigError(f"accumulate must be one of {', '.join(Accumulate)}, not {accumulate!r}")
-    if bias is not None:
-        check_float(bias, "bias")
-        if bias.shape != (b.shape[0],):
-            raise ConfigError(f"bias must have shape ({b.shape[0]},), not {tuple(bias.shape)}")
+    if bias is not None and bias.shape != (b.shape[0],):
+        raise ConfigError(f"bias must have shape ({b.shape[0]},), not {tuple(bias.shape)}")
     return MatmulProblem(
         m=a.shape[0],
         n=b.shape[0],

@@ -16,7 +16,8 @@ NAMES = [backend.name for backend in BACKENDS]
 
 @pytest.fixture
 def _fresh_record(monkeypatch):
-    monkeypatch.setattr(dispatch, "_record", {})
+    for known in ("_record", "_calls"):
+        monkeypatch.setattr(dispatch, known, {})
 
 
 def _quantized(rows: int, columns: int, **options) -> QuantizedTensor:
@@ -178,3 +179,29 @@ def test_tensors_whose_numbers_are_not_in_memory():
         assert torch.equal(octavo.fake_quantize(x, octavo.E4M3, granularity=granularity), plain.dequantize())
     product, biased = octavo.scaled_mm(one, one), octavo.scaled_mm(one, one, bias=negative)
     assert torch.equal(biased, product - 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"accumulate": "fp64"},
+        {"accumulate": []},
+        {"out_dtype": torch.float64},
+        {"out_dtype": {}},
+        {"bias": torch.zeros(3)},
+        {"bias": torch.zeros(2, dtype=torch.int32)},
+        {"bias": [0.0, 0.0]},
+    ],
+    ids=str,
+)
+def test_what_went_well_before_vouches_for_no_other_call(wrong):
+    a = octavo.quantize(torch.ones(2, 4), octavo.E4M3)
+    for _ in range(2):
+        scaled_mm(a, a, bias=torch.zeros(2), accumulate=Accumulate.FP32)
+    with pytest.raises(ConfigError):
+        scaled_mm(a, a, **wrong)
+    with pytest.raises(ConfigError):
+        scaled_mm(a, octavo.quantize(torch.ones(2, 5), octavo.E4M3))
+    matrix: Any = torch.ones(2, 4)
+    with pytest.raises(ConfigError):
+        scaled_mm(a, matrix)
