@@ -46,7 +46,7 @@ class InputOperands:
     """
 
     output: Operand
-    transposed: Operand | None = None
+    transposed: Kept | None = None
 
 
 def fp8_linear(
@@ -104,9 +104,9 @@ def _check_operands(operands: InputOperands, x: Tensor, recipe: Recipe, *, learn
     made, transposed = operands.output, operands.transposed
     made_by, wanted = recipe.output.a, recipe.grad_weight.b
     pairs = [("output", made, x.shape, made_by)]
-    if transposed is not None:
+    if isinstance(transposed, Operand):
         pairs.append(("transposed", transposed, x.t().shape, wanted))
-    elif learning and not _serves_both_ways(made, made_by, wanted):
+    elif transposed is None and learning and not _serves_both_ways(made, made_by, wanted):
         raise ConfigError(
             f"recipe {recipe.name!r} casts the input anew for grad_weight; give input_operands.transposed"
         )
@@ -400,7 +400,7 @@ def _input_operands(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) 
     return InputOperands(cast_operand(x, recipe.output.a, tap))
 
 
-def _transpose_of(inputs: InputOperands) -> Operand:
+def _transpose_of(inputs: InputOperands) -> Kept:
     return inputs.output.t() if inputs.transposed is None else inputs.transposed
 
 

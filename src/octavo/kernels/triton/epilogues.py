@@ -104,7 +104,7 @@ def cast_row(
 @triton.jit
 def cast_tile(
     y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-    found, known, column_amax, KNOWN: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSE: tl.constexpr,
+    found, known, column_amax, KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -127,17 +127,16 @@ def cast_tile(
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         _store_scale(transposed_scale + column, encode, (column < columns) & (row_tile == 0), E8M0)
         made = codes.code_from_number(y * encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
-    else:
+    elif DIRECT:
         encode = _block_encode_scale(
             y, output_scale, row, column_tile, rows, columns,
             MAX, MANTISSA, ROUNDING, FLOOR, MARGIN, E8M0, GROUPS, ROWS, COLUMNS,
         )  # fmt: skip
         made = codes.code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
-    if GROUPS != ROW:
+    if DIRECT and GROUPS != ROW:
         at = row[:, None].to(tl.int64) * columns + column[None, :]
         tl.store(output + at, made, mask=(row < rows)[:, None] & (column < columns)[None, :])
     if TRANSPOSE:
-        made = tl.trans(made)
         if GROUPS > ROW:
             turned = tl.trans(y)
             encode = _block_encode_scale(
@@ -146,6 +145,8 @@ def cast_tile(
             )  # fmt: skip
             infinite = codes.is_infinite(turned)
             made = codes.code_from_number(turned * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+        else:
+            made = tl.trans(made)
         at = column[:, None].to(tl.int64) * rows + row[None, :]
         tl.store(transposed + at, made, mask=(column < columns)[:, None] & (row < rows)[None, :])
 
