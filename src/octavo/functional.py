@@ -336,7 +336,8 @@ class _ScaledLinear(torch.autograd.Function):
         keep_operands(ctx, kept, tap.amaxes)
         ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return y
+        # A result that has a second name here takes zeros for its gradient in torch 2.11's graphs (pytorch 180642).
+        return y.view_as(y) if torch.compiler.is_compiling() else y
 
     @staticmethod
     @once_differentiable

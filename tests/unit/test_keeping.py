@@ -1,6 +1,7 @@
 """What backward makes again, as on a GPU, beside what it keeps, as on a CPU: the same bits."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,29 @@ def test_codes_that_outlive_the_call_are_not_made_again(made_again):
     x = torch.randn(64, 48, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None
+
+
+def _ready(compile_it: Callable[[nn.Module], Any]) -> Run:
+    """Calls what is made of a model that has its histories: a graph makes none."""
+    made: dict[nn.Module, Any] = {}
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        if model not in made:
+            model(torch.ones(1, 48))
+            octavo.update_scales(model)
+            made[model] = compile_it(model)
+        y: Tensor = made[model](x)
+        return y
+
+    return run
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_a_compiled_layer_makes_it_again_too(made_again, recipe):
+    made_again(True)
+    torch.compiler.reset()
+    expected = _training(recipe, torch.float32, _ready(lambda model: model))
+    found = _training(
+        recipe, torch.float32, _ready(lambda model: torch.compile(model, backend="aot_eager", fullgraph=True))
+    )
+    assert all(_same_bits(own, wanted) for own, wanted in zip(found, expected, strict=True))

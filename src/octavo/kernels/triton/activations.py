@@ -225,13 +225,13 @@ def cast_activation(
                 **shape,
             )
         if not by_row or cast.transpose:
-            _activation_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
+            _activation_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns, direct=cast.direct)](
                 *(x, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
                 GROUPS=launch.GROUPS,
                 DIRECT=cast.direct,
                 TRANSPOSE=cast.transpose,
                 **flags,
-                **epilogues.tile(launch.GROUPS),
+                **epilogues.tile(launch.GROUPS, direct=cast.direct),
             )
     return launch.made
 

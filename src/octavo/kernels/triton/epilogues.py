@@ -216,14 +216,17 @@ def row_launch(columns: int) -> dict[str, int]:
     return {"SIZE": size, "num_warps": max(1, min(32, size // 512))}
 
 
-def tile(groups: int) -> dict[str, int]:
-    """The tile of a program and its warps. 128 rows fill a line of the transpose; smaller blocks leave room for 64."""
-    if groups == 128:
+def tile(groups: int, *, direct: bool) -> dict[str, int]:
+    """The tile of a program and its warps. 128 rows fill a line of the transpose; smaller blocks leave room for 64.
+
+    Blocks of 128 along a row, which only ``direct`` codes have, need as many columns.
+    """
+    if groups == 128 and direct:
         return {"ROWS": 128, "COLUMNS": 128, "num_warps": 32}
-    return {"ROWS": 64 if groups > ROW else 128, "COLUMNS": 64, "num_warps": 8}
+    return {"ROWS": 64 if ROW < groups < 128 else 128, "COLUMNS": 64, "num_warps": 8}
 
 
-def tiles(groups: int, rows: int, columns: int) -> tuple[int]:
+def tiles(groups: int, rows: int, columns: int, *, direct: bool) -> tuple[int]:
     """How many tiles cover a matrix."""
-    shape = tile(groups)
+    shape = tile(groups, direct=direct)
     return (triton.cdiv(rows, shape["ROWS"]) * triton.cdiv(columns, shape["COLUMNS"]),)

@@ -195,14 +195,14 @@ def cast_norm(
             **epilogues.row_launch(columns),
         )
         if not by_row or cast.transpose:
-            _norm_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns)](
+            _norm_tiles_kernel[epilogues.tiles(launch.GROUPS, rows, columns, direct=cast.direct)](
                 *(x, *parameters, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
                 KNOWN=launch.KNOWN,
                 GROUPS=launch.GROUPS,
                 DIRECT=cast.direct,
                 TRANSPOSE=cast.transpose,
                 **flags,
-                **epilogues.tile(launch.GROUPS),
+                **epilogues.tile(launch.GROUPS, direct=cast.direct),
             )
     return launch.made, mean, rstd
 
