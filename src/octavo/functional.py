@@ -4,9 +4,11 @@ Forward casts input and weight and multiplies them. What backward needs is decid
 tensors but codes and scales, one byte an element. Where a recipe casts a tensor the same way for both of its GEMMs,
 and its scaling groups do not depend on the orientation, one cast serves both: three quantizations a step for a
 tensorwise recipe, not six.
+
+On a GPU, whose GEMM reads both operands along the dimension that it sums over, the transpose is other codes. Those of a
+weight are not kept: backward casts the weight again, which is there in any case.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +18,12 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
+from octavo.keeping import Kept, Later, keep_operands, kept_operands, operand_of
 from octavo.kernels import ScaleRule, high_precision_mm, quantize_and_measure, quantize_both_ways, scaled_mm
 from octavo.kernels.tracing import distinct
-from octavo.numerics import Accumulate, QuantizedTensor
+from octavo.numerics import Accumulate, PerTensor, QuantizedTensor, Record
 from octavo.numerics.cast import can_be_asked
-from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, Operand, Operands, RoleTap, inside_backward
+from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, Operand, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
 
 __all__ = [
@@ -29,8 +32,6 @@ __all__ = [
     "WeightOperands",
     "cast_operand",
     "fp8_linear",
-    "keep_operands",
-    "kept_operands",
     "multiply",
 ]
 
@@ -46,7 +47,7 @@ class InputOperands:
     """
 
     output: Operand
-    transposed: Operand | None = None
+    transposed: Kept | None = None
 
 
 def fp8_linear(
@@ -105,9 +106,9 @@ def _check_operands(operands: InputOperands, x: Tensor, recipe: Recipe, *, learn
     made, transposed = operands.output, operands.transposed
     made_by, wanted = recipe.output.a, recipe.grad_weight.b
     pairs = [("output", made, x.shape, made_by)]
-    if transposed is not None:
+    if isinstance(transposed, Operand):
         pairs.append(("transposed", transposed, x.t().shape, wanted))
-    elif learning and not _serves_both_ways(made, made_by, wanted):
+    elif transposed is None and learning and not _serves_both_ways(made, made_by, wanted):
         raise ConfigError(
             f"recipe {recipe.name!r} casts the input anew for grad_weight; give input_operands.transposed"
         )
@@ -158,6 +159,38 @@ def _options(spec: CastSpec, tap: RoleTap) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class TransposeAgain:
+    """Casts the transpose of a matrix that was cast, and measured, before."""
+
+    spec: CastSpec
+
+    def make(self, *tensors: Tensor | None) -> Operand:
+        """The operand, of the matrix and of the amax that its scale is made from; None measures the matrix again."""
+        matrix, amax = tensors
+        assert matrix is not None
+        options = _options(self.spec, RoleTap()) | {"amax": amax}
+        return quantize_and_measure(matrix.t(), **options, into=Record())[0]
+
+
+def _cast_weight(weight: Tensor, spec: CastSpec, wanted: CastSpec, tap: RoleTap) -> tuple[Operand, Later]:
+    """The right operand of the output GEMM, cast as ``spec``, and grad_input's, to be cast as ``wanted``.
+
+    One scale for all of an unchanged weight is made of one amax, so that it is not measured twice: a delayed scale's is
+    given, a dynamic scale's is recorded, unless the layer's history takes the record.
+    """
+    amax = tap.amax if wanted.scaling == Scaling.DELAYED else None
+    dynamic = wanted == spec and wanted.scaling == Scaling.DYNAMIC and isinstance(wanted.granularity, PerTensor)
+    if dynamic and tap.pending is None:
+        amax = tap.pending = torch.zeros((), dtype=torch.float32, device=weight.device)
+    return cast_operand(weight, spec, tap), Later(TransposeAgain(wanted), (weight, amax))
+
+
+def transposes_are_copies(matrix: Tensor) -> bool:
+    """Whether a matrix' codes and those of its transpose are apart; elsewhere one is a view of the other."""
+    return matrix.is_cuda
+
+
 class WeightOperands:
     """A weight as ``recipe``'s operands, each cast when it is first asked for and kept.
 
@@ -165,26 +198,30 @@ class WeightOperands:
         weight: [N, K] in high precision, or codes that are held instead of it and stay what they are.
         recipe: the casts.
         tap: for casts of a weight in high precision.
+        again: keep the weight itself for grad_input, if it has a cast of its own, and cast it again in backward.
     """
 
-    def __init__(self, weight: Operand, recipe: Recipe, tap: RoleTap | None = None) -> None:
+    def __init__(self, weight: Operand, recipe: Recipe, tap: RoleTap | None = None, *, again: bool = False) -> None:
         self._weight, self._recipe, self._tap = weight, recipe, RoleTap() if tap is None else tap
+        self._again = again
         self._output: Operand | None = None
-        self._grad_input: Operand | None = None
+        self._grad_input: Kept | None = None
 
     def output(self, *, and_kept: bool = False) -> Operand:
         """The right operand of the output GEMM, [N, K]; ``and_kept`` says that :meth:`kept` will be asked too."""
         if self._output is None:
-            weight, spec = self._weight, self._recipe.output.b
+            weight, spec, wanted = self._weight, self._recipe.output.b, self._recipe.grad_input.b
             if isinstance(weight, QuantizedTensor):
                 self._output = weight
+            elif and_kept and self._again and spec is not None and wanted is not None:
+                self._output, self._grad_input = _cast_weight(weight, spec, wanted, self._tap)
             elif and_kept:
-                self._output, self._grad_input = _cast_both_ways(weight, spec, self._recipe.grad_input.b, self._tap)
+                self._output, self._grad_input = _cast_both_ways(weight, spec, wanted, self._tap)
             else:
                 self._output = cast_operand(weight, spec, self._tap)
         return self._output
 
-    def kept(self) -> tuple[Operand, bool]:
+    def kept(self) -> tuple[Kept, bool]:
         """What grad_input's GEMM needs of the weight, and whether it is still to be transposed to [K, N]."""
         output, wanted = self.output(and_kept=True), self._recipe.grad_input.b
         if self._grad_input is None:
@@ -283,18 +320,21 @@ class _ScaledLinear(torch.autograd.Function):
             weight_tap.pending = None
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
             input_tap.nonfinite = weight_tap.nonfinite = None
-        weights = WeightOperands(weight, recipe, weight_tap) if weight_operands is None else weight_operands
+        again = transposes_are_copies(weight) and tap.watch is None  # whoever watches sees what backward will multiply
+        weights = weight_operands
+        if weights is None:
+            weights = WeightOperands(weight, recipe, weight_tap, again=again)
         inputs = input_operands or _input_operands(x, recipe, input_tap, learning=needs_grad_weight)
         emulate = recipe.emulate_tensor_cores
         right = weights.output(and_kept=needs_grad_input)
         y = multiply(inputs.output, right, recipe.output, x.dtype, emulate=emulate, bias=bias)
-        kept: list[Operand | None] = [None, None]
+        kept: list[Kept | None] = [None, None]
         if needs_grad_input:
             kept[0], ctx.transpose_weight = weights.kept()
         if needs_grad_weight:
             kept[1] = _transpose_of(inputs)
         if tap.watch is not None:
-            tap.watch.forward(recipe, x, weight, (inputs.output, right), (kept[0], kept[1]))
+            tap.watch.forward(recipe, x, weight, (inputs.output, right), (_watched(kept[0]), _watched(kept[1])))
         keep_operands(ctx, kept, tap.amaxes)
         ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -308,24 +348,29 @@ class _ScaledLinear(torch.autograd.Function):
         (weight_t, input_t), amaxes = kept_operands(ctx)
         tap = replace(ctx.tap, amaxes=amaxes).of(GRAD_OUTPUT)
         emulate = recipe.emulate_tensor_cores
-        grad_input = grad_weight = grad_bias = None
-        grad_operand, grad_t = _grad_operands(grad_output, recipe, tap, weight_t is not None, input_t is not None)
+        grad_input = grad_weight = grad_bias = to_input = to_weight = None
+        left, left_t = _grad_operands(grad_output, recipe, tap, weight_t is not None, input_t is not None)
         if weight_t is not None:
-            if ctx.transpose_weight:
-                weight_t = weight_t.t()
-            grad_input = multiply(grad_operand, weight_t, recipe.grad_input, input_dtype, emulate=emulate)
+            right = operand_of(weight_t)
+            to_input = left, right.t() if ctx.transpose_weight else right
+            grad_input = multiply(*to_input, recipe.grad_input, input_dtype, emulate=emulate)
+            del right
+        del left
+        if ctx.tap.watch is None:
+            to_input = None  # its codes make room for grad_weight
         if input_t is not None:
-            grad_weight = multiply(grad_t, input_t, recipe.grad_weight, weight_dtype, emulate=emulate)
+            to_weight = left_t, operand_of(input_t)
+            grad_weight = multiply(*to_weight, recipe.grad_weight, weight_dtype, emulate=emulate)
         if ctx.tap.watch is not None:
-            to_input, to_weight = _pair(grad_operand, weight_t), _pair(grad_t, input_t)
             ctx.tap.watch.backward(recipe, grad_output, to_input, to_weight)
         if ctx.needs_input_grad[2]:
             grad_bias = grad_output.sum(dim=0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _pair(left: Operand, right: Operand | None) -> Operands | None:
-    return None if right is None else (left, right)
+def _watched(kept: Kept | None) -> Operand | None:
+    assert not isinstance(kept, Later), "where a layer is watched, nothing is made again"
+    return kept
 
 
 def multiply(
@@ -357,7 +402,7 @@ def _input_operands(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) 
     return InputOperands(cast_operand(x, recipe.output.a, tap))
 
 
-def _transpose_of(inputs: InputOperands) -> Operand:
+def _transpose_of(inputs: InputOperands) -> Kept:
     return inputs.output.t() if inputs.transposed is None else inputs.transposed
 
 
@@ -375,30 +420,3 @@ def _grad_operands(
 def _serves_both_ways(operand: Operand | None, made_by: CastSpec | None, wanted: CastSpec | None) -> bool:
     """Whether ``operand``'s codes, transposed, are those of the transpose cast as ``wanted``."""
     return isinstance(operand, QuantizedTensor) and made_by == wanted and operand.granularity.orientation_free
-
-
-def keep_operands(ctx: Any, operands: Sequence[Operand | None], amaxes: Tensor | None) -> None:
-    """Save operands for backward as plain tensors, which activation checkpointing and saved-tensor hooks see."""
-    tensors: list[Tensor | None] = [amaxes]
-    ctx.layouts = []
-    for operand in operands:
-        if isinstance(operand, QuantizedTensor):
-            tensors += [operand.data, operand.scale]
-            ctx.layouts.append((operand.granularity, operand.hp_dtype))
-        else:
-            tensors += [operand, None]
-            ctx.layouts.append(None)
-    ctx.save_for_backward(*tensors)
-
-
-def kept_operands(ctx: Any) -> tuple[list[Operand | None], Tensor | None]:
-    """What :func:`keep_operands` saved."""
-    amaxes, *pairs = ctx.saved_tensors
-    operands: list[Operand | None] = []
-    for layout, data, scale in zip(ctx.layouts, pairs[::2], pairs[1::2], strict=True):
-        if layout is None:
-            operands.append(data)
-        else:
-            granularity, hp_dtype = layout
-            operands.append(QuantizedTensor(data, scale, granularity, hp_dtype))
-    return operands, amaxes

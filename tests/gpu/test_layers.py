@@ -114,6 +114,21 @@ def batch(*, broken: bool = False) -> tuple[Tensor, Tensor]:
     return x.to(devices.DEVICE, torch.bfloat16), grad.to(devices.DEVICE, torch.bfloat16)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_between_forward_and_backward_a_layer_keeps_the_codes_of_its_input_alone(recipe):
+    layer = ready(recipe)
+    x, grad = batch()
+    layer(x.requires_grad_()).backward(grad)
+    before = torch.cuda.memory_allocated()
+    y = layer(x)
+    kept = torch.cuda.memory_allocated() - before
+    assert y.nbytes + x.numel() <= kept < y.nbytes + x.numel() + layer.weight.numel()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(grad)
+
+
 def without_waiting(run: Callable[[], object]) -> None:
     """Raises where Python would wait for the device."""
     torch.cuda.synchronize()

@@ -14,6 +14,7 @@ ROWS = (
     "kernels",
     "recipes",
     "observers",
+    "keeping",
     "functional",
     "context",
     "nn",

@@ -68,6 +68,18 @@ def assert_operands_of(
         assert found.amax == wanted.amax
 
 
+def amax_of(made: CastResult, cast: ResultCast) -> Tensor | None:
+    """What a cast of the same tensor is given so that it need not measure again."""
+    return made.measurement().amax if isinstance(cast.granularity, PerTensor) else None
+
+
+def assert_same_transpose(made: CastResult, wanted: CastResult, cast: ResultCast) -> None:
+    (_, ours), (_, theirs) = (each.operands(cast, torch.bfloat16, None) for each in (made, wanted))
+    assert ours is not None
+    assert theirs is not None
+    assert_same(ours, theirs)
+
+
 def assert_same(made: QuantizedTensor, wanted: QuantizedTensor) -> None:
     assert made.data.dtype is wanted.data.dtype
     assert torch.equal(made.scale.cpu(), wanted.scale.cpu())

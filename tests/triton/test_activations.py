@@ -1,5 +1,7 @@
 """Activations with the cast of their result against torch, cast by octavo.numerics; gradients against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from octavo.kernels import fused
 from octavo.kernels.result_cast import CastResult
 from octavo.nn.activations import ACTIVATIONS
-from tests.triton.fused_casts import CASTS, assert_operands_of, cast_by_torch
+from tests.triton.fused_casts import CASTS, amax_of, assert_operands_of, assert_same_transpose, cast_by_torch
 
 FUNCTIONS = {
     "gelu": "gelu",
@@ -46,6 +48,17 @@ def test_codes_of_functions_that_torch_computes_alike(
 ) -> None:
     x = _input(name, device, dtype)
     assert_operands_of(_made(name, x, cast), ACTIVATIONS[name](x).cpu(), CASTS[cast])
+
+
+@OVERFLOWS
+@pytest.mark.parametrize("cast", [name for name, cast in CASTS.items() if cast.transpose])
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_the_transpose_by_itself_is_that_of_both(name: str, cast: str, device: torch.device) -> None:
+    x, gated = _input(name, device, torch.bfloat16), ACTIVATIONS[name].gated
+    both, alone = _made(name, x, cast), replace(CASTS[cast], direct=False)
+    made = fused.cast_activation(x, FUNCTIONS[name], alone, gated=gated, amax=amax_of(both, alone))
+    assert made.codes.numel() == 0
+    assert_same_transpose(made, both, alone)
 
 
 @OVERFLOWS

@@ -1,5 +1,7 @@
 """Norms with the cast of their result against the norm in torch, cast by octavo.numerics; gradients against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch.nn import functional as F
 
 from octavo.kernels import fused
 from octavo.kernels.result_cast import NormSpec
-from tests.triton.fused_casts import CASTS, assert_operands_of
+from tests.triton.fused_casts import CASTS, amax_of, assert_operands_of, assert_same_transpose
 
 KINDS = {
     "rmsnorm": NormSpec(layer=False, eps=1e-5, zero_centered=False),
@@ -50,6 +52,17 @@ def _exact(x: Tensor, gain: Tensor, bias: Tensor | None, spec: NormSpec) -> Tens
     if spec.layer:
         return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)
     return F.rms_norm(x, x.shape[-1:], weight, spec.eps)
+
+
+@pytest.mark.parametrize("cast", [name for name, cast in CASTS.items() if cast.transpose])
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm, zero-centred"])
+def test_the_transpose_by_itself_is_that_of_both(kind: str, cast: str, device: torch.device) -> None:
+    spec, alone = KINDS[kind], replace(CASTS[cast], direct=False)
+    inputs = _inputs(device, torch.bfloat16, layer=spec.layer)
+    both, *_ = fused.cast_norm(*inputs, spec, CASTS[cast], handed_on=torch.bfloat16)
+    made, *_ = fused.cast_norm(*inputs, spec, alone, handed_on=torch.bfloat16, amax=amax_of(both, alone))
+    assert made.codes.numel() == 0
+    assert_same_transpose(made, both, alone)
 
 
 @pytest.mark.parametrize("cast", CASTS)

@@ -156,7 +156,8 @@ def _as_arguments(cast: ResultCast) -> tuple[object, ...]:
     """A cast as the last arguments of :data:`_CAST`."""
     rule, e8m0, propagate = cast.rule, cast.scale_format == E8M0, cast.nonfinite == Nonfinite.PROPAGATE
     numbers = (str(rule.rounding), rule.amax_floor, rule.margin)
-    return (cast.format.torch_dtype, granularity_as_list(cast.granularity), *numbers, e8m0, propagate, cast.transpose)
+    groups = granularity_as_list(cast.granularity)
+    return (cast.format.torch_dtype, groups, *numbers, e8m0, propagate, cast.direct, cast.transpose)
 
 
 def _from_arguments(  # noqa: PLR0917 (an operator's schema)
@@ -167,6 +168,7 @@ def _from_arguments(  # noqa: PLR0917 (an operator's schema)
     margin: int,
     e8m0: bool,
     propagate: bool,
+    direct: bool,
     transpose: bool,
 ) -> ResultCast:
     return ResultCast(
@@ -175,6 +177,7 @@ def _from_arguments(  # noqa: PLR0917 (an operator's schema)
         rule=ScaleRule(ScaleRounding(rounding), amax_floor, margin),
         scale_format=E8M0 if e8m0 else FP32,
         nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
+        direct=direct,
         transpose=transpose,
     )
 
@@ -266,7 +269,7 @@ def _register(name: str, schema: str, run: Callable[..., Any], shapes: Callable[
 
 _CAST = (
     "Tensor? amax, Tensor? scale, ScalarType dtype, int[] granularity, str rounding, float amax_floor, int margin, "
-    "bool e8m0, bool propagate, bool transpose"
+    "bool e8m0, bool propagate, bool direct, bool transpose"
 )
 _NORM = "Tensor x, Tensor gain, Tensor? bias, bool layer, float eps, bool zero_centered, ScalarType handed_on"
 _MADE = "Tensor, Tensor, Tensor, Tensor, Tensor"

@@ -39,6 +39,7 @@ class ResultCast:
         rule: how amaxes become scales.
         scale_format: FP32 or E8M0.
         nonfinite: what an infinite element becomes.
+        direct: whether the result itself is cast.
         transpose: whether the transpose [H, R] is cast too, by the same rules.
     """
 
@@ -47,13 +48,14 @@ class ResultCast:
     rule: ScaleRule
     scale_format: Format = FP32
     nonfinite: Nonfinite = Nonfinite.PROPAGATE
+    direct: bool = True
     transpose: bool
 
 
 class CastResult(NamedTuple):
     """What a fused kernel writes instead of its result."""
 
-    codes: Tensor  # [R, H], the format's dtype
+    codes: Tensor  # [R, H], the format's dtype; [0, 0] if not asked for
     scale: Tensor  # the granularity's shape; not written where one was given
     transposed: Tensor  # [H, R]; [0, 0] if not asked for
     transposed_scale: Tensor
@@ -77,8 +79,9 @@ class CastResult(NamedTuple):
 
 def new_result(x: Tensor, columns: int, cast: ResultCast) -> CastResult:
     """Memory for a result with this many columns."""
-    shape = torch.Size([x.shape[0], columns])
-    turned = torch.Size([columns, x.shape[0]]) if cast.transpose else torch.Size([0, 0])
+    nothing = torch.Size([0, 0])
+    shape = torch.Size([x.shape[0], columns]) if cast.direct else nothing
+    turned = torch.Size([columns, x.shape[0]]) if cast.transpose else nothing
     scale_dtype = torch.uint8 if cast.scale_format == E8M0 else torch.float32
     scales = [x.new_empty(cast.granularity.scale_shape(size), dtype=scale_dtype) for size in (shape, turned)]
     codes = [x.new_empty(size, dtype=cast.format.torch_dtype) for size in (shape, turned)]

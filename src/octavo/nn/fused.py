@@ -2,13 +2,15 @@
 
 ``norm_then_linear`` is ``linear(norm(x))`` and ``activation_then_linear`` is ``linear(activation(x))``. Where a kernel
 takes them (:func:`unfused_reason` says why not), the result of the norm or activation is cast before it leaves the
-kernel: only its codes reach memory, and x is what the backward pass keeps. The linear layer is given a *placeholder*, a
-tensor of the result's shape and dtype that holds no values and no memory; it takes the gradient and is never read.
+kernel: only its codes reach memory, and x is what the backward pass keeps: the transpose that the weight's gradient
+needs is cast then, by the same amax. The linear layer is given a *placeholder*, a tensor of the result's shape and
+dtype that holds no values and no memory; it takes the gradient and is never read.
 
 Recipe, scales, histories, counts and hooks are those of the two layers one after the other.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.functional import InputOperands
+from octavo.keeping import Later
 from octavo.kernels import ScaleRule, fused
 from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast
 from octavo.nn.activations import ACTIVATIONS
 from octavo.nn.linear import Linear, autocast_dtype
 from octavo.nn.norms import LayerNorm, RMSNorm
 from octavo.numerics import PerTensor
-from octavo.observers import RoleTap, inside_backward
+from octavo.observers import Operand, RoleTap, inside_backward
 from octavo.recipes import CastSpec, Recipe, Scaling
 
 __all__ = ["activation_then_linear", "norm_then_linear", "unfused_reason"]
@@ -59,14 +62,15 @@ def norm_then_linear(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
     weight, bias = norm.weight, norm.bias if isinstance(norm, LayerNorm) else None
     spec = NormSpec(layer=isinstance(norm, LayerNorm), eps=norm.eps, zero_centered=norm.zero_centered)
 
-    def make(amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
+    def make(cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
         made: tuple[Tensor, ...] = _CastNorm.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, spec, plan.cast, plan.handed_on, amax, scale
+            x, weight, bias, spec, cast, plan.handed_on, amax, scale
         )
         return made
 
     learns = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    return _multiply(linear, plan, make, learns=learns)
+    again = Later(_NormAgain(spec, _alone(plan.cast), plan.handed_on), (x, weight, bias)) if learns else None
+    return _multiply(linear, plan, make, again)
 
 
 def activation_then_linear(activation: str, linear: nn.Module, x: Tensor) -> Tensor:
@@ -77,13 +81,14 @@ def activation_then_linear(activation: str, linear: nn.Module, x: Tensor) -> Ten
         y: Tensor = linear(ACTIVATIONS[activation](x))
         return y
 
-    def make(amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
+    def make(cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
         made: tuple[Tensor, ...] = _CastActivation.apply(  # type: ignore[no-untyped-call]
-            x, _FUNCTION[activation], gated, plan.cast, amax, scale
+            x, _FUNCTION[activation], gated, cast, amax, scale
         )
         return made
 
-    return _multiply(linear, plan, make, learns=x.requires_grad)
+    again = Later(_ActivationAgain(_FUNCTION[activation], gated, _alone(plan.cast)), (x,)) if x.requires_grad else None
+    return _multiply(linear, plan, make, again)
 
 
 def unfused_reason(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves: int = 1) -> str | None:
@@ -165,26 +170,86 @@ def _result_cast(spec: CastSpec, *, transpose: bool) -> ResultCast:
 def _multiply(
     linear: nn.Module,
     plan: _Plan,
-    make: Callable[[Tensor | None, Tensor | None], tuple[Tensor, ...]],
-    *,
-    learns: bool,
+    make: Callable[[ResultCast, Tensor | None, Tensor | None], tuple[Tensor, ...]],
+    again: Later | None,
 ) -> Tensor:
-    """``linear`` of the placeholder and the operands that ``make`` makes with the layer's scales."""
+    """``linear`` of the placeholder and the operands that ``make`` makes with the layer's scales.
+
+    ``again`` makes the transpose's operand in backward, of what is kept there; None if nothing is.
+    """
     assert isinstance(linear, Linear)
     recipe, spec, cast, handed_on = plan
+    later = again if cast.transpose else None
+    now = cast if later is None else replace(cast, transpose=False)
 
     def cast_input(tap: RoleTap) -> tuple[Tensor, InputOperands]:
         amax = tap.amax if spec.scaling == Scaling.DELAYED else None
         scale = tap.scale if spec.scaling == Scaling.STATIC else None
-        placeholder, *written = make(amax, scale)
+        placeholder, *written = make(now, amax, scale)
         made = CastResult(*written)
+        found = made.measurement()
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
             tap.nonfinite = None
         with torch.no_grad():
-            tap.record(placeholder, made.measurement())
-        return placeholder, InputOperands(*made.operands(cast, handed_on, scale))
+            tap.record(placeholder, found)
+        output, transposed = made.operands(now, handed_on, scale)
+        if later is None:
+            return placeholder, InputOperands(output, transposed)
+        if amax is None and isinstance(spec.granularity, PerTensor):
+            amax = found.amax
+        tensors = (*later.tensors, amax, scale)
+        return placeholder, InputOperands(output, Later(later.maker, tuple(map(_detached, tensors))))
 
-    return linear.forward_cast(recipe, cast_input, learns=learns)
+    return linear.forward_cast(recipe, cast_input, learns=again is not None)
+
+
+def _alone(cast: ResultCast) -> ResultCast:
+    """The cast of the transpose by itself."""
+    return replace(cast, direct=False)
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _NormAgain:
+    norm: NormSpec
+    cast: ResultCast
+    handed_on: torch.dtype
+
+    def make(self, *tensors: Tensor | None) -> Operand:
+        x, gain, bias, amax, scale = tensors
+        assert x is not None
+        assert gain is not None
+        rows, bias = _rows(x), None if bias is None else bias.contiguous()
+        made, *_ = fused.cast_norm(
+            rows, gain.contiguous(), bias, self.norm, self.cast, handed_on=self.handed_on, amax=amax, scale=scale
+        )
+        return _transposed(made, self.cast, self.handed_on, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _ActivationAgain:
+    function: str
+    gated: bool
+    cast: ResultCast
+
+    def make(self, *tensors: Tensor | None) -> Operand:
+        x, amax, scale = tensors
+        assert x is not None
+        made = fused.cast_activation(_rows(x), self.function, self.cast, gated=self.gated, amax=amax, scale=scale)
+        return _transposed(made, self.cast, x.dtype, scale)
+
+
+def _transposed(made: CastResult, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None) -> Operand:
+    _, operand = made.operands(cast, hp_dtype, scale)
+    assert operand is not None
+    return operand
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -205,7 +270,7 @@ class _CastNorm(torch.autograd.Function):
         amax: Tensor | None,
         scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        rows, gain = x.reshape(-1, x.shape[-1]).contiguous(), gain.contiguous()
+        rows, gain = _rows(x), gain.contiguous()
         bias = None if bias is None else bias.contiguous()
         made, mean, rstd = fused.cast_norm(rows, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale)
         ctx.save_for_backward(rows, gain, mean, rstd)
@@ -238,7 +303,7 @@ class _CastActivation(torch.autograd.Function):
         amax: Tensor | None,
         scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = _rows(x)
         made = fused.cast_activation(rows, function, cast, gated=gated, amax=amax, scale=scale)
         ctx.save_for_backward(rows)
         ctx.function, ctx.gated, ctx.shape = function, gated, x.shape

@@ -162,6 +162,8 @@ class MultiheadAttention(nn.Module):
         if rotations is not None:
             rows = _rows(rotations, 0 if cache is None else cache.position, x.shape[1])
             queries, keys = rotate(queries, *rows), rotate(keys, *rows)
+            if values.requires_grad:  # kept as a part of the projection, they would keep all of it
+                values = values.contiguous()
         if cache is not None:
             keys, values = (stored.to(queries.dtype) for stored in cache.append(keys, values))
         attended = self.attention(queries, keys, values, padding=padding, mask=mask)

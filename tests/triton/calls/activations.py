@@ -1,5 +1,7 @@
 """Activations with the cast of their result, and their backward."""
 
+from dataclasses import replace
+
 import torch
 
 from octavo.kernels import fused
@@ -25,6 +27,10 @@ CALLS = {
     "swiglu, rowwise": lambda: _cast("silu", ROW),
     "swiglu, rowwise, fp32": lambda: _cast("silu", ROW, dtype=torch.float32),
     "swiglu, blockwise": lambda: _cast("silu", BLOCK),
+    "swiglu, tensorwise, transpose": lambda: _cast("silu", replace(TENSOR, direct=False), amax=True),
+    "swiglu, rowwise, transpose": lambda: _cast("silu", replace(ROW, direct=False)),
+    "swiglu, blockwise, transpose": lambda: _cast("silu", replace(BLOCK, direct=False)),
+    "swiglu, mxfp8, transpose": lambda: _cast("silu", replace(MX, direct=False)),
     "swiglu, mxfp8": lambda: _cast("silu", MX),
     "geglu, tensorwise": lambda: _cast("gelu", TENSOR),
     "geglu_tanh, rowwise": lambda: _cast("gelu_tanh", ROW),

@@ -1,5 +1,7 @@
 """Norms with the cast of their result, and their backward."""
 
+from dataclasses import replace
+
 import torch
 
 from octavo.formats import E4M3, E8M0
@@ -42,6 +44,8 @@ def _backward(columns: int, layer: bool, dtype: torch.dtype = torch.bfloat16):
 
 CALLS = {
     "rmsnorm, tensorwise": lambda: _rms(TENSOR),
+    "rmsnorm, blockwise, transpose": lambda: _rms(replace(BLOCK, direct=False)),
+    "rmsnorm, rowwise, transpose": lambda: _rms(replace(ROW, direct=False)),
     "rmsnorm, tensorwise, fp32": lambda: _rms(TENSOR, dtype=torch.float32),
     "rmsnorm, delayed": lambda: _rms(TENSOR, amax=True),
     "rmsnorm, rowwise": lambda: _rms(ROW),

@@ -100,7 +100,9 @@ def test_what_stands_between_is_never_made(recipe: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x)
     wide = [t for t in kept if t.dtype is torch.float32 and t.shape in {(6, 40), (6, 48)}]
-    assert [t.data_ptr() for t in wide] == [x.data_ptr()]  # the norm's input, not its result, nor the activation's
+    assert {t.data_ptr() for t in wide} == {x.data_ptr()}  # the norm's input, not its result, nor the activation's
+    narrow = {tuple(t.shape) for t in kept if t.itemsize == 1}
+    assert not narrow & {(6, 40), (40, 6), (6, 48), (48, 6)}  # nor their codes, which are made again
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

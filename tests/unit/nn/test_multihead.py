@@ -216,3 +216,18 @@ def test_a_refused_call_leaves_the_cache_as_it_was(wrong):
     assert cache.position == 3
     again = layer(x[:, 3:], cache=cache)
     assert_close(torch.cat([first, again], dim=1), layer(x), relative=2e-6)
+
+
+def test_queries_and_keys_are_not_kept_as_they_were_before_rotation():
+    attention = MultiheadAttention(32, 4, num_kv_heads=2, recipe="bf16")
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return tensor
+
+    table = octavo.nn.rotary_table(8, 5)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention(torch.randn(2, 5, 32), rotations=table)
+    assert 2 * 5 * 2 * 8 in kept  # the values by themselves
+    assert 2 * 5 * (4 + 2 + 2) * 8 not in kept  # not as a part of the projection

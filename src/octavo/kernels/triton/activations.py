@@ -11,7 +11,8 @@ x's dtype where the unfused layer rounds: after f, and after the product; then c
 | in blocks along K       | (not run)                    | codes in both orientations    | 4 + 1 + 1            |
 
 Bytes are those of an element of y. An activation followed by its cast would write and read y besides. Without the
-transpose, which only a weight's gradient needs, a cast per row ends with the first kernel.
+transpose, which only a weight's gradient needs, a cast per row ends with the first kernel. In training octavo.nn.fused
+asks for the transpose by itself, in backward, which reads x once more and keeps no byte.
 """
 
 import torch
@@ -140,7 +141,8 @@ def _activation_rows_kernel(
 @triton.jit
 def _activation_tiles_kernel(
     x, output, output_scale, transposed, transposed_scale, found, known, column_amax, rows, columns,
-    NAME: tl.constexpr, GATED: tl.constexpr, KNOWN: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSE: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr,
+    KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -162,7 +164,7 @@ def _activation_tiles_kernel(
         epilogues.add_to_found(found, amax, count)
     epilogues.cast_tile(
         y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-        found, known, column_amax, KNOWN, GROUPS, TRANSPOSE,
+        found, known, column_amax, KNOWN, GROUPS, DIRECT, TRANSPOSE,
         MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -219,7 +221,7 @@ def cast_activation(
                     columns,
                     rows_each,
                 ),
-                CAST_ROWS=by_row,
+                CAST_ROWS=by_row and cast.direct,
                 COLUMN_AMAX=by_row and cast.transpose,
                 **flags,
                 **shape,
@@ -227,12 +229,13 @@ def cast_activation(
         if not by_row or cast.transpose:
             launching.launch(
                 _activation_tiles_kernel,
-                epilogues.tiles(launch.GROUPS, rows, columns),
+                epilogues.tiles(launch.GROUPS, rows, columns, direct=cast.direct),
                 *(x, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
                 GROUPS=launch.GROUPS,
+                DIRECT=cast.direct,
                 TRANSPOSE=cast.transpose,
                 **flags,
-                **epilogues.tile(launch.GROUPS),
+                **epilogues.tile(launch.GROUPS, direct=cast.direct),
             )
     return launch.made
 

@@ -104,7 +104,7 @@ def cast_row(
 @triton.jit
 def cast_tile(
     y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-    found, known, column_amax, KNOWN: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSE: tl.constexpr,
+    found, known, column_amax, KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -127,17 +127,16 @@ def cast_tile(
         encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         _store_scale(transposed_scale + column, encode, (column < columns) & (row_tile == 0), E8M0)
         made = codes.code_from_number(y * encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
-    else:
+    elif DIRECT:
         encode = _block_encode_scale(
             y, output_scale, row, column_tile, rows, columns,
             MAX, MANTISSA, ROUNDING, FLOOR, MARGIN, E8M0, GROUPS, ROWS, COLUMNS,
         )  # fmt: skip
         made = codes.code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
-    if GROUPS != ROW:
+    if DIRECT and GROUPS != ROW:
         at = row[:, None].to(tl.int64) * columns + column[None, :]
         tl.store(output + at, made, mask=(row < rows)[:, None] & (column < columns)[None, :])
     if TRANSPOSE:
-        made = tl.trans(made)
         if GROUPS > ROW:
             turned = tl.trans(y)
             encode = _block_encode_scale(
@@ -146,6 +145,8 @@ def cast_tile(
             )  # fmt: skip
             infinite = codes.is_infinite(turned)
             made = codes.code_from_number(turned * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+        else:
+            made = tl.trans(made)
         at = column[:, None].to(tl.int64) * rows + row[None, :]
         tl.store(transposed + at, made, mask=(column < columns)[:, None] & (row < rows)[None, :])
 
@@ -215,14 +216,17 @@ def row_launch(columns: int) -> dict[str, int]:
     return {"SIZE": size, "num_warps": max(1, min(32, size // 512))}
 
 
-def tile(groups: int) -> dict[str, int]:
-    """The tile of a program and its warps. 128 rows fill a line of the transpose; smaller blocks leave room for 64."""
-    if groups == 128:
+def tile(groups: int, *, direct: bool) -> dict[str, int]:
+    """The tile of a program and its warps. 128 rows fill a line of the transpose; smaller blocks leave room for 64.
+
+    Blocks of 128 along a row, which only ``direct`` codes have, need as many columns.
+    """
+    if groups == 128 and direct:
         return {"ROWS": 128, "COLUMNS": 128, "num_warps": 32}
-    return {"ROWS": 64 if groups > ROW else 128, "COLUMNS": 64, "num_warps": 8}
+    return {"ROWS": 64 if ROW < groups < 128 else 128, "COLUMNS": 64, "num_warps": 8}
 
 
-def tiles(groups: int, rows: int, columns: int) -> tuple[int]:
+def tiles(groups: int, rows: int, columns: int, *, direct: bool) -> tuple[int]:
     """How many tiles cover a matrix."""
-    shape = tile(groups)
+    shape = tile(groups, direct=direct)
     return (launching.ceil_div(rows, shape["ROWS"]) * launching.ceil_div(columns, shape["COLUMNS"]),)

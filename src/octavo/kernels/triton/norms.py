@@ -100,7 +100,7 @@ def _norm_rows_kernel(
 def _norm_tiles_kernel(
     x, gain, bias, mean, rstd, output, output_scale, transposed, transposed_scale, found, known, column_amax,
     rows, columns, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HANDED_ON: tl.constexpr,
-    KNOWN: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSE: tl.constexpr,
+    KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -119,7 +119,7 @@ def _norm_tiles_kernel(
     y = tl.where(inside, codes.round_to(y, HANDED_ON).to(tl.float32), 0.0)
     epilogues.cast_tile(
         y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-        found, known, column_amax, KNOWN, GROUPS, TRANSPOSE,
+        found, known, column_amax, KNOWN, GROUPS, DIRECT, TRANSPOSE,
         MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -191,7 +191,7 @@ def cast_norm(
             (launching.ceil_div(rows, rows_each),),
             *(x, *parameters, *launch.outputs[:2], launch.made.found, launch.column_amax),
             *(rows, columns, norm.eps, rows_each),
-            CAST_ROWS=by_row,
+            CAST_ROWS=by_row and cast.direct,
             COLUMN_AMAX=by_row and cast.transpose,
             **flags,
             **epilogues.row_launch(columns),
@@ -199,13 +199,14 @@ def cast_norm(
         if not by_row or cast.transpose:
             launching.launch(
                 _norm_tiles_kernel,
-                epilogues.tiles(launch.GROUPS, rows, columns),
+                epilogues.tiles(launch.GROUPS, rows, columns, direct=cast.direct),
                 *(x, *parameters, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
                 KNOWN=launch.KNOWN,
                 GROUPS=launch.GROUPS,
+                DIRECT=cast.direct,
                 TRANSPOSE=cast.transpose,
                 **flags,
-                **epilogues.tile(launch.GROUPS),
+                **epilogues.tile(launch.GROUPS, direct=cast.direct),
             )
     return launch.made, mean, rstd
 

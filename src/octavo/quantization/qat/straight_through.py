@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.functional import WeightOperands, cast_operand, keep_operands, kept_operands, multiply
+from octavo.functional import WeightOperands, cast_operand, multiply
+from octavo.keeping import keep_operands, kept_operands, operand_of
 from octavo.kernels import high_precision_mm
 from octavo.kernels.tracing import distinct
 from octavo.numerics import QuantizedTensor, ScaleRounding
@@ -136,7 +137,7 @@ class _StraightThrough(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kept, _ = kept_operands(ctx)
-        right, left, x, x_clipped, weight_clipped = kept
+        right, left, x, x_clipped, weight_clipped = (None if each is None else operand_of(each) for each in kept)
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         for_input, for_weight, for_scale = ctx.wanted
         grad_x = grad_weight = grad_bias = grad_scale = None
