@@ -207,6 +207,31 @@ def test_a_step_leaves_no_gradient(session):
     assert all(x.grad is None for x in inputs.items)
 
 
+def test_a_step_that_fails_leaves_no_gradient_to_those_who_share_its_weight(session):
+    module = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    inputs, grads = (session.rotation(make, 1) for make in (lambda: leaf(session, 2, 8), lambda: session.randn(2, 4)))
+
+    class Failing(torch.autograd.Function):
+        """Its input's gradient needs more memory than there is."""
+
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, grad):
+            assert module.weight.grad is not None
+            raise torch.cuda.OutOfMemoryError("no memory")
+
+    def run(x):
+        return module(Failing.apply(x))
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        TrainingStep(run, list(module.parameters()), inputs, grads)()
+    assert module.weight.grad is None
+    assert module.bias.grad is None
+
+
 def test_contestants_of_a_training_step_share_every_tensor(session):
     model = random_llama(session)
     copied = training.sharing_copy(model)

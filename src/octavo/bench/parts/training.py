@@ -43,9 +43,11 @@ class _Step:
 
     def __call__(self) -> None:
         tokens = self.batches()
-        token_loss(self.model(tokens[:, :-1]), tokens[:, 1:]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            token_loss(self.model(tokens[:, :-1]), tokens[:, 1:]).backward()
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
 
 
 def measure(session: Session) -> Iterator[Section]:
