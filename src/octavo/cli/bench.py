@@ -123,10 +123,7 @@ def _write(report: Report, folder: Path) -> None:
         written.append(".html")
     except ConfigError as error:
         stderr().print(str(error), markup=False, soft_wrap=True)
-    met = sum(verdict.is_met for verdict in report.verdicts)
-    line = (
-        f"{met} of {len(report.verdicts)} bars met, {len(report.failures)} not measured; {path}: {', '.join(written)}"
-    )
+    line = f"{report.tally}, {len(report.failures)} not measured; {path}: {', '.join(written)}"
     stdout().print(line, markup=False, soft_wrap=True)
 
 

@@ -39,7 +39,11 @@ SECTION = Section(
 def report() -> Report:
     parts = [
         PartRecord(name="casts", seconds=3.0, sections=[SECTION]),
-        PartRecord(name="layer", failure=Failure(name="layer", reason="interrupted")),
+        PartRecord(
+            name="layer",
+            failure=Failure(name="layer", reason="interrupted"),
+            owed=(Verdict(claim="a layer's memory", bar=0.75, at_most=True, reason="interrupted"),),
+        ),
     ]
     return Report(
         facts={"device": "H200"}, command="octavo bench", is_rehearsal=False, measured="2026-01-02", parts=parts
@@ -67,6 +71,37 @@ def test_calls_are_joined_a_part_at_a_time(report):
     assert titles == {"card": ["later"], "casts": ["Casts"], "layer": [], "x": []}
     assert (both.command, both.measured) == ("one; two", "2026-01-03")
     assert joined([report]) == report
+
+
+def test_a_bar_that_one_call_judged_counts_once_and_judged(report):
+    """Where it stands in a table, and where its table was not come to; the last judgement counts."""
+    bars = [Verdict(claim=claim, bar=0.5, reason="no time was left for it") for claim in "abcd"]
+    a, b, c, d = bars
+    one = part(
+        "casts", replace(SECTION, verdicts=(replace(a, found=0.4), replace(c, found=0.4), replace(d, found=1.0)))
+    )
+    two = part("casts", replace(SECTION, verdicts=(a, replace(d, found=0.1))))
+    two.owed = (b, c)
+    three = part("casts")  # left out
+    three.owed = tuple(bars)
+    both = joined([replace(report, parts=[each]) for each in (one, two, three)])
+    assert [(verdict.claim, verdict.found) for verdict in both.verdicts] == [
+        ("a", 0.4),
+        ("d", 0.1),
+        ("b", None),
+        ("c", 0.4),
+    ]
+    assert both.tally == "0 of 4 bars met, 1 not judged"
+    assert joined([replace(report, parts=[each]) for each in (two, one)]).tally == "1 of 3 bars met"
+    assert two.owed == (b, c), "what is joined stays what it was"
+
+
+def test_a_bar_of_another_part_is_another_bar(report):
+    bar = Verdict(claim="a", bar=0.5, reason="no time")
+    left = part("layer")
+    left.owed = (bar,)
+    judged = part("casts", replace(SECTION, verdicts=(replace(bar, found=1.0),)))
+    assert joined([replace(report, parts=[judged, left])]).tally == "1 of 2 bars met, 1 not judged"
 
 
 def test_results_of_two_machines_are_not_joined(report):
@@ -99,7 +134,7 @@ def test_a_bar_is_reached_from_its_side(found, bar, at_most, word):
 
 def test_the_heading_says_whose_the_bars_are_where_the_card_is_another(report):
     assert "The bars are" not in markdown(report)
-    assert "1 of 2 bars met. The bars are an H200's; this is an H100." in markdown(
+    assert "1 of 3 bars met, 1 not judged. The bars are an H200's; this is an H100." in markdown(
         replace(report, facts={"device": "H100"})
     )
 
@@ -107,7 +142,8 @@ def test_the_heading_says_whose_the_bars_are_where_the_card_is_another(report):
 def test_markdown_has_the_table_the_bars_and_what_is_missing(report):
     text = markdown(report)
     assert "| timed | speed |\n| --- | --- |\n| a <cast> | 1/2 GB/s |\n\nA note." in text
-    assert "1 of 2 bars met." in text
+    assert "1 of 3 bars met, 1 not judged." in text
+    assert "- not judged: a layer's memory (at most 0.75): interrupted" in text
     assert "- missed: memory: 0.80 (at most 0.75)" in text
     assert "- Casts: b: BackendError: no" in text
     assert "- part: layer: interrupted" in text
@@ -126,6 +162,7 @@ def test_the_page_holds_everything_and_loads_nothing(report):
     assert "a &lt;cast&gt;" in html
     assert "BackendError: no" in html
     assert 'src="http' not in html
+    assert [html.count(f'<li class="{word}">') for word in ("met", "missed", "not-judged")] == [1, 1, 1]
     assert html.count("Plotly.newPlot") >= 1
 
 

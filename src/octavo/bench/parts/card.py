@@ -22,11 +22,19 @@ FP8 = {True: "FP8, fast accumulation", False: "FP8, torch._scaled_mm's own accum
 
 def measure(session: Session) -> Iterator[Section]:
     """Copy bandwidth, then the GEMM ceilings; both are kept for later parts."""
+    yield _memory(session)
+    session.forget()
+    yield _ceilings(session)
+
+
+def _memory(session: Session) -> Section:
     copied = session.compare({COPY: _copy(session)}, kernels=True)
     if COPY in copied.seconds:
         session.speeds["copy"] = speed(copied, COPY)
-    yield section_of("Memory", copied, notes=["Bytes read and bytes written, together."])
-    session.forget()
+    return section_of("Memory", copied, notes=["Bytes read and bytes written, together."])
+
+
+def _ceilings(session: Session) -> Section:
     entered = {BF16: _product(session, _bf16)}
     entered |= {name: _product(session, partial(_fp8, fast=fast)) for fast, name in FP8.items()}
     products = session.compare(entered, kernels=True)
@@ -36,7 +44,7 @@ def measure(session: Session) -> Iterator[Section]:
         session.speeds["fp8"] = max(found)
     side = session.sizes.ceiling
     note = "One scale a tensor, BF16 results. The faster of the two FP8 figures is the ceiling of what follows."
-    yield section_of(f"GEMM, {side}³", products, base=BF16, notes=[note])
+    return section_of(f"GEMM, {side}³", products, base=BF16, notes=[note])
 
 
 def driver_version() -> str:
