@@ -1,6 +1,6 @@
 """What a benchmark found: sections with a table, numbers, bars and what failed; as data that JSON holds.
 
-A report is written again from its JSON alone, so that a page can be drawn on a machine that has what draws it.
+A report is drawn again from its JSON alone (bench/reading.py), on a machine that has what draws it.
 """
 
 import json
@@ -8,12 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError, DataError
+from octavo.errors import ConfigError
 
-__all__ = ["Chart", "Failure", "PartRecord", "Report", "Section", "Verdict", "joined", "load_report", "result_name"]
+__all__ = ["Chart", "Failure", "PartRecord", "Report", "Section", "Verdict", "joined", "result_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,20 +191,6 @@ class Report:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
-def load_report(path: Path) -> Report:
-    """A report from the JSON it wrote.
-
-    Raises:
-        DataError: the file is no such report.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        parts = [_part(part) for part in raw.pop("parts")]
-        return Report(**raw, parts=parts)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no result of octavo bench: {error}") from error
-
-
 def joined(reports: Sequence[Report]) -> Report:
     """One report of what was measured in several calls; of a part that several have, the last that found anything.
 
@@ -248,30 +233,6 @@ def _judged(part: PartRecord, judged: Mapping[tuple[str, str], Verdict]) -> Part
 
     sections = [replace(section, verdicts=known(section.verdicts)) for section in part.sections]
     return replace(part, sections=sections, owed=known(part.owed))
-
-
-def _part(raw: dict[str, Any]) -> PartRecord:
-    failure, sections, owed = raw.pop("failure"), raw.pop("sections"), raw.pop("owed", ())
-    return PartRecord(
-        **raw,
-        sections=[_section(section) for section in sections],
-        failure=None if failure is None else Failure(**failure),
-        owed=tuple(Verdict(**verdict) for verdict in owed),
-    )
-
-
-def _section(raw: dict[str, Any]) -> Section:
-    chart = raw.pop("chart")
-    return Section(
-        title=raw["title"],
-        columns=tuple(raw["columns"]),
-        rows=tuple(tuple(row) for row in raw["rows"]),
-        notes=tuple(raw["notes"]),
-        chart=None if chart is None else Chart(**chart),
-        verdicts=tuple(Verdict(**verdict) for verdict in raw["verdicts"]),
-        failures=tuple(Failure(**failure) for failure in raw["failures"]),
-        raw=raw["raw"],
-    )
 
 
 def result_name(theme: str, hardware: str, day: str) -> str:

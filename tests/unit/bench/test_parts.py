@@ -1,5 +1,6 @@
 """Every part on the CPU with tiny shapes: what is in its tables, and that what could not be measured is known."""
 
+import os
 import statistics
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,24 @@ def test_every_part_runs_where_nothing_is_timed(part, session):
 def test_the_card_tells_later_parts_what_it_reaches(session):
     list(PARTS[0].measure(session))
     assert session.speeds.keys() == {"copy", "bf16", "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("echo 570.1; echo 570.1", "570.1"),
+        ("exit 9", "unknown"),
+        ("exec sleep 60", "unknown: nvidia-smi did not answer in 0.2 s"),
+        (None, "unknown: nvidia-smi cannot be run: Exec format error"),
+    ],
+)
+def test_a_driver_that_does_not_answer_is_unknown(answer, wanted, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_bytes(b"\x7fELF no program" if answer is None else f"#!/bin/sh\n{answer}\n".encode())
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(card, "ANSWERS_WITHIN", 0.2 if "sleep" in str(answer) else 20.0)
+    assert card.driver_version() == wanted
 
 
 def titles(session, name):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from octavo.bench.reading import load_report
 from octavo.bench.render import markdown, page
 from octavo.bench.results import (
     Chart,
@@ -14,11 +15,10 @@ from octavo.bench.results import (
     Section,
     Verdict,
     joined,
-    load_report,
     result_name,
 )
 from octavo.bench.session import failure_of
-from octavo.errors import ConfigError, DataError
+from octavo.errors import ConfigError
 
 SECTION = Section(
     title="Casts",
@@ -108,14 +108,6 @@ def test_results_of_two_machines_are_not_joined(report):
     other = replace(report, facts={"device": "H100"})
     with pytest.raises(ConfigError, match="these differ: device H100"):
         joined([report, other])
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"parts": [{}]}', '{"parts": [], "facts": {}, "more": 1}'])
-def test_other_files_are_refused(text, tmp_path):
-    path = tmp_path / "r.json"
-    path.write_text(text)
-    with pytest.raises(DataError, match="no result of octavo bench"):
-        load_report(path)
 
 
 @pytest.mark.parametrize(

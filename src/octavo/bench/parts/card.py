@@ -17,6 +17,7 @@ from octavo.kernels import quantize
 __all__ = ["driver_version", "measure"]
 
 COPY, BF16 = "copy", "bf16, torch.mm"
+ANSWERS_WITHIN = 20.0  # seconds
 FP8 = {True: "FP8, fast accumulation", False: "FP8, torch._scaled_mm's own accumulation"}
 
 
@@ -48,12 +49,17 @@ def _ceilings(session: Session) -> Section:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver, as nvidia-smi tells it."""
+    """Of NVIDIA's driver, as nvidia-smi tells it; "unknown" where it does not, or not in time."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "unknown"
     asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=20)
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=ANSWERS_WITHIN)
+    except subprocess.TimeoutExpired:
+        return f"unknown: nvidia-smi did not answer in {ANSWERS_WITHIN:g} s"
+    except OSError as error:
+        return f"unknown: nvidia-smi cannot be run: {error.strerror}"
     return done.stdout.strip().split("\n")[0] or "unknown"
 
 
