@@ -57,7 +57,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 1080px; 
 table { border-collapse: collapse; font-size: 14px; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 10px; border-bottom: 1px solid #e2dfd8; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
-.met { color: #15803d; } .missed { color: #b91c1c; } .plot { height: 420px; }
+.met { color: #15803d; } .missed { color: #b91c1c; } .not-judged { color: #64748b; } .plot { height: 420px; }
 .wide { overflow-x: auto; } h2 { margin-top: 48px; }
 """
 
@@ -84,10 +84,9 @@ def markdown(report: Report) -> str:
 
 
 def _heading(report: Report) -> str:
-    met = sum(verdict.is_met for verdict in report.verdicts)
     device, bars_for = report.facts["device"], THEMES[report.theme].bars_for
     other = "" if bars_for in device or report.is_rehearsal else f" The bars are an {bars_for}'s; this is an {device}."
-    return f"{met} of {len(report.verdicts)} bars met.{other}"
+    return f"{report.tally}.{other}"
 
 
 def _summary(report: Report) -> Iterator[str]:
@@ -130,8 +129,7 @@ def page(report: Report) -> str:
     warning = f"<p><strong>{escape(REHEARSED.replace('*', ''))}</strong></p>" if report.is_rehearsal else ""
     facts = "".join(f"<li>{escape(name)}: {escape(fact)}</li>" for name, fact in report.facts.items())
     bars = "".join(
-        f'<li class="{"met" if verdict.is_met else "missed"}">{escape(str(verdict))}</li>'
-        for verdict in report.verdicts
+        f'<li class="{verdict.word.replace(" ", "-")}">{escape(str(verdict))}</li>' for verdict in report.verdicts
     )
     missing = "".join(
         f"<li>{escape(where)}: {escape(failure.name)}: {escape(failure.reason)}</li>"

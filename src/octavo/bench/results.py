@@ -1,19 +1,18 @@
 """What a benchmark found: sections with a table, numbers, bars and what failed; as data that JSON holds.
 
-A report is written again from its JSON alone, so that a page can be drawn on a machine that has what draws it.
+A report is drawn again from its JSON alone (bench/reading.py), on a machine that has what draws it.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError, DataError
+from octavo.errors import ConfigError
 
-__all__ = ["Chart", "Failure", "PartRecord", "Report", "Section", "Verdict", "joined", "load_report", "result_name"]
+__all__ = ["Chart", "Failure", "PartRecord", "Report", "Section", "Verdict", "joined", "result_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,26 +20,42 @@ class Verdict:
     """A bar, and what was found.
 
     Attributes:
-        claim: what is judged.
-        found: the figure.
+        claim: what is judged; a bar is known by it.
+        found: the figure; None where the bar could not be judged.
         bar: the figure to reach.
         at_most: whether it is to stay below.
+        by: whose figure it is; "" where the claim says so.
+        reason: why the bar could not be judged.
     """
 
     claim: str
-    found: float
+    found: float | None = None
     bar: float
     at_most: bool = False
+    by: str = ""
+    reason: str = ""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is a figure."""
+        return self.found is not None
 
     @property
     def is_met(self) -> bool:
         """Whether the bar is reached."""
-        return self.found <= self.bar if self.at_most else self.found >= self.bar
+        return self.found is not None and (self.found <= self.bar if self.at_most else self.found >= self.bar)
+
+    @property
+    def word(self) -> str:
+        """For a reader."""
+        return ("met" if self.is_met else "missed") if self.is_judged else "not judged"
 
     def __str__(self) -> str:
-        sign = "at most" if self.at_most else "at least"
-        word = "met" if self.is_met else "missed"
-        return f"{word}: {self.claim}: {self.found:.2f} ({sign} {self.bar:.2f})"
+        wanted = f"{'at most' if self.at_most else 'at least'} {self.bar:.2f}"
+        if self.found is None:
+            return f"{self.word}: {self.claim} ({wanted}): {self.reason}"
+        by = f" ({self.by})" if self.by else ""
+        return f"{self.word}: {self.claim}{by}: {self.found:.2f} ({wanted})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +122,19 @@ class PartRecord:
         seconds: how long it took.
         sections: what it found, as far as it came.
         failure: what ended it early, or None.
+        owed: the bars of sections that it did not come to.
     """
 
     name: str
     seconds: float = 0.0
     sections: list[Section] = field(default_factory=list)
     failure: Failure | None = None
+    owed: tuple[Verdict, ...] = ()
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Every bar, judged or not."""
+        return [*(verdict for section in self.sections for verdict in section.verdicts), *self.owed]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,8 +161,21 @@ class Report:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Every bar judged."""
-        return [verdict for part in self.parts for section in part.sections for verdict in section.verdicts]
+        """Every bar, judged or not."""
+        return [verdict for part in self.parts for verdict in part.verdicts]
+
+    @property
+    def tally(self) -> str:
+        """How many bars are met, of how many.
+
+        Example:
+            >>> part = PartRecord(name="layer", owed=(Verdict(claim="memory", bar=0.75, reason="no time"),))
+            >>> Report(facts={"device": "H200"}, command="", is_rehearsal=False, parts=[part]).tally
+            '0 of 1 bars met, 1 not judged'
+        """
+        met = sum(verdict.is_met for verdict in self.verdicts)
+        unjudged = sum(not verdict.is_judged for verdict in self.verdicts)
+        return f"{met} of {len(self.verdicts)} bars met" + (f", {unjudged} not judged" if unjudged else "")
 
     @property
     def failures(self) -> list[tuple[str, Failure]]:
@@ -156,22 +191,10 @@ class Report:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
-def load_report(path: Path) -> Report:
-    """A report from the JSON it wrote.
-
-    Raises:
-        DataError: the file is no such report.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        parts = [_part(part) for part in raw.pop("parts")]
-        return Report(**raw, parts=parts)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no result of octavo bench: {error}") from error
-
-
 def joined(reports: Sequence[Report]) -> Report:
     """One report of what was measured in several calls; of a part that several have, the last that found anything.
+
+    A bar that it could not judge is judged as the last call that could.
 
     Raises:
         ConfigError: they come from different hardware or versions.
@@ -184,38 +207,32 @@ def joined(reports: Sequence[Report]) -> Report:
     for part in (part for report in reports for part in report.parts):
         if part.sections or part.name not in parts:
             parts[part.name] = part
+    judged = {
+        (part.name, verdict.claim): verdict
+        for report in reports
+        for part in report.parts
+        for verdict in part.verdicts
+        if verdict.is_judged
+    }
     return Report(
         facts=first.facts,
         command="; ".join(dict.fromkeys(report.command for report in reports)),
         is_rehearsal=any(report.is_rehearsal for report in reports),
         measured=max(report.measured for report in reports),
-        parts=list(parts.values()),
+        parts=[_judged(part, judged) for part in parts.values()],
         is_interrupted=any(report.is_interrupted for report in reports),
         theme=first.theme,
     )
 
 
-def _part(raw: dict[str, Any]) -> PartRecord:
-    failure, sections = raw.pop("failure"), raw.pop("sections")
-    return PartRecord(
-        **raw,
-        sections=[_section(section) for section in sections],
-        failure=None if failure is None else Failure(**failure),
-    )
+def _judged(part: PartRecord, judged: Mapping[tuple[str, str], Verdict]) -> PartRecord:
+    """The part, each bar that it could not judge as another call did."""
 
+    def known(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+        return tuple(each if each.is_judged else judged.get((part.name, each.claim), each) for each in verdicts)
 
-def _section(raw: dict[str, Any]) -> Section:
-    chart = raw.pop("chart")
-    return Section(
-        title=raw["title"],
-        columns=tuple(raw["columns"]),
-        rows=tuple(tuple(row) for row in raw["rows"]),
-        notes=tuple(raw["notes"]),
-        chart=None if chart is None else Chart(**chart),
-        verdicts=tuple(Verdict(**verdict) for verdict in raw["verdicts"]),
-        failures=tuple(Failure(**failure) for failure in raw["failures"]),
-        raw=raw["raw"],
-    )
+    sections = [replace(section, verdicts=known(section.verdicts)) for section in part.sections]
+    return replace(part, sections=sections, owed=known(part.owed))
 
 
 def result_name(theme: str, hardware: str, day: str) -> str:

@@ -9,10 +9,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 __all__ = ["Clock", "Ratio", "interleaved", "never", "ratio", "wall_clock"]
 
 Clock = Callable[[Callable[[], object]], float]  # runs something and says how many seconds it took
+Run = TypeVar("Run", bound=Callable[[], object])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,11 @@ def never() -> bool:
 
 
 def interleaved(
-    contestants: Mapping[str, Callable[[], object]],
+    contestants: Mapping[str, Run],
     *,
     rounds: int,
     warmup: int = 1,
-    clock: Clock = wall_clock,
+    clock: Callable[[Run], float] = wall_clock,
     late: Callable[[], bool] = never,
 ) -> dict[str, list[float]]:
     """Seconds of every contestant in every round; a round runs each once, in turn.

@@ -7,14 +7,15 @@ Ctrl-C: what is finished is kept, the rest is named.
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
 
+from octavo.bench.bars import still_owed
 from octavo.bench.parts import accumulation, card, casts, decoding, gemms, layer, linears, training
-from octavo.bench.results import Failure, PartRecord, Report, Section
+from octavo.bench.results import Failure, PartRecord, Report, Section, Verdict
 from octavo.bench.session import OutOfTimeError, Session, failure_of
 from octavo.errors import ConfigError
 from octavo.training.facts import own_version
@@ -22,6 +23,7 @@ from octavo.training.facts import own_version
 __all__ = ["PARTS", "Part", "Progress", "check_parts", "facts", "run"]
 
 LEAST = 0.2  # of a part's share: with less left it is not begun
+NOT_MADE = "no section of its part came to it"
 
 Progress = Callable[[str, str], None]  # told the part and what it does
 
@@ -34,23 +36,25 @@ class Part:
         name: the word that selects it.
         measure: finds its sections, one after the other.
         share: of the whole time.
+        bars: what its sections judge when nothing fails.
     """
 
     name: str
     measure: Callable[[Session], Iterator[Section]]
     share: float
+    bars: Callable[[Session], Sequence[Verdict]] = lambda _: ()
 
 
 # Those with a bar come first. Most of the time goes into building: a second or more for each kernel of Triton's
-# (about forty in "casts"), half a minute for each layer and recipe that torch.compile compiles.
+# (nearly fifty in "casts"), half a minute for each layer and recipe that torch.compile compiles.
 PARTS = (
     Part("card", card.measure, 0.05),
     Part("accumulation", accumulation.measure, 0.05),
-    Part("casts", casts.measure, 0.14),
-    Part("linears", linears.measure, 0.17),
-    Part("layer", layer.measure, 0.23),
-    Part("decoding", decoding.measure, 0.20),
-    Part("training", training.measure, 0.11),
+    Part("casts", casts.measure, 0.14, casts.bars),
+    Part("linears", linears.measure, 0.17, linears.bars),
+    Part("layer", layer.measure, 0.23, layer.bars),
+    Part("decoding", decoding.measure, 0.20, decoding.bars),
+    Part("training", training.measure, 0.11, training.bars),
     Part("gemms", gemms.measure, 0.05),
 )
 
@@ -72,7 +76,7 @@ def run(
         only: the names of the parts to run, "card" with them; empty for all.
         on_progress: told what is being done.
         on_begin: told in a line which part begins, and how much time it has.
-        on_part: given the report after every part.
+        on_part: given the report after every part, the parts to come left out.
 
     Returns:
         The report; after Ctrl-C, with what was finished by then.
@@ -81,6 +85,7 @@ def run(
         ConfigError: a part that does not exist.
     """
     chosen = check_parts(only)
+    bars = {part.name: part.bars(session) for part in chosen}
     report = Report(facts=facts(session), command=_command(session, seconds, only), is_rehearsal=not session.on_gpu)
     began = time.monotonic()
     whole, used = sum(part.share for part in chosen), 0.0
@@ -90,17 +95,20 @@ def run(
         deadline = began + seconds * used / whole
         left = deadline - time.monotonic()
         if left < LEAST * seconds * part.share / whole:
-            report.parts.append(_left_out(part, "the parts before it had used the time"))
+            report.parts.append(_left_out(part, bars, "the parts before it had used the time"))
             continue
         session.deadline = deadline
         on_begin(f"{part.name}, {left:.0f} s at most")
         record = PartRecord(name=part.name)
         report.parts.append(record)
         report.is_interrupted = _run_part(part, session, record)
+        reason = record.failure.reason if record.failure is not None else NOT_MADE
+        record.owed = still_owed(bars[part.name], record.verdicts, reason)
         if report.is_interrupted:
-            report.parts += [_left_out(other, "interrupted") for other in chosen[index + 1 :]]
+            report.parts += [_left_out(other, bars, "interrupted") for other in chosen[index + 1 :]]
             break
-        on_part(report)
+        rest = [_left_out(other, bars, "not come to") for other in chosen[index + 1 :]]
+        on_part(replace(report, parts=[*report.parts, *rest]))  # whatever ends the process, all bars are counted
     return report
 
 
@@ -147,8 +155,9 @@ def _run_part(part: Part, session: Session, record: PartRecord) -> bool:
     return False
 
 
-def _left_out(part: Part, reason: str) -> PartRecord:
-    return PartRecord(name=part.name, failure=Failure(name=part.name, reason=f"left out, {reason}"))
+def _left_out(part: Part, bars: Mapping[str, Sequence[Verdict]], reason: str) -> PartRecord:
+    failure = Failure(name=part.name, reason=f"left out, {reason}")
+    return PartRecord(name=part.name, failure=failure, owed=still_owed(bars[part.name], (), failure.reason))
 
 
 def facts(session: Session) -> dict[str, str]:

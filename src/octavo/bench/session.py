@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from typing import Any, Generic, TypeVar, cast
 
@@ -34,6 +35,7 @@ FOLDERS = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/")
 NO_TIME = "no time was left for it"
 
 T = TypeVar("T")
+R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -66,7 +68,7 @@ class Comparison:
         entered: those that ran.
         runs: their calls.
         seconds: of one call, by name and round.
-        failures: those that did not.
+        failures: those that did not, or not to the end.
     """
 
     entered: Mapping[str, Contestant]
@@ -119,17 +121,37 @@ class Session:
             raise OutOfTimeError(f"its time was over before {what} and what follows")
 
     def compare(self, entered: Mapping[str, Contestant], *, kernels: bool = False) -> Comparison:
-        """Build contestants, as many as there is time for, and time them in turn.
+        """Build contestants, as many as there is time for, and time them in turn; who fails drops out, whenever it is.
 
         Args:
             entered: by name; the most important ones first.
             kernels: time the GPU's work alone, without the launches.
         """
-        runs: dict[str, Callable[[], object]] = {}
+        clock = self.clocks[kernels]
+        entrants, failures = self._built(entered)
+        try:
+            for entrant in entrants:
+                took = entrant.timed(clock)
+                entrant.calls = self._calls(took) if entrant.failure is None else 1
+            gc.collect()
+            gc.freeze()  # what was built is not looked through again after every round
+            in_turn = {entrant.name: entrant for entrant in entrants}
+            seconds = interleaved(
+                in_turn, rounds=self.sizes.rounds, clock=lambda entrant: entrant.timed(clock), late=self.is_late
+            )
+        finally:
+            gc.unfreeze()
+        failures += [entrant.failure for entrant in entrants if entrant.failure is not None]
+        runs = {entrant.name: entrant.run for entrant in entrants if entrant.run is not None}
+        each = {name: [found / in_turn[name].calls for found in seconds[name]] for name in runs}
+        return Comparison({name: entered[name] for name in runs}, runs, each, tuple(failures))
+
+    def _built(self, entered: Mapping[str, Contestant]) -> "tuple[list[_Entrant], list[Failure]]":
+        """Those that ran once, and why the others did not; in a session that builds ahead, no entrant."""
+        entrants: list[_Entrant] = []
         failures: list[Failure] = []
         now = time.monotonic()
         builds_until = now + BUILDING_SHARE * (self.deadline - now)
-        clock = self.clocks[kernels]
         for name, entry in entered.items():
             if self.prebuilds is not None and (not next(self.prebuilds) or entry.is_tuned):
                 continue
@@ -137,23 +159,24 @@ class Session:
                 failures.append(Failure(name=name, reason=NO_TIME))
                 continue
             self.on_progress(name)
+            entrant = _build(name, entry)
+            if isinstance(entrant, Failure):
+                failures.append(entrant)
+                gc.collect()
+            elif self.prebuilds is None:
+                entrants.append(entrant)
+        return entrants, failures
+
+    def look_at_each(self, runs: Mapping[str, R], look: Callable[[R], T]) -> tuple[dict[str, T], tuple[Failure, ...]]:
+        """What a look at contestants that were timed finds, and at which it failed."""
+        found: dict[str, T] = {}
+        failures: list[Failure] = []
+        for name, run in runs.items():
             try:
-                run = entry.build()
-                run()
-                if self.prebuilds is None:
-                    runs[name] = run
+                found[name] = look(run)
             except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
                 failures.append(failure_of(name, error))
-        calls = {name: self._calls(clock(run)) for name, run in runs.items()}
-        repeated = {name: _repeated(run, calls[name]) for name, run in runs.items()}
-        gc.collect()
-        gc.freeze()  # what was built is not looked through again after every round
-        try:
-            seconds = interleaved(repeated, rounds=self.sizes.rounds, clock=clock, late=self.is_late)
-        finally:
-            gc.unfreeze()
-        each = {name: [found / calls[name] for found in times] for name, times in seconds.items()}
-        return Comparison({name: entered[name] for name in runs}, runs, each, tuple(failures))
+        return found, tuple(failures)
 
     def _calls(self, seconds: float) -> int:
         return max(1, min(MOST_CALLS, math.ceil(self.sizes.aim / max(seconds, 1e-9))))
@@ -262,9 +285,55 @@ def failure_of(name: str, error: Exception) -> Failure:
     return Failure(name=name, reason=FOLDERS.sub("", reason), trace=FOLDERS.sub("", trace))
 
 
-def _repeated(run: Callable[[], object], calls: int) -> Callable[[], object]:
-    def again() -> None:
-        for _ in range(calls):
-            run()
+class _Entrant:
+    """A contestant that was built. Its first error ends it: what it had built is let go, and it does nothing any more.
 
-    return again
+    Contestants of a table are there at the same time, so the memory of one that has failed is what the others may need.
+
+    Args:
+        name: the contestant's.
+        run: a call.
+
+    Attributes:
+        run: a call; None once it has failed.
+        calls: in a round.
+        failure: its error, or None.
+    """
+
+    def __init__(self, name: str, run: Callable[[], object]) -> None:
+        self.name, self.calls = name, 1
+        self.run: Callable[[], object] | None = run
+        self.failure: Failure | None = None
+
+    def __call__(self) -> None:
+        """The calls of a round, untimed."""
+        self.timed(wall_clock)
+
+    def timed(self, clock: Clock) -> float:
+        """Seconds of the calls of a round; NaN where it has failed."""
+        if self.run is None:
+            return math.nan
+        try:
+            return clock(partial(_repeat, self.run, self.calls))
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
+            self.failure = failure_of(self.name, error)
+        self.run = None
+        gc.unfreeze()  # the error is gone here, and with it the frames that held tensors
+        gc.collect()
+        gc.freeze()
+        return math.nan
+
+
+def _build(name: str, entry: Contestant) -> "_Entrant | Failure":
+    """Built and called once; a function of its own, so that nothing keeps what one that failed had made."""
+    try:
+        run = entry.build()
+        run()
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
+        return failure_of(name, error)
+    return _Entrant(name, run)
+
+
+def _repeat(run: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        run()

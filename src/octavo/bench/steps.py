@@ -43,10 +43,12 @@ class TrainingStep:
         self.run, self.parameters, self.inputs, self.grads = run, parameters, inputs, grads
 
     def __call__(self) -> None:
-        """One step."""
+        """One step; no gradient stays, even of one that fails, since others may share the parameters."""
         x = self.inputs()
-        self.run(x).backward(self.grads())
-        self._drop(x)
+        try:
+            self.run(x).backward(self.grads())
+        finally:
+            self._drop(x)
 
     def kept(self, session: Session) -> int:
         """Bytes between forward and backward."""

@@ -4,15 +4,16 @@ The results are written after every part, so that whatever ends the command, wha
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from octavo.bench import PARTS, Session, hopper_session, rehearsal_session, run
+from octavo.bench.reading import load_report
 from octavo.bench.render import markdown, page
-from octavo.bench.results import Report, joined, load_report, result_name
+from octavo.bench.results import PartRecord, Report, joined, result_name
 from octavo.bench.runner import check_parts, facts
 from octavo.bench.session import share_out
 from octavo.cli.console import stderr, stdout
@@ -64,10 +65,13 @@ def bench_hopper(
         stdout().print(markdown(report), markup=False, soft_wrap=True)
         stdout().print(REHEARSED, markup=False, soft_wrap=True)
         return
-    folder = _writable(out)
     if redraw:
-        _write(joined([load_report(path) for path in redraw]), folder)
+        given = {path: _own_report(path) for path in redraw}
+        report, folder = joined(list(given.values())), _writable(out)
+        _refuse_to_replace(report, given, folder)
+        _write(report, folder)
         return
+    folder = _writable(out)
     session = hopper_session()
     _refuse_to_overwrite(session, folder)
     _measured(session, only, seconds, folder)
@@ -109,8 +113,9 @@ def _path(report: Report, folder: Path) -> Path:
 def _write_numbers(report: Report, folder: Path) -> Path:
     """The two forms that need nothing but Python."""
     path = _path(report, folder)
-    write_atomically(path.with_suffix(".json"), report.to_json())
-    write_atomically(path.with_suffix(".md"), markdown(report))
+    texts = {".json": report.to_json(), ".md": markdown(report)}
+    for ending, text in texts.items():
+        write_atomically(path.with_suffix(ending), text)
     return path
 
 
@@ -123,10 +128,7 @@ def _write(report: Report, folder: Path) -> None:
         written.append(".html")
     except ConfigError as error:
         stderr().print(str(error), markup=False, soft_wrap=True)
-    met = sum(verdict.is_met for verdict in report.verdicts)
-    line = (
-        f"{met} of {len(report.verdicts)} bars met, {len(report.failures)} not measured; {path}: {', '.join(written)}"
-    )
+    line = f"{report.tally}, {len(report.failures)} not measured; {path}: {', '.join(written)}"
     stdout().print(line, markup=False, soft_wrap=True)
 
 
@@ -158,6 +160,45 @@ def _refuse_to_overwrite(session: Session, folder: Path) -> None:
     path = _path(empty, folder).with_suffix(".json")
     if path.exists():
         raise ConfigError(f"{path} holds today's result; name another folder, and join the two with --from")
+
+
+def _own_report(path: Path) -> Report:
+    """A report of this command's.
+
+    Raises:
+        ConfigError: it is another command's.
+        DataError: it is none.
+    """
+    report = load_report(path)
+    if report.theme != THEME:
+        raise ConfigError(
+            f"{path} is a result of {report.theme!r}, and --from takes those of octavo bench hopper; leave it out"
+        )
+    return report
+
+
+def _refuse_to_replace(report: Report, given: Mapping[Path, Report], folder: Path) -> None:
+    """Let an earlier join of these files be replaced, and a single one be drawn where it lies; nothing else.
+
+    Raises:
+        ConfigError: what would be replaced is one of several that are joined, or holds what none of them has.
+        DataError: it is no result at all.
+    """
+    target = _path(report, folder).with_suffix(".json")
+    if not target.exists() or (len(given) == 1 and target.samefile(next(iter(given)))):
+        return
+    if any(target.samefile(path) for path in given):
+        raise ConfigError(
+            f"{target} is one of the files to join, and would be replaced; name another folder with --out"
+        )
+    known = [_measurement(part) for other in given.values() for part in other.parts]
+    if any(part.sections and _measurement(part) not in known for part in load_report(target).parts):
+        raise ConfigError(f"{target} holds what none of the given files has; name another folder with --out")
+
+
+def _measurement(part: PartRecord) -> tuple[object, ...]:
+    """What tells a part's run from any other; bars may be judged by another's."""
+    return part.name, part.seconds, [(section.title, section.rows) for section in part.sections]
 
 
 def _writable(out: Path | None) -> Path:

@@ -1,23 +1,28 @@
 """Every part on the CPU with tiny shapes: what is in its tables, and that what could not be measured is known."""
 
+import os
 import statistics
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from octavo import functional
 from octavo.bench import PARTS
 from octavo.bench.decoder import PlainDecoder, bf16_product, int8_product, random_llama
-from octavo.bench.parts import accumulation, casts, decoding, layer, linears, training
+from octavo.bench.parts import accumulation, card, casts, decoding, gemms, layer, linears, training
 from octavo.bench.results import Section
 from octavo.bench.session import Comparison, Contestant, share_out
 from octavo.bench.sizes import HOPPER, REHEARSAL, LinearCase
 from octavo.bench.steps import Memory, TrainingStep, leaf, memory_of
 from octavo.bench.tables import faster
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import quantize
+from octavo.kernels import quantize, quantize_and_measure
 from octavo.models.llama import DecoderLayer
+from octavo.nn import Linear
 from octavo.numerics import PerTensor
 from octavo.numerics.accumulate import Accumulate, hopper_sums
 
@@ -39,12 +44,31 @@ def test_every_part_runs(part, session):
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_every_part_runs_where_nothing_is_timed(part, session):
     session.prebuilds = share_out(1, 1)
-    assert not any(section.verdicts for section in part.measure(session))
+    verdicts = [verdict for section in part.measure(session) for verdict in section.verdicts]
+    assert not any(verdict.is_judged for verdict in verdicts)
 
 
 def test_the_card_tells_later_parts_what_it_reaches(session):
     list(PARTS[0].measure(session))
     assert session.speeds.keys() == {"copy", "bf16", "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("echo 570.1; echo 570.1", "570.1"),
+        ("exit 9", "unknown"),
+        ("exec sleep 60", "unknown: nvidia-smi did not answer in 0.2 s"),
+        (None, "unknown: nvidia-smi cannot be run: Exec format error"),
+    ],
+)
+def test_a_driver_that_does_not_answer_is_unknown(answer, wanted, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_bytes(b"\x7fELF no program" if answer is None else f"#!/bin/sh\n{answer}\n".encode())
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(card, "ANSWERS_WITHIN", 0.2 if "sleep" in str(answer) else 20.0)
+    assert card.driver_version() == wanted
 
 
 def titles(session, name):
@@ -76,6 +100,8 @@ def test_casts_are_counted_by_the_bytes_that_have_to_move(session):
     assert work["bf16, one scale, amax known"] == (2 + 1) * count + 4
     assert work["bf16, one scale, measured, both ways"] == (2 + 2 + 1 + 1) * count + 2 * 4
     assert work["bf16, one scale, amax known, both ways"] == (2 + 1 + 1) * count + 2 * 4
+    assert work["bf16, one scale, delayed: amax of past steps"] == (2 + 1) * count + 4
+    assert work["bf16, one scale, delayed: amax of past steps, both ways"] == (2 + 1 + 1) * count + 2 * 4
     assert work["fp32, one scale, measured"] == (4 + 4 + 1) * count + 4
     assert work["fp32, a scale a row"] == (4 + 1) * count + 4 * 256
     assert work["bf16, 1x128, both ways"] == (2 + 1 + 1) * count + 2 * 4 * 256
@@ -86,16 +112,69 @@ def test_casts_are_counted_by_the_bytes_that_have_to_move(session):
     assert round(casts._decode(session, PerTensor(), torch.float32).work * 1e9) == (1 + 4) * count + 4
 
 
+def settings(options):
+    """What decides which kernels a cast launches, but for what it records."""
+    given = {name: options.get(name) is not None for name in ("amax", "scale")}
+    names = ("fmt", "granularity", "rule", "scale_format", "nonfinite", "zero_is_unknown")
+    return given | {name: options[name] for name in names}
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_delayed_is_cast_as_a_layer_with_that_recipe_casts(session, both_ways, monkeypatch):
+    """Both ways as it learns, one way as it does not; what a learning layer records is recorded."""
+    name = "quantize_both_ways" if both_ways else "quantize_and_measure"
+    cast = getattr(functional, name)
+    seen, records = [], []
+
+    def noting(x, fmt, granularity, rule, **options):
+        seen.append(settings({"fmt": fmt, "granularity": granularity, "rule": rule} | options))
+        into = options["into"]
+        records.append([each is not None for each in (into.amax, into.overflowed, into.nonfinite)])
+        return cast(x, fmt, granularity, rule, **options)
+
+    monkeypatch.setattr(functional, name, noting)
+    with torch.set_grad_enabled(both_ways):
+        Linear(32, 32, recipe="delayed")(torch.randn(32, 32))
+    of_layer = len(seen)
+    assert of_layer
+    monkeypatch.setattr(casts, name, noting)
+    row = casts.DELAYED + (", both ways" if both_ways else "")
+    casts._casts(session, torch.bfloat16)[row].build()()
+    wanted = seen[0] | {"amax": True}  # a layer that never learned has no past yet
+    assert seen[of_layer:] == [wanted]
+    assert records[-1] == [True] * 3
+    assert not both_ways or records[0] == [True] * 3
+
+
+def test_delayed_is_cast_for_the_amax_of_the_past_and_records_its_own(session, monkeypatch):
+    monkeypatch.setattr(casts, "amax", lambda _: torch.tensor(3.0))  # 4 more are provided for
+    seen = []
+
+    def noting(x, *given, **options):
+        made = quantize_and_measure(x, *given, **options)
+        seen.append((made[0].scale.item(), options["into"].amax.item(), x.abs().max().item()))
+        return made
+
+    monkeypatch.setattr(casts, "quantize_and_measure", noting)
+    casts._casts(session, torch.bfloat16)[casts.DELAYED].build()()
+    ((scale, recorded, largest),) = seen
+    assert scale == pytest.approx(7 / 448)
+    assert recorded == largest
+
+
 def test_a_cast_both_ways_is_judged_by_time_and_the_others_by_speed(session):
     session.speeds["copy"] = 1e-3
     session.clocks = (lambda _: 1.0,) * 2
     judged: dict[str, tuple[float, bool]] = {}
     for section in (casts._quantizing(session, "bf16", torch.bfloat16), casts._dequantizing(session)):
-        judged |= {verdict.claim: (round(verdict.found, 3), verdict.at_most) for verdict in section.verdicts}
+        judged |= {verdict.claim: (round(verdict.found or 0, 3), verdict.at_most) for verdict in section.verdicts}
     count = 256 * 128
     assert judged["bf16, one scale, measured: share of copy"] == (round((5 * count + 4) / 1e6, 3), False)
     name = "bf16, one scale, measured, both ways: time of its bytes' copy"
     assert judged[name] == (round(1e6 / (6 * count + 8), 3), True)
+    name = "bf16, one scale, delayed: amax of past steps"
+    assert judged[f"{name}: share of copy"] == (round((3 * count + 4) / 1e6, 3), False)
+    assert judged[f"{name}, both ways: time of its bytes' copy"] == (round(1e6 / (4 * count + 8), 3), True)
     assert judged["dequantize, one scale, to fp32: share of copy"] == (round((5 * count + 4) / 1e6, 3), False)
 
 
@@ -104,11 +183,15 @@ def made_up(seconds):
     return Comparison(entered, {}, seconds, ())
 
 
-def test_generation_is_judged_by_how_many_times_as_fast_it_is():
-    found = made_up({decoding.BF16: [3.0] * 3, decoding.FP8: [2.0] * 3})
-    (verdict,) = decoding._verdicts(found, "Decode", 1.6, decoding.BF16)
-    assert (verdict.found, verdict.is_met) == (1.5, False)
-    assert decoding._verdicts(found, "Decode", None, decoding.BF16) == []
+def test_generation_is_judged_by_how_many_times_as_fast_it_is(session, monkeypatch):
+    times = {decoding.BF16: 3.0, decoding.FP8: 2.0, decoding.BF16_COMPILED: 2.5}
+    found = made_up({name: [seconds] * 3 for name, seconds in times.items()})
+    monkeypatch.setattr(type(session), "compare", lambda *_, **__: found)
+    model = random_llama(session)
+    (verdict,) = decoding._decoding(session, model, 1).verdicts
+    assert (verdict.found, verdict.is_met) == (1.25, False)
+    assert verdict.by == "octavo FP8 over bf16, compiled, CUDA graph"
+    assert decoding._decoding(session, model, 2).verdicts == ()
 
 
 def test_who_is_faster_is_found_among_those_that_ran():
@@ -131,7 +214,7 @@ def test_training_memory_is_judged_against_bf16_compiled(session, monkeypatch):
     (section,) = training.measure(session)
     (verdict,) = section.verdicts
     assert (verdict.found, verdict.is_met) == (0.7, True)
-    assert "(rowwise, compiled)" in verdict.claim
+    assert verdict.by == "rowwise, compiled over bf16, compiled"
 
 
 def test_a_linear_is_judged_by_its_fastest_recipe_and_blockwise_by_its_own():
@@ -144,10 +227,10 @@ def test_a_linear_is_judged_by_its_fastest_recipe_and_blockwise_by_its_own():
             "blockwise, eager": [2.5] * 3,
         }
     )
-    fastest, blockwise = linears._verdicts(case, found)
+    fastest, blockwise = linears._verdicts(case, found, compiled=False)
     assert (fastest.found, fastest.is_met) == (1.5, True)
-    assert "(rowwise, eager)" in fastest.claim
-    assert (round(blockwise.found, 2), blockwise.is_met) == (1.2, False)
+    assert fastest.by == "rowwise, eager over bf16, eager"
+    assert (round(blockwise.found or 0, 2), blockwise.is_met) == (1.2, False)
 
 
 def test_a_layer_is_judged_against_bf16_and_each_of_torchaos():
@@ -161,11 +244,15 @@ def test_a_layer_is_judged_against_bf16_and_each_of_torchaos():
             "torchao rowwise, compiled": [2.2] * 3,
         }
     )
-    judged = {verdict.claim: verdict.is_met for verdict in layer._speed_verdicts(found)}
+    judged = {verdict.claim: (verdict.word, verdict.by) for verdict in layer._speed_verdicts(found)}
     assert judged == {
-        "TransformerLayer, compiled, × bf16, compiled (tensorwise, compiled)": True,
-        "TransformerLayer, eager, × bf16, eager (delayed, eager)": False,
-        "TransformerLayer, compiled, × torchao rowwise, compiled (tensorwise, compiled)": True,
+        "TransformerLayer, compiled, × the faster bf16": ("met", "tensorwise, compiled over bf16, compiled"),
+        "TransformerLayer, eager, × the faster bf16": ("missed", "delayed, eager over bf16, eager"),
+        "TransformerLayer, compiled, × torchao tensorwise, compiled": ("not judged", ""),
+        "TransformerLayer, compiled, × torchao rowwise, compiled": (
+            "met",
+            "tensorwise, compiled over torchao rowwise, compiled",
+        ),
     }
 
 
@@ -180,10 +267,10 @@ def test_a_layer_is_judged_against_the_faster_of_two_in_bf16():
             "tensorwise, eager": [3.5] * 3,
         }
     )
-    compiled, eager = layer._speed_verdicts(found)
-    assert (compiled.is_met, eager.is_met) == (False, False)
-    assert "plain layer" in compiled.claim
-    assert "plain layer" in eager.claim
+    compiled, eager, *_ = layer._speed_verdicts(found)
+    assert (compiled.word, eager.word) == ("missed", "missed")
+    assert "over plain layer" in compiled.by
+    assert "over plain layer" in eager.by
 
 
 def test_memory_is_judged_against_bf16_compiled():
@@ -192,6 +279,83 @@ def test_memory_is_judged_against_bf16_compiled():
     (verdict,) = section.verdicts
     assert (verdict.found, verdict.is_met) == (0.7, True)
     assert ("rowwise, compiled", "0.00 GB", "0.70", "0.00 GB", "0.50") in section.rows
+
+
+class Counting:
+    """A GPU's memory as a list: what is allocated when it is asked, and a peak."""
+
+    on_gpu = True
+
+    def __init__(self, allocated, peak):
+        self.left, self.peak, self.rest = list(allocated), peak, None
+
+    def allocated(self):
+        return self.left.pop(0)
+
+    def peak_above(self, rest, run):
+        self.rest = rest
+        run()
+        return self.peak
+
+
+def test_a_steps_memory_is_its_parameters_and_what_is_above_all_else(session):
+    module = torch.nn.Linear(8, 4, dtype=torch.bfloat16)  # (8 · 4 + 4) · 2 bytes
+    inputs, grads = (session.rotation(make, 1) for make in (lambda: leaf(session, 2, 8), lambda: session.randn(2, 4)))
+    step = TrainingStep(module, list(module.parameters()), inputs, grads)
+    counting: Any = Counting(allocated=[5000, 5300, 5100], peak=1000)
+    assert memory_of(counting, step) == Memory(peak=72 + 1000, kept=300)
+    assert counting.rest == 5100
+
+
+def operations(entry):
+    """Additions and multiplications of one call, as torch counts them."""
+    run = entry.build()
+    with FlopCounterMode(display=False) as counted:
+        run()
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_work_of_a_linear_is_what_torch_counts(session, compiled):
+    for case in session.sizes.linears:
+        entered = linears._contestants(
+            session, case, torch.nn.Parameter(session.randn(case.n, case.k)), compiled=compiled
+        )
+        assert {round(entry.work * 1e12) for entry in entered.values()} == {operations(entered[linears.BF16])}
+        assert {entry.unit for entry in entered.values()} == {"TFLOP"}
+
+
+def test_work_of_a_product_is_what_torch_counts(session):
+    product = card._product(session, card._bf16)
+    assert round(product.work * 1e12) == operations(product)
+    m, k, n = session.sizes.gemms[0]
+    bf16, fp8 = gemms._bf16(session, m, k, n), gemms._fp8(session, "tensorwise", m, k, n)
+    assert round(bf16.work * 1e12) == round(fp8.work * 1e12) == operations(bf16)
+
+
+def test_work_of_a_copy_is_the_bytes_of_both_sides(session):
+    copy = card._copy(session)
+    both = copy.build()()
+    assert isinstance(both, torch.Tensor)
+    assert round(copy.work * 1e9) == 2 * both.nbytes
+
+
+def test_work_of_steps_and_of_generation_is_tokens(session, monkeypatch):
+    entered: dict[str, Contestant] = {}
+
+    def compare(_, given, **__):
+        entered.update({f"{len(entered)}, {name}": entry for name, entry in given.items()})
+        return Comparison({}, {}, {}, ())
+
+    monkeypatch.setattr(type(session), "compare", compare)
+    tokens = {}
+    for name in ("layer", "training", "decoding"):
+        entered.clear()
+        list(titles(session, name))
+        tokens[name] = {entry.work for entry in entered.values()}
+    assert tokens["layer"] == {2 * 16}  # sequences of so many positions
+    assert tokens["training"] == {2 * 16}
+    assert tokens["decoding"] == {1, 2, 8, 16}  # batches and prompts
 
 
 def test_a_step_leaves_no_gradient(session):
@@ -205,6 +369,31 @@ def test_a_step_leaves_no_gradient(session):
     assert seen == [(4, 8)] * 3
     assert module.weight.grad is None
     assert all(x.grad is None for x in inputs.items)
+
+
+def test_a_step_that_fails_leaves_no_gradient_to_those_who_share_its_weight(session):
+    module = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    inputs, grads = (session.rotation(make, 1) for make in (lambda: leaf(session, 2, 8), lambda: session.randn(2, 4)))
+
+    class Failing(torch.autograd.Function):
+        """Its input's gradient needs more memory than there is."""
+
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, grad):
+            assert module.weight.grad is not None
+            raise torch.cuda.OutOfMemoryError("no memory")
+
+    def run(x):
+        return module(Failing.apply(x))
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        TrainingStep(run, list(module.parameters()), inputs, grads)()
+    assert module.weight.grad is None
+    assert module.bias.grad is None
 
 
 def test_contestants_of_a_training_step_share_every_tensor(session):

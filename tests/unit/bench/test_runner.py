@@ -63,7 +63,7 @@ def test_ctrl_c_keeps_what_is_finished_and_names_the_rest(monkeypatch, session):
         "interrupted",
         "left out, interrupted",
     ]
-    assert seen == [1]
+    assert seen == [3], "those to come are named, should the process be ended"
 
 
 def test_a_part_for_which_no_time_is_left_is_named(monkeypatch, session):

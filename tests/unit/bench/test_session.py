@@ -1,7 +1,9 @@
 """What a session gives its parts, and that a contestant that fails takes no other with it."""
 
+import gc
 import math
 import time
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from octavo.bench.session import (
     share_out,
 )
 from octavo.bench.sizes import HOPPER
+from octavo.bench.tables import section_of
 from octavo.errors import BackendError
 
 
@@ -40,6 +43,87 @@ def test_a_contestant_that_fails_is_reported_and_the_others_run(session):
     reasons = {failure.name: failure.reason for failure in found.failures}
     assert reasons == {"a": "BackendError: no", "c": "RuntimeError: at its first call"}
     assert all("Traceback" in failure.trace for failure in found.failures)
+
+
+class Breaking:
+    """Runs so many times, then fails; as memory, it can be looked for."""
+
+    def __init__(self, after, error=None):
+        self.itself = self  # a cycle, as modules and compiled functions lie in
+        self.left, self.error = after, error or torch.cuda.OutOfMemoryError("CUDA out of memory\nTried to allocate")
+
+    def __call__(self):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+
+
+# built, measured, warmed up, then one call a round
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5], ids=["measured", "warmed up", "round 1", "round 2", "round 3"])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_contestant_that_fails_while_it_is_timed_drops_out_alone(session, after, kernels):
+    found = session.compare({"a": entry(), "b": entry(Breaking(after)), "c": entry()}, kernels=kernels)
+    assert [*found.seconds] == [*found.runs] == [*found.entered] == ["a", "c"]
+    assert [len(times) for times in found.seconds.values()] == [session.sizes.rounds] * 2
+    assert all(math.isfinite(second) for times in found.seconds.values() for second in times)
+    (failure,) = found.failures
+    assert (failure.name, failure.reason) == ("b", "OutOfMemoryError: CUDA out of memory")
+    assert "Traceback" in failure.trace
+
+
+def test_where_the_base_fails_in_a_round_the_others_keep_their_times(session):
+    session.clocks = (lambda run: run() or 1.0,) * 2
+    section = section_of("T", session.compare({"base": entry(Breaking(4)), "b": entry()}), base="base")
+    assert section.rows == (("b", "1,000.00 ms", "1.0 GB/s", "–"),)
+    assert [failure.name for failure in section.failures] == ["base"]
+
+
+def test_what_is_raised_where_the_clock_waits_is_the_contestants_failure(session):
+    """As a GPU's errors are."""
+
+    def clock(run):
+        run()
+        if lost.pop():
+            raise RuntimeError("CUDA error")
+        return 1.0
+
+    lost = [False] * 20
+    lost[-4] = True  # both are measured, then timed: b's first round
+    session.clocks = (clock, clock)
+    found = session.compare({"a": entry(), "b": entry()})
+    assert found.seconds == {"a": [1.0] * session.sizes.rounds}
+    assert [(failure.name, failure.reason) for failure in found.failures] == [("b", "RuntimeError: CUDA error")]
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_what_failed_has_given_its_memory_back_when_the_next_one_runs(session, after):
+    held, alive = [], []
+
+    def build():
+        run = Breaking(after)
+        held.append(weakref.ref(run))
+        return run
+
+    def look():
+        alive.append(held[0]() is not None)
+
+    entered = {"a": Contestant(build=build, work=1.0, unit="GB"), "b": entry(look)}
+    assert [*session.compare(entered).seconds] == ["b"]
+    assert alive == [True] * after + [False] * (6 - after)  # b is built, measured, warmed up and timed three times
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_look_at_each_goes_on_after_one_that_fails(session):
+    found, failures = session.look_at_each({"a": 0, "b": 2}, lambda n: 4 // n)
+    assert found == {"b": 2}
+    assert [(failure.name, failure.reason) for failure in failures] == [
+        ("a", "ZeroDivisionError: integer division or modulo by zero")
+    ]
+
+
+def test_ctrl_c_in_a_round_is_no_failure_either(session):
+    with pytest.raises(KeyboardInterrupt):
+        session.compare({"a": entry(Breaking(3, KeyboardInterrupt()))})
 
 
 def test_where_none_can_run_there_is_no_time_and_no_error(session):

@@ -135,6 +135,92 @@ def test_a_result_is_never_overwritten_and_two_are_joined(octavo, tmp_path):
     assert text.read_text().count("## casts") == 1
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def measured(octavo, on_gpu, tmp_path):
+    """Two results of the same machine and day."""
+
+    def measure(name):
+        assert octavo("bench", "hopper", "--out", tmp_path / name, "--only", "casts").exit_code == 0
+        (path,) = (tmp_path / name).glob("*.json")
+        return path
+
+    return measure("one"), measure("two")
+
+
+def refused(octavo, *arguments):
+    """The sentence."""
+    result = octavo("bench", "hopper", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.strip().splitlines()
+    return line
+
+
+def test_joining_replaces_none_of_what_is_joined(octavo, measured):
+    one, two = measured
+    before = contents(one.parent)
+    line = refused(octavo, "--from", one, "--from", two, "--out", one.parent)
+    assert f"{one} is one of the files to join, and would be replaced; name another folder with --out" in line
+    assert contents(one.parent) == before
+
+
+def test_a_result_that_is_not_among_the_joined_is_kept(octavo, measured):
+    one, two = measured
+    before = contents(two.parent)
+    line = refused(octavo, "--from", one, "--out", two.parent)
+    assert f"{two} holds what none of the given files has; name another folder with --out" in line
+    assert contents(two.parent) == before
+
+
+def test_an_odd_file_in_the_way_is_kept(octavo, measured, tmp_path):
+    one, two = measured
+    folder = tmp_path / "both"
+    folder.mkdir()
+    (folder / one.name).write_text("{}")
+    assert f"{folder / one.name} is no result" in refused(octavo, "--from", one, "--from", two, "--out", folder)
+    assert contents(folder) == {one.name: b"{}"}
+
+
+def test_a_join_is_made_again_with_more_and_a_result_drawn_where_it_lies(octavo, measured, tmp_path):
+    one, two = measured
+    for given in (["--from", one], ["--from", one, "--from", two]):
+        assert octavo("bench", "hopper", *given, "--out", tmp_path / "both").exit_code == 0
+    before = one.read_text()
+    assert octavo("bench", "hopper", "--from", one, "--out", one.parent).exit_code == 0
+    assert one.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"facts": None}, "is no result of octavo bench: facts is null, not a table"),
+        ({"facts": {"torch": "2"}}, "is no result of octavo bench: facts have no 'device'"),
+        ({"theme": "serving"}, "is a result of 'serving', and --from takes those of octavo bench hopper; leave it out"),
+        ({"parts": [{"name": "casts", "seconds": "3"}]}, "parts[0].seconds is a string, not a number"),
+    ],
+)
+def test_an_odd_file_is_one_sentence_and_nothing_is_written(octavo, measured, tmp_path, change, words):
+    one, two = measured
+    odd = tmp_path / "odd.json"
+    odd.write_text(json.dumps(json.loads(two.read_text()) | change))
+    line = refused(octavo, "--from", one, "--from", odd, "--out", tmp_path / "new")
+    assert str(odd) in line
+    assert words in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_bar_that_is_not_judged_is_counted(octavo, on_gpu, tmp_path, monkeypatch):
+    owing = Part("casts", fine, 1.0, lambda _: [Verdict(claim="c", bar=0.5), Verdict(claim="d", bar=1.0)])
+    monkeypatch.setattr(runner, "PARTS", (owing,))
+    result = octavo("bench", "hopper", "--out", tmp_path)
+    assert "1 of 2 bars met, 1 not judged, 0 not measured" in result.stdout
+    (text,) = tmp_path.glob("*.md")
+    assert "- not judged: d (at least 1.00): no section of its part came to it" in text.read_text()
+
+
 @pytest.mark.usefixtures("on_gpu")
 def test_without_plotly_the_other_two_are_written_and_can_be_drawn_later(octavo, tmp_path, monkeypatch):
     pytest.importorskip("plotly", reason="plotly is not installed")

@@ -17,16 +17,25 @@ from octavo.kernels import quantize
 __all__ = ["driver_version", "measure"]
 
 COPY, BF16 = "copy", "bf16, torch.mm"
+ANSWERS_WITHIN = 20.0  # seconds
 FP8 = {True: "FP8, fast accumulation", False: "FP8, torch._scaled_mm's own accumulation"}
 
 
 def measure(session: Session) -> Iterator[Section]:
     """Copy bandwidth, then the GEMM ceilings; both are kept for later parts."""
+    yield _memory(session)
+    session.forget()
+    yield _ceilings(session)
+
+
+def _memory(session: Session) -> Section:
     copied = session.compare({COPY: _copy(session)}, kernels=True)
     if COPY in copied.seconds:
         session.speeds["copy"] = speed(copied, COPY)
-    yield section_of("Memory", copied, notes=["Bytes read and bytes written, together."])
-    session.forget()
+    return section_of("Memory", copied, notes=["Bytes read and bytes written, together."])
+
+
+def _ceilings(session: Session) -> Section:
     entered = {BF16: _product(session, _bf16)}
     entered |= {name: _product(session, partial(_fp8, fast=fast)) for fast, name in FP8.items()}
     products = session.compare(entered, kernels=True)
@@ -36,16 +45,21 @@ def measure(session: Session) -> Iterator[Section]:
         session.speeds["fp8"] = max(found)
     side = session.sizes.ceiling
     note = "One scale a tensor, BF16 results. The faster of the two FP8 figures is the ceiling of what follows."
-    yield section_of(f"GEMM, {side}³", products, base=BF16, notes=[note])
+    return section_of(f"GEMM, {side}³", products, base=BF16, notes=[note])
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver, as nvidia-smi tells it."""
+    """Of NVIDIA's driver, as nvidia-smi tells it; "unknown" where it does not, or not in time."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "unknown"
     asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=20)
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=ANSWERS_WITHIN)
+    except subprocess.TimeoutExpired:
+        return f"unknown: nvidia-smi did not answer in {ANSWERS_WITHIN:g} s"
+    except OSError as error:
+        return f"unknown: nvidia-smi cannot be run: {error.strerror}"
     return done.stdout.strip().split("\n")[0] or "unknown"
 
 

@@ -13,15 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from octavo.bench.bars import judged_by_speed
 from octavo.bench.decoder import PlainDecoder, bf16_product, int8_product, random_llama
 from octavo.bench.parts.training import sharing_copy
 from octavo.bench.results import Section, Verdict
-from octavo.bench.session import Comparison, Contestant, Session
-from octavo.bench.tables import faster, section_of, times_as_fast
+from octavo.bench.session import Contestant, Session
+from octavo.bench.tables import faster, section_of
 from octavo.models.llama import Llama
 from octavo.serving import ModelRunner
 
-__all__ = ["measure"]
+__all__ = ["bars", "measure"]
 
 BF16, BF16_COMPILED, FP8 = "bf16, CUDA graph", "bf16, compiled, CUDA graph", "octavo FP8"
 INT8, INT8_WIDENED = "int8 weights, CUDA graph", "int8 weights written as bf16 first, CUDA graph"
@@ -44,6 +45,19 @@ def measure(session: Session) -> Iterator[Section]:
         session.forget()
 
 
+def bars(session: Session) -> list[Verdict]:
+    """Of one sequence's tokens, and of every prompt."""
+    return [*_decoding_bars(session, 1), *map(_prefill_bar, session.sizes.model.prompts)]
+
+
+def _decoding_bars(session: Session, batch: int) -> list[Verdict]:
+    return [Verdict(claim=f"{_title(session, batch)}, FP8 × the faster bf16", bar=DECODE_BAR)] if batch == 1 else []
+
+
+def _prefill_bar(length: int) -> Verdict:
+    return Verdict(claim=f"Prefill, {length:,} tokens, FP8 × bf16, compiled", bar=PREFILL_BAR)
+
+
 def _decoding(session: Session, model: Llama, batch: int) -> Section:
     entered = {
         BF16: _plain(session, model, batch),
@@ -51,10 +65,9 @@ def _decoding(session: Session, model: Llama, batch: int) -> Section:
         BF16_COMPILED: _plain(session, model, batch, compiled=True),
     }
     found = session.compare(entered)
-    title = _title(session, batch)
-    bar = DECODE_BAR if batch == 1 else None
-    base = faster(found, BF16, BF16_COMPILED)
-    return section_of(title, found, base=base, verdicts=_verdicts(found, title, bar, base))
+    bases = (BF16, BF16_COMPILED)
+    verdicts = [judged_by_speed(bar, found, (FP8,), bases) for bar in _decoding_bars(session, batch)]
+    return section_of(_title(session, batch), found, base=faster(found, *bases), verdicts=verdicts)
 
 
 def _integers(session: Session, model: Llama, batch: int) -> Section:
@@ -86,14 +99,8 @@ def _prefill(session: Session, model: Llama, length: int) -> Section:
     entered[COMPILED] = Contestant(build=lambda: _compiled_prefill(session, model, length), work=length, unit="tokens")
     entered[FP8] = Contestant(build=fp8, work=length, unit="tokens")
     found = session.compare(entered)
-    title = f"Prefill, {length:,} tokens"
-    return section_of(title, found, base=COMPILED, verdicts=_verdicts(found, title, PREFILL_BAR, COMPILED))
-
-
-def _verdicts(found: Comparison, title: str, bar: float | None, base: str) -> list[Verdict]:
-    if bar is None or FP8 not in found.seconds or base not in found.seconds:
-        return []
-    return [Verdict(claim=f"{title}, FP8 × {base}", found=times_as_fast(found, FP8, base).median, bar=bar)]
+    verdict = judged_by_speed(_prefill_bar(length), found, (FP8,), (COMPILED,))
+    return section_of(f"Prefill, {length:,} tokens", found, base=COMPILED, verdicts=[verdict])
 
 
 def _plain(

@@ -6,21 +6,23 @@ by torchao. All parameters and activations are BF16 but for what a recipe casts.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from octavo.bench.bars import judged_by_memory, judged_by_speed
 from octavo.bench.parts.linears import FIRST_RECIPES, RECIPES
-from octavo.bench.results import Section, Verdict
+from octavo.bench.results import Failure, Section, Verdict
 from octavo.bench.session import Comparison, Contestant, Session
 from octavo.bench.steps import Memory, TrainingStep, leaf, memory_of
-from octavo.bench.tables import faster, gigabytes, section_of, times_as_fast
+from octavo.bench.tables import gigabytes, section_of
 from octavo.errors import BackendError
 from octavo.models.llama import DecoderLayer, LlamaConfig
 from octavo.nn import TransformerLayer, rotary_table
 
-__all__ = ["measure"]
+__all__ = ["bars", "measure"]
 
 BASE = "bf16, compiled"
 EAGER = "bf16, eager"
@@ -33,7 +35,8 @@ PUBLISHED = (
 PEAKS = (
     "Peak: parameters, and the most that a step adds to them, gradients included. Kept: between forward and backward."
 )
-SPEED_BAR, MEMORY_BAR = 1.5, 0.75
+SPEED_BAR = 1.5
+MEMORY = Verdict(claim="TransformerLayer, peak memory × bf16, compiled", bar=0.75, at_most=True)
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -43,9 +46,15 @@ def measure(session: Session) -> Iterator[Section]:
     found = session.compare(_contestants(session))
     size = session.sizes.layer
     title = f"TransformerLayer, {size.batch * size.length:,} tokens, hidden {size.hidden}, ffn {size.ffn}"
-    yield section_of(title, found, base=BASE, verdicts=list(_speed_verdicts(found)), notes=[PUBLISHED])
-    memory = {name: memory_of(session, run) for name, run in found.runs.items() if isinstance(run, TrainingStep)}
-    yield _memory_section(memory)
+    yield section_of(title, found, base=BASE, verdicts=_speed_verdicts(found), notes=[PUBLISHED])
+    steps = {name: run for name, run in found.runs.items() if isinstance(run, TrainingStep)}
+    memory, failures = session.look_at_each(steps, partial(memory_of, session))
+    yield _memory_section(memory, failures, found.failures)
+
+
+def bars(_: Session) -> list[Verdict]:
+    """The same for all sizes."""
+    return [*(bar for bar, _, _ in _speed_bars()), MEMORY]
 
 
 def _contestants(session: Session) -> dict[str, Contestant]:
@@ -145,29 +154,24 @@ def _torchao(session: Session, recipe: str) -> Callable[[], tuple[nn.Module, For
     return make
 
 
-def _speed_verdicts(found: Comparison) -> Iterator[Verdict]:
+def _speed_bars() -> Iterator[tuple[Verdict, list[str], Sequence[str]]]:
+    """Each, whose speed it is about, and whom that is divided by."""
+    ours = {how: [f"{recipe}, {how}" for recipe in RECIPES] for how in PLAIN}
     for own, how, bar in ((BASE, "compiled", SPEED_BAR), (EAGER, "eager", 1.0)):
-        base = faster(found, own, PLAIN[how])
-        if (fastest := _fastest(found, how, base)) is not None:
-            name, speed = fastest
-            yield Verdict(claim=f"TransformerLayer, {how}, × {base} ({name})", found=speed, bar=bar)
+        yield Verdict(claim=f"TransformerLayer, {how}, × the faster bf16", bar=bar), ours[how], (own, PLAIN[how])
     for recipe in TORCHAO:
         peer = f"torchao {recipe}, compiled"
-        if peer in found.seconds and (fastest := _fastest(found, "compiled", peer)) is not None:
-            name, speed = fastest
-            yield Verdict(claim=f"TransformerLayer, compiled, × {peer} ({name})", found=speed, bar=1.0)
+        yield Verdict(claim=f"TransformerLayer, compiled, × {peer}", bar=1.0), ours["compiled"], (peer,)
 
 
-def _fastest(found: Comparison, how: str, base: str) -> tuple[str, float] | None:
-    ours = [name for recipe in RECIPES if (name := f"{recipe}, {how}") in found.seconds]
-    if not ours or base not in found.seconds:
-        return None
-    speeds = {name: float(times_as_fast(found, name, base).median) for name in ours}
-    best = max(speeds, key=lambda name: speeds[name])
-    return best, speeds[best]
+def _speed_verdicts(found: Comparison) -> list[Verdict]:
+    return [judged_by_speed(bar, found, ours, bases) for bar, ours, bases in _speed_bars()]
 
 
-def _memory_section(memory: dict[str, Memory]) -> Section:
+def _memory_section(
+    memory: Mapping[str, Memory], failures: Sequence[Failure] = (), earlier: Sequence[Failure] = ()
+) -> Section:
+    """``failures`` are of measuring it, ``earlier`` ones of those that are not here."""
     base = memory.get(BASE, Memory(0, 0))
     rows = [
         (
@@ -179,18 +183,15 @@ def _memory_section(memory: dict[str, Memory]) -> Section:
         )
         for name, own in memory.items()
     ]
-    ours = {name: memory[name].peak for recipe in RECIPES if (name := f"{recipe}, compiled") in memory}
-    verdicts = []
-    if base.peak and ours:
-        least = min(ours, key=lambda name: ours[name])
-        claim = f"TransformerLayer, peak memory × {BASE} ({least})"
-        verdicts.append(Verdict(claim=claim, found=ours[least] / base.peak, bar=MEMORY_BAR, at_most=True))
+    peaks = {name: own.peak for name, own in memory.items()}
+    ours = [f"{recipe}, compiled" for recipe in RECIPES]
     return Section(
         title="Its memory",
         columns=("layer", "peak", f"× {BASE}", "kept for backward", f"× {BASE}"),
         rows=tuple(rows),
         notes=(PEAKS,),
-        verdicts=tuple(verdicts),
+        verdicts=(judged_by_memory(MEMORY, peaks, ours, BASE, (*earlier, *failures)),),
+        failures=tuple(failures),
         raw={name: {"peak": own.peak, "kept": own.kept} for name, own in memory.items()},
     )
 

@@ -5,19 +5,20 @@ Everything is BF16 but for what a recipe casts; input and weight take gradients.
 weight. The published figures are torchao's, for its rowwise recipe, compiled, on an H100.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from octavo.bench.bars import judged_by_speed
 from octavo.bench.results import Section, Verdict
 from octavo.bench.session import Comparison, Contestant, Session
 from octavo.bench.sizes import LinearCase
 from octavo.bench.steps import TrainingStep, leaf
-from octavo.bench.tables import section_of, times_as_fast
+from octavo.bench.tables import section_of
 from octavo.nn import Linear
 
-__all__ = ["FIRST_RECIPES", "RECIPES", "measure"]
+__all__ = ["FIRST_RECIPES", "RECIPES", "bars", "measure"]
 
 BF16 = "bf16, eager"
 FIRST_RECIPES = ("tensorwise", "rowwise", "blockwise")
@@ -32,12 +33,21 @@ PUBLISHED_5B = (
 
 def measure(session: Session) -> Iterator[Section]:
     """A section for every shape, eager, then one for those that are compiled too, which takes longer."""
-    cases = [(case, False) for case in session.sizes.linears]
-    cases += [(case, True) for case in session.sizes.linears if case.compiled]
-    for case, compiled in cases:
+    for case, compiled in _cases(session):
         session.check_time(f"{case.name}, {_how(compiled=compiled)}")
         yield _section(session, case, compiled=compiled)
         session.forget()
+
+
+def bars(session: Session) -> list[Verdict]:
+    """Of every section."""
+    return [bar for case, compiled in _cases(session) for bar, _ in _bars(case, compiled=compiled)]
+
+
+def _cases(session: Session) -> list[tuple[LinearCase, bool]]:
+    """And whether it is compiled."""
+    compiled = [(case, True) for case in session.sizes.linears if case.compiled]
+    return [(case, False) for case in session.sizes.linears] + compiled
 
 
 def _how(*, compiled: bool) -> str:
@@ -53,7 +63,7 @@ def _section(session: Session, case: LinearCase, *, compiled: bool) -> Section:
         found,
         base=BF16,
         columns={PUBLISHED: published} if published else {},
-        verdicts=list(_verdicts(case, found)),
+        verdicts=_verdicts(case, found, compiled=compiled),
         notes=[JUDGED] if case.bar is not None else [PUBLISHED_5B] if case.blockwise_bar is not None else [],
     )
 
@@ -94,15 +104,17 @@ def _step(
     return Contestant(build=build, work=6 * case.m * case.k * case.n / 1e12, unit="TFLOP")
 
 
-def _verdicts(case: LinearCase, found: Comparison) -> Iterator[Verdict]:
-    bars: Mapping[str, tuple[float | None, tuple[str, ...]]] = {
-        "the fastest recipe": (case.bar, RECIPES),
-        "blockwise": (case.blockwise_bar, ("blockwise",)),
-    }
-    for claim, (bar, recipes) in bars.items():
-        ours = [name for name in found.seconds if name.partition(",")[0] in recipes]
-        if bar is None or not ours or BF16 not in found.seconds:
-            continue
-        speeds = {name: times_as_fast(found, name, BF16).median for name in ours}
-        best = max(speeds, key=lambda name: speeds[name])
-        yield Verdict(claim=f"linear {case.name} × bf16, {claim} ({best})", found=speeds[best], bar=bar)
+def _bars(case: LinearCase, *, compiled: bool) -> Iterator[tuple[Verdict, list[str]]]:
+    """A section's bars, and whose speed each is about."""
+    how = _how(compiled=compiled)
+    if case.bar is not None:
+        recipes = FIRST_RECIPES if compiled else RECIPES
+        claim = f"linear {case.name}, {how}, × bf16, the fastest recipe"
+        yield Verdict(claim=claim, bar=case.bar), [f"{recipe}, {how}" for recipe in recipes]
+    if case.blockwise_bar is not None:
+        claim = f"linear {case.name}, {how}, × bf16, blockwise"
+        yield Verdict(claim=claim, bar=case.blockwise_bar), [f"blockwise, {how}"]
+
+
+def _verdicts(case: LinearCase, found: Comparison, *, compiled: bool) -> list[Verdict]:
+    return [judged_by_speed(bar, found, ours, (BF16,)) for bar, ours in _bars(case, compiled=compiled)]

@@ -6,8 +6,9 @@ import operator
 import numpy as np
 import pytest
 
+from octavo.bench.reading import load_report
 from octavo.bench.render import markdown
-from octavo.bench.results import PartRecord, Report, load_report
+from octavo.bench.results import PartRecord, Report
 from octavo.bench.serving import Answer, Workload, measured
 from octavo.bench.serving.comparison import Run
 from octavo.errors import ConfigError
