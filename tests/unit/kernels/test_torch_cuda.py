@@ -241,11 +241,12 @@ class _CublasStandIn:
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("accumulate", [Accumulate.FP32, Accumulate.HOPPER_FAST])
-@pytest.mark.parametrize(("width", "k"), [(7, 18), (16, 18), (7, 16), (16, 16)])
-def test_cublas_is_asked_for_what_it_takes(granularity, bias_dtype, accumulate, width, k, monkeypatch):
+@pytest.mark.parametrize("weight_shape", [(7, 18), (16, 18), (7, 16), (16, 16)], ids=str)
+def test_cublas_is_asked_for_what_it_takes(granularity, bias_dtype, accumulate, weight_shape, monkeypatch):
     cublas = _CublasStandIn()
     monkeypatch.setattr(torch, "_scaled_mm", cublas)
-    x, weight = torch.randn(5, k), torch.randn(width, k)
+    width, k = weight_shape
+    x, weight = torch.randn(5, k), torch.randn(weight_shape)
     a, b = (octavo.quantize(t, octavo.E4M3, granularity=granularity) for t in (x, weight))
     a, b = (replace(q, data=_unaligned(q.data), scale=_unaligned(q.scale)) for q in (a, b))
     bias = None if bias_dtype is None else torch.randn(width).to(bias_dtype)
