@@ -19,6 +19,7 @@ from octavo.formats import E4M3
 from octavo.kernels.triton import gemm
 from octavo.kernels.triton.grouped_gemm import grouped_product
 from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize
+from octavo.numerics.accumulate import CHAIN
 
 NO_ACCESS = 0
 FORBIDDEN = 1 << 20  # bytes on both sides
@@ -71,7 +72,7 @@ def experts(pair: tuple[Granularity, Granularity], *, at_end: bool) -> None:
 def main() -> None:
     torch.manual_seed(0)
     for tile, call, pair, at_end in itertools.product(gemm.TILES, (product, experts), PAIRS, (True, False)):
-        if tile.halves == 1 or gemm.block_width(pair, K)[0] == gemm.CHAIN:
+        if tile.halves == 1 or gemm.block_width(pair, K)[0] == CHAIN:
             gemm.TILES = (tile,)
             call(pair, at_end=at_end)
             end = "end" if at_end else "beginning"
