@@ -74,7 +74,7 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize(
     ("before", "words"),
     [
-        (NOT_BUILT, "octavo's CPU kernels were not built for this Python; with a C++ compiler, `pip install .` in a"),
+        (NOT_BUILT, "octavo's CPU kernels were not built here; with a C++ compiler, `pip install .` in a checkout"),
         (NOT_LOADED, "octavo's CPU kernels are here and cannot be loaded: undefined symbol: PyNothing"),
     ],
 )
