@@ -115,7 +115,10 @@ def _assert_within(actual: Tensor, exact: Tensor, sums: Tensor) -> None:
 
 
 def assert_same_operand(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
-    """Codes, scales, format and granularity, bit for bit; of a code that is NaN the sign is left open."""
+    """Codes, scales, format and granularity, bit for bit, but for the sign of a NaN code.
+
+    The definition leaves it open, and a GPU's is not the CPU's: in E4M3 -NaN is 0x7F there and 0xFF here.
+    """
     assert actual.data.dtype is expected.data.dtype
     assert actual.granularity == expected.granularity
     assert actual.scale.dtype is expected.scale.dtype

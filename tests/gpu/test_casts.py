@@ -1,4 +1,4 @@
-"""A GPU's codes and scales are the CPU's, bit for bit: every cast of every recipe, every input dtype."""
+"""A GPU's codes and scales are the CPU's, bit for bit, NaN's sign aside: every cast of every recipe, every dtype."""
 
 import itertools
 

@@ -4,8 +4,8 @@
 
 Triton brings its assembler along, so all but the launch can happen anywhere. The calls run as they are, with tensors
 on the CPU; a launch compiles its kernel for compute capability 9.0 and does nothing more. Prints a line of JSON for
-each: the call, the kernel, a thread's registers, its threads, stack and shared memory in bytes, and its tensor-core
-instructions.
+each: the call, the kernel, a thread's registers, its threads, stack and shared memory in bytes, its tensor-core
+instructions, and what it writes to and how, unless its arguments are tensor descriptors.
 A stack means that registers were spilled or an array is indexed at run time.
 """
 
@@ -27,7 +27,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.triton import codes, launching
-from tests.triton import calls
+from tests.triton import calls, ptx_addresses
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -83,12 +83,14 @@ def resources(kernel: Any) -> dict[str, Any]:
     registers, stack = (int(re.search(rf"\b{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
     products = sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", kernel.asm["ptx"])))
     threads = kernel.metadata.num_warps * 32
+    described = any(type_.startswith("tensordesc") for type_ in kernel.src.signature.values())
     return {
         "registers": registers,
         "threads": threads,
         "stack": stack,
         "shared": kernel.metadata.shared,
         "tensor_core": products,
+        "written": {} if described else ptx_addresses.written(kernel.asm["ptx"], kernel.src.signature),
     }
 
 

@@ -7,6 +7,7 @@ from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.kernels.cuda_decoding import _held, _room_for_keys
 from octavo.kernels.decoding import PAGE, CacheTensors
+from octavo.kernels.triton import attention
 from octavo.kernels.triton.attention import attend
 from octavo.kernels.triton.cache import store
 from octavo.nn import rotary_table, rotate
@@ -142,6 +143,25 @@ def test_room_for_more_changes_the_order_of_sums_alone(device):
         for tensors in (short, moved(cache.tensors, device))
     ]
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def test_parts_that_do_not_fit_into_registers_are_joined_one_after_another(device, monkeypatch):
+    """Ten pages are ten parts, joined two at a time; a shorter text leaves the last four without anything."""
+    cache, position = filled(E4M3, 10 * PAGE, 1, 20), torch.tensor([6 * PAGE - 1, 10 * PAGE - 1, 0])
+    queries = torch.randn(3, 2, 20)
+
+    def found() -> torch.Tensor:
+        return attend(
+            queries.to(device), moved(cache.tensors, device), 0, sequence=torch.zeros_like(position).to(device),
+            position=position.to(device), scale=0.25,
+        ).double().cpu()  # fmt: skip
+
+    at_once = found()
+    monkeypatch.setattr(attention, "_JOINED", 2 * 32)  # two parts of 20 numbers, of room for 32
+    limit = bound(queries, cache, position, 0.25)
+    for each in (at_once, found()):
+        assert bool(((each - exact(queries, cache, position, 0.25)).abs() <= limit).all())
+    torch.testing.assert_close(found(), at_once, rtol=1e-5, atol=1e-6)
 
 
 def test_queries_of_another_model_are_refused(device):

@@ -1,5 +1,9 @@
 """The GPU's decoder, kernel by kernel in Triton's interpreter or on the GPU, against its definition."""
 
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +12,7 @@ from octavo.formats import BF16, E4M3, FP32
 from octavo.kernels import cuda_decoding
 from octavo.kernels.casting import quantize
 from octavo.kernels.cuda_decoding import CudaDecoder, _many_rows
+from octavo.kernels.decoding import PAGE, CacheTensors
 from octavo.models import Llama, LlamaConfig
 from octavo.numerics import PerRow
 from octavo.serving import ModelRunner, PagedKVCache
@@ -128,15 +133,76 @@ def test_caches_and_rows_that_do_not_fit_are_refused(device):
             decoder.step(tokens, cache, positions)
 
 
+def in_memory(dtype: torch.dtype, memory: torch.Tensor, table: torch.Tensor) -> CacheTensors:
+    """A cache of one page, its keys at the beginning of ``memory`` and its values in the middle."""
+    keys, values = (half.view(dtype)[: 2 * 16 * PAGE] for half in memory.chunk(2))
+    return CacheTensors(keys.view(1, 1, 2, 16, PAGE), values.view(1, 1, 2, PAGE, 16), None, None, table)
+
+
+def test_a_graph_is_replayed_for_the_memory_that_it_was_captured_with(monkeypatch):
+    """Stand-ins for graphs: the logits are the number of the capture."""
+    _, decoder = pair(torch.device("cpu"))
+    captures = itertools.count()
+
+    def captured(tokens: torch.Tensor, position: torch.Tensor, _: CacheTensors) -> SimpleNamespace:
+        graph = SimpleNamespace(replay=lambda: None)
+        return SimpleNamespace(tokens=tokens, position=position, logits=torch.tensor(next(captures)), graph=graph)
+
+    def graph_of(cache: CacheTensors, rows: int = 1) -> int:
+        return int(decoder._replayed(torch.zeros(rows), cache, torch.zeros(rows)))
+
+    monkeypatch.setattr(decoder, "_captured", captured)
+    memory, pages = torch.zeros(16 * 2 * 16 * PAGE, dtype=torch.uint8), torch.zeros(1, 3, dtype=torch.int32)
+    table = pages[:, :1]
+    one, other = (in_memory(torch.bfloat16, held, table) for held in (memory, memory.clone()))
+    assert [graph_of(cache) for cache in (one, other, one, other)] == [0, 1, 0, 1]
+    assert graph_of(in_memory(torch.bfloat16, memory, table)) == 0, "a new cache in the memory of an old one"
+    codes = PagedKVCache(1, 2, 16, max_positions=PAGE).tensors
+    changed = (
+        in_memory(torch.float32, memory, table),
+        replace(one, values=one.values.clone()),
+        replace(one, table=table.clone()),
+        replace(one, table=pages),
+        codes,
+        replace(codes, key_scale=codes.keys[..., 0, :].bfloat16()),
+        replace(codes, value_scale=codes.keys[..., 0, :].bfloat16()),
+    )
+    assert [graph_of(cache) for cache in changed] == list(range(2, 2 + len(changed)))
+    assert graph_of(one, rows=2) == 2 + len(changed)
+    assert graph_of(other) == 1
+    assert len(decoder._graphs) == 3 + len(changed)
+
+
+def test_graphs_that_were_not_used_for_long_are_dropped(monkeypatch):
+    _, decoder = pair(torch.device("cpu"))
+    graph = SimpleNamespace(replay=lambda: None)
+    made: list[CacheTensors] = []
+
+    def captured(tokens: torch.Tensor, position: torch.Tensor, cache: CacheTensors) -> SimpleNamespace:
+        made.append(cache)
+        return SimpleNamespace(tokens=tokens, position=position, logits=tokens, graph=graph)
+
+    monkeypatch.setattr(decoder, "_captured", captured)
+    caches = [PagedKVCache(1, 2, 16, max_positions=PAGE).tensors for _ in range(cuda_decoding._GRAPHS + 1)]
+    for cache in (*caches[:-1], caches[0], caches[-1], caches[0], caches[1]):
+        decoder._replayed(torch.zeros(1), cache, torch.zeros(1))
+    assert len(decoder._graphs) == cuda_decoding._GRAPHS
+    assert [id(cache) for cache in made] == [id(cache) for cache in (*caches, caches[1])]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sequences", [1, 16])
 def test_a_replay_is_what_it_captured(sequences, device):
-    """Bit by bit the same kernels, launched one by one, at other positions and with other tokens than were captured."""
+    """Bit by bit the same kernels, launched one by one, at other positions and with other tokens than were captured.
+
+    Two batches take turns, each with texts of its own.
+    """
     runner, decoder = pair(device)
-    batch, other = runner.new_batch(sequences, 150), runner.new_batch(sequences, 150)
+    batches, others = ([runner.new_batch(sequences, 150) for _ in range(2)] for _ in range(2))
     for at in range(70):
-        tokens = torch.randint(0, 90, (sequences,))
-        replayed = decoder.step(tokens, batch.tensors, [at] * sequences)
-        position = torch.full((sequences,), at, device=device)
-        assert torch.equal(replayed, decoder._next(tokens.to(device), position, other.tensors))
-    assert len(decoder._graphs) == 1
+        for batch, other in zip(batches, others, strict=True):
+            tokens = torch.randint(0, 90, (sequences,))
+            replayed = decoder.step(tokens, batch.tensors, [at] * sequences)
+            position = torch.full((sequences,), at, device=device)
+            assert torch.equal(replayed, decoder._next(tokens.to(device), position, other.tensors))
+    assert len(decoder._graphs) == 2

@@ -152,7 +152,7 @@ def test_operands_in_any_layout(device):
         assert_right(gemm.product(b, other, None, torch.float32), b, other, None)
 
 
-def test_codes_that_can_be_fetched_are_not_copied():
+def test_codes_are_copied_where_they_cannot_be_fetched_as_they_are():
     codes = torch.zeros(6, 64, dtype=torch.uint8)
     for view in (codes, codes[:, :20], codes[2:], codes[:, 16:], codes.reshape(2, 3, 64)):
         assert gemm.k_major(view) is view
@@ -164,6 +164,9 @@ def test_codes_that_can_be_fetched_are_not_copied():
         torch.zeros(16, 1).t(),
     ):
         copy = gemm.k_major(view)
+        assert copy.data_ptr() != view.data_ptr()
+        assert copy.data_ptr() % 16 == copy.stride(-2) % 16 == 0
+        assert copy.stride(-1) == 1
         assert torch.equal(copy, view)
         assert gemm.k_major(copy) is copy
 

@@ -17,6 +17,15 @@ ALONE = {  # programs that share their multiprocessor with none, and why
     "layernorm, rowwise, 8192": "a row in registers beside its columns' amaxes",
     "layernorm backward, 8192": "a row in registers beside two sums for the parameters",
 }
+RAISED = {  # what programs raise together, by kernel: amaxes as integers' maxima, counts as sums
+    "measure_lines_kernel": {"row_amaxes": ["max.s32"], "column_amaxes": ["max.s32"], "nonfinite": ["add.u64"]},
+    "cast_tensor_kernel": {"amax_record": ["max.s32"], "nonfinite": ["add.u64"], "saturation": ["add.u64"]},
+    "cast_rows_kernel": {"nonfinite": ["add.u64"]},
+    "cast_blocks_kernel": {"nonfinite": ["add.u64"]},
+    "_norm_rows_kernel": {"found": ["add.u32", "max.s32"], "column_amax": ["max.s32"]},
+    "_activation_rows_kernel": {"found": ["add.u32", "max.s32"], "column_amax": ["max.s32"]},
+    "_activation_tiles_kernel": {"found": ["add.u32", "max.s32"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +60,21 @@ def registers(build: dict) -> int:
 def test_products_of_codes_run_on_fp8_tensor_cores(builds: list[dict]) -> None:
     products = [build for build in builds if "gemm" in build["kernel"]]
     assert all(any("e4m3" in word or "e5m2" in word for word in build["tensor_core"]) for build in products)
+
+
+@pytest.mark.parametrize("kernel", RAISED)
+def test_what_programs_raise_together_is_raised_atomically(kernel: str, builds: list[dict]) -> None:
+    """In every build of the kernel, and never stored; the interpreter, which has one program at a time, cannot tell."""
+    written = [build["written"] for build in builds if build["kernel"] == kernel]
+    for each in written:
+        shared = {name: operations for name, operations in each.items() if name in RAISED[kernel]}
+        assert shared == {name: RAISED[kernel][name] for name in shared}
+    assert {name for each in written for name in each} >= RAISED[kernel].keys()
+    atomic = {name for each in written for name, operations in each.items() if operations != ["store"]}
+    assert atomic == RAISED[kernel].keys(), "raised, and not in the table"
+
+
+def test_no_other_kernel_is_atomic(builds: list[dict]) -> None:
+    """So that the table above has all of them, and every other result has its order of sums."""
+    others = [build for build in builds if build["kernel"] not in RAISED]
+    assert {operation for build in others for each in build["written"].values() for operation in each} == {"store"}

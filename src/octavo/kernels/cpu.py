@@ -2,14 +2,16 @@
 
 The C++ in native/ knows nothing of torch, so one build serves every release of it. It is compiled once for each
 instruction-set level; the best one this processor has is taken, and every function here takes another by name, so that
-all of them can be compared. Codes and scales are those of :mod:`octavo.numerics`, bit for bit. Where the extension
-could not be built, the same numbers come from torch's operations, several times slower.
+all of them can be compared. Codes and scales are those of :mod:`octavo.numerics`, bit for bit, but for the sign of a
+NaN code, which is left open there. Where the extension could not be built, the same numbers come from torch's
+operations, several times slower.
 
 Threads are torch's own: as many as ``torch.set_num_threads`` allows, of the runtime it brought along.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -22,10 +24,13 @@ from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor,
 from octavo.numerics.granularity import stacks
 
 _absence: str | None = None
-try:
-    from octavo.kernels import _native
-except ImportError as error:  # not built, or not for this interpreter
-    _absence = str(error)
+if find_spec("octavo.kernels._native") is None:  # a look for the file
+    _absence = "octavo's CPU kernels were not built here; with a C++ compiler, `pip install .` in a checkout builds them"
+else:
+    try:
+        from octavo.kernels import _native
+    except ImportError as error:
+        _absence = f"octavo's CPU kernels are here and cannot be loaded: {error}"
 
 __all__ = [
     "CODES",

@@ -3,7 +3,9 @@
 A layer of one or few rows is seven kernels: norm and query-key-value product; turning, casting and storing; attention
 and its join; output product and residual; norm, gate and up product and silu · up; down product and residual. Rows of
 several sequences are normed by kernels of their own. One token of each sequence is a CUDA graph, captured once for a
-cache and a number of sequences and replayed with other tokens and positions, so that a token costs one launch.
+cache and a number of sequences and replayed with other tokens and positions, so that a token costs one launch. A new
+cache in the memory of an old one finds that one's graph, and torch hands out freed memory again: requests of one size,
+one after the other, can share a graph. Elsewhere a cache costs a capture, which waits for the device.
 
 | rows     | products                                    | between them                        | attention           |
 |----------|---------------------------------------------|-------------------------------------|---------------------|
@@ -107,7 +109,7 @@ class CudaDecoder:
         self._decoder, self._embed = decoder, embed
         self._layers, self._head = [_codes_of(layer) for layer in decoder.layers], _codes_in(decoder.head)
         self._device = decoder.norm.device
-        self._graphs: OrderedDict[tuple[int, ...], _Graph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
 
     def read(self, tokens: Tensor, cache: CacheTensors, start: int, *, every: bool = False) -> Tensor:
         """Read the next tokens of the table's first sequence; their keys and values go into the cache.
@@ -161,8 +163,7 @@ class CudaDecoder:
             return self._replayed(tokens, cache, position)
 
     def _replayed(self, tokens: Tensor, cache: CacheTensors, position: Tensor) -> Tensor:
-        held = _tensors(cache)
-        key = (len(tokens), *(number for x in held for number in (x.data_ptr(), *x.shape)))
+        key = len(tokens), *_place(cache)
         found = self._graphs.pop(key, None) or self._captured(tokens, position, cache)
         self._graphs[key] = found
         if len(self._graphs) > _GRAPHS:
@@ -314,6 +315,7 @@ def _held(cache: CacheTensors, layer: int, length: int) -> tuple[Tensor, Tensor]
     return found[0], found[1]
 
 
-def _tensors(cache: CacheTensors) -> list[Tensor]:
+def _place(cache: CacheTensors) -> list[object]:
+    """What of a cache a graph depends on: where its tensors stand, their shapes, and the dtype of what it holds."""
     every = (cache.keys, cache.values, cache.key_scale, cache.value_scale, cache.table)
-    return [tensor for tensor in every if tensor is not None]
+    return [cache.keys.dtype, *((x.data_ptr(), x.shape) for x in every if x is not None)]

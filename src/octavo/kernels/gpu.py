@@ -1,8 +1,9 @@
 """The Triton kernels that cast, as Python sees them: what they can do, and calls with tensors of any shape.
 
-Codes and scales are those of :mod:`octavo.numerics`, bit for bit. Codes always come out contiguous in the order of the
-tensor that was asked for, whatever the order in memory of what is cast: Hopper's FP8 GEMM reads both operands along K.
-Nothing here waits for the device. Triton is imported by the first call that needs it.
+Codes and scales are those of :mod:`octavo.numerics`, bit for bit, but for the sign of a NaN code: GPUs that convert to
+E4M3 write every NaN as 0x7F, where a CPU writes -NaN and -Inf as 0xFF. Codes always come out contiguous in the order of
+the tensor that was asked for, whatever the order in memory of what is cast: Hopper's FP8 GEMM reads both operands along
+K. Nothing here waits for the device. Triton is imported by the first call that needs it.
 """
 
 from dataclasses import dataclass

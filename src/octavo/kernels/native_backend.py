@@ -40,7 +40,7 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
     if (reason := _TORCH.unsupported_reason(problem)) is not None:  # what holds for any FP32 sums on a CPU
         yield reason
     if (absence := cpu.why_absent()) is not None:
-        yield f"the native kernels are not built ({absence})"
+        yield f"there are no native kernels: {absence}"
     if not cpu.knows(problem.a_dtype, problem.b_dtype):
         yield "it multiplies E4M3 and E5M2"
     if 0 in (problem.m, problem.n, problem.k):

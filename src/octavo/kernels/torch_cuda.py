@@ -2,8 +2,8 @@
 
 cuBLAS wants both operands with K contiguous and their sizes in multiples of 16. Others are copied with zero codes
 added, which take no part in the scales, and what comes of them is cut off again. It sums as the tensor cores do:
-octavo.numerics' accumulate.py has the two ways, and ``fast_accumulation`` chooses between them. Scales must begin at a
-multiple of 16 bytes.
+octavo.numerics' accumulate.py has the two ways, and ``fast_accumulation`` chooses between them. Codes and scales must
+begin at a multiple of 16 bytes.
 
 Blocks are 1x128 and 128x128, the latter on one side at most. Scales of 1x128 lie column after column, those of 128x128
 row after row. The sums of every block are scaled and added in FP32. In a traced graph such a product is one operator,
@@ -102,9 +102,9 @@ def _block_scales(scale: Tensor, *, squares: bool) -> Tensor:
     return _aligned(scale.contiguous() if squares else scale.t().contiguous().t())
 
 
-def _aligned(scale: Tensor) -> Tensor:
+def _aligned(x: Tensor) -> Tensor:
     """What begins at a multiple of 16 bytes: a part of other memory is copied; in a traced graph nobody can ask."""
-    return scale if is_traced(scale) or scale.data_ptr() % _MULTIPLE == 0 else scale.clone()
+    return x if is_traced(x) or x.data_ptr() % _MULTIPLE == 0 else x.clone()
 
 
 def _finished(product: Tensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
@@ -180,15 +180,15 @@ def _takes_bias(bias: Tensor, problem: MatmulProblem) -> bool:
 
 
 def _pad_to_16(codes: Tensor, *, rows: bool) -> Tensor:
-    """Codes [R, K] row after row, zeros added to K and, if asked, to R, up to multiples of 16."""
+    """Codes [R, K] row after row from an aligned byte, zeros added to K and, if asked, to R, up to multiples of 16."""
     row_padding = -codes.shape[0] % _MULTIPLE if rows else 0
     column_padding = -codes.shape[1] % _MULTIPLE
     if row_padding or column_padding:
         padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, column_padding, 0, row_padding))
         return padded.view(codes.dtype)
-    if codes.stride() == (codes.shape[1], 1):
-        return codes
-    return codes.contiguous().flatten().view(codes.shape)  # a single row's stride, which may be anything, too
+    if codes.stride() != (codes.shape[1], 1):
+        codes = codes.contiguous().flatten().view(codes.shape)  # a single row's stride, which may be anything, too
+    return _aligned(codes)
 
 
 def _extended(vector: Tensor, extra: int) -> Tensor:

@@ -67,6 +67,13 @@ for size in (64, 128):
         CALLS[f"attend {size} {held}"] = partial(attending, size, held, own)
 CALLS |= {
     "store 128, rows that begin a text": partial(storing, 128, E4M3, torch.bfloat16, keeping=True),
+    # The shorter a row of key heads, the more parts is a context read in.
+    "attend 128, one key head, 65536 positions": partial(
+        attending, 128, E4M3, torch.bfloat16, kv_heads=1, positions=65536
+    ),
+    "attend 64, two key heads, 32768 positions": partial(
+        attending, 64, E4M3, torch.bfloat16, kv_heads=2, positions=32768
+    ),
     # Numbers that are 1 are constants to the compiler, which must be content with them.
     "store 64, one head and one page": partial(storing, 64, E4M3, torch.bfloat16, heads=1, kv_heads=1, positions=1),
     "attend 64, one head and one page": partial(attending, 64, E4M3, torch.float32, heads=1, kv_heads=1, positions=1),

@@ -2,7 +2,10 @@
 
 import ctypes
 import mmap
+import os
 import re
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -48,6 +51,38 @@ def test_without_the_extension_nothing_is_supported(monkeypatch):
     assert (cpu.levels(), count_threads(), cpu.why_absent()) == ((), 0, "not built")
     assert not cpu.supports(torch.ones(1), E4M3)
     assert not cpu.decodes(torch.ones(1).to(E4M3.torch_dtype), torch.float32, PerTensor())
+
+
+NOT_BUILT = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "octavo.kernels._native" else found(name, package)
+"""
+NOT_LOADED = """
+import importlib.machinery, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "octavo.kernels._native" else None
+    def create_module(self, spec):
+        raise ImportError("undefined symbol: PyNothing")
+    def exec_module(self, module):
+        pass
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        (NOT_BUILT, "octavo's CPU kernels were not built here; with a C++ compiler, `pip install .` in a checkout"),
+        (NOT_LOADED, "octavo's CPU kernels are here and cannot be loaded: undefined symbol: PyNothing"),
+    ],
+)
+def test_it_says_why_there_is_no_extension_and_what_to_do(before, words):
+    code = f"{before}\nfrom octavo.kernels import cpu\nprint(cpu.why_absent())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert said.stdout.startswith(words)
 
 
 @built

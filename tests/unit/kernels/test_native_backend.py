@@ -48,7 +48,7 @@ def test_it_objects_in_words(changes, words):
 
 def test_without_the_extension_it_says_why(monkeypatch):
     monkeypatch.setattr(cpu, "_absence", "no compiler was found")
-    assert NativeBackend().unsupported_reason(PROBLEM) == "the native kernels are not built (no compiler was found)"
+    assert NativeBackend().unsupported_reason(PROBLEM) == "there are no native kernels: no compiler was found"
 
 
 @built

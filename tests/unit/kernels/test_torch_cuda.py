@@ -34,12 +34,19 @@ def test_padding_adds_zero_codes_up_to_multiples_of_16():
     assert torch.equal(bits[:5, :18], codes.view(torch.uint8))
     assert int(bits[5:].sum()) == int(bits[:, 18:].sum()) == 0
     assert _pad_to_16(codes, rows=False).shape == (5, 32)
+    assert _pad_to_16(codes[:, :16], rows=True).shape == (16, 16)
     whole = octavo.quantize(torch.randn(16, 16), octavo.E4M3).data
     assert _pad_to_16(whole.t(), rows=True).is_contiguous()
     assert torch.equal(_pad_to_16(whole.t(), rows=True).view(torch.uint8), whole.t().view(torch.uint8))
     row = octavo.quantize(torch.randn(32, 1), octavo.E4M3).data.t()
     assert row.is_contiguous()
     assert _pad_to_16(row, rows=False).stride() == (32, 1)
+    assert _pad_to_16(whole, rows=True) is whole
+    for crooked in (_unaligned(whole), _unaligned(row)):
+        straight = _pad_to_16(crooked, rows=False)
+        assert straight.data_ptr() % 16 == 0
+        assert straight.stride() == (crooked.shape[1], 1)
+        assert torch.equal(straight.view(torch.uint8), crooked.view(torch.uint8))
 
 
 PROBLEM = MatmulProblem(
@@ -128,6 +135,7 @@ def _block_product(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **
     """What cuBLAS makes of a [M, K] and b [K, N], with its rules for their scales."""
     assert a.stride() == (a.shape[1], 1)
     assert b.stride() == (1, b.shape[0])
+    assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
     assert options["bias"] is None
     assert options["use_fast_accum"] is False
     exact = []
@@ -152,7 +160,7 @@ def test_cublas_gets_block_scales_as_it_wants_them(granularities, biased, monkey
     bias = torch.randn(160) if biased else None
     problem = dispatch._describe(operands[0], operands[1], torch.bfloat16, bias, Accumulate.FP32)
     wanted = ReferenceBackend().scaled_mm(operands[0], operands[1], bias, problem)
-    crooked = [replace(q, scale=_unaligned(q.scale)) for q in operands]
+    crooked = [replace(q, data=_unaligned(q.data), scale=_unaligned(q.scale)) for q in operands]
     for a, b in (operands, crooked):
         y = CudaBackend().scaled_mm(a, b, bias, problem)
         assert (y.dtype, y.shape) == (torch.bfloat16, (132, 160))
@@ -173,10 +181,10 @@ def test_a_graph_has_one_operator_for_blocks(monkeypatch):
         assert (y.shape, y.dtype, y.device.type) == ((20, 48), torch.float32, "cuda")
 
 
-def _unaligned(scale: Tensor) -> Tensor:
-    memory = torch.zeros(scale.numel() + 1)
+def _unaligned(x: Tensor) -> Tensor:
+    memory = torch.zeros(x.numel() + 1, dtype=x.dtype)
     assert memory.data_ptr() % 16 == 0
-    return memory[1:].copy_(scale.flatten()).view(scale.shape)
+    return memory[1:].copy_(x.flatten()).view(x.shape)
 
 
 @pytest.mark.parametrize("shape", [(5, 1), (1, 1), (4, 3)], ids=str)
@@ -220,6 +228,7 @@ class _CublasStandIn:
         assert a.stride() == (a.shape[1], 1)
         assert b.t().stride() == (b.shape[0], 1)
         assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
         per_row = scale_a.ndim == 2
         assert (scale_a.shape, scale_b.shape) == (((a.shape[0], 1), (1, b.shape[1])) if per_row else ((), ()))
         assert not per_row or (scale_a.is_contiguous() and scale_b.is_contiguous())
@@ -232,13 +241,14 @@ class _CublasStandIn:
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow()], ids=str)
 @pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("accumulate", [Accumulate.FP32, Accumulate.HOPPER_FAST])
-@pytest.mark.parametrize("width", [7, 16])
-def test_cublas_is_asked_for_what_it_takes(granularity, bias_dtype, accumulate, width, monkeypatch):
+@pytest.mark.parametrize("weight_shape", [(7, 18), (16, 18), (7, 16), (16, 16)], ids=str)
+def test_cublas_is_asked_for_what_it_takes(granularity, bias_dtype, accumulate, weight_shape, monkeypatch):
     cublas = _CublasStandIn()
     monkeypatch.setattr(torch, "_scaled_mm", cublas)
-    x, weight = torch.randn(5, 18), torch.randn(width, 18)
+    width, k = weight_shape
+    x, weight = torch.randn(5, k), torch.randn(weight_shape)
     a, b = (octavo.quantize(t, octavo.E4M3, granularity=granularity) for t in (x, weight))
-    a, b = (replace(q, scale=_unaligned(q.scale)) for q in (a, b))
+    a, b = (replace(q, data=_unaligned(q.data), scale=_unaligned(q.scale)) for q in (a, b))
     bias = None if bias_dtype is None else torch.randn(width).to(bias_dtype)
     exact = ReferenceBackend().scaled_mm(a, b, bias, dispatch._describe(a, b, torch.float32, bias, Accumulate.FP32))
     for capability, out_dtype in itertools.product((HOPPER, ADA), (torch.bfloat16, torch.float32)):

@@ -29,6 +29,7 @@ from octavo.kernels.triton.few_rows import multiply_wide
 __all__ = ["attend"]
 
 _PROGRAMS = 528  # four to a multiprocessor
+_JOINED = 8192  # numbers of the parts of a head that are added at once: 64 a thread
 
 
 @triton.jit
@@ -85,17 +86,24 @@ def attend_kernel(
 
 @triton.jit
 def join_kernel(
-    found, largest, total, out, parts, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr
+    found, largest, total, out, parts,
+    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
+    """A head's parts, HEIGHT of them at once; PARTS is a power of two, all of them or more."""
     head = tl.program_id(0).to(tl.int64)
-    part, d = tl.arange(0, PARTS), tl.arange(0, WIDTH)
-    maximum = tl.load(largest + head * parts + part, mask=part < parts, other=float("-inf"))
-    used = maximum > float("-inf")
-    weight = tl.where(used, tl.exp(maximum - tl.max(maximum, axis=0)), 0.0)
-    sums = tl.sum(weight * tl.load(total + head * parts + part, mask=used, other=0.0), axis=0)
-    inside = used[:, None] & (d < D)[None, :]
-    own = tl.load(found + (head * parts + part)[:, None] * D + d[None, :], mask=inside, other=0.0)
-    y = tl.sum(own * weight[:, None], axis=0) / sums
+    every, d = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    highest = tl.load(largest + head * parts + every, mask=every < parts, other=float("-inf"))
+    top = tl.max(highest, axis=0)  # of the first part at least, which sees the first position
+    total_of_each = tl.load(total + head * parts + every, mask=highest > float("-inf"), other=0.0)
+    sums = tl.sum(tl.exp(highest - top) * total_of_each, axis=0)
+    weighted = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    for first in range(0, parts, HEIGHT):
+        part = first + tl.arange(0, HEIGHT)
+        maximum = tl.load(largest + head * parts + part, mask=part < parts, other=float("-inf"))
+        inside = (maximum > float("-inf"))[:, None] & (d < D)[None, :]
+        own = tl.load(found + (head * parts + part)[:, None] * D + d[None, :], mask=inside, other=0.0)
+        weighted += own * tl.exp(maximum - top)[:, None]
+    y = tl.sum(weighted, axis=0) / sums
     tl.store(out + head * D + d, numbers.round_to(y, out.dtype.element_ty), mask=d < D)
 
 
@@ -139,7 +147,7 @@ def attend(
     largest, total = torch.empty(2, rows, heads, parts, dtype=torch.float32, device=queries.device)
     out = torch.empty(rows, heads, dim, dtype=out_dtype, device=queries.device)
     keys, values, key_scale, value_scale = of_layer(cache, layer)
-    width = max(16, launching.next_power_of_2(dim))
+    width, every = max(16, launching.next_power_of_2(dim)), launching.next_power_of_2(parts)
     launching.launch(
         attend_kernel, (parts, kv_heads, rows),
         queries, keys, key_scale, values, value_scale, cache.table, sequence, position, found, largest, total,
@@ -150,6 +158,7 @@ def attend(
     )  # fmt: skip
     launching.launch(
         join_kernel, (rows * heads,),
-        found, largest, total, out, parts, D=dim, WIDTH=width, PARTS=launching.next_power_of_2(parts), num_warps=4
+        found, largest, total, out, parts,
+        D=dim, WIDTH=width, PARTS=every, HEIGHT=min(every, _JOINED // width), num_warps=4,
     )  # fmt: skip
     return out

@@ -1,6 +1,7 @@
 """What every kernel does to single numbers: amax to encode scale, number to code, code to number.
 
-The definitions stand in octavo.numerics; these are the same bits. A GPU of compute capability 8.9 converts to FP8 in
+The definitions stand in octavo.numerics; these are the same bits, but for the sign of a NaN code, which a CPU keeps and
+these do not: in E4M3 -NaN is 0x7F here and 0xFF there. A GPU of compute capability 8.9 converts to FP8 in
 hardware. Elsewhere, and in Triton's interpreter, whose own conversion drops bits instead of rounding, the conversion
 is written out in integers: ``HARDWARE`` says which, and both give the same codes.
 
@@ -162,7 +163,7 @@ def code_from_number(
     HARDWARE: tl.constexpr,
     infinite=None,
 ):
-    """FP32 numbers to uint8 codes: nearest, ties to even, saturating; NaN to NaN.
+    """FP32 numbers to uint8 codes: nearest, ties to even, saturating; NaN to NaN, 0x7F whatever its sign.
 
     ``infinite`` says which inputs were ±Inf before they were scaled; with PROPAGATE those become NaN (E4M3) or ±Inf
     (E5M2), else ±maximum. Without it nothing was.

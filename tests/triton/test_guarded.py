@@ -1,0 +1,15 @@
+"""Products read nothing beyond their operands."""
+
+import os
+import subprocess
+import sys
+
+
+def test_products_read_nothing_beyond_their_operands() -> None:
+    """In a process of its own, which a read of forbidden memory ends."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-m", "tests.triton.guarded"]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    survived = finished.stdout.splitlines()
+    assert finished.returncode == 0, f"after {survived[-1:]} it ended with {finished.returncode}: {finished.stderr}"
+    assert survived
