@@ -25,7 +25,9 @@ from octavo.numerics.granularity import stacks
 
 _absence: str | None = None
 if find_spec("octavo.kernels._native") is None:  # a look for the file
-    _absence = "octavo's CPU kernels were not built here; with a C++ compiler, `pip install .` in a checkout builds them"
+    _absence = (
+        "octavo's CPU kernels were not built here; with a C++ compiler, `pip install .` in a checkout builds them"
+    )
 else:
     try:
         from octavo.kernels import _native
