@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from octavo.errors import ConfigError
 from octavo.formats import FP32, Format, format_of
 from octavo.kernels import cpu, gpu
-from octavo.kernels.tracing import distinct
+from octavo.kernels.tracing import distinct, is_traced
 from octavo.numerics import (
     Granularity,
     Measurement,
@@ -138,7 +138,7 @@ def quantize_and_measure(
     options: dict[str, Any] = {
         "nonfinite": nonfinite, "amax": amax, "scale": scale, "zero_is_unknown": zero_is_unknown
     }  # fmt: skip
-    if cpu.is_traced(x):
+    if is_traced(x):
         codes, made, measured, count = torch.ops.octavo.cast(
             x.detach(),
             fmt.torch_dtype,
@@ -188,7 +188,7 @@ def quantize_both_ways(
             x.t(), fmt, granularity, rule, scale_format=scale_format, into=Record(), **options
         )
         return quantized, turned, found
-    if cpu.is_traced(x):
+    if is_traced(x):
         codes, made, codes_t, made_t, measured, count = torch.ops.octavo.cast_both_ways(
             x.detach(),
             fmt.torch_dtype,
@@ -274,7 +274,7 @@ def _rounded(
     check_float(x, "the tensor to quantize")
     groups = granularity_or_default(granularity)
     on_gpu = gpu.supports(x, fmt, groups) and gpu.fakes(x, groups)
-    if not (on_gpu or cpu.supports(x, fmt, groups)) or x.dtype not in cpu.DTYPES or cpu.is_traced(x):
+    if not (on_gpu or cpu.supports(x, fmt, groups)) or x.dtype not in cpu.DTYPES or is_traced(x):
         values = dequantize(quantize(x, fmt, granularity=groups, scale_rounding=scale_rounding))
         return values if out is None else out.copy_(values)
     check_cast(x, fmt, groups, None, None, scale_rounding=scale_rounding, scale_format=FP32)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels.tracing import PLAIN_TENSORS, is_plain
 from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.numerics.granularity import stacks
 
@@ -52,7 +53,6 @@ __all__ = [
     "fake_quantize",
     "fresh",
     "in_memory",
-    "is_traced",
     "is_transposed",
     "knows",
     "level_number",
@@ -72,7 +72,6 @@ _ELEMENTS = (*CODES, *DTYPES, torch.int8)  # in the order of native/kernels.h
 _ROUNDINGS = tuple(ScaleRounding)
 _LARGE = 4 << 20  # bytes
 _NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,18 +366,6 @@ def _quantize(
     return made, measured, counts
 
 
-def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether one is a stand-in, or operations are watched: then there is no address, and operators are called."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # noqa: SLF001
-        return True
-    return not all(x is None or _is_itself(x) for x in tensors)
-
-
-def _is_itself(x: Tensor) -> bool:
-    """Whether a tensor is no subclass's and none that torch.func wraps."""
-    return type(x) in _PLAIN_TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001
-
-
 def codes_strides(x: Tensor) -> list[int]:
     """Strides of the codes of ``x``: a matrix whose rows lie side by side keeps its order, the rest is contiguous."""
     if is_transposed(x):
@@ -452,7 +439,7 @@ def _placed(x: Tensor) -> str:
 
 def _holds(out: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> bool:
     """Whether what is written to a tensor's address is what it then holds."""
-    plain = _is_itself(out) and out.layout is torch.strided and out.device.type == "cpu"
+    plain = is_plain(out) and out.layout is torch.strided and out.device.type == "cpu"
     return plain and (out.dtype, out.shape) == (dtype, shape) and not (out.is_neg() or out._is_zerotensor())  # noqa: SLF001
 
 
@@ -465,8 +452,8 @@ def in_memory(x: Tensor) -> Tensor:
         BackendError: a tensor that has no strides, or no memory of its own, such as a sparse one.
     """
     x = x.detach()
-    if not _is_itself(x) or x.layout is not torch.strided or x.device.type != "cpu":
-        inside = " inside torch.func" if type(x) in _PLAIN_TENSORS and not _is_itself(x) else ""
+    if not is_plain(x) or x.layout is not torch.strided or x.device.type != "cpu":
+        inside = " inside torch.func" if type(x) in PLAIN_TENSORS and not is_plain(x) else ""
         raise BackendError(
             f"the kernels read plain tensors on a CPU, not {type(x).__name__} {x.layout} on {x.device}{inside}"
         )

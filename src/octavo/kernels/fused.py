@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, E8M0, FP32, format_of
-from octavo.kernels.cpu import ScaleRule, is_traced
+from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast, new_result
+from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT
 from octavo.numerics import Nonfinite, PerBlock, ScaleRounding
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list

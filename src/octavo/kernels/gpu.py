@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels.cpu import DTYPES, ScaleRule, is_traced
+from octavo.kernels.cpu import DTYPES, ScaleRule
+from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import on_device_of
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerBlock, PerRow, PerTensor, Record
 from octavo.numerics.granularity import stacks

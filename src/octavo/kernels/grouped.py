@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.backend import MatmulProblem, product_shape
-from octavo.kernels.cpu import is_traced
 from octavo.kernels.dispatch import check_operands, scaled_mm
+from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton_backend import TritonBackend
 from octavo.numerics import Accumulate, PerBlock, PerTensor, QuantizedTensor
 from octavo.numerics.cast import can_be_asked

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import cpu, products
 from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
+from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, PerBlock, QuantizedTensor, hopper_chains, hopper_sums
 from octavo.numerics.accumulate import CHAIN
 
@@ -51,7 +52,7 @@ def _sums(
     """Hopper's sums; where scales are given, each chain is multiplied by its two before it is added."""
     if a.device.type != "cpu" or cpu.why_absent() is not None:
         return _sums_by_torch(a, b, accumulate, a_scale, b_scale)
-    traced = cpu.is_traced(a, b, a_scale, b_scale)
+    traced = is_traced(a, b, a_scale, b_scale)
     add = torch.ops.octavo.hopper_sums if traced else _native_sums
     result: Tensor = add(a, b, str(accumulate), a_scale, b_scale)
     return result

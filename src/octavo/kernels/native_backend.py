@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.kernels import cpu, products
 from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
 from octavo.kernels.torch_native import CpuBackend
+from octavo.kernels.tracing import is_traced
 from octavo.numerics import QuantizedTensor
 
 __all__ = ["NativeBackend"]
@@ -28,7 +29,7 @@ class NativeBackend:
         """See :class:`octavo.kernels.backend.Backend`."""
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a.scale, b.scale, bias)):
             return _TORCH.scaled_mm(a, b, bias, problem)  # its operations have gradients
-        traced = cpu.is_traced(a.data, a.scale, b.data, b.scale, bias)
+        traced = is_traced(a.data, a.scale, b.data, b.scale, bias)
         # The operator is the same function behind 20 µs of dispatch.
         multiply = torch.ops.octavo.native_mm if traced else _native_mm
         block = max(block_widths(problem), default=0)

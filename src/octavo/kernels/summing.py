@@ -9,6 +9,7 @@ from torch import Tensor
 from octavo.errors import BackendError
 from octavo.formats import Format
 from octavo.kernels import cpu
+from octavo.kernels.tracing import is_traced
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import AMAX_FLOOR
 
@@ -36,7 +37,7 @@ def least_stale_ratio(amaxes: Tensor, scale: Tensor, form: Format, *, amax_floor
 
 def sums(x: Tensor, made: QuantizedTensor) -> bool:
     """Whether :func:`cast_sums` can look at this cast."""
-    return cpu.supports(x, made.format, made.granularity) and not cpu.is_traced(x)
+    return cpu.supports(x, made.format, made.granularity) and not is_traced(x)
 
 
 def cast_sums(

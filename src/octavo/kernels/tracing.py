@@ -1,9 +1,11 @@
-"""What ``torch.compile`` must be told where it does not see for itself."""
+"""Whether an operation is run or traced, and what ``torch.compile`` must be told where it does not see for itself."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["distinct"]
+__all__ = ["PLAIN_TENSORS", "distinct", "is_plain", "is_traced"]
+
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def distinct(result: Tensor) -> Tensor:
@@ -19,3 +21,15 @@ def distinct(result: Tensor) -> Tensor:
         True
     """
     return result.view_as(result) if torch.compiler.is_compiling() else result
+
+
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether one is a stand-in, or operations are watched: then there is no address, and operators are called."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # noqa: SLF001
+        return True
+    return not all(x is None or is_plain(x) for x in tensors)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is no subclass's and none that torch.func wraps."""
+    return type(x) in PLAIN_TENSORS and not torch._C._functorch.is_functorch_wrapped_tensor(x)  # noqa: SLF001

@@ -16,6 +16,7 @@ from octavo.errors import BackendError
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2
 from octavo.kernels import cpu
 from octavo.kernels.threads import count_threads
+from octavo.kernels.tracing import is_traced
 from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.numerics.scaling import AMAX_FLOOR
 
@@ -108,11 +109,11 @@ def test_only_an_instance_of_tensor_itself_has_an_address():
     class Watched(torch.Tensor):
         pass
 
-    assert not cpu.is_traced(torch.ones(1))
-    assert not cpu.is_traced(torch.nn.Parameter(torch.ones(1)))
-    assert cpu.is_traced(torch.ones(1).as_subclass(Watched))
-    assert not cpu.is_traced(torch.ones(1), None)
-    assert cpu.is_traced(torch.ones(1), None, torch.ones(1).as_subclass(Watched))
+    assert not is_traced(torch.ones(1))
+    assert not is_traced(torch.nn.Parameter(torch.ones(1)))
+    assert is_traced(torch.ones(1).as_subclass(Watched))
+    assert not is_traced(torch.ones(1), None)
+    assert is_traced(torch.ones(1), None, torch.ones(1).as_subclass(Watched))
 
 
 @built
