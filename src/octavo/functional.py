@@ -6,7 +6,7 @@ and its scaling groups do not depend on the orientation, one cast serves both: t
 tensorwise recipe, not six.
 
 On a GPU, whose GEMM reads both operands along the dimension that it sums over, the transpose is other codes. Those of a
-weight are not kept: backward casts the weight again, which is there in any case.
+weight are not kept: backward casts the weight again, a parameter, which is there in any case.
 """
 
 from dataclasses import dataclass, replace
@@ -320,7 +320,8 @@ class _ScaledLinear(torch.autograd.Function):
             weight_tap.pending = None
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
             input_tap.nonfinite = weight_tap.nonfinite = None
-        again = transposes_are_copies(weight) and tap.watch is None  # whoever watches sees what backward will multiply
+        # A weight that was computed would be kept for this alone; whoever watches sees what backward will multiply.
+        again = transposes_are_copies(weight) and weight.is_leaf and tap.watch is None
         weights = weight_operands
         if weights is None:
             weights = WeightOperands(weight, recipe, weight_tap, again=again)

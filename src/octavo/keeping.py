@@ -4,7 +4,8 @@ Codes are one byte an element. What was made of a parameter, or of a tensor that
 all: a :class:`Later` stands for an operand that the backward pass makes again, bit for bit, when its GEMM runs.
 
 All is saved as plain tensors: activation checkpointing and saved-tensor hooks see them, and autograd refuses to give
-them back once somebody has changed them.
+them back once somebody has changed them. As everywhere in torch it does not see what fused optimizers write, nor what
+is written through ``.data``: what is made again then is the new weight's, by the scale of the old one.
 """
 
 from collections.abc import Sequence

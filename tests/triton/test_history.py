@@ -18,6 +18,7 @@ SPECS = [
         (1, 5, 16), (Statistic.MAX, Statistic.LATEST), ((1, 1.0), (3, 0.99)), Close
     )
 ]
+SPECS += [History(length=length) for length in (1024, 4096)]  # over many warps, which must not overtake each other
 
 
 def recorded(history: AmaxHistory, step: int) -> None:

@@ -104,6 +104,22 @@ def test_the_codes_of_the_weights_transpose_are_not_kept(made_again, recipe):
     assert not [tensor for tensor in kept if tensor.itemsize == 1 and tensor.numel() == layer.weight.numel()]
 
 
+def test_of_a_weight_that_was_computed_codes_are_kept(made_again):
+    """It would be kept for nothing else; a parameter is there in any case."""
+    made_again(True)
+    parameter, x = torch.randn(48, 32, requires_grad=True), torch.randn(8, 32, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    weight = parameter * 1.0
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        fp8_linear(x, weight, None, octavo.recipes.get("tensorwise"))
+    assert [tensor.itemsize for tensor in kept if tensor.numel() == weight.numel()] == [1]
+
+
 def test_a_weight_changed_before_the_backward_pass_is_refused(made_again):
     made_again(True)
     layer = Linear(48, 32)

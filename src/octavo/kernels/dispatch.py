@@ -45,7 +45,7 @@ class Selection:
 
 
 _record: dict[MatmulProblem, tuple[Backend, Selection]] = {}
-_calls: dict[tuple[object, ...], tuple[Backend, MatmulProblem]] = {}
+_calls: dict[tuple[object, ...], MatmulProblem] = {}  # whose arguments have been checked
 
 
 def scaled_mm(
@@ -101,16 +101,14 @@ def scaled_mm(
     except TypeError:  # what cannot be a key is no argument either, and is refused below
         known = None
     if known is None:
-        problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
-        known = _select(problem), problem
+        known = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
         if len(_calls) < _RECORD_SIZE:
             _calls[call] = known
-    chosen, problem = known
-    return chosen.scaled_mm(a, b, bias, problem)
+    return _select(known).scaled_mm(a, b, bias, known)
 
 
 def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
-    """All that a call's checks look at and its choice depends on: what went well once is not checked again."""
+    """All that a call's checks look at: what went well once is not checked again."""
     described: list[object] = []
     for given in (a, b, *options):
         if isinstance(given, QuantizedTensor):

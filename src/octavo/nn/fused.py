@@ -59,6 +59,7 @@ def norm_then_linear(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = linear(norm(x))
         return y
     assert isinstance(norm, LayerNorm | RMSNorm)
+    x = x.contiguous()  # once, for the two that keep it
     weight, bias = norm.weight, norm.bias if isinstance(norm, LayerNorm) else None
     spec = NormSpec(layer=isinstance(norm, LayerNorm), eps=norm.eps, zero_centered=norm.zero_centered)
 
@@ -80,6 +81,7 @@ def activation_then_linear(activation: str, linear: nn.Module, x: Tensor) -> Ten
     if isinstance(plan, str):
         y: Tensor = linear(ACTIVATIONS[activation](x))
         return y
+    x = x.contiguous()  # once, for the two that keep it
 
     def make(cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, ...]:
         made: tuple[Tensor, ...] = _CastActivation.apply(  # type: ignore[no-untyped-call]

@@ -16,8 +16,7 @@ NAMES = [backend.name for backend in BACKENDS]
 
 @pytest.fixture
 def _fresh_record(monkeypatch):
-    for known in ("_record", "_calls"):
-        monkeypatch.setattr(dispatch, known, {})
+    monkeypatch.setattr(dispatch, "_record", {})
 
 
 def _quantized(rows: int, columns: int, **options) -> QuantizedTensor:
