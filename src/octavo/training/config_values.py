@@ -1,11 +1,12 @@
-"""Values of a configuration: plain dicts, as TOML has them, to frozen dataclasses, and every mistake by its name."""
+"""Plain dicts, as TOML and JSON have them, to dataclasses, and every mistake by its name."""
 
 import difflib
 import math
 import typing
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 from octavo.errors import ConfigError
@@ -19,18 +20,22 @@ def section(kind: type[Section], raw: Any, prefix: str) -> Section:
     """The dataclass ``kind`` from a dict; ``prefix`` is what its keys are called by, such as "training.".
 
     Raises:
-        ConfigError: an unknown key, or a value of the wrong type, by name.
+        ConfigError: an unknown key, one that is missing, or a value of the wrong type, by name.
     """
     if not isinstance(raw, dict):
         raise ConfigError(f"{prefix.rstrip('.')} must be a section of keys, not {raw!r}")
     hints = typing.get_type_hints(kind)
-    allowed = [f.name for f in fields(kind)]  # type: ignore[arg-type] # kind is a dataclass
+    known = fields(kind)  # type: ignore[arg-type] # kind is a dataclass
+    allowed = [f.name for f in known]
     for key in raw:
         if key not in allowed:
             where = f"section [{prefix.rstrip('.')}]" if prefix else "configuration"
             raise ConfigError(
                 f"the {where} has no key {key!r}{did_you_mean(key, allowed)}; it takes {', '.join(allowed)}"
             )
+    for f in known:
+        if f.name not in raw and f.default is f.default_factory is MISSING:
+            raise ConfigError(f"{prefix}{f.name} is missing")
     return kind(**{key: _value(hints[key], value, f"{prefix}{key}") for key, value in raw.items()})
 
 
@@ -38,28 +43,30 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     """``value`` as ``hint`` wants it: enums from their strings, tuples from lists, floats from whole numbers."""
     if is_dataclass(hint):
         return section(typing.cast("type[Any]", hint), value, f"{name}.")
-    origin = typing.get_origin(hint)
-    if origin is UnionType:  # a word or a number
-        return value if isinstance(value, str) else _value(float, value, name)
-    if origin in (tuple, dict) and isinstance(value, list | tuple if origin is tuple else dict):
-        return _several(typing.get_args(hint), value, name)
+    origin, kinds = typing.get_origin(hint), typing.get_args(hint)
+    if origin is UnionType:
+        instead, usual = (NoneType, kinds[0]) if NoneType in kinds else (str, float)  # nothing, or a word for a number
+        return value if isinstance(value, instead) else _value(usual, value, name)
+    if isinstance(value, _HELD_AS.get(origin, ())):
+        return _several(hint, value, name)
     if origin is None and issubclass(hint, StrEnum):
         check_member(name, value, hint)
         return hint(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
+        value = float(value)
+    if hint is Any or (isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool))):
         return value
     raise ConfigError(f"{name} must be {_TYPE_WORDS.get(origin or hint, hint)}, not {value!r}")
 
 
-def _several(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
+def _several(hint: Any, value: Any, name: str) -> Any:
     """A table, a list of one kind, or a list of as many items as there are kinds."""
+    origin, kinds = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, dict):
         _, kind = kinds
-        return value if kind is Any else {key: _value(kind, item, f"{name}.{key}") for key, item in value.items()}
-    if kinds[-1] is Ellipsis:
-        return tuple(_value(kinds[0], item, name) for item in value)
+        return {key: _value(kind, item, f"{name}.{key}") for key, item in value.items()}
+    if origin is list or kinds[-1] is Ellipsis:
+        return origin(_value(kinds[0], item, f"{name}[{index}]") for index, item in enumerate(value))
     if len(value) != len(kinds):
         raise ConfigError(
             f"{name} must hold lists of {' and '.join(_TYPE_WORDS[kind] for kind in kinds)}, not {list(value)!r}"
@@ -67,13 +74,16 @@ def _several(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
     return tuple(_value(kind, item, name) for kind, item in zip(kinds, value, strict=True))
 
 
+_HELD_AS: dict[Any, Any] = {tuple: (list, tuple), list: list, dict: dict, Mapping: dict}
 _TYPE_WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     str: "a string",
     tuple: "a list",
+    list: "a list",
     dict: "a table",
+    Mapping: "a table",
 }
 
 

@@ -41,21 +41,21 @@ def put(value, *path):
 SECTION = ("parts", 0, "sections", 0)
 ODD = {
     "facts have no 'device'": put({"torch": "2"}, "facts"),
-    "facts is null, not a table": put(None, "facts"),
-    "facts['device'] is a number, not a string": put(5, "facts", "device"),
-    "parts is a table, not a list": put({}, "parts"),
-    "parts[0].seconds is a string, not a number": put("3", "parts", 0, "seconds"),
-    "parts[0].seconds is true or false, not a number": put(True, "parts", 0, "seconds"),
-    "parts[0].failure has no 'reason'": put({"name": "x"}, "parts", 0, "failure"),
-    "parts[0].owed[0].bar is null, not a number": put(None, "parts", 0, "owed", 0, "bar"),
-    "parts[0].sections[0].verdicts[0].found is a string, not a number": put("1", *SECTION, "verdicts", 0, "found"),
-    "parts[0].sections[0].rows[0][0] is a number, not a string": put(7, *SECTION, "rows", 0, 0),
-    "parts[0].sections[0].chart.series['T']['a'] is a list, not a number": put(
-        [], *SECTION, "chart", "series", "T", "a"
-    ),
-    "parts[0].sections[0] has a 'more', which is not known here": put(1, *SECTION, "more"),
-    "is_rehearsal is a string, not true or false": put("no", "is_rehearsal"),
+    "facts must be a table, not None": put(None, "facts"),
+    "facts.device must be a string, not 5": put(5, "facts", "device"),
+    "parts must be a list, not {}": put({}, "parts"),
+    "parts[0].seconds must be a number, not '3'": put("3", "parts", 0, "seconds"),
+    "parts[0].seconds must be a number, not True": put(True, "parts", 0, "seconds"),
+    "parts[0].failure.reason is missing": put({"name": "x"}, "parts", 0, "failure"),
+    "parts[0].owed[0].bar must be a number, not None": put(None, "parts", 0, "owed", 0, "bar"),
+    "parts[0].sections[0].verdicts[0].found must be a number, not '1'": put("1", *SECTION, "verdicts", 0, "found"),
+    "parts[0].sections[0].rows[0][0] must be a string, not 7": put(7, *SECTION, "rows", 0, 0),
+    "a row of the table 'T' has not its 1 columns": put(["a", "b"], *SECTION, "rows", 0),
+    "parts[0].sections[0].chart.series.T.a must be a number, not []": put([], *SECTION, "chart", "series", "T", "a"),
+    "the section [parts[0].sections[0]] has no key 'more'; it takes title, ": put(1, *SECTION, "more"),
+    "is_rehearsal must be true or false, not 'no'": put("no", "is_rehearsal"),
     "measured is '../../x', not a day such as 2026-01-31": put("../../x", "measured"),
+    "theme is '../../x', not one of hopper, serving": put("../../x", "theme"),
     "int too large": put(10**400, "parts", 0, "seconds"),
 }
 

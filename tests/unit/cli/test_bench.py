@@ -196,10 +196,10 @@ def test_a_join_is_made_again_with_more_and_a_result_drawn_where_it_lies(octavo,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"facts": None}, "is no result of octavo bench: facts is null, not a table"),
+        ({"facts": None}, "is no result of octavo bench: facts must be a table, not None"),
         ({"facts": {"torch": "2"}}, "is no result of octavo bench: facts have no 'device'"),
         ({"theme": "serving"}, "is a result of 'serving', and --from takes those of octavo bench hopper; leave it out"),
-        ({"parts": [{"name": "casts", "seconds": "3"}]}, "parts[0].seconds is a string, not a number"),
+        ({"parts": [{"name": "casts", "seconds": "3"}]}, "parts[0].seconds must be a number, not '3'"),
     ],
 )
 def test_an_odd_file_is_one_sentence_and_nothing_is_written(octavo, measured, tmp_path, change, words):
