@@ -61,9 +61,9 @@ MISTAKES = {
     "[['bf16', 0.0], ['fp8', 1.0]]": "not 0.0, 1.0",
     "[['bf16', 0.0], ['fp8', nan]]": "not 0.0, nan",
     "[['bf16', 0.0], ['fp8', 0.5], ['bf16', 0.4]]": "not 0.0, 0.5, 0.4",
-    "[['bf16']]": "training.precision_schedule must hold lists of a string and a number, not",
-    "[[0.0, 'bf16']]": "training.precision_schedule must be a string, not 0.0",
-    "['bf16']": "training.precision_schedule must be a list, not 'bf16'",
+    "[['bf16']]": r"training.precision_schedule\[0\] must hold lists of a string and a number, not",
+    "[[0.0, 'bf16']]": r"training.precision_schedule\[0\] must be a string, not 0.0",
+    "['bf16']": r"training.precision_schedule\[0\] must be a list, not 'bf16'",
     "'bf16:0.0'": "training.precision_schedule must be a list",
 }
 
