@@ -350,9 +350,11 @@ def test_a_layer_that_was_trained_remembers_the_same_without_operations_of_its_o
 
 
 @every_granularity
-def test_the_operators_are_what_their_shape_functions_say(granularity, device):
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_operators_are_what_their_shape_functions_say(granularity, measured, device):
+    rest = ("fp32", 1e-12, 0, True, None, None, False, measured, "")
     for x in (torch.randn(5, 130, device=device), torch.randn(130, 33, device=device).t()):
-        arguments = (torch.float8_e4m3fn, granularity_as_list(granularity), "fp32", 1e-12, 0, True, None, None, False)
+        arguments = (torch.float8_e4m3fn, granularity_as_list(granularity), *rest)
         made = casting._cast_both_ways_on_gpu(x, *arguments)
         shapes = casting._cast_both_ways_shapes(x, *arguments)
         for one, other in zip(made, shapes, strict=True):

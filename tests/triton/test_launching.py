@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -98,6 +101,19 @@ def test_what_compiles_nothing_is_bound_every_time(kernel: Kernel, monkeypatch: 
     for _ in range(2):
         launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4)
     assert len(kernel.bound) == 2
+
+
+def test_a_graph_takes_no_option_that_inductor_would_drop(kernel: Kernel) -> None:
+    with FakeTensorMode(), pytest.raises(AssertionError, match=r"drops .*enable_fp_fusion.* without a word"):
+        launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4, num_warps=8, enable_fp_fusion=False)
+
+
+def test_a_size_that_is_a_symbol_has_its_power_of_two() -> None:
+    shapes = ShapeEnv()
+    for size in (1, 3, 33, 4096, 4097):
+        symbol = shapes.create_unspecified_symint_and_symbol(size, ConstantSource(f"size {size}"), DimDynamic.DYNAMIC)
+        power = launching.next_power_of_2(symbol)
+        assert (type(power), power) == (int, launching.next_power_of_2(size))
 
 
 def test_numbers_of_programs() -> None:

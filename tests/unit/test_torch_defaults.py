@@ -75,7 +75,7 @@ def test_casts(default, granularity, fmt):
 def test_operators(default):
     x = torch.randn(40, 64)
     x[3, 3] = torch.nan
-    arguments = (E4M3.torch_dtype, [1], "fp32", 0.0, 0, True, None, None, False)
+    arguments = (E4M3.torch_dtype, [1], "fp32", 0.0, 0, True, None, None, False, True, "")
     assert_unmoved(default, lambda: torch.ops.octavo.cast(x, *arguments))
     seed = torch.tensor(5)
     assert_unmoved(default, lambda: [torch.ops.octavo.random_bits(seed, 77)])

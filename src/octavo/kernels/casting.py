@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from octavo.errors import ConfigError
 from octavo.formats import FP32, Format, format_of
 from octavo.kernels import cpu, gpu
-from octavo.kernels.tracing import distinct, is_traced
+from octavo.kernels.tracing import SOURCES, distinct, is_traced, show_kernels
+from octavo.kernels.triton.launching import allocate
 from octavo.numerics import (
     Granularity,
     Measurement,
@@ -144,7 +145,7 @@ def quantize_and_measure(
             fmt.torch_dtype,
             granularity_as_list(granularity),
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
-            *(amax, scale, zero_is_unknown),
+            *(amax, scale, zero_is_unknown, into is None or into.gathers, SOURCES),
         )
         seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
     elif on_gpu:
@@ -194,7 +195,7 @@ def quantize_both_ways(
             fmt.torch_dtype,
             granularity_as_list(granularity),
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
-            *(amax, scale, zero_is_unknown),
+            *(amax, scale, zero_is_unknown, into is None or into.gathers, SOURCES),
         )
         made_t = made if isinstance(granularity, PerTensor) else made_t
         seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
@@ -309,6 +310,7 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
     amax: Tensor | None,
     scale: Tensor | None,
     zero_is_unknown: bool,
+    *_: object,  # here it is always measured
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     cast = cpu.quantize(
         x,
@@ -327,14 +329,14 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
 
 def _cast_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     cast = _run_on_gpu(x, *arguments)
-    return cast.codes, cast.scale, *_apart(cast.found)
+    return cast.codes, cast.scale, *_apart(cast)
 
 
 def _cast_both_ways_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     cast = _run_on_gpu(x, *arguments, both_ways=True)
     assert cast.transposed is not None
     codes, scale = cast.transposed
-    return cast.codes, cast.scale, codes, _if_its_own(scale, cast.scale), *_apart(cast.found)
+    return cast.codes, cast.scale, codes, _if_its_own(scale, cast.scale), *_apart(cast)
 
 
 def _if_its_own(scale_t: Tensor, scale: Tensor) -> Tensor:
@@ -342,8 +344,11 @@ def _if_its_own(scale_t: Tensor, scale: Tensor) -> Tensor:
     return scale_t.new_empty(0) if scale_t is scale else scale_t
 
 
-def _apart(found: Measurement | None) -> tuple[Tensor, Tensor]:
-    assert found is not None
+def _apart(cast: gpu.Cast) -> tuple[Tensor, Tensor]:
+    """What was measured, apart; memory that holds nothing where nobody reads it."""
+    found = cast.found
+    if found is None:
+        return torch.empty_like(cast.scale), allocate(cast.scale, (), torch.int64)
     assert found.nonfinite is not None
     return found.amax, found.nonfinite
 
@@ -359,6 +364,8 @@ def _run_on_gpu(  # noqa: PLR0917 (an operator's schema)
     amax: Tensor | None,
     scale: Tensor | None,
     zero_is_unknown: bool,
+    measured: bool,
+    _: str,
     *,
     both_ways: bool = False,
 ) -> gpu.Cast:
@@ -372,6 +379,7 @@ def _run_on_gpu(  # noqa: PLR0917 (an operator's schema)
         scale=scale,
         zero_is_unknown=zero_is_unknown,
         both_ways=both_ways,
+        into=None if measured else Record(),
     )
 
 
@@ -397,15 +405,17 @@ def _cast_both_ways_shapes(
 
 _ARGUMENTS = (
     "(Tensor x, ScalarType dtype, int[] block, str rounding, float amax_floor, int margin, bool propagate, "
-    "Tensor? amax, Tensor? scale, bool zero_is_unknown)"
+    "Tensor? amax, Tensor? scale, bool zero_is_unknown, bool measured, str sources)"
 )
 torch.library.define("octavo::cast", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
 torch.library.impl("octavo::cast", "CPU")(_cast)
 torch.library.impl("octavo::cast", "CUDA")(_cast_on_gpu)
 torch.library.register_fake("octavo::cast")(_cast_shapes)
+show_kernels("octavo::cast", _cast_on_gpu)
 torch.library.define("octavo::cast_both_ways", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 torch.library.impl("octavo::cast_both_ways", "CUDA")(_cast_both_ways_on_gpu)
 torch.library.register_fake("octavo::cast_both_ways")(_cast_both_ways_shapes)
+show_kernels("octavo::cast_both_ways", _cast_both_ways_on_gpu)
 
 
 def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.formats import E4M3, E5M2, E8M0, FP32, format_of
 from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast, new_result
-from octavo.kernels.tracing import is_traced
+from octavo.kernels.tracing import SOURCES, is_traced, show_kernels
 from octavo.kernels.triton.launching import WHY_ABSENT
 from octavo.numerics import Nonfinite, PerBlock, ScaleRounding
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
@@ -111,7 +111,7 @@ def norm_backward(  # noqa: PLR0917 (a backward's inputs)
     """The gradients of x, in its dtype, and of gain and bias, float32 [H]; the last is empty without a bias."""
     if is_traced(x):
         made: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(
-            grad_y, x, gain, mean, rstd, norm.layer, norm.zero_centered, has_bias
+            grad_y, x, gain, mean, rstd, norm.layer, norm.zero_centered, has_bias, SOURCES
         )
     else:
         made = _norms().norm_backward(grad_y, x, gain, mean, rstd, norm, has_bias=has_bias)
@@ -147,7 +147,7 @@ def cast_activation(
 def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool) -> Tensor:
     """The gradient of x, in its shape and dtype."""
     if is_traced(x):
-        grad: Tensor = torch.ops.octavo.activation_backward(grad_y, x, function, gated)
+        grad: Tensor = torch.ops.octavo.activation_backward(grad_y, x, function, gated, SOURCES)
     else:
         grad = _activations().activation_backward(grad_y, x, function, gated=gated)
     return grad
@@ -228,6 +228,7 @@ def _norm_backward(  # noqa: PLR0917 (an operator's schema)
     layer: bool,
     zero_centered: bool,
     has_bias: bool,
+    _: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     norm = NormSpec(layer=layer, eps=0.0, zero_centered=zero_centered)  # eps is in rstd
     made: tuple[Tensor, Tensor, Tensor] = _norms().norm_backward(grad_y, x, gain, mean, rstd, norm, has_bias=has_bias)
@@ -235,7 +236,7 @@ def _norm_backward(  # noqa: PLR0917 (an operator's schema)
 
 
 def _norm_backward_shapes(_: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    has_bias = rest[-1]
+    has_bias = rest[-2]
     columns = x.shape[1]
     gain, bias = (x.new_empty(size, dtype=torch.float32) for size in (columns, columns if has_bias else 0))
     return torch.empty_like(x), gain, bias
@@ -253,7 +254,7 @@ def _activation_cast_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(new_result(x, x.shape[1] // 2 if gated else x.shape[1], _from_arguments(*cast)))
 
 
-def _activation_backward(grad_y: Tensor, x: Tensor, function: str, gated: bool) -> Tensor:
+def _activation_backward(grad_y: Tensor, x: Tensor, function: str, gated: bool, _: str) -> Tensor:
     grad: Tensor = _activations().activation_backward(grad_y, x, function, gated=gated)
     return grad
 
@@ -283,14 +284,17 @@ _register(
 )
 _register(
     "norm_backward",
-    "(Tensor grad_y, Tensor x, Tensor gain, Tensor mean, Tensor rstd, bool layer, bool zero_centered, bool has_bias) "
+    "(Tensor grad_y, Tensor x, Tensor gain, Tensor mean, Tensor rstd, bool layer, bool zero_centered, bool has_bias, "
+    "str sources) "
     "-> (Tensor, Tensor, Tensor)",
     _norm_backward,
     _norm_backward_shapes,
 )
+show_kernels("octavo::norm_backward", _norm_backward)
 _register(
     "activation_backward",
-    "(Tensor grad_y, Tensor x, str function, bool gated) -> Tensor",
+    "(Tensor grad_y, Tensor x, str function, bool gated, str sources) -> Tensor",
     _activation_backward,
     _activation_backward_shapes,
 )
+show_kernels("octavo::activation_backward", _activation_backward)

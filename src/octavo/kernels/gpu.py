@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.cpu import DTYPES, ScaleRule
 from octavo.kernels.tracing import is_traced
-from octavo.kernels.triton.launching import on_device_of
+from octavo.kernels.triton.launching import allocate, on_device_of
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerBlock, PerRow, PerTensor, Record
 from octavo.numerics.granularity import stacks
 from octavo.numerics.random_bits import random_bits_by_torch
@@ -154,9 +154,13 @@ def quantize(
 
 def _nothing_found(x: Tensor, granularity: Granularity, *, fresh: bool) -> Record:
     """A record of nothing, or memory for one; two tensors, since an operator's results share no memory."""
-    make = x.new_empty if fresh else x.new_zeros
-    amax = make((), dtype=torch.float32) if isinstance(granularity, PerTensor) else None
-    return Record(amax, None, make((), dtype=torch.int64))
+    make = allocate if fresh else _zeros
+    amax = make(x, (), torch.float32) if isinstance(granularity, PerTensor) else None
+    return Record(amax, None, make(x, (), torch.int64))
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return like.new_zeros(shape, dtype=dtype)
 
 
 def fakes(x: Tensor, granularity: Granularity) -> bool:

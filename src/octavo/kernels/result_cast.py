@@ -8,6 +8,7 @@ from torch import Tensor
 
 from octavo.formats import E8M0, FP32, Format
 from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.triton.launching import allocate
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerTensor, QuantizedTensor
 from octavo.numerics.quantized import stored_scale
 
@@ -83,6 +84,6 @@ def new_result(x: Tensor, columns: int, cast: ResultCast) -> CastResult:
     shape = torch.Size([x.shape[0], columns]) if cast.direct else nothing
     turned = torch.Size([columns, x.shape[0]]) if cast.transpose else nothing
     scale_dtype = torch.uint8 if cast.scale_format == E8M0 else torch.float32
-    scales = [x.new_empty(cast.granularity.scale_shape(size), dtype=scale_dtype) for size in (shape, turned)]
+    scales = [allocate(x, cast.granularity.scale_shape(size), scale_dtype) for size in (shape, turned)]
     codes = [x.new_empty(size, dtype=cast.format.torch_dtype) for size in (shape, turned)]
     return CastResult(codes[0], scales[0], codes[1], scales[1], x.new_empty(2, dtype=torch.int32))

@@ -1,11 +1,26 @@
 """Whether an operation is run or traced, and what ``torch.compile`` must be told where it does not see for itself."""
 
+from collections.abc import Callable
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-__all__ = ["PLAIN_TENSORS", "distinct", "is_plain", "is_traced"]
+__all__ = ["PLAIN_TENSORS", "SOURCES", "distinct", "is_plain", "is_traced", "show_kernels"]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+def _digest() -> str:
+    package = files("octavo.kernels")
+    sources = [file for folder in (package, package / "triton") for file in folder.iterdir() if file.name[-3:] == ".py"]
+    return sha256(b"".join(file.read_bytes() for file in sorted(sources, key=str))).hexdigest()
+
+
+SOURCES = _digest()  # of this package: operators that torch sees through take it, see show_kernels
 
 
 def distinct(result: Tensor) -> Tensor:
@@ -21,6 +36,29 @@ def distinct(result: Tensor) -> Tensor:
         True
     """
     return result.view_as(result) if torch.compiler.is_compiling() else result
+
+
+def show_kernels(operator: str, run: Callable[..., Any]) -> None:
+    """Let ``torch.compile`` see what an operator does on a GPU: its code then launches the kernels by itself.
+
+    A call of an operator costs a compiled graph the Python that runs it, several times what its launches do. An
+    exported graph keeps the operator, which says what is meant and not how.
+
+    Torch keeps what it compiled on disk and knows it again by the operators' arguments. So the last one is
+    :data:`SOURCES`: after an update of octavo what was made of the old kernels is not found.
+
+    Args:
+        operator: its name, such as "octavo::cast"; its first argument is a tensor.
+        run: what it does on CUDA: of its arguments, and traceable.
+    """
+
+    def seen(mode: Any, call: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args[0].is_cuda or torch.compiler.is_exporting():
+            return mode.__torch_dispatch__(call, types, args, kwargs)
+        with mode:
+            return run(*args, **kwargs)
+
+    torch.library.register_torch_dispatch(operator, FunctionalTensorMode, seen)
 
 
 def is_traced(*tensors: Tensor | None) -> bool:

@@ -114,6 +114,11 @@ class Record:
     overflowed: Tensor | None = None
     nonfinite: Tensor | None = None
 
+    @property
+    def gathers(self) -> bool:
+        """Whether anything is gathered."""
+        return not (self.amax is self.overflowed is self.nonfinite is None)
+
     def add(self, found: Measurement) -> None:
         """Gather what was found in a tensor that is not empty."""
         if self.amax is not None:

@@ -117,5 +117,5 @@ def test_the_operator_is_what_its_shape_function_says(x, granularity):
     if cpu.why_absent():
         pytest.skip(f"no native kernels: {cpu.why_absent()}")
     block = granularity_as_list(granularity)
-    arguments = (x, torch.float8_e4m3fn, block, "fp32", 1e-12, 0, True, None, None, False)
+    arguments = (x, torch.float8_e4m3fn, block, "fp32", 1e-12, 0, True, None, None, False, True, "")
     torch.library.opcheck(torch.ops.octavo.cast, arguments, test_utils=("test_faketensor",))

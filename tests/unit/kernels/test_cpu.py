@@ -222,7 +222,7 @@ def test_no_element_is_read_after_it_was_written():
 
 
 CODES, ONE = torch.zeros(4, 8).to(E4M3.torch_dtype), torch.ones(())
-CAST: tuple[Any, ...] = (E4M3.torch_dtype, [], "fp32", 0.0, 0, True, None, None, False)
+CAST: tuple[Any, ...] = (E4M3.torch_dtype, [], "fp32", 0.0, 0, True, None, None, False, True, "")
 
 
 def _decoded_into(out):

@@ -21,7 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.result_cast import CastResult, ResultCast
-from octavo.kernels.triton import codes, epilogues, launching
+from octavo.kernels.triton import epilogues, launching
+from octavo.kernels.triton.codes import finite_magnitude, round_to
+from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, TENSOR, add_to_found, cast_row, cast_tile
 
 __all__ = ["activation_backward", "cast_activation"]
 
@@ -57,9 +59,9 @@ def _function(x, NAME: tl.constexpr, DTYPE: tl.constexpr):
         y = x / (1.0 + tl.exp(-_tanh_argument(x)))
     else:
         tl.static_assert(NAME == "qgelu")
-        inner = codes.round_to(x * _QUICK_SLOPE, DTYPE).to(tl.float32)
-        y = x * codes.round_to(1.0 / (1.0 + tl.exp(-inner)), DTYPE).to(tl.float32)
-    return codes.round_to(y, DTYPE).to(tl.float32)
+        inner = round_to(x * _QUICK_SLOPE, DTYPE).to(tl.float32)
+        y = x * round_to(1.0 / (1.0 + tl.exp(-inner)), DTYPE).to(tl.float32)
+    return round_to(y, DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -99,13 +101,13 @@ def _activated(x, row, at, inside, columns, NAME: tl.constexpr, GATED: tl.conste
     y = _function(tl.load(x + here, mask=inside, other=0.0).to(tl.float32), NAME, DTYPE)
     if GATED:
         up = tl.load(x + here + columns, mask=inside, other=0.0).to(tl.float32)
-        y = codes.round_to(y * up, DTYPE).to(tl.float32)
+        y = round_to(y * up, DTYPE).to(tl.float32)
     return y
 
 
 @triton.jit
 def _activation_rows_kernel(
-    x, output, output_scale, found, known, column_amax, rows, columns, rows_each,
+    x, output, output_scale, found, known, rows, columns, rows_each,
     NAME: tl.constexpr, GATED: tl.constexpr, KNOWN: tl.constexpr, CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
@@ -123,24 +125,24 @@ def _activation_rows_kernel(
     for step in range(count):
         row = first + step
         y = _activated(x, row, at, inside, columns, NAME, GATED)
-        magnitude, nonfinite = codes.finite_magnitude(y)
+        magnitude, nonfinite = finite_magnitude(y)
         broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
         if COLUMN_AMAX or not CAST_ROWS:
             largest = tl.maximum(largest, magnitude)
         if CAST_ROWS:
-            epilogues.cast_row(
+            cast_row(
                 y, magnitude, row, at, inside, columns, output, output_scale,
                 MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE,
             )  # fmt: skip
     if count > 0:
-        epilogues.add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
+        add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
     if COLUMN_AMAX:
-        tl.atomic_max(column_amax + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+        tl.atomic_max(found + COLUMN_AMAXES + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
 
 
 @triton.jit
 def _activation_tiles_kernel(
-    x, output, output_scale, transposed, transposed_scale, found, known, column_amax, rows, columns,
+    x, output, output_scale, transposed, transposed_scale, found, known, rows, columns,
     NAME: tl.constexpr, GATED: tl.constexpr,
     KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
@@ -154,17 +156,17 @@ def _activation_tiles_kernel(
     column = (column_tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
     y = _activated(x, row, column, inside, columns, NAME, GATED)
-    if KNOWN != "" or GROUPS > epilogues.ROW:
-        magnitude, nonfinite = codes.finite_magnitude(y)
+    if KNOWN != "" or GROUPS > ROW:
+        magnitude, nonfinite = finite_magnitude(y)
         amax, count = tl.max(magnitude), tl.sum(nonfinite)
         if KNOWN == "amax":
             unmeasured = tl.load(known) > 0
             amax = tl.where(unmeasured, amax, 0.0)
             count = tl.where(unmeasured, count, 0)
-        epilogues.add_to_found(found, amax, count)
-    epilogues.cast_tile(
+        add_to_found(found, amax, count)
+    cast_tile(
         y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-        found, known, column_amax, KNOWN, GROUPS, DIRECT, TRANSPOSE,
+        found, known, KNOWN, GROUPS, DIRECT, TRANSPOSE,
         MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -184,9 +186,9 @@ def _activation_backward_kernel(
     DTYPE: tl.constexpr = grad_x.dtype.element_ty
     if GATED:
         up = tl.load(x + here + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + here + columns, codes.round_to(grad * y, DTYPE), mask=inside)
+        tl.store(grad_x + here + columns, round_to(grad * y, DTYPE), mask=inside)
         grad = grad * up
-    tl.store(grad_x + here, codes.round_to(grad * slope, DTYPE), mask=inside)
+    tl.store(grad_x + here, round_to(grad * slope, DTYPE), mask=inside)
 
 
 def cast_activation(
@@ -202,9 +204,9 @@ def cast_activation(
         **launch.constants,
         **epilogues.PLAIN_ARITHMETIC,
     }
-    by_row = launch.GROUPS == epilogues.ROW
+    by_row = launch.GROUPS == ROW.value
     with launching.on_device_of(x):
-        if by_row or (launch.GROUPS == epilogues.TENSOR and scale is None):
+        if by_row or (launch.GROUPS == TENSOR.value and scale is None):
             shape = epilogues.row_launch(columns if by_row else min(columns, _MEASURED_AT_ONCE))
             across = launching.ceil_div(columns, shape["SIZE"])
             rows_each = launching.ceil_div(rows * across, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
@@ -214,9 +216,8 @@ def cast_activation(
                 *(
                     x,
                     *launch.outputs[:2],
-                    launch.made.found,
+                    launch.found,
                     launch.known,
-                    launch.column_amax,
                     rows,
                     columns,
                     rows_each,
@@ -230,7 +231,7 @@ def cast_activation(
             launching.launch(
                 _activation_tiles_kernel,
                 epilogues.tiles(launch.GROUPS, rows, columns, direct=cast.direct),
-                *(x, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
+                *(x, *launch.outputs, launch.found, launch.known, rows, columns),
                 GROUPS=launch.GROUPS,
                 DIRECT=cast.direct,
                 TRANSPOSE=cast.transpose,
@@ -247,7 +248,7 @@ def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool
     """
     rows, columns = grad_y.shape
     grad_x = torch.empty_like(x)
-    size = min(launching.next_power_of_2(columns), 1024)
+    size = launching.next_power_of_2(min(columns, 1024))
     with launching.on_device_of(x):
         launching.launch(
             _activation_backward_kernel,

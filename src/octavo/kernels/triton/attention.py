@@ -21,9 +21,9 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.kernels.decoding import PAGE, CacheTensors
-from octavo.kernels.triton import codes as numbers
 from octavo.kernels.triton import launching
 from octavo.kernels.triton.cache import of_layer
+from octavo.kernels.triton.codes import has_hardware_casts, number_from_code, round_to
 from octavo.kernels.triton.few_rows import multiply_wide
 
 __all__ = ["attend"]
@@ -36,7 +36,7 @@ _JOINED = 8192  # numbers of the parts of a head that are added at once: 64 a th
 def _numbers(held, CODES: tl.constexpr, HARDWARE: tl.constexpr):
     """What a tile of the cache holds, as bfloat16, or FP32 if that is what it holds."""
     if CODES:
-        made = numbers.number_from_code(held, 3, HARDWARE).to(tl.bfloat16)
+        made = number_from_code(held, 3, HARDWARE).to(tl.bfloat16)
     else:
         made = held
     return made
@@ -104,7 +104,7 @@ def join_kernel(
         own = tl.load(found + (head * parts + part)[:, None] * D + d[None, :], mask=inside, other=0.0)
         weighted += own * tl.exp(maximum - top)[:, None]
     y = tl.sum(weighted, axis=0) / sums
-    tl.store(out + head * D + d, numbers.round_to(y, out.dtype.element_ty), mask=d < D)
+    tl.store(out + head * D + d, round_to(y, out.dtype.element_ty), mask=d < D)
 
 
 def attend(
@@ -153,7 +153,7 @@ def attend(
         queries, keys, key_scale, values, value_scale, cache.table, sequence, position, found, largest, total,
         scale, pages, heads, kv_heads,
         GROUP=heads // kv_heads, D=dim, QUERIES=max(16, launching.next_power_of_2(heads // kv_heads)), WIDTH=width,
-        SIZE=PAGE, CODES=key_scale is not None, HARDWARE=numbers.has_hardware_casts(queries.device), num_warps=4,
+        SIZE=PAGE, CODES=key_scale is not None, HARDWARE=has_hardware_casts(queries.device), num_warps=4,
         num_stages=2,
     )  # fmt: skip
     launching.launch(

@@ -16,8 +16,19 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.triton import casts, codes, launching
-from octavo.kernels.triton.casts import Lines, Made
+from octavo.kernels.triton import casts, launching
+from octavo.kernels.triton.casts import (
+    Lines,
+    Made,
+    any_broken,
+    codes_of,
+    finite,
+    first_of_tile,
+    highest,
+    is_broken,
+    report,
+)
+from octavo.kernels.triton.codes import encode_scale_from_amax, number_from_code, reciprocal
 from octavo.numerics import Record
 
 __all__ = ["LARGEST", "cast_blocks"]
@@ -27,16 +38,16 @@ LARGEST = 128  # rows and columns of a block; both are powers of two
 
 @triton.jit
 def _highest(blocks):
-    return casts.highest(casts.highest(blocks, 3), 1)
+    return highest(highest(blocks, 3), 1)
 
 
 @triton.jit
 def _amaxes(blocks, overflowed, nonfinite):
     """The amax of each of blocks [down, rows, across, columns], [down, across]; reports what is not finite."""
     amax = _highest(blocks)
-    if casts.any_broken(amax):
-        casts.report(overflowed, nonfinite, casts.is_broken(blocks))
-        amax = _highest(casts.finite(blocks))
+    if any_broken(amax):
+        report(overflowed, nonfinite, is_broken(blocks))
+        amax = _highest(finite(blocks))
     return amax
 
 
@@ -51,7 +62,7 @@ def cast_blocks_kernel(
     DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Reads x once, writes a byte an element for each order; with VALUES, x's size once."""
-    row, column = casts.first_of_tile(tl.program_id(0), columns, DOWN, ACROSS)
+    row, column = first_of_tile(tl.program_id(0), columns, DOWN, ACROSS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     across = tl.cdiv(columns, ACROSS)
@@ -59,19 +70,19 @@ def cast_blocks_kernel(
     if DIRECT or ROWS == COLUMNS:
         blocks = tl.reshape(number, (DOWN // ROWS, ROWS, ACROSS // COLUMNS, COLUMNS))
         amax = _amaxes(blocks, overflowed, nonfinite)
-        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-        decode = codes.reciprocal(encode)
+        encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        decode = reciprocal(encode)
         block_row = first_row // ROWS + tl.arange(0, DOWN // ROWS)[:, None]
         block_column = first_column // COLUMNS + tl.arange(0, ACROSS // COLUMNS)[None, :]
         blocks_down, blocks_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
         at = block_row.to(tl.int64) * blocks_across + block_column
         within = (block_row < blocks_down) & (block_column < blocks_across)
-        made = casts.codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+        made = codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         if DIRECT:
             tl.store(scales + at, decode, mask=within)
             tl.store(amaxes + at, amax, mask=within)
         if VALUES:
-            value = codes.number_from_code(made, MANTISSA, HARDWARE) * decode[:, None, :, None]
+            value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None, :, None]
             value = tl.reshape(value, (DOWN, ACROSS))
             tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
         elif DIRECT:
@@ -83,9 +94,9 @@ def cast_blocks_kernel(
                 amax = _amaxes(blocks, None, None)
             else:
                 amax = _amaxes(blocks, overflowed, nonfinite)
-            encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-            decode = codes.reciprocal(encode)
-            made = casts.codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+            encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+            decode = reciprocal(encode)
+            made = codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         group_row = first_row // COLUMNS + tl.arange(0, DOWN // COLUMNS)[:, None]
         group_column = first_column // ROWS + tl.arange(0, ACROSS // ROWS)[None, :]
         groups_down, groups_across = tl.cdiv(rows, COLUMNS), tl.cdiv(columns, ROWS)

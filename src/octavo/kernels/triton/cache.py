@@ -23,7 +23,18 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.decoding import PAGE, CacheTensors
-from octavo.kernels.triton import codes, launching
+from octavo.kernels.triton import launching
+from octavo.kernels.triton.codes import (
+    code_from_number,
+    encode_scale_from_amax,
+    finite_magnitude,
+    format_constants,
+    has_hardware_casts,
+    is_infinite,
+    number_from_code,
+    reciprocal,
+    round_to,
+)
 from octavo.numerics import scale_search
 
 __all__ = ["store"]
@@ -36,9 +47,9 @@ _SMALLEST_AMAX: tl.constexpr = tl.constexpr(scale_search.SMALLEST_AMAX)
 @triton.jit
 def _searched_scale(vector, MAX: tl.constexpr, MANTISSA: tl.constexpr):
     """numerics.scale_search's scale of a vector, [1]."""
-    magnitude, _ = codes.finite_magnitude(vector)
+    magnitude, _ = finite_magnitude(vector)
     amax = tl.max(magnitude, axis=0, keep_dims=True)
-    tightest = codes.encode_scale_from_amax(amax, MAX, MANTISSA, "rceil", _SMALLEST_AMAX, 0)
+    tightest = encode_scale_from_amax(amax, MAX, MANTISSA, "rceil", _SMALLEST_AMAX, 0)
     fitting = magnitude * tightest
     dropped: tl.constexpr = 23 - MANTISSA
     best, least = tl.full([1], _STEPS, tl.int32), tl.full([1], 1 << 62, tl.int64)
@@ -49,7 +60,7 @@ def _searched_scale(vector, MAX: tl.constexpr, MANTISSA: tl.constexpr):
         error = tl.sum((left * left).to(tl.int32), axis=0, keep_dims=True).to(tl.int64) * (step * step)
         best = tl.where(error < least, step, best)
         least = tl.minimum(error, least)
-    return best.to(tl.float32) / _STEPS * codes.reciprocal(tightest)
+    return best.to(tl.float32) / _STEPS * reciprocal(tightest)
 
 
 @triton.jit
@@ -60,12 +71,12 @@ def _keep(
     """Store a vector at ``first``, its numbers ``step`` apart, its scale at ``place``; give the numbers kept."""
     if CODES:
         scale = _searched_scale(vector, MAX, MANTISSA)
-        encode = codes.reciprocal(scale)
-        kept = codes.code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, codes.is_infinite(vector))
+        encode = reciprocal(scale)
+        kept = code_from_number(vector * encode, MAX, MANTISSA, BIAS, True, HARDWARE, is_infinite(vector))
         tl.store(scales + place + tl.arange(0, 1), scale.to(tl.bfloat16))
-        number = codes.number_from_code(kept, MANTISSA, HARDWARE) * scale
+        number = number_from_code(kept, MANTISSA, HARDWARE) * scale
     else:
-        kept = codes.round_to(vector, data.dtype.element_ty)
+        kept = round_to(vector, data.dtype.element_ty)
         number = kept.to(tl.float32)
     tl.store(data + first + d * step, kept, mask=d < D)
     return number
@@ -90,7 +101,7 @@ def store_kernel(
         turned = vector * tl.load(cos + at * D + d, mask=d < D, other=0.0)
         vector = turned + partner * tl.load(sin + at * D + d, mask=d < D, other=0.0)
     if head < heads:
-        own = codes.round_to(vector, queries.dtype.element_ty)
+        own = round_to(vector, queries.dtype.element_ty)
         tl.store(queries + (row * heads + head) * D + d, own, mask=d < D)
     else:
         page = tl.load(table + tl.load(sequence + row) * pages + at // SIZE).to(tl.int64)
@@ -109,7 +120,7 @@ def store_kernel(
             )  # fmt: skip
         if KEPT:
             own_place = kept + (row * 2 * kv_heads + head - heads) * D
-            tl.store(own_place + d, codes.round_to(number, kept.dtype.element_ty), mask=d < D)
+            tl.store(own_place + d, round_to(number, kept.dtype.element_ty), mask=d < D)
 
 
 def store(
@@ -149,8 +160,8 @@ def store(
         store_kernel, (rows, heads + 2 * kv_heads),
         qkv, cos, sin, key_mean, sequence, position, cache.table, queries, keys, key_scale, values, value_scale, kept,
         cache.table.shape[1], heads, kv_heads, D=dim, WIDTH=launching.next_power_of_2(dim), SIZE=PAGE,
-        CODES=key_scale is not None, KEPT=kept is not None, **codes.format_constants(E4M3),
-        HARDWARE=codes.has_hardware_casts(qkv.device), num_warps=1, enable_fp_fusion=False,
+        CODES=key_scale is not None, KEPT=kept is not None, **format_constants(E4M3),
+        HARDWARE=has_hardware_casts(qkv.device), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return queries
 

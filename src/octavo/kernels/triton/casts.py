@@ -25,7 +25,16 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.triton import codes, launching
+from octavo.kernels.triton import launching
+from octavo.kernels.triton.codes import (
+    INTERPRETED,
+    code_from_number,
+    encode_scale_from_amax,
+    format_constants,
+    has_hardware_casts,
+    number_from_code,
+    reciprocal,
+)
 from octavo.numerics import Record
 
 __all__ = [
@@ -50,7 +59,7 @@ TILE = (64, 128)  # rows and columns that a program turns: 32 elements a thread,
 _ELEMENTS = 8192  # of a flat tile: 32 a thread
 _PROGRAMS = 1024  # that measure: some eight a multiprocessor, whose amaxes the casting programs read
 _NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
-_INTERPRETED: tl.constexpr = tl.constexpr(codes.INTERPRETED)
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 _INFINITY: tl.constexpr = tl.constexpr(0x7F80_0000)  # bits of a magnitude; those of NaN are larger, all others smaller
 
@@ -86,12 +95,12 @@ class Made:
 
 def constants(fmt: Format, rule: ScaleRule, device: torch.device, *, propagate: bool) -> dict[str, Any]:
     """What a kernel that measures and casts takes at compile time."""
-    return codes.format_constants(fmt) | {
+    return format_constants(fmt) | {
         "ROUNDING": str(rule.rounding),
         "FLOOR": float(rule.amax_floor),
         "MARGIN": int(min(rule.margin, _NO_LARGER_MARGIN)),
         "PROPAGATE": propagate,
-        "HARDWARE": codes.has_hardware_casts(device),
+        "HARDWARE": has_hardware_casts(device),
     }
 
 
@@ -113,9 +122,9 @@ def codes_of(
     """FP32 numbers, scaled and cast."""
     scaled = number * encode_scale
     if PROPAGATE and MANTISSA == 3 and HARDWARE:  # adding 0 · number changes nothing, but makes NaN of an infinite one
-        return codes.code_from_number(tl.fma(number, 0.0, scaled), MAX, MANTISSA, BIAS, False, HARDWARE)
+        return code_from_number(tl.fma(number, 0.0, scaled), MAX, MANTISSA, BIAS, False, HARDWARE)
     infinite = tl.abs(number) == float("inf")
-    return codes.code_from_number(scaled, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+    return code_from_number(scaled, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
 
 
 @triton.jit
@@ -259,7 +268,7 @@ def cast_tensor_kernel(
     one = tl.arange(0, 1)
     if SOURCE == "scale":
         decode = tl.load(given + one)
-        encode = tl.minimum(codes.reciprocal(decode), _FP32_MAX)
+        encode = tl.minimum(reciprocal(decode), _FP32_MAX)
     else:
         if SOURCE == "measured":
             amax = one + _highest_of_programs(found, measured_by, PROGRAMS)
@@ -268,13 +277,13 @@ def cast_tensor_kernel(
             if SOURCE == "known":
                 if tl.max((amax > 0).to(tl.int32), 0) == 0:
                     amax = one + _highest_of_programs(found, measured_by, PROGRAMS)
-        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-        decode = codes.reciprocal(encode)
+        encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        decode = reciprocal(encode)
     if tl.program_id(0) == 0:
         tl.store(scale + one, decode)
     made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
     if VALUES:
-        value = codes.number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
+        value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     elif DIRECT:
         tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
@@ -355,7 +364,7 @@ def cast_tensor(
     saturation = torch.zeros(2, dtype=torch.int64, device=device) if counting else None
     amax_record = None if into is None or into.amax is None else into.amax.view(torch.int32)
     overflowed, nonfinite = where_broken_goes(into)
-    used = torch.empty((), dtype=torch.float32, device=device)
+    used = launching.allocate(matrix, (), torch.float32)
     out = empty_codes(rows, columns, device, wanted=direct) if values is None else values
     turned = empty_codes(columns, rows, device, wanted=flipped)
     shape, stride, out_stride = (rows, columns), matrix.stride(0), out.stride(0)
@@ -368,7 +377,7 @@ def cast_tensor(
         matrix, out, turned, given, found, used,
         amax_record, overflowed, nonfinite, saturation,
         *shape, stride, out_stride, programs,
-        SOURCE=source, MEASURE=not (amax_record is overflowed is nonfinite is None), FRESH=fresh,
+        SOURCE=source, MEASURE=into is not None and into.gathers, FRESH=fresh,
         PROGRAMS=_PROGRAMS, DIRECT=direct, FLIPPED=flipped, VALUES=values is not None,
         **constants(fmt, rule, device, propagate=propagate),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
@@ -406,5 +415,5 @@ def _flat(matrix: Tensor, out: Tensor) -> tuple[tuple[int, int], int, int]:
 
 def _flat_tile(rows: int, columns: int, elements: int = _ELEMENTS) -> tuple[int, int]:
     """Rows and columns of a tile of so many elements, as long as the matrix is wide."""
-    across = min(elements, launching.next_power_of_2(columns))
-    return min(elements // across, launching.next_power_of_2(rows)), across
+    across = launching.next_power_of_2(min(columns, elements))
+    return launching.next_power_of_2(min(rows, elements // across)), across

@@ -9,9 +9,9 @@ scales that are known, or that belong to blocks inside the tile, and for codes w
 | output     | [R, H] | tensor; a row; B along a row  | [], [R, 1], [R, H/B] |
 | transposed | [H, R] | tensor; a row; B along a row  | [], [H, 1], [H, R/B] |
 
-What is found goes to ``found``, int32 [2]: the bits of the largest finite magnitude and the number of NaN and ±Inf. The
-bits of non-negative FP32 numbers are in the numbers' order, so integer maxima find them, in whatever order programs
-come.
+What is found goes to ``found``, int32: the bits of the largest finite magnitude and the number of NaN and ±Inf; from
+``COLUMN_AMAXES`` on, where columns have scales of their own, the bits of their amaxes. The bits of non-negative FP32
+numbers are in the numbers' order, so integer maxima find them, in whatever order programs come.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +23,23 @@ from torch import Tensor
 
 from octavo.formats import E8M0
 from octavo.kernels.result_cast import CastResult, ResultCast, new_result
-from octavo.kernels.triton import codes, launching
+from octavo.kernels.triton import launching
+from octavo.kernels.triton.codes import (
+    code_from_number,
+    encode_scale_from_amax,
+    finite_magnitude,
+    format_constants,
+    has_hardware_casts,
+    is_infinite,
+    reciprocal,
+)
 from octavo.numerics import Nonfinite, PerBlock, PerRow
 
 __all__ = [
+    "COLUMN_AMAXES",
     "PLAIN_ARITHMETIC",
+    "ROW",
+    "TENSOR",
     "Launch",
     "add_to_found",
     "cast_row",
@@ -42,6 +54,7 @@ PLAIN_ARITHMETIC = {"enable_fp_fusion": False}  # no fused multiply-adds: every 
 
 TENSOR: tl.constexpr = tl.constexpr(0)
 ROW: tl.constexpr = tl.constexpr(1)  # any larger number is a block's width
+COLUMN_AMAXES: tl.constexpr = tl.constexpr(4)  # int32 before them in found: 16 bytes
 
 _FP32_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -57,7 +70,7 @@ def add_to_found(found, amax, nonfinite):
 @triton.jit
 def _store_scale(at, encode, mask, E8M0: tl.constexpr):
     """Store the decode scales that belong to encode scales."""
-    scale = codes.reciprocal(encode)
+    scale = reciprocal(encode)
     if E8M0:
         tl.store(at, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
     else:
@@ -76,13 +89,13 @@ def _tensor_encode_scale(
     """
     one = tl.arange(0, 1)
     if KNOWN == "scale":
-        encode = tl.minimum(codes.reciprocal(tl.load(known + one)), _FP32_MAX)
+        encode = tl.minimum(reciprocal(tl.load(known + one)), _FP32_MAX)
     else:
         amax = tl.load(found + one).to(tl.float32, bitcast=True)
         if KNOWN == "amax":
             past = tl.load(known + one)
             amax = tl.where(past > 0, past, amax)
-        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
     return encode
 
 
@@ -94,8 +107,8 @@ def cast_row(
 ):  # fmt: skip
     """Cast a row by its own amax; ``at`` are its columns."""
     amax = tl.max(magnitude, axis=0, keep_dims=True)
-    encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-    made = codes.code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, codes.is_infinite(y))
+    encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+    made = code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, is_infinite(y))
     tl.store(output + row.to(tl.int64) * columns + at, made, mask=inside)
     one = tl.arange(0, 1)
     _store_scale(output_scale + row + one, encode, one == 0, E8M0)
@@ -104,35 +117,36 @@ def cast_row(
 @triton.jit
 def cast_tile(
     y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-    found, known, column_amax, KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
+    found, known, KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile [ROWS, COLUMNS], 0 beyond the matrix, by GROUPS: TENSOR, ROW or a block's width.
 
-    Rows of the output are :func:`cast_row`'s: with ROW only the transpose is written here, by ``column_amax``.
+    Rows of the output are :func:`cast_row`'s: with ROW only the transpose is written here, by its columns' amaxes.
     """
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    infinite = codes.is_infinite(y)
+    infinite = is_infinite(y)
     if GROUPS == TENSOR:
         encode = _tensor_encode_scale(found, known, KNOWN, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-        made = codes.code_from_number(y * encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+        made = code_from_number(y * encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
         if KNOWN != "scale":
             one = tl.arange(0, 1)
             _store_scale(output_scale + one, encode, (one == 0) & (row_tile == 0) & (column_tile == 0), E8M0)
     elif GROUPS == ROW:
-        amax = tl.load(column_amax + column, mask=column < columns, other=0).to(tl.float32, bitcast=True)
-        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        amax = tl.load(found + COLUMN_AMAXES + column, mask=column < columns, other=0)
+        amax = amax.to(tl.float32, bitcast=True)
+        encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         _store_scale(transposed_scale + column, encode, (column < columns) & (row_tile == 0), E8M0)
-        made = codes.code_from_number(y * encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+        made = code_from_number(y * encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
     elif DIRECT:
         encode = _block_encode_scale(
             y, output_scale, row, column_tile, rows, columns,
             MAX, MANTISSA, ROUNDING, FLOOR, MARGIN, E8M0, GROUPS, ROWS, COLUMNS,
         )  # fmt: skip
-        made = codes.code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+        made = code_from_number(y * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
     if DIRECT and GROUPS != ROW:
         at = row[:, None].to(tl.int64) * columns + column[None, :]
         tl.store(output + at, made, mask=(row < rows)[:, None] & (column < columns)[None, :])
@@ -143,8 +157,8 @@ def cast_tile(
                 turned, transposed_scale, column, row_tile, columns, rows,
                 MAX, MANTISSA, ROUNDING, FLOOR, MARGIN, E8M0, GROUPS, COLUMNS, ROWS,
             )  # fmt: skip
-            infinite = codes.is_infinite(turned)
-            made = codes.code_from_number(turned * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+            infinite = is_infinite(turned)
+            made = code_from_number(turned * encode, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
         else:
             made = tl.trans(made)
         at = column[:, None].to(tl.int64) * rows + row[None, :]
@@ -159,9 +173,9 @@ def _block_encode_scale(
 ):  # fmt: skip
     """The encode scales of a tile's blocks of WIDTH along its rows, [ROWS, COLUMNS]; stores the decode scales."""
     groups: tl.constexpr = COLUMNS // WIDTH
-    magnitude, _ = codes.finite_magnitude(y)
+    magnitude, _ = finite_magnitude(y)
     amax = tl.max(tl.reshape(magnitude, (ROWS, groups, WIDTH)), axis=2)
-    encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+    encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
     group = column_tile * groups + tl.arange(0, groups)
     width = tl.cdiv(columns, WIDTH)
     at = row[:, None].to(tl.int64) * width + group[None, :]
@@ -174,36 +188,32 @@ class Launch(NamedTuple):
 
     made: CastResult
     outputs: tuple[Tensor, Tensor, Tensor, Tensor]  # codes as uint8, scale, transposed codes as uint8, their scale
-    column_amax: Tensor  # int32, bits of FP32
-    known: Tensor
+    found: Tensor  # int32, zeros
+    known: Tensor | None
     constants: dict[str, Any]  # of the format, the scale rule and the codes
     KNOWN: str
     GROUPS: int
 
 
 def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> Launch:
-    """Allocate a result with ``columns`` columns, and name what the kernels are told.
-
-    ``found`` and the column amaxes stand side by side in one tensor of zeros.
-    """
+    """Allocate a result with ``columns`` columns, and name what the kernels are told."""
     groups = cast.granularity
-    per_column = columns if cast.transpose and isinstance(groups, PerRow) else 0
-    zeros = torch.zeros(2 + per_column, dtype=torch.int32, device=x.device)
-    made = new_result(x, columns, cast)._replace(found=zeros[:2])
-    known = amax if scale is None else scale
-    constants = codes.format_constants(cast.format) | {
+    by_column = cast.transpose and isinstance(groups, PerRow)
+    found = x.new_zeros(COLUMN_AMAXES.value + columns if by_column else 2, dtype=torch.int32)
+    made = new_result(x, columns, cast)._replace(found=found[:2] if by_column else found)
+    constants = format_constants(cast.format) | {
         "ROUNDING": str(cast.rule.rounding),
         "FLOOR": cast.rule.amax_floor,
         "MARGIN": cast.rule.margin,
         "E8M0": cast.scale_format == E8M0,
         "PROPAGATE": cast.nonfinite == Nonfinite.PROPAGATE,
-        "HARDWARE": codes.has_hardware_casts(x.device),
+        "HARDWARE": has_hardware_casts(x.device),
     }
     return Launch(
         made,
         (made.codes.view(torch.uint8), made.scale, made.transposed.view(torch.uint8), made.transposed_scale),
-        zeros[2:],
-        zeros if known is None else known,
+        found,
+        amax if scale is None else scale,
         constants,
         KNOWN="scale" if scale is not None else "amax" if amax is not None else "",
         GROUPS=groups.columns if isinstance(groups, PerBlock) else int(isinstance(groups, PerRow)),
@@ -223,7 +233,7 @@ def tile(groups: int, *, direct: bool) -> dict[str, int]:
     """
     if groups == 128 and direct:
         return {"ROWS": 128, "COLUMNS": 128, "num_warps": 32}
-    return {"ROWS": 64 if ROW < groups < 128 else 128, "COLUMNS": 64, "num_warps": 8}
+    return {"ROWS": 64 if ROW.value < groups < 128 else 128, "COLUMNS": 64, "num_warps": 8}
 
 
 def tiles(groups: int, rows: int, columns: int, *, direct: bool) -> tuple[int]:

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3
-from octavo.kernels.triton import codes as numbers
 from octavo.kernels.triton import launching
+from octavo.kernels.triton.codes import INTERPRETED, has_hardware_casts, number_from_code, round_to
 from octavo.numerics import PerRow, PerTensor, QuantizedTensor
 
 __all__ = ["FEW", "few_rows", "multiply_wide", "rms_norm"]
 
 FEW = 64  # rows; of more a tensor core can make use
-_INTERPRETED: tl.constexpr = tl.constexpr(numbers.INTERPRETED)
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -53,11 +53,11 @@ def multiply_wide(a, b, sums):
     if a.dtype == tl.float32 and b.dtype == tl.float32:
         sums += tl.dot(a, b, input_precision="ieee")
     elif a.dtype == tl.float32:
-        high = numbers.round_to(a, tl.bfloat16)
-        sums = multiply_exact(numbers.round_to(a - high.to(tl.float32), tl.bfloat16), b, multiply_exact(high, b, sums))
+        high = round_to(a, tl.bfloat16)
+        sums = multiply_exact(round_to(a - high.to(tl.float32), tl.bfloat16), b, multiply_exact(high, b, sums))
     elif b.dtype == tl.float32:
-        high = numbers.round_to(b, tl.bfloat16)
-        sums = multiply_exact(a, numbers.round_to(b - high.to(tl.float32), tl.bfloat16), multiply_exact(a, high, sums))
+        high = round_to(b, tl.bfloat16)
+        sums = multiply_exact(a, round_to(b - high.to(tl.float32), tl.bfloat16), multiply_exact(a, high, sums))
     else:
         sums = multiply_exact(a, b, sums)
     return sums
@@ -77,7 +77,7 @@ def _scales_of(scale, row, N, PER_ROW: tl.constexpr):
 @triton.jit
 def _products(held, own, HARDWARE: tl.constexpr):
     """Codes [ROWS, WIDTH] times x, sixteen neighbours, which one thread holds, added up."""
-    values = numbers.number_from_code(held, 3, HARDWARE) * own[None, :]
+    values = number_from_code(held, 3, HARDWARE) * own[None, :]
     return tl.sum(tl.reshape(values, [held.shape[0], held.shape[1] // 16, 16]), axis=2)
 
 
@@ -115,12 +115,12 @@ def one_row_kernel(
         y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
     if RESIDUAL:
         y += tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
-    tl.store(out + row, numbers.round_to(y, out.dtype.element_ty), mask=row < N)
+    tl.store(out + row, round_to(y, out.dtype.element_ty), mask=row < N)
 
 
 @triton.jit
 def _widened(codes, HARDWARE: tl.constexpr):
-    return numbers.number_from_code(codes, 3, HARDWARE).to(tl.bfloat16)
+    return number_from_code(codes, 3, HARDWARE).to(tl.bfloat16)
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def some_rows_kernel(
     place, inside = r[None, :] * N + n[:, None], (r < R)[None, :] & (n < N)[:, None]
     if RESIDUAL:
         y += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, numbers.round_to(y, out.dtype.element_ty), mask=inside)
+    tl.store(out + place, round_to(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def rms_norm_kernel(x, norm, out, K, eps, WIDTH: tl.constexpr):
     own = tl.load(x + row + column, mask=column < K, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(own * own, axis=0) / K + eps)
     y = own * factor * tl.load(norm + column, mask=column < K, other=0.0)
-    tl.store(out + row + column, numbers.round_to(y, tl.bfloat16), mask=column < K)
+    tl.store(out + row + column, round_to(y, tl.bfloat16), mask=column < K)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -226,8 +226,8 @@ def few_rows(
         x, norm = rms_norm(x, norm, eps), None
     scale = weight.scale.view(-1)
     flags = {"GATED": gated, "PER_ROW": scale.numel() > 1, "BIAS": bias is not None, "RESIDUAL": residual is not None}
-    flags["HARDWARE"] = numbers.has_hardware_casts(x.device)
-    programs = 1 if numbers.INTERPRETED else launching.multiprocessors(x.device)
+    flags["HARDWARE"] = has_hardware_casts(x.device)
+    programs = 1 if INTERPRETED else launching.multiprocessors(x.device)
     operands = (weight.data.view(torch.uint8), scale, bias, residual, out)
     if len(x) == 1:
         each = _rows_each(rows, 8, 2, 2 * programs)

@@ -30,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.triton import codes, launching
+from octavo.kernels.triton import launching
+from octavo.kernels.triton.codes import INTERPRETED, number_from_scale, round_to
 from octavo.numerics import Granularity, PerBlock, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN
 
@@ -72,7 +73,7 @@ TILES: tuple[Tile, ...] = (
 )
 _GROUP = 8  # rows of tiles that are worked on together
 _ALIGNMENT = 16  # bytes
-_INTERPRETED: tl.constexpr = tl.constexpr(codes.INTERPRETED)
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -134,9 +135,9 @@ def tile_sums(
         right = b.load([b_row, block * BLOCK]).T
         left = a.load([row, block * BLOCK])
         if ALONG_K:
-            b_scales = codes.number_from_scale(tl.load(b_scale + b_at + block * b_scale_block))
+            b_scales = number_from_scale(tl.load(b_scale + b_at + block * b_scale_block))
             held = tl.load(a_scale + upper_at + block * a_scale_block, mask=upper_within, other=0)
-            scales = codes.number_from_scale(held)[:, None]
+            scales = number_from_scale(held)[:, None]
             if ONE_COLUMN:
                 upper = add_scaled_rows(upper, tl.dot(left, right), scales * b_scales)
             else:
@@ -147,7 +148,7 @@ def tile_sums(
             left = a.load([row + ROWS, block * BLOCK])
             if ALONG_K:
                 held = tl.load(a_scale + lower_at + block * a_scale_block, mask=lower_within, other=0)
-                scales = codes.number_from_scale(held)[:, None]
+                scales = number_from_scale(held)[:, None]
                 if ONE_COLUMN:
                     lower = add_scaled_rows(lower, tl.dot(left, right), scales * b_scales)
                 else:
@@ -169,11 +170,11 @@ def store_columns(
     if not ALONG_K:
         a_held = tl.load(a_scale + (rows // A_ROWS).to(tl.int64) * a_scale_row, mask=rows < m, other=0)
         b_held = tl.load(b_scale + (columns // B_ROWS).to(tl.int64) * b_scale_row, mask=columns < n, other=0)
-        sums *= codes.number_from_scale(a_held)[:, None] * codes.number_from_scale(b_held)[None, :]
+        sums *= number_from_scale(a_held)[:, None] * number_from_scale(b_held)[None, :]
     if BIAS:
         sums += tl.load(bias + columns, mask=columns < n, other=0.0).to(tl.float32)[None, :]
     at = rows.to(tl.int64)[:, None] * n + columns[None, :]
-    tl.store(out + at, codes.round_to(sums, out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
+    tl.store(out + at, round_to(sums, out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
 
 @triton.jit
@@ -369,7 +370,7 @@ def choose_tile(m: int, n: int, device: torch.device, block: int, groups: int = 
 
 def programs(device: torch.device) -> int:
     """How many programs share the tiles: one for each multiprocessor; a few in the interpreter."""
-    return 3 if codes.INTERPRETED else launching.multiprocessors(device)
+    return 3 if INTERPRETED else launching.multiprocessors(device)
 
 
 def tile_constants(tile: Tile, block: int) -> dict[str, Any]:

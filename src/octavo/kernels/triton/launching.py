@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import wrap_triton
 
-__all__ = ["WHY_ABSENT", "ceil_div", "launch", "multiprocessors", "next_power_of_2", "on_device_of"]
+__all__ = ["WHY_ABSENT", "allocate", "ceil_div", "launch", "multiprocessors", "next_power_of_2", "on_device_of"]
 
 _ALIGNMENT = 16  # bytes: where an address is a multiple of it, a thread may load as many at once
 _INT32 = range(-(2**31), 2**31)
+_KEPT_BY_INDUCTOR = {"num_warps", "num_stages"}  # of Triton's options
 _HERE = nullcontext()
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
@@ -38,6 +40,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
         arguments: the parameters that are no ``tl.constexpr``; they stand first in the kernel's signature.
         constants: the others, and Triton's options; every launch of a kernel names them in the same order.
     """
+    if _is_watched():  # a graph is made, and the launch becomes part of it
+        lost = constants.keys() - set(kernel.arg_names) - _KEPT_BY_INDUCTOR
+        assert not lost, f"inductor drops {lost} without a word"
+        wrap_triton(kernel)[grid](*arguments, **constants)
+        return
     key = (*_traits(kernel, arguments), *constants.values())
     known = _compiled.get(key)
     if known is not None:
@@ -65,9 +72,26 @@ def _traits(kernel: object, arguments: tuple[Any, ...]) -> list[object]:
     return traits
 
 
+def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory on a tensor's device that holds nothing yet; inductor would fill an empty [], but not a view of [1].
+
+    Example:
+        >>> allocate(torch.ones(2), (), torch.int64).shape
+        torch.Size([])
+    """
+    if len(shape) or not _is_watched():
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty(1, dtype=dtype).view(())
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Launches go to the current device, which need not be the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else _HERE
+    """Launches go to the current device, which need not be the tensor's; a graph's go where its tensors are."""
+    elsewhere = x.is_cuda and not _is_watched() and x.get_device() != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else _HERE
+
+
+def _is_watched() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
 
 
 @cache
@@ -86,11 +110,18 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def next_power_of_2(n: int) -> int:
+def next_power_of_2(n: int | torch.SymInt) -> int:
     """The smallest power of two that is ``n`` or more.
+
+    Where there is a limit, take the power of ``min(n, limit)``: a traced graph serves all that are larger.
 
     Example:
         >>> next_power_of_2(1), next_power_of_2(5)
         (1, 8)
     """
-    return 1 << (n - 1).bit_length()
+    if type(n) is int:
+        return 1 << (n - 1).bit_length()
+    power = 1
+    while power < n:  # a symbol: the graph serves all sizes of which these comparisons are true
+        power *= 2
+    return power

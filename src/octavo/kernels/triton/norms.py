@@ -23,7 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast
-from octavo.kernels.triton import codes, epilogues, launching
+from octavo.kernels.triton import epilogues, launching
+from octavo.kernels.triton.codes import finite_magnitude, reciprocal, round_to
+from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, add_to_found, cast_row, cast_tile
 
 __all__ = ["cast_norm", "norm_backward"]
 
@@ -54,9 +56,9 @@ def _normalised(number, mean, rstd, w, b, LAYER: tl.constexpr, HAS_BIAS: tl.cons
 
 @triton.jit
 def _norm_rows_kernel(
-    x, gain, bias, mean, rstd, output, output_scale, found, column_amax, rows, columns, eps, rows_each,
-    LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HANDED_ON: tl.constexpr,
-    CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
+    x, gain, bias, mean, rstd, output, output_scale, found, rows, columns, rows_each,
+    LAYER: tl.constexpr, EPS: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    HANDED_ON: tl.constexpr, CAST_ROWS: tl.constexpr, COLUMN_AMAX: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, E8M0: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -77,28 +79,28 @@ def _norm_rows_kernel(
             centred = tl.where(inside, number - middle, 0.0)
             tl.store(mean + row, middle)
         variance = tl.sum(centred * centred, axis=0, keep_dims=True) / columns
-        spread = codes.reciprocal(tl.sqrt_rn(variance + eps))
+        spread = reciprocal(tl.sqrt_rn(variance + EPS))
         tl.store(rstd + row + tl.arange(0, 1), spread)
         w, b = _gain_and_bias(gain, bias, at, inside, HAS_BIAS, ZERO_CENTERED)  # every time: L1 has more room
         y = _normalised(number, middle, spread, w, b, LAYER, HAS_BIAS)
-        y = tl.where(inside, codes.round_to(y, HANDED_ON).to(tl.float32), 0.0)
-        magnitude, nonfinite = codes.finite_magnitude(y)
+        y = tl.where(inside, round_to(y, HANDED_ON).to(tl.float32), 0.0)
+        magnitude, nonfinite = finite_magnitude(y)
         broken += tl.sum(tl.reshape(nonfinite, (SIZE // PACK, PACK)), axis=1)
         if COLUMN_AMAX or not CAST_ROWS:
             largest = tl.maximum(largest, magnitude)
         if CAST_ROWS:
-            epilogues.cast_row(
+            cast_row(
                 y, magnitude, row, at, inside, columns, output, output_scale,
                 MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE,
             )  # fmt: skip
-    epilogues.add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
+    add_to_found(found, tl.max(largest, axis=0), tl.sum(broken, axis=0))
     if COLUMN_AMAX:
-        tl.atomic_max(column_amax + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+        tl.atomic_max(found + COLUMN_AMAXES + at, largest.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
 
 
 @triton.jit
 def _norm_tiles_kernel(
-    x, gain, bias, mean, rstd, output, output_scale, transposed, transposed_scale, found, known, column_amax,
+    x, gain, bias, mean, rstd, output, output_scale, transposed, transposed_scale, found, known,
     rows, columns, LAYER: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, HANDED_ON: tl.constexpr,
     KNOWN: tl.constexpr, GROUPS: tl.constexpr, DIRECT: tl.constexpr, TRANSPOSE: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
@@ -116,10 +118,10 @@ def _norm_tiles_kernel(
     spread = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
     middle = tl.load(mean + row, mask=row < rows, other=0.0)[:, None] if LAYER else 0.0
     y = _normalised(number, middle, spread, w[None, :], b[None, :], LAYER, HAS_BIAS)
-    y = tl.where(inside, codes.round_to(y, HANDED_ON).to(tl.float32), 0.0)
-    epilogues.cast_tile(
+    y = tl.where(inside, round_to(y, HANDED_ON).to(tl.float32), 0.0)
+    cast_tile(
         y, row_tile, column_tile, rows, columns, output, output_scale, transposed, transposed_scale,
-        found, known, column_amax, KNOWN, GROUPS, DIRECT, TRANSPOSE,
+        found, known, KNOWN, GROUPS, DIRECT, TRANSPOSE,
         MAX, MANTISSA, BIAS, ROUNDING, FLOOR, MARGIN, E8M0, PROPAGATE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -152,7 +154,7 @@ def _norm_backward_kernel(
         slope = inner - unit * (tl.sum(inner * unit, axis=0) / columns)
         if LAYER:
             slope -= tl.sum(inner, axis=0) / columns
-        tl.store(grad_x + here, codes.round_to(slope * spread, grad_x.dtype.element_ty), mask=inside)
+        tl.store(grad_x + here, round_to(slope * spread, grad_x.dtype.element_ty), mask=inside)
     part = tl.program_id(0).to(tl.int64) * columns + at
     tl.store(gain_parts + part, gain_sum, mask=inside)
     if HAS_BIAS:
@@ -183,14 +185,15 @@ def cast_norm(
         **epilogues.PLAIN_ARITHMETIC,
     }
     parameters = gain, gain if bias is None else bias, mean, rstd
-    by_row = launch.GROUPS == epilogues.ROW
+    by_row = launch.GROUPS == ROW.value
     rows_each = launching.ceil_div(rows, _WITH_COLUMNS if by_row and cast.transpose else _PROGRAMS)
     with launching.on_device_of(x):
         launching.launch(
             _norm_rows_kernel,
             (launching.ceil_div(rows, rows_each),),
-            *(x, *parameters, *launch.outputs[:2], launch.made.found, launch.column_amax),
-            *(rows, columns, norm.eps, rows_each),
+            *(x, *parameters, *launch.outputs[:2], launch.found),
+            *(rows, columns, rows_each),
+            EPS=norm.eps,
             CAST_ROWS=by_row and cast.direct,
             COLUMN_AMAX=by_row and cast.transpose,
             **flags,
@@ -200,7 +203,7 @@ def cast_norm(
             launching.launch(
                 _norm_tiles_kernel,
                 epilogues.tiles(launch.GROUPS, rows, columns, direct=cast.direct),
-                *(x, *parameters, *launch.outputs, launch.made.found, launch.known, launch.column_amax, rows, columns),
+                *(x, *parameters, *launch.outputs, launch.found, launch.known, rows, columns),
                 KNOWN=launch.KNOWN,
                 GROUPS=launch.GROUPS,
                 DIRECT=cast.direct,

@@ -20,8 +20,19 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.triton import casts, codes, launching
-from octavo.kernels.triton.casts import Lines, Made
+from octavo.kernels.triton import casts, launching
+from octavo.kernels.triton.casts import (
+    Lines,
+    Made,
+    any_broken,
+    codes_of,
+    finite,
+    first_of_tile,
+    highest,
+    is_broken,
+    report,
+)
+from octavo.kernels.triton.codes import encode_scale_from_amax, number_from_code, reciprocal
 from octavo.numerics import Record
 
 __all__ = ["cast_rows"]
@@ -44,17 +55,17 @@ def cast_rows_kernel(
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    amax = casts.highest(number, 1)
-    if casts.any_broken(amax):
-        casts.report(overflowed, nonfinite, casts.is_broken(number))
-        amax = casts.highest(casts.finite(number), 1)
-    encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-    decode = codes.reciprocal(encode)
+    amax = highest(number, 1)
+    if any_broken(amax):
+        report(overflowed, nonfinite, is_broken(number))
+        amax = highest(finite(number), 1)
+    encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+    decode = reciprocal(encode)
     tl.store(amaxes + row, amax, mask=row < rows)
     tl.store(scales + row, decode, mask=row < rows)
-    made = casts.codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+    made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
     if VALUES:
-        value = codes.number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
+        value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
@@ -62,51 +73,55 @@ def cast_rows_kernel(
 
 @triton.jit
 def measure_lines_kernel(
-    x, row_amaxes, column_amaxes, overflowed, nonfinite,
-    rows, columns, stride,
+    x, amaxes, overflowed, nonfinite,
+    rows, columns, stride, first_column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes of rows, columns or both, raised by every tile. Reads x once, writes 4 bytes a line of a tile."""
-    row, column = casts.first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    """Amaxes of rows, of columns from ``first_column`` on, or both, raised by every tile.
+
+    Reads x once, writes 4 bytes a line of a tile.
+    """
+    row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    of_rows, of_columns = casts.highest(number, 1), casts.highest(number, 0)
-    if casts.any_broken(of_columns):
-        casts.report(overflowed, nonfinite, casts.is_broken(number))
-        of_rows, of_columns = casts.highest(casts.finite(number), 1), casts.highest(casts.finite(number), 0)
+    of_rows, of_columns = highest(number, 1), highest(number, 0)
+    if any_broken(of_columns):
+        report(overflowed, nonfinite, is_broken(number))
+        of_rows, of_columns = highest(finite(number), 1), highest(finite(number), 0)
     if ROWS:  # as bits, which are in the same order
-        tl.atomic_max(row_amaxes + row, of_rows.to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
+        tl.atomic_max(amaxes + row, of_rows.to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
     if COLUMNS:
         of_columns = of_columns.to(tl.int32, bitcast=True)
-        tl.atomic_max(column_amaxes + column, of_columns, mask=column < columns, sem="relaxed")
+        tl.atomic_max(amaxes + first_column + column, of_columns, mask=column < columns, sem="relaxed")
 
 
 @triton.jit
 def cast_lines_kernel(
-    x, out, flipped, row_amaxes, column_amaxes, row_scales, column_scales,
-    rows, columns, stride,
+    x, out, flipped, amaxes, row_scales, column_scales,
+    rows, columns, stride, first_column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ROUNDING: tl.constexpr, FLOOR: tl.constexpr,
     MARGIN: tl.constexpr, PROPAGATE: tl.constexpr, HARDWARE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows, columns or both, measured before. Reads x once, writes a byte an element for each of the two."""
-    row, column = casts.first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if ROWS:
-        amax = tl.load(row_amaxes + row, mask=row < rows, other=0).to(tl.float32, bitcast=True)
-        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        amax = tl.load(amaxes + row, mask=row < rows, other=0).to(tl.float32, bitcast=True)
+        encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         if tl.program_id(0) % tl.cdiv(columns, BLOCK_COLUMNS) == 0:
-            tl.store(row_scales + row, codes.reciprocal(encode), mask=row < rows)
-        made = casts.codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+            tl.store(row_scales + row, reciprocal(encode), mask=row < rows)
+        made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         tl.store(out + row[:, None] * columns + column[None, :], made, mask=inside)
     if COLUMNS:
-        amax = tl.load(column_amaxes + column, mask=column < columns, other=0).to(tl.float32, bitcast=True)
-        encode = codes.encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
+        amax = tl.load(amaxes + first_column + column, mask=column < columns, other=0)
+        amax = amax.to(tl.float32, bitcast=True)
+        encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
         if tl.program_id(0) < tl.cdiv(columns, BLOCK_COLUMNS):
-            tl.store(column_scales + column, codes.reciprocal(encode), mask=column < columns)
-        made = casts.codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
+            tl.store(column_scales + column, reciprocal(encode), mask=column < columns)
+        made = codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(made), mask=turned)
 
@@ -141,7 +156,7 @@ def cast_rows(
     out = casts.empty_codes(rows, columns, device, wanted=values is None) if values is None else values
     scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
     block_columns = launching.next_power_of_2(columns)
-    block_rows = max(1, min(_ELEMENTS // block_columns, launching.next_power_of_2(rows)))
+    block_rows = launching.next_power_of_2(min(rows, max(1, _ELEMENTS // block_columns)))
     launching.launch(
         cast_rows_kernel, (launching.ceil_div(rows, block_rows),),
         matrix, out, scales, amaxes, *casts.where_broken_goes(into),
@@ -158,13 +173,12 @@ def _cast_lines(
 ) -> Made:
     device, (rows, columns) = matrix.device, matrix.shape
     row_scales, column_scales = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (rows, columns))
-    start = launching.ceil_div(rows, 4) * 4  # of 16 bytes; one launch clears both, and an operator returns one of them
-    zeros = torch.zeros(start + columns, dtype=torch.int32, device=device)
-    row_amaxes, column_amaxes = zeros[:rows], zeros[start:]
+    first_column = launching.ceil_div(rows, 4) * 4  # of 16 bytes; one launch clears rows' and columns' amaxes
+    amaxes = torch.zeros(first_column + columns, dtype=torch.int32, device=device)
     out = casts.empty_codes(rows, columns, device, wanted=direct)
     turned = casts.empty_codes(columns, rows, device, wanted=flipped)
     grid = (launching.ceil_div(rows, casts.TILE[0]) * launching.ceil_div(columns, casts.TILE[1]),)
-    sizes = (rows, columns, matrix.stride(0))
+    sizes = (rows, columns, matrix.stride(0), first_column)
     wanted = {
         "ROWS": direct,
         "COLUMNS": flipped,
@@ -172,15 +186,14 @@ def _cast_lines(
         "BLOCK_COLUMNS": casts.TILE[1],
         "num_warps": 8,
     }
-    launching.launch(
-        measure_lines_kernel, grid, matrix, row_amaxes, column_amaxes, *casts.where_broken_goes(into), *sizes, **wanted
-    )
+    launching.launch(measure_lines_kernel, grid, matrix, amaxes, *casts.where_broken_goes(into), *sizes, **wanted)
     launching.launch(
         cast_lines_kernel, grid,
-        matrix, out, turned, row_amaxes, column_amaxes, row_scales, column_scales, *sizes,
+        matrix, out, turned, amaxes, row_scales, column_scales, *sizes,
         **wanted, **casts.constants(fmt, rule, device, propagate=propagate),
     )  # fmt: skip
-    found = [amaxes.view(torch.float32)[:, None] for amaxes in (row_amaxes, column_amaxes)]
+    parts = (amaxes.narrow(0, 0, rows), amaxes.narrow(0, first_column, columns))
+    found = [part.view(torch.float32).unsqueeze(1) for part in parts]
     return Made(
         Lines(out.view(fmt.torch_dtype), row_scales, found[0]) if direct else None,
         Lines(turned.view(fmt.torch_dtype), column_scales, found[1]) if flipped else None,

@@ -13,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.triton import casts, codes, launching
+from octavo.kernels.triton import launching
+from octavo.kernels.triton.casts import first_of_tile
+from octavo.kernels.triton.codes import has_hardware_casts, number_from_code
 
 __all__ = ["dequantize", "random_bits", "round_stochastic"]
 
@@ -27,7 +29,7 @@ def dequantize_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Blocks of ROWS x COLUMNS share a scale; 0 is a whole column or row of them."""
-    row, column = casts.first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    row, column = first_of_tile(tl.program_id(0), columns, BLOCK_ROWS, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     found = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0)
     group_rows: tl.constexpr = BLOCK_ROWS // ROWS if ROWS else 1
@@ -44,7 +46,7 @@ def dequantize_kernel(
         tl.load(scales + at)[:, None, :, None],
         (group_rows, BLOCK_ROWS // group_rows, group_columns, BLOCK_COLUMNS // group_columns),
     )
-    value = codes.number_from_code(found, MANTISSA, HARDWARE) * tl.reshape(scale, (BLOCK_ROWS, BLOCK_COLUMNS))
+    value = number_from_code(found, MANTISSA, HARDWARE) * tl.reshape(scale, (BLOCK_ROWS, BLOCK_COLUMNS))
     tl.store(out + row[:, None] * columns + column[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -97,7 +99,7 @@ def dequantize(matrix: Tensor, scale: Tensor, block: tuple[int, int], fmt: Forma
     launching.launch(
         dequantize_kernel, (launching.ceil_div(rows, block_rows) * launching.ceil_div(columns, block_columns),),
         matrix.view(torch.uint8), scale, out, rows, columns, matrix.stride(0), *scale.stride(),
-        ROWS=block[0], COLUMNS=block[1], MANTISSA=fmt.mantissa_bits, HARDWARE=codes.has_hardware_casts(matrix.device),
+        ROWS=block[0], COLUMNS=block[1], MANTISSA=fmt.mantissa_bits, HARDWARE=has_hardware_casts(matrix.device),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=4 if block_rows == 32 else 8,
     )  # fmt: skip
     return out

@@ -1,0 +1,40 @@
+"""What ``torch.compile`` makes of octavo's operators on a GPU, traced and built in a process of its own without one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+OPERATORS = {"cast", "cast of a transpose", "cast_both_ways", "norm_backward", "activation_backward"}
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DISABLE_LINE_INFO": "1"}
+    command = [sys.executable, "-m", "tests.triton.traced_kernels"]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads(line) for line in finished.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def launches(lines: list[dict]) -> list[dict]:
+    return [line for line in lines if "operator" in line]
+
+
+def test_every_operator_is_seen_through(launches: list[dict]) -> None:
+    assert {launch["operator"] for launch in launches} == OPERATORS
+
+
+def test_what_an_operator_is_given_is_not_taken_for_written(launches: list[dict]) -> None:
+    """It would be copied first, which costs more than the cast."""
+    assert all(launch["written"] for launch in launches)
+    assert not [launch for launch in launches if launch["given"]]
+
+
+def test_inductors_copy_of_a_kernel_is_the_same_machine_code(lines: list[dict], launches: list[dict]) -> None:
+    builds = {line["kernel"]: line["same"] for line in lines if "same" in line}
+    assert builds == dict.fromkeys({launch["kernel"] for launch in launches}, True)
