@@ -2,6 +2,8 @@
 
 Triton's kernels run them (kernels/triton/norms.py and activations.py count the bytes moved). A traced graph sees one
 operator for each, ``octavo::norm_cast``, ``norm_backward``, ``activation_cast`` and ``activation_backward``.
+``torch.compile`` sees the kernels of the backward passes; those that cast are built without fused multiply-adds, an
+option that inductor would drop.
 """
 
 from collections.abc import Callable, Iterator
