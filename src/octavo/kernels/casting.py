@@ -1,7 +1,7 @@
 """Who casts: kernels for E4M3 and E5M2 on a CPU or GPU, octavo.numerics for everything else; the numbers are the same.
 
-In a traced graph a kernel's cast is one operator, ``octavo::cast``: a compiler would write a slower loop of its own. What
-``torch.compile`` makes of the graph launches the operator's kernels on a GPU by itself (:func:`show_kernels`).
+In a traced graph a kernel's cast is one operator, ``octavo::cast``: a compiler would write a slower loop of its own.
+On a GPU ``torch.compile`` sees the operator's kernels, and what it makes of the graph launches them by itself.
 """
 
 from typing import Any

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 
 import octavo
 from octavo.kernels import dispatch, torch_cuda, triton_backend
 from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.dispatch import explain
 from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.torch_cuda import CudaBackend, _aligned, _pad_to_16
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
@@ -101,10 +103,10 @@ BLOCKS = replace(
         ({}, None),
         ({"a_granularity": SQUARES, "b_granularity": LINES}, None),
         ({"b_granularity": LINES, "k": 384}, None),
-        ({"k": 384}, "M must be a multiple of 4, N of 16 and K of 512, not 20, 48 and 384"),
-        ({"b_granularity": LINES, "k": 320}, "M must be a multiple of 4, N of 16 and K of 128, not 20, 48 and 320"),
-        ({"m": 21}, "not 21, 48 and 512"),
-        ({"n": 40}, "not 20, 40 and 512"),
+        ({"k": 384}, "M must be a multiple of 4, N of 16 and K of 512"),
+        ({"b_granularity": LINES, "k": 320}, "M must be a multiple of 4, N of 16 and K of 128"),
+        ({"m": 21}, "M must be a multiple of 4, N of 16 and K of 512"),
+        ({"n": 40}, "M must be a multiple of 4, N of 16 and K of 512"),
         ({"a_granularity": SQUARES}, "not block scales of 128x128 by 128x128"),
         ({"a_granularity": PerBlock(1, 32), "b_granularity": PerBlock(1, 32)}, "not block scales of 1x32 by 1x32"),
         ({"accumulate": Accumulate.HOPPER_SLOW}, "adds the sums of blocks is not documented"),
@@ -115,6 +117,21 @@ def test_blocks_it_takes(changes, reason, monkeypatch):
     device_is(monkeypatch, HOPPER)
     found = CudaBackend().unsupported_reason(replace(BLOCKS, **changes))
     assert found is reason is None or (found is not None and reason is not None and found.endswith(reason))
+
+
+@pytest.mark.parametrize("rows", [(20, 24, 400), (21, 22, 399)], ids=["it takes", "it refuses"])
+def test_a_graph_of_one_number_of_rows_serves_others(rows, monkeypatch):
+    device_is(monkeypatch, HOPPER)
+    graphs = CompileCounter()
+
+    def choose(x: Tensor) -> Tensor:
+        explain(replace(BLOCKS, m=x.shape[0]))
+        return x + 1
+
+    compiled = torch.compile(choose, backend=graphs, fullgraph=True, dynamic=True)
+    for m in rows:
+        compiled(torch.zeros(m))
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize(("capability", "cuda"), [(ADA, (13, 0)), (BLACKWELL, (13, 0)), (HOPPER, (12, 8))])
