@@ -1,10 +1,7 @@
-"""An interrupted and resumed run equals an uninterrupted one to the last digit, in fresh processes."""
+"""An interrupted and resumed run equals an uninterrupted one to the last digit, in processes of their own."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -15,29 +12,10 @@ from octavo.training.checkpoint import latest
 from octavo.training.loop import train
 from octavo.training.metrics import METRICS, read_metrics
 from octavo.training.run_folder import load_run
-from tests.policy.source_tree import ROOT, SOURCE
+from tests.integration.pieces import start
 from tests.unit.training.tiny_runs import comparable, tiny_config, tiny_data
 
 STEPS = 10
-
-# Arguments: data folder, run folder, keyword arguments of tiny_config as JSON, "resume" or "new".
-PROGRAM = """
-import json, sys, time
-from octavo.training.data import open_data
-from octavo.training.loop import train
-from tests.unit.training.tiny_runs import tiny_config
-
-folder, run, options, mode = sys.argv[1:]
-options = json.loads(options)
-delay = options.pop("delay")
-
-def on_event(event):
-    print(type(event).__name__, getattr(event, "step", ""), flush=True)
-    time.sleep(delay)
-
-result = train(tiny_config(**options), run, data=open_data(folder), resume=mode == "resume", on_event=on_event)
-print("interrupted" if result.interrupted else "finished", result.step, flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +23,16 @@ def data(tmp_path_factory):
     return tiny_data(tmp_path_factory.mktemp("data"))
 
 
-def start(data, run, options, mode, *, delay):
-    command = [sys.executable, "-c", PROGRAM, str(data.folder), str(run), json.dumps({**options, "delay": delay}), mode]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT)])}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def finish(data, run, options):
+    code, said = start(data, run, options, resume=True).rest()
+    assert (code, said[-1:]) == (0, [f"finished {STEPS}"])
 
 
-def interrupt(process, number, *, after):
-    """Send the signal once the process has said ``after``."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.strip() == after:
-            process.send_signal(number)
-            break
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
-def finish(data, run, options, mode="resume"):
-    out, err = start(data, run, options, mode, delay=0).communicate(timeout=120)
-    assert out.splitlines()[-1:] == [f"finished {STEPS}"], err
+def kill(piece, *, after):
+    piece.until(after)
+    piece.send(signal.SIGKILL)
+    code, _ = piece.rest()
+    assert code == -signal.SIGKILL
 
 
 def weights(run):
@@ -99,12 +67,13 @@ CASES: dict[str, dict[str, Any]] = {
 def test_sigterm_and_resume_in_new_processes(tmp_path, data, case):
     options = {**CASES[case], "steps": STEPS, "lr": 1e-2}
     train(tiny_config(**options), tmp_path / "whole", data=data)
-    process = start(data, tmp_path / "cut", options, "new", delay=0.02)
-    code, out, err = interrupt(process, signal.SIGTERM, after="StepDone 5")
-    assert code == 0, err
-    last = out.splitlines()[-1].split()
-    assert last[0] == "interrupted"
-    assert 5 <= int(last[1]) < STEPS
+    piece = start(data, tmp_path / "cut", options, resume=False, delay=0.02)
+    piece.until("StepDone 5")
+    piece.send(signal.SIGTERM)
+    code, said = piece.rest()
+    word, step = said[-1].split()
+    assert (code, word) == (0, "interrupted")
+    assert 5 <= int(step) < STEPS
     finish(data, tmp_path / "cut", options)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
@@ -129,8 +98,7 @@ def test_killed_between_checkpoints(tmp_path, data):
     """SIGKILL saves nothing: the run goes back to its last checkpoint and writes the lines after it again."""
     options = {"recipe": "tensorwise", "steps": STEPS, "checkpoint_interval": 4}
     train(tiny_config(**options), tmp_path / "whole", data=data)
-    process = start(data, tmp_path / "cut", options, "new", delay=0.05)
-    interrupt(process, signal.SIGKILL, after="StepDone 7")
+    kill(start(data, tmp_path / "cut", options, resume=False, delay=0.05), after="StepDone 7")
     found = latest(tmp_path / "cut")
     assert found is not None
     assert found.name == "step-000004"
@@ -144,22 +112,22 @@ def test_killed_between_checkpoints(tmp_path, data):
 def test_killed_before_the_first_checkpoint(tmp_path, data):
     options = {"recipe": "fp32", "steps": STEPS}
     train(tiny_config(**options), tmp_path / "whole", data=data)
-    interrupt(start(data, tmp_path / "cut", options, "new", delay=0.05), signal.SIGKILL, after="StepDone 2")
+    kill(start(data, tmp_path / "cut", options, resume=False, delay=0.05), after="StepDone 2")
     finish(data, tmp_path / "cut", options)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_a_second_process_is_refused_while_the_first_trains(tmp_path, data):
     options = {"recipe": "fp32", "steps": 2000}
-    first = start(data, tmp_path / "run", options, "new", delay=0.01)
-    assert first.stdout is not None
-    assert first.stdout.readline().startswith(("Evaluated", "Notice"))
-    out, err = start(data, tmp_path / "run", options, "resume", delay=0).communicate(timeout=120)
-    assert "another process is training" in err
-    assert out == ""
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=120)
-    assert first.returncode == 0
+    first = start(data, tmp_path / "run", options, resume=False, delay=0.01)
+    assert first.next_line().startswith(("Evaluated", "Notice"))
+    code, said = start(data, tmp_path / "run", options, resume=True).rest()
+    assert code == 1
+    (trace,) = said
+    assert "another process is training" in trace
+    first.send(signal.SIGTERM)
+    code, _ = first.rest()
+    assert code == 0
 
 
 def test_interrupted_many_times(tmp_path, data):

@@ -56,19 +56,21 @@ def test_what_is_stored_has_the_bits_of_the_definition(fmt, heads, kv_heads, dim
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 2, 20), (1, 1, 16)])
 def test_rows_that_begin_a_text_need_not_read_the_cache(fmt, heads, kv_heads, dim, device):
-    rows = PAGE + 3
+    """Some rows of a text that ends in its second page, the last before the edge and the first behind it with them."""
+    place = torch.tensor([0, 1, 30, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, PAGE + 2], device=device)
     found = moved(PagedKVCache(1, kv_heads, dim, max_positions=2 * PAGE, fmt=fmt).tensors, device)
-    kept = _room_for_keys(found, rows)
+    kept = _room_for_keys(found, len(place))
     assert kept.dtype is (torch.float32 if fmt is FP32 else torch.bfloat16)
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device)
-    angles, place = torch.ones(2 * PAGE, dim, device=device), torch.arange(rows, device=device)
+    qkv = torch.randn(len(place), (heads + 2 * kv_heads) * dim, device=device)
+    qkv *= torch.logspace(-4, 4, len(place), device=device)[:, None]
+    angles = torch.ones(2 * PAGE, dim, device=device)
     made = store(
         qkv, found, 0, cos=angles, sin=0 * angles, key_mean=torch.randn(kv_heads, dim, device=device),
         sequence=torch.zeros_like(place), position=place, kept=kept,
     )  # fmt: skip
-    assert torch.equal(made, qkv.view(rows, -1, dim)[:, :heads].to(kept.dtype))
-    for own, held in zip(kept.permute(1, 2, 0, 3), _held(found, 0, rows), strict=True):
-        assert torch.equal(own, held)
+    assert torch.equal(made, qkv.view(len(place), -1, dim)[:, :heads].to(kept.dtype))
+    for own, held in zip(kept.permute(1, 2, 0, 3), _held(found, 0, PAGE + 3), strict=True):
+        assert torch.equal(own, held[:, place])
 
 
 def filled(fmt, positions, kv_heads, dim, *, size=1.0):

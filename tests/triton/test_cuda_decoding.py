@@ -13,6 +13,7 @@ from octavo.kernels import cuda_decoding
 from octavo.kernels.casting import quantize
 from octavo.kernels.cuda_decoding import CudaDecoder, _many_rows
 from octavo.kernels.decoding import PAGE, CacheTensors
+from octavo.kernels.triton import few_rows
 from octavo.models import Llama, LlamaConfig
 from octavo.numerics import PerRow
 from octavo.serving import ModelRunner, PagedKVCache
@@ -65,22 +66,27 @@ def test_one_token_is_fp32(tie, heads, kv_heads, device):
 def test_few_tokens_round_to_bfloat16(fmt, limit, device):
     """With FP8 keys and values a rounding may fall to the other side of a tie, and moves what later layers round."""
     runner, decoder = pair(device)
-    tokens = torch.randint(0, 90, (16,))
+    tokens = torch.randint(0, 90, (8,))
     caches = [runner.new_cache(64, fmt=fmt) for _ in range(2)]
-    for start, part in zip((0, 10), tokens.split([10, 6]), strict=True):
+    for start, part in zip((0, 5), tokens.split([5, 3]), strict=True):
         wanted = runner(part, caches[0], every=True)
         assert error(decoder.read(part, caches[1].tensors, start, every=True), wanted) < limit
 
 
-def test_many_tokens_are_cast(device):
-    """Cast to E4M3 with 3 mantissa bits, 2^-4 at most and 2 % on average of a number, sums of many average it out."""
+def test_many_tokens_are_cast(device, monkeypatch):
+    """Cast to E4M3 with 3 mantissa bits, 2^-4 at most and 2 % on average of a number, sums of many average it out.
+
+    Here more than 16 are many, which saves the interpreter half a minute; the second part crosses a page's edge.
+    """
+    monkeypatch.setattr(few_rows, "FEW", 16)
     runner, decoder = pair(device, heads=2, kv_heads=1, layers=1)
-    tokens = torch.randint(0, 90, (135,))
+    tokens = torch.randint(0, 90, (PAGE + 2,))
     caches = [runner.new_cache() for _ in range(2)]
-    for start, part in zip((0, 70), tokens.split([70, 65]), strict=True):
+    start = PAGE - 15
+    for first, part in zip((0, start), tokens.split([start, 17]), strict=True):
         wanted = runner(part, caches[0], every=True)
-        assert error(decoder.read(part, caches[1].tensors, start, every=True), wanted) < 0.08
-    last = decoder.read(tokens[70:], caches[1].tensors, 70)
+        assert error(decoder.read(part, caches[1].tensors, first, every=True), wanted) < 0.08
+    last = decoder.read(tokens[start:], caches[1].tensors, start)
     assert last.shape == (1, 90)
     assert error(last[0], wanted[-1]) < 0.08
 
@@ -113,8 +119,9 @@ def test_sequences_share_a_step_and_nothing_else(device):
 
 def test_more_sequences_than_few_rows(device):
     runner, decoder = pair(device, heads=2, kv_heads=1, layers=1)
-    batches, tokens = [runner.new_batch(66, 64) for _ in range(2)], torch.randint(0, 90, (66,))
-    assert error(decoder.step(tokens, batches[1].tensors, [0] * 66), runner.step(tokens, batches[0])) < 0.08
+    count = few_rows.FEW + 1
+    batches, tokens = [runner.new_batch(count, 64) for _ in range(2)], torch.randint(0, 90, (count,))
+    assert error(decoder.step(tokens, batches[1].tensors, [0] * count), runner.step(tokens, batches[0])) < 0.08
 
 
 def test_caches_and_rows_that_do_not_fit_are_refused(device):

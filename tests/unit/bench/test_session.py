@@ -20,6 +20,7 @@ from octavo.bench.session import (
 from octavo.bench.sizes import HOPPER
 from octavo.bench.tables import section_of
 from octavo.errors import BackendError
+from tests.unit.bench.conftest import freezing_session
 
 
 def entry(run=lambda: None, work=1.0):
@@ -96,7 +97,8 @@ def test_what_is_raised_where_the_clock_waits_is_the_contestants_failure(session
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])
-def test_what_failed_has_given_its_memory_back_when_the_next_one_runs(session, after):
+def test_what_failed_has_given_its_memory_back_when_the_next_one_runs(after):
+    """Also what was frozen when it failed; and in the end nothing is."""
     held, alive = [], []
 
     def build():
@@ -108,9 +110,18 @@ def test_what_failed_has_given_its_memory_back_when_the_next_one_runs(session, a
         alive.append(held[0]() is not None)
 
     entered = {"a": Contestant(build=build, work=1.0, unit="GB"), "b": entry(look)}
-    assert [*session.compare(entered).seconds] == ["b"]
+    assert [*freezing_session().compare(entered).seconds] == ["b"]
     assert alive == [True] * after + [False] * (6 - after)  # b is built, measured, warmed up and timed three times
     assert gc.get_freeze_count() == 0
+
+
+def test_what_was_timed_can_be_given_back():
+    run = Breaking(9)
+    found, held = freezing_session().compare({"a": entry(run)}), weakref.ref(run)
+    assert [*found.seconds] == ["a"]
+    del run, found
+    gc.collect()
+    assert held() is None
 
 
 def test_a_look_at_each_goes_on_after_one_that_fails(session):

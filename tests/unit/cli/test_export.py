@@ -84,16 +84,17 @@ def test_a_qat_folder(octavo, finished_run, text, tmp_path):
 
 def test_a_repository_for_triton(octavo, finished_run, tmp_path):
     pytest.importorskip("onnx")
-    done = octavo("export", finished_run, "--format", "triton", "--no-verify", "--out", tmp_path / "repo", "--json")
+    triton = ["export", finished_run, "--format", "triton", "--no-verify"]
+    done = octavo(*triton, "--out", tmp_path / "repo", "--json")
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     assert record["models"] == ["octavo", "octavo_whole", "onnx"]
     assert (record["checkpoint"]["agreement"], record["graph"]["dtype"]) == (None, "fp16")
     assert sorted(path.name for path in (tmp_path / "repo").iterdir()) == ["README.md", "models", "other_backends"]
-    again = octavo("export", finished_run, "--format", "triton", "--out", tmp_path / "repo")
+    again = octavo(*triton, "--out", tmp_path / "repo")
     assert "is not empty" in again.stderr
     for option in (["--tensorrt"], ["--dtype", "bf16"]):
-        assert octavo("export", finished_run, "--format", "triton", "--out", tmp_path / "no", *option).exit_code == 2
+        assert octavo(*triton, "--out", tmp_path / "no", *option).exit_code == 2
         assert not (tmp_path / "no").exists()
 
 
