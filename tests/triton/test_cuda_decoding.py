@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -151,14 +152,15 @@ def test_a_graph_is_replayed_for_the_memory_that_it_was_captured_with(monkeypatc
     _, decoder = pair(torch.device("cpu"))
     captures = itertools.count()
 
-    def captured(tokens: torch.Tensor, position: torch.Tensor, _: CacheTensors) -> SimpleNamespace:
+    def captured(_: object, given: tuple[torch.Tensor, ...]) -> SimpleNamespace:
         graph = SimpleNamespace(replay=lambda: None)
-        return SimpleNamespace(tokens=tokens, position=position, logits=torch.tensor(next(captures)), graph=graph)
+        return SimpleNamespace(given=given, logits=torch.tensor(next(captures)), graph=graph)
 
     def graph_of(cache: CacheTensors, rows: int = 1) -> int:
-        return int(decoder._replayed(torch.zeros(rows), cache, torch.zeros(rows)))
+        return int(decoder._step(torch.zeros(rows), cache, torch.zeros(rows)))
 
     monkeypatch.setattr(decoder, "_captured", captured)
+    monkeypatch.setattr(decoder, "_device", torch.device("cuda"))
     memory, pages = torch.zeros(16 * 2 * 16 * PAGE, dtype=torch.uint8), torch.zeros(1, 3, dtype=torch.int32)
     table = pages[:, :1]
     one, other = (in_memory(torch.bfloat16, held, table) for held in (memory, memory.clone()))
@@ -185,16 +187,60 @@ def test_graphs_that_were_not_used_for_long_are_dropped(monkeypatch):
     graph = SimpleNamespace(replay=lambda: None)
     made: list[CacheTensors] = []
 
-    def captured(tokens: torch.Tensor, position: torch.Tensor, cache: CacheTensors) -> SimpleNamespace:
-        made.append(cache)
-        return SimpleNamespace(tokens=tokens, position=position, logits=tokens, graph=graph)
+    def captured(run: partial, given: tuple[torch.Tensor, ...]) -> SimpleNamespace:
+        made.append(run.keywords["cache"])
+        return SimpleNamespace(given=given, logits=given[0], graph=graph)
 
     monkeypatch.setattr(decoder, "_captured", captured)
+    monkeypatch.setattr(decoder, "_device", torch.device("cuda"))
     caches = [PagedKVCache(1, 2, 16, max_positions=PAGE).tensors for _ in range(cuda_decoding._GRAPHS + 1)]
     for cache in (*caches[:-1], caches[0], caches[-1], caches[0], caches[1]):
-        decoder._replayed(torch.zeros(1), cache, torch.zeros(1))
+        decoder._step(torch.zeros(1), cache, torch.zeros(1))
     assert len(decoder._graphs) == cuda_decoding._GRAPHS
     assert [id(cache) for cache in made] == [id(cache) for cache in (*caches, caches[1])]
+
+
+def test_a_beginning_becomes_a_graph_when_it_is_read_into_the_same_memory_again(monkeypatch):
+    """Stand-ins for a run, a tensor of 0, and for graphs: the logits are the number of the capture."""
+    _, decoder = pair(torch.device("cpu"))
+    captures = itertools.count(1)
+
+    def captured(_: object, given: tuple[torch.Tensor, ...]) -> SimpleNamespace:
+        graph = SimpleNamespace(replay=lambda: None)
+        return SimpleNamespace(given=given, logits=torch.tensor(next(captures)), graph=graph)
+
+    monkeypatch.setattr(decoder, "_captured", captured)
+    monkeypatch.setattr(decoder, "_read", lambda *_, **__: torch.tensor(0))
+    monkeypatch.setattr(decoder, "_check", lambda *_: None)
+    one, other = (PagedKVCache(1, 2, 16, max_positions=PAGE).tensors for _ in range(2))
+
+    def graph_of(cache: CacheTensors, rows: int, *, start: int = 0, every: bool = False) -> int:
+        return int(decoder.read(torch.zeros(rows), cache, start, every=every))
+
+    assert [graph_of(one, 5) for _ in range(3)] == [0, 0, 0], "on a CPU"
+    monkeypatch.setattr(decoder, "_device", torch.device("cuda"))
+    assert [graph_of(one, 5) for _ in range(3)] == [0, 1, 1]
+    assert [graph_of(one, 6) for _ in range(3)] == [0, 2, 2]
+    assert [graph_of(other, 5) for _ in range(2)] == [0, 3]
+    assert [graph_of(one, 5, start=1) for _ in range(3)] == [0, 0, 0]
+    assert [graph_of(one, 5, every=True) for _ in range(3)] == [0, 0, 0]
+    assert [graph_of(one, cuda_decoding._LONGEST_IN_GRAPH + 1) for _ in range(3)] == [0, 0, 0]
+    for rows in range(7, 7 + cuda_decoding._GRAPHS):  # each met once
+        graph_of(one, rows)
+    assert [graph_of(one, 5) for _ in range(2)] == [0, 4], "forgotten meanwhile"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 100])
+def test_a_beginning_reads_the_same_as_a_graph(rows, device):
+    """Other tokens than were captured, too; what follows finds the cache as if it had been read eagerly."""
+    runner, decoder = pair(device)
+    cache, other = (runner.new_cache(150).tensors for _ in range(2))
+    for _ in range(4):
+        tokens = torch.randint(0, 90, (rows,))
+        assert torch.equal(decoder.read(tokens, cache, 0), decoder._read(tokens, other, 0, every=False))
+        token = torch.randint(0, 90, (1,))
+        assert torch.equal(decoder.read(token, cache, rows), decoder.read(token, other, rows))
 
 
 @pytest.mark.gpu

@@ -5,7 +5,9 @@ and its join; output product and residual; norm, gate and up product and silu ·
 several sequences are normed by kernels of their own. One token of each sequence is a CUDA graph, captured once for a
 cache and a number of sequences and replayed with other tokens and positions, so that a token costs one launch. A new
 cache in the memory of an old one finds that one's graph, and torch hands out freed memory again: requests of one size,
-one after the other, can share a graph. Elsewhere a cache costs a capture, which waits for the device.
+one after the other, can share a graph. Elsewhere a cache costs a capture, which waits for the device. The beginning of
+a text, for whose hundreds of launches Python needs longer than a GPU for the work, becomes a graph when as many tokens
+are read into the same memory a second time.
 
 | rows     | products                                    | between them                        | attention           |
 |----------|---------------------------------------------|-------------------------------------|---------------------|
@@ -28,6 +30,8 @@ else stays in the second-level cache.
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +52,7 @@ from octavo.numerics.scaling import AMAX_FLOOR
 __all__ = ["CudaDecoder"]
 
 _GRAPHS = 16  # kept; the one used longest ago goes first
+_LONGEST_IN_GRAPH = 4096  # tokens: of more the GPU has more work than Python
 _BY_ROWS = ResultCast(
     format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0), transpose=False
 )
@@ -55,11 +60,10 @@ _BY_ROWS = ResultCast(
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step: what it reads, what it writes."""
+    """A captured run: what it reads, what it writes."""
 
     graph: torch.cuda.CUDAGraph
-    tokens: Tensor
-    position: Tensor
+    given: tuple[Tensor, ...]
     logits: Tensor
 
 
@@ -109,7 +113,8 @@ class CudaDecoder:
         self._decoder, self._embed = decoder, embed
         self._layers, self._head = [_codes_of(layer) for layer in decoder.layers], _codes_in(decoder.head)
         self._device = decoder.norm.device
-        self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[object, ...], _Graph | None] = OrderedDict()  # None: met once, not captured
+        self._memory: Any = None  # of graphs, of which only one runs at a time: a handle
 
     def read(self, tokens: Tensor, cache: CacheTensors, start: int, *, every: bool = False) -> Tensor:
         """Read the next tokens of the table's first sequence; their keys and values go into the cache.
@@ -130,9 +135,13 @@ class CudaDecoder:
         if len(tokens) == 1:
             return self._step(tokens, cache, torch.tensor([start], device="cpu"))
         with torch.cuda.device_of(self._decoder.norm):  # where Triton launches
-            hidden = self._embed(tokens.to(self._device))
-            position = torch.arange(start, start + len(tokens), device=self._device)
-            return self._run(hidden, cache, torch.zeros_like(position), position, start=start, every=every)
+            if (
+                start == 0
+                and not every
+                and self._is_repeated(key := ("read", len(tokens), *_place(cache)), len(tokens))
+            ):
+                return self._replayed(key, partial(self._read, cache=cache, start=0, every=False), tokens)
+            return self._read(tokens, cache, start, every=every)
 
     def step(self, tokens: Tensor, cache: CacheTensors, positions: list[int]) -> Tensor:
         """Read the next token of every sequence of the table; their keys and values go into the cache.
@@ -156,35 +165,53 @@ class CudaDecoder:
         self._check(cache, max(positions) + 1)
         return self._step(tokens, cache, torch.tensor(positions, device="cpu"))
 
+    def _read(self, tokens: Tensor, cache: CacheTensors, start: int, *, every: bool) -> Tensor:
+        hidden = self._embed(tokens.to(self._device))
+        position = torch.arange(start, start + len(tokens), device=self._device)
+        return self._run(hidden, cache, torch.zeros_like(position), position, start=start, every=every)
+
     def _step(self, tokens: Tensor, cache: CacheTensors, position: Tensor) -> Tensor:
         if self._device.type != "cuda":
             return self._next(tokens, position, cache)
         with torch.cuda.device_of(self._decoder.norm):
-            return self._replayed(tokens, cache, position)
+            run = partial(self._next, cache=cache)
+            return self._replayed(("step", len(tokens), *_place(cache)), run, tokens, position)
 
-    def _replayed(self, tokens: Tensor, cache: CacheTensors, position: Tensor) -> Tensor:
-        key = len(tokens), *_place(cache)
-        found = self._graphs.pop(key, None) or self._captured(tokens, position, cache)
-        self._graphs[key] = found
+    def _is_repeated(self, key: tuple[object, ...], rows: int) -> bool:
+        """Whether a run of so many rows was met before and is to be a graph; it counts as met from now on."""
+        if self._device.type != "cuda" or rows > _LONGEST_IN_GRAPH:
+            return False
+        known = key in self._graphs
+        if not known:
+            self._remember(key, None)
+        return known
+
+    def _remember(self, key: tuple[object, ...], graph: _Graph | None) -> None:
+        self._graphs[key] = graph
         if len(self._graphs) > _GRAPHS:
             self._graphs.popitem(last=False)
-        found.tokens.copy_(tokens, non_blocking=True)
-        found.position.copy_(position, non_blocking=True)
+
+    def _replayed(self, key: tuple[object, ...], run: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        found = self._graphs.pop(key, None) or self._captured(run, given)
+        self._remember(key, found)
+        for held, new in zip(found.given, given, strict=True):
+            held.copy_(new, non_blocking=True)
         found.graph.replay()
         return found.logits.clone()
 
-    def _captured(self, tokens: Tensor, position: Tensor, cache: CacheTensors) -> _Graph:
+    def _captured(self, run: Callable[..., Tensor], given: tuple[Tensor, ...]) -> _Graph:
         """What runs before, so that kernels are compiled, stores what the replay will store again."""
-        tokens, position = (x.to(self._device, copy=True) for x in (tokens, position))
+        held = tuple(x.to(self._device, copy=True) for x in given)
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._next(tokens, position, cache)
+            run(*held)
         torch.cuda.current_stream(self._device).wait_stream(side)
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self._next(tokens, position, cache)
-        return _Graph(graph, tokens, position, logits)
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = run(*held)
+        return _Graph(graph, held, logits)
 
     def _next(self, tokens: Tensor, position: Tensor, cache: CacheTensors) -> Tensor:
         return self._run(
