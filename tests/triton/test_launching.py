@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils.flop_counter import FlopCounterMode
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -106,6 +107,13 @@ def test_what_compiles_nothing_is_bound_every_time(kernel: Kernel, monkeypatch: 
 def test_a_graph_takes_no_option_that_inductor_would_drop(kernel: Kernel) -> None:
     with FakeTensorMode(), pytest.raises(AssertionError, match=r"drops .*enable_fp_fusion.* without a word"):
         launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4, num_warps=8, enable_fp_fusion=False)
+
+
+def test_a_mode_that_watches_real_tensors_launches(kernel: Kernel) -> None:
+    with FlopCounterMode(display=False):
+        for _ in range(2):
+            launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4)
+    assert (len(kernel.bound), len(kernel.launched)) == (1, 1)
 
 
 def test_a_size_that_is_a_symbol_has_its_power_of_two() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
 
 __all__ = ["WHY_ABSENT", "allocate", "ceil_div", "launch", "multiprocessors", "next_power_of_2", "on_device_of"]
@@ -18,6 +20,7 @@ __all__ = ["WHY_ABSENT", "allocate", "ceil_div", "launch", "multiprocessors", "n
 _ALIGNMENT = 16  # bytes: where an address is a multiple of it, a thread may load as many at once
 _INT32 = range(-(2**31), 2**31)
 _KEPT_BY_INDUCTOR = {"num_warps", "num_stages"}  # of Triton's options
+_STAND_INS = (FakeTensor, FunctionalTensor)
 _HERE = nullcontext()
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
@@ -37,10 +40,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: 
     Args:
         kernel: what ``triton.jit`` made.
         grid: one to three numbers of programs.
-        arguments: the parameters that are no ``tl.constexpr``; they stand first in the kernel's signature.
+        arguments: the parameters that are no ``tl.constexpr``, a tensor first; they stand before all others in the
+            kernel's signature.
         constants: the others, and Triton's options; every launch of a kernel names them in the same order.
     """
-    if _is_watched():  # a graph is made, and the launch becomes part of it
+    if _is_stand_in(arguments[0]):  # a graph is made, and the launch becomes part of it
         lost = constants.keys() - set(kernel.arg_names) - _KEPT_BY_INDUCTOR
         assert not lost, f"inductor drops {lost} without a word"
         wrap_triton(kernel)[grid](*arguments, **constants)
@@ -79,19 +83,20 @@ def allocate(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
         >>> allocate(torch.ones(2), (), torch.int64).shape
         torch.Size([])
     """
-    if len(shape) or not _is_watched():
+    if len(shape) or not _is_stand_in(like):
         return like.new_empty(shape, dtype=dtype)
     return like.new_empty(1, dtype=dtype).view(())
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Launches go to the current device, which need not be the tensor's; a graph's go where its tensors are."""
-    elsewhere = x.is_cuda and not _is_watched() and x.get_device() != torch.cuda.current_device()
+    elsewhere = x.is_cuda and not _is_stand_in(x) and x.get_device() != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else _HERE
 
 
-def _is_watched() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
+def _is_stand_in(x: object) -> bool:
+    """Whether a tracer holds this in a tensor's place; a mode that only watches has tensors with memory."""
+    return isinstance(x, _STAND_INS)
 
 
 @cache
