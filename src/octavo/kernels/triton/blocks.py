@@ -86,7 +86,8 @@ def cast_blocks_kernel(
             value = tl.reshape(value, (DOWN, ACROSS))
             tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
         elif DIRECT:
-            tl.store(out + row[:, None] * out_stride + column[None, :], tl.reshape(made, (DOWN, ACROSS)), mask=inside)
+            held = tl.reshape(made, (DOWN, ACROSS)).to(out.dtype.element_ty, bitcast=True)
+            tl.store(out + row[:, None] * out_stride + column[None, :], held, mask=inside)
     if FLIPPED:
         if ROWS != COLUMNS:
             blocks = tl.reshape(number, (DOWN // COLUMNS, COLUMNS, ACROSS // ROWS, ROWS))
@@ -105,8 +106,8 @@ def cast_blocks_kernel(
         tl.store(flipped_scales + place, decode, mask=within)
         tl.store(flipped_amaxes + place, amax, mask=within)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        made = tl.trans(tl.reshape(made, (DOWN, ACROSS)))
-        tl.store(flipped + column[:, None] * rows + row[None, :], made, mask=turned)
+        held = tl.trans(tl.reshape(made, (DOWN, ACROSS))).to(flipped.dtype.element_ty, bitcast=True)
+        tl.store(flipped + column[:, None] * rows + row[None, :], held, mask=turned)
 
 
 def cast_blocks(
@@ -136,21 +137,22 @@ def cast_blocks(
         into: where to record NaN and ±Inf; its amax is left to the caller.
     """
     device, (rows, columns) = matrix.device, matrix.shape
-    out = casts.empty_codes(rows, columns, device, wanted=direct and values is None) if values is None else values
-    turned = casts.empty_codes(columns, rows, device, wanted=flipped)
+    out = casts.empty_codes(rows, columns, fmt, device, wanted=direct and values is None) if values is None else values
+    turned = casts.empty_codes(columns, rows, fmt, device, wanted=flipped)
     scales, amaxes = _groups(rows, columns, block, device)
     flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
     down, across, warps = _tile(block, one_way=direct and not flipped)
     launching.launch(
         cast_blocks_kernel, (launching.ceil_div(rows, down) * launching.ceil_div(columns, across),),
-        matrix, out, turned, scales, amaxes, flipped_scales, flipped_amaxes, *casts.where_broken_goes(into),
+        matrix, casts.as_written(out), casts.as_written(turned),
+        scales, amaxes, flipped_scales, flipped_amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
         **casts.constants(fmt, rule, device, propagate=propagate), DOWN=down, ACROSS=across, num_warps=warps,
     )  # fmt: skip
     return Made(
-        Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes) if direct else None,
-        Lines(turned.view(fmt.torch_dtype), flipped_scales, flipped_amaxes) if flipped else None,
+        Lines(out, scales, amaxes) if direct else None,
+        Lines(turned, flipped_scales, flipped_amaxes) if flipped else None,
     )
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "Lines",
     "Made",
     "any_broken",
+    "as_written",
     "cast_tensor",
     "codes_of",
     "constants",
@@ -104,9 +105,17 @@ def constants(fmt: Format, rule: ScaleRule, device: torch.device, *, propagate: 
     }
 
 
-def empty_codes(rows: int, columns: int, device: torch.device, *, wanted: bool) -> Tensor:
-    """Memory for codes as kernels write them; a single byte where they are not wanted."""
-    return torch.empty((rows, columns) if wanted else (1, 1), dtype=torch.uint8, device=device)
+def empty_codes(rows: int, columns: int, fmt: Format, device: torch.device, *, wanted: bool) -> Tensor:
+    """Memory for codes; a single one where they are not wanted."""
+    return torch.empty((rows, columns) if wanted else (1, 1), dtype=fmt.torch_dtype, device=device)
+
+
+def as_written(out: Tensor) -> Tensor:
+    """Codes or values as kernels write them: codes in their own dtype where the device has it, as bytes elsewhere.
+
+    Of bytes that are later viewed as codes inductor's templates for products would see the bytes.
+    """
+    return out if out.itemsize > 1 or has_hardware_casts(out.device) else out.view(torch.uint8)
 
 
 @triton.jit
@@ -286,10 +295,12 @@ def cast_tensor_kernel(
         value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     elif DIRECT:
-        tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
+        held = made.to(out.dtype.element_ty, bitcast=True)
+        tl.store(out + row[:, None] * out_stride + column[None, :], held, mask=inside)
     if FLIPPED:
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(made), mask=turned)
+        held = tl.trans(made).to(flipped.dtype.element_ty, bitcast=True)
+        tl.store(flipped + column[:, None] * rows + row[None, :], held, mask=turned)
     if saturation is not None:
         whole = is_broken(number) == 0
         raise_count(saturation, whole & (tl.abs(number * encode[:, None]) > MAX))
@@ -365,8 +376,8 @@ def cast_tensor(
     amax_record = None if into is None or into.amax is None else into.amax.view(torch.int32)
     overflowed, nonfinite = where_broken_goes(into)
     used = launching.allocate(matrix, (), torch.float32)
-    out = empty_codes(rows, columns, device, wanted=direct) if values is None else values
-    turned = empty_codes(columns, rows, device, wanted=flipped)
+    out = empty_codes(rows, columns, fmt, device, wanted=direct) if values is None else values
+    turned = empty_codes(columns, rows, fmt, device, wanted=flipped)
     shape, stride, out_stride = (rows, columns), matrix.stride(0), out.stride(0)
     if not flipped:
         shape, stride, out_stride = _flat(matrix, out)
@@ -374,7 +385,7 @@ def cast_tensor(
     tiles = launching.ceil_div(shape[0], block_rows) * launching.ceil_div(shape[1], block_columns)
     launching.launch(
         cast_tensor_kernel, (tiles,),
-        matrix, out, turned, given, found, used,
+        matrix, as_written(out), as_written(turned), given, found, used,
         amax_record, overflowed, nonfinite, saturation,
         *shape, stride, out_stride, programs,
         SOURCE=source, MEASURE=into is not None and into.gathers, FRESH=fresh,
@@ -383,8 +394,8 @@ def cast_tensor(
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
     )  # fmt: skip
     return Made(
-        Lines(out.view(fmt.torch_dtype), used, None) if direct else None,
-        Lines(turned.view(fmt.torch_dtype), used, None) if flipped else None,
+        Lines(out, used, None) if direct else None,
+        Lines(turned, used, None) if flipped else None,
         *((None, None) if saturation is None else saturation.unbind()),
     )
 

@@ -68,7 +68,8 @@ def cast_rows_kernel(
         value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(out + row[:, None] * out_stride + column[None, :], made, mask=inside)
+        held = made.to(out.dtype.element_ty, bitcast=True)
+        tl.store(out + row[:, None] * out_stride + column[None, :], held, mask=inside)
 
 
 @triton.jit
@@ -114,7 +115,8 @@ def cast_lines_kernel(
         if tl.program_id(0) % tl.cdiv(columns, BLOCK_COLUMNS) == 0:
             tl.store(row_scales + row, reciprocal(encode), mask=row < rows)
         made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
-        tl.store(out + row[:, None] * columns + column[None, :], made, mask=inside)
+        held = made.to(out.dtype.element_ty, bitcast=True)
+        tl.store(out + row[:, None] * columns + column[None, :], held, mask=inside)
     if COLUMNS:
         amax = tl.load(amaxes + first_column + column, mask=column < columns, other=0)
         amax = amax.to(tl.float32, bitcast=True)
@@ -123,7 +125,8 @@ def cast_lines_kernel(
             tl.store(column_scales + column, reciprocal(encode), mask=column < columns)
         made = codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(flipped + column[:, None] * rows + row[None, :], tl.trans(made), mask=turned)
+        held = tl.trans(made).to(flipped.dtype.element_ty, bitcast=True)
+        tl.store(flipped + column[:, None] * rows + row[None, :], held, mask=turned)
 
 
 def cast_rows(
@@ -153,19 +156,19 @@ def cast_rows(
     if flipped or matrix.shape[1] > _LONGEST:
         return _cast_lines(matrix, fmt, rule, into, propagate=propagate, direct=direct, flipped=flipped)
     device, (rows, columns) = matrix.device, matrix.shape
-    out = casts.empty_codes(rows, columns, device, wanted=values is None) if values is None else values
+    out = casts.empty_codes(rows, columns, fmt, device, wanted=values is None) if values is None else values
     scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
     block_columns = launching.next_power_of_2(columns)
     block_rows = launching.next_power_of_2(min(rows, max(1, _ELEMENTS // block_columns)))
     launching.launch(
         cast_rows_kernel, (launching.ceil_div(rows, block_rows),),
-        matrix, out, scales, amaxes, *casts.where_broken_goes(into),
+        matrix, casts.as_written(out), scales, amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         VALUES=values is not None, **casts.constants(fmt, rule, device, propagate=propagate),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
         num_warps=min(16, max(4, block_rows * block_columns // 1024)),
     )  # fmt: skip
-    return Made(Lines(out if values is not None else out.view(fmt.torch_dtype), scales, amaxes), None)
+    return Made(Lines(out, scales, amaxes), None)
 
 
 def _cast_lines(
@@ -175,8 +178,8 @@ def _cast_lines(
     row_scales, column_scales = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (rows, columns))
     first_column = launching.ceil_div(rows, 4) * 4  # of 16 bytes; one launch clears rows' and columns' amaxes
     amaxes = torch.zeros(first_column + columns, dtype=torch.int32, device=device)
-    out = casts.empty_codes(rows, columns, device, wanted=direct)
-    turned = casts.empty_codes(columns, rows, device, wanted=flipped)
+    out = casts.empty_codes(rows, columns, fmt, device, wanted=direct)
+    turned = casts.empty_codes(columns, rows, fmt, device, wanted=flipped)
     grid = (launching.ceil_div(rows, casts.TILE[0]) * launching.ceil_div(columns, casts.TILE[1]),)
     sizes = (rows, columns, matrix.stride(0), first_column)
     wanted = {
@@ -189,12 +192,12 @@ def _cast_lines(
     launching.launch(measure_lines_kernel, grid, matrix, amaxes, *casts.where_broken_goes(into), *sizes, **wanted)
     launching.launch(
         cast_lines_kernel, grid,
-        matrix, out, turned, amaxes, row_scales, column_scales, *sizes,
+        matrix, casts.as_written(out), casts.as_written(turned), amaxes, row_scales, column_scales, *sizes,
         **wanted, **casts.constants(fmt, rule, device, propagate=propagate),
     )  # fmt: skip
     parts = (amaxes.narrow(0, 0, rows), amaxes.narrow(0, first_column, columns))
     found = [part.view(torch.float32).unsqueeze(1) for part in parts]
     return Made(
-        Lines(out.view(fmt.torch_dtype), row_scales, found[0]) if direct else None,
-        Lines(turned.view(fmt.torch_dtype), column_scales, found[1]) if flipped else None,
+        Lines(out, row_scales, found[0]) if direct else None,
+        Lines(turned, column_scales, found[1]) if flipped else None,
     )
