@@ -109,6 +109,19 @@ def test_a_graph_takes_no_option_that_inductor_would_drop(kernel: Kernel) -> Non
         launching.launch(kernel, (1,), torch.empty(8), 16, SIZE=4, num_warps=8, enable_fp_fusion=False)
 
 
+def test_a_graph_takes_the_launch_as_it_is(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "wrap_triton", lambda given: given)
+    with FakeTensorMode():
+        x = torch.empty(8)
+        for n in (32, 48):
+            launching.launch(kernel, (n, 2), x, n, SIZE=4, num_warps=8)
+    assert [(grid, n, constants) for grid, _, n, constants in kernel.bound] == [
+        ((n, 2), n, {"SIZE": 4, "num_warps": 8}) for n in (32, 48)
+    ]
+    assert all(given is x for _, given, *_ in kernel.bound)
+    assert not kernel.launched
+
+
 def test_a_mode_that_watches_real_tensors_launches(kernel: Kernel) -> None:
     with FlopCounterMode(display=False):
         for _ in range(2):
@@ -122,9 +135,11 @@ def test_a_size_that_is_a_symbol_has_its_power_of_two() -> None:
         symbol = shapes.create_unspecified_symint_and_symbol(size, ConstantSource(f"size {size}"), DimDynamic.DYNAMIC)
         power = launching.next_power_of_2(symbol)
         assert (type(power), power) == (int, launching.next_power_of_2(size))
+        assert launching.tile_side(symbol, 64) == 64
 
 
 def test_numbers_of_programs() -> None:
     for a, b in itertools.product(range(20), range(1, 20)):
         assert launching.ceil_div(a, b) == sum(1 for _ in range(0, a, b))
     assert [launching.next_power_of_2(n) for n in (1, 2, 3, 4, 5, 1023, 1025)] == [1, 2, 4, 4, 8, 1024, 2048]
+    assert [launching.tile_side(n, 8) for n in (1, 2, 3, 8, 9, 1025)] == [1, 2, 4, 8, 8, 8]

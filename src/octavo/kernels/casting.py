@@ -148,7 +148,7 @@ def quantize_and_measure(
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
             *(amax, scale, zero_is_unknown, into is None or into.gathers, SOURCES),
         )
-        seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
+        seen = _recorded(x, Measurement(measured, count), into) if into is None or into.gathers else None
     elif on_gpu:
         on_device = gpu.quantize(x, fmt, granularity, rule, into=into, **options)
         codes, made, seen = on_device.codes, on_device.scale, on_device.found
@@ -199,7 +199,7 @@ def quantize_both_ways(
             *(amax, scale, zero_is_unknown, into is None or into.gathers, SOURCES),
         )
         made_t = made if isinstance(granularity, PerTensor) else made_t
-        seen: Measurement | None = _recorded(x, Measurement(measured, count), into)
+        seen = _recorded(x, Measurement(measured, count), into) if into is None or into.gathers else None
     else:
         cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, into=into, **options)
         assert cast.transposed is not None

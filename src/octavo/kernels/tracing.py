@@ -45,7 +45,8 @@ def show_kernels(operator: str, run: Callable[..., Any]) -> None:
     exported graph keeps the operator, which says what is meant and not how.
 
     Torch keeps what it compiled on disk and knows it again by the operators' arguments. So the last one is
-    :data:`SOURCES`: after an update of octavo what was made of the old kernels is not found.
+    :data:`SOURCES`: after an update of octavo what ``torch.compile`` made of the old kernels is not found. A program
+    that was exported before carries the digest of its time; compiled again, it may find what was made of it then.
 
     Args:
         operator: its name, such as "octavo::cast"; its first argument is a tensor.

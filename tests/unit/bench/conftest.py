@@ -1,7 +1,7 @@
 """A rehearsal that compiles nothing: seconds instead of minutes, and the same code but for that."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -9,16 +9,18 @@ from octavo.bench import Session, rehearsal_session
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """All that tests before imported and left stays frozen: no collection looks through its million objects again.
 
     A comparison would thaw it together with what it has frozen itself, so it freezes nothing here.
     """
     gc.collect()
     gc.freeze()
-    monkeypatch.setattr(gc, "freeze", lambda: None)
-    monkeypatch.setattr(gc, "unfreeze", lambda: None)
-    return freezing_session()
+    with monkeypatch.context() as frozen:
+        frozen.setattr(gc, "freeze", lambda: None)
+        frozen.setattr(gc, "unfreeze", lambda: None)
+        yield freezing_session()
+    gc.unfreeze()
 
 
 def freezing_session() -> Session:

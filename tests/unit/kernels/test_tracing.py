@@ -1,11 +1,19 @@
 """Gradients through ``autograd.Function`` in a traced graph, in every torch that octavo supports."""
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from functorch.compile import aot_function  # type: ignore[import-untyped]
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from octavo.kernels.tracing import distinct
+import octavo
+from octavo.kernels import gpu, tracing
+from octavo.kernels.tracing import SOURCES, _digest, distinct
 
 
 class _Doubled(torch.autograd.Function):
@@ -32,3 +40,60 @@ def test_a_result_with_several_names_keeps_its_gradient_in_a_traced_graph() -> N
 def test_outside_of_a_graph_it_is_the_result_itself() -> None:
     x = torch.randn(4)
     assert distinct(x) is x
+
+
+def _calls(function: Callable[..., object], *tensors: Tensor) -> list[fx.Node]:
+    """Of octavo's operators, in what dynamo traces."""
+    graphs: list[fx.Graph] = []
+
+    def take(module: fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.extend(part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+        return module.forward
+
+    torch.compile(function, backend=take, fullgraph=True)(*tensors)
+    return [node for graph in graphs for node in graph.nodes if "octavo.cast" in str(node.target)]
+
+
+def test_a_cast_says_whether_it_is_measured_and_of_which_sources_it_is() -> None:
+    """A layer counts what is not finite; a plain cast's caller gets no measurement."""
+    layer = octavo.nn.Linear(16, 8, bias=False, recipe="tensorwise")
+    trained = _calls(layer, torch.ones(4, 16))
+    plain = _calls(lambda x: octavo.quantize(x, octavo.E4M3).data, torch.ones(4))
+    assert {node.args[-2:] for node in trained} == {(True, SOURCES)}
+    assert {node.args[-2:] for node in plain} == {(False, SOURCES)}
+
+
+def test_sources_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert _digest() == SOURCES
+    kernels = Path(tracing.__file__).parent
+    shutil.copytree(kernels, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    monkeypatch.setattr(tracing, "files", lambda _: tmp_path / "kernels")
+    assert _digest() == SOURCES
+    for name in ("gpu.py", "triton/casts.py"):
+        before, path = _digest(), tmp_path / "kernels" / name
+        path.write_text(path.read_text() + "\n")
+        assert _digest() != before
+
+
+@pytest.mark.parametrize("exporting", [True, False])
+def test_an_exported_graph_keeps_the_operator(exporting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
+    monkeypatch.setattr(gpu, "quantize", None)  # what it does on a GPU, which is called to be seen
+    graphs: list[str] = []
+    arguments: tuple[Any, ...] = (torch.float8_e4m3fn, [], "fp32", 0.0, 0, True, None, None, False, True, SOURCES)
+
+    def take(module: fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(str(module.graph))
+        return module.forward
+
+    def run() -> None:
+        aot_function(lambda x: torch.ops.octavo.cast(x, *arguments), fw_compiler=take)(x)
+
+    with FakeTensorMode():
+        x = torch.empty(8, device="cuda")
+        if not exporting:
+            with pytest.raises(TypeError, match="NoneType"):
+                run()
+            return
+        run()
+    assert "octavo.cast" in graphs[0]

@@ -248,7 +248,7 @@ def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool
     """
     rows, columns = grad_y.shape
     grad_x = torch.empty_like(x)
-    size = launching.next_power_of_2(min(columns, 1024))
+    size = launching.tile_side(columns, 1024)
     with launching.on_device_of(x):
         launching.launch(
             _activation_backward_kernel,

@@ -426,5 +426,5 @@ def _flat(matrix: Tensor, out: Tensor) -> tuple[tuple[int, int], int, int]:
 
 def _flat_tile(rows: int, columns: int, elements: int = _ELEMENTS) -> tuple[int, int]:
     """Rows and columns of a tile of so many elements, as long as the matrix is wide."""
-    across = launching.next_power_of_2(min(columns, elements))
-    return launching.next_power_of_2(min(rows, elements // across)), across
+    across = launching.tile_side(columns, elements)
+    return launching.tile_side(rows, elements // across), across

@@ -15,7 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
 
-__all__ = ["WHY_ABSENT", "allocate", "ceil_div", "launch", "multiprocessors", "next_power_of_2", "on_device_of"]
+__all__ = [
+    "WHY_ABSENT",
+    "allocate",
+    "ceil_div",
+    "launch",
+    "multiprocessors",
+    "next_power_of_2",
+    "on_device_of",
+    "tile_side",
+]
 
 _ALIGNMENT = 16  # bytes: where an address is a multiple of it, a thread may load as many at once
 _INT32 = range(-(2**31), 2**31)
@@ -118,8 +127,6 @@ def ceil_div(a: int, b: int) -> int:
 def next_power_of_2(n: int | torch.SymInt) -> int:
     """The smallest power of two that is ``n`` or more.
 
-    Where there is a limit, take the power of ``min(n, limit)``: a traced graph serves all that are larger.
-
     Example:
         >>> next_power_of_2(1), next_power_of_2(5)
         (1, 8)
@@ -130,3 +137,15 @@ def next_power_of_2(n: int | torch.SymInt) -> int:
     while power < n:  # a symbol: the graph serves all sizes of which these comparisons are true
         power *= 2
     return power
+
+
+def tile_side(n: int | torch.SymInt, limit: int) -> int:
+    """How much of ``n`` a tile takes: a power of two that holds it, up to a limit that is one.
+
+    Of a symbol it is the limit, since a traced graph serves all its sizes; what lies beyond is masked.
+
+    Example:
+        >>> tile_side(5, 64), tile_side(100, 64)
+        (8, 64)
+    """
+    return next_power_of_2(min(n, limit)) if type(n) is int else limit

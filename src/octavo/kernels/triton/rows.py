@@ -159,7 +159,7 @@ def cast_rows(
     out = casts.empty_codes(rows, columns, fmt, device, wanted=values is None) if values is None else values
     scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
     block_columns = launching.next_power_of_2(columns)
-    block_rows = launching.next_power_of_2(min(rows, max(1, _ELEMENTS // block_columns)))
+    block_rows = launching.tile_side(rows, max(1, _ELEMENTS // block_columns))
     launching.launch(
         cast_rows_kernel, (launching.ceil_div(rows, block_rows),),
         matrix, casts.as_written(out), scales, amaxes, *casts.where_broken_goes(into),
