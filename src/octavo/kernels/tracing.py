@@ -15,12 +15,14 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _digest() -> str:
-    package = files("octavo.kernels")
-    sources = [file for folder in (package, package / "triton") for file in folder.iterdir() if file.name[-3:] == ".py"]
+    package = files("octavo")
+    folders = (package / "kernels", package / "kernels" / "triton", package / "numerics")
+    sources = [file for folder in folders for file in folder.iterdir() if file.name[-3:] == ".py"]
+    sources.append(package / "formats.py")
     return sha256(b"".join(file.read_bytes() for file in sorted(sources, key=str))).hexdigest()
 
 
-SOURCES = _digest()  # of this package: operators that torch sees through take it, see show_kernels
+SOURCES = _digest()  # of all that decides about a launch: operators that torch sees through take it, see show_kernels
 
 
 def distinct(result: Tensor) -> Tensor:

@@ -65,12 +65,15 @@ def test_a_cast_says_whether_it_is_measured_and_of_which_sources_it_is() -> None
 
 def test_sources_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert _digest() == SOURCES
-    kernels = Path(tracing.__file__).parent
-    shutil.copytree(kernels, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    monkeypatch.setattr(tracing, "files", lambda _: tmp_path / "kernels")
+    package = tmp_path / "octavo"
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("kernels", "numerics"):
+        shutil.copytree(Path(octavo.__file__).parent / name, package / name, ignore=ignored)
+    shutil.copy(Path(octavo.__file__).parent / "formats.py", package)
+    monkeypatch.setattr(tracing, "files", lambda _: package)
     assert _digest() == SOURCES
-    for name in ("gpu.py", "triton/casts.py"):
-        before, path = _digest(), tmp_path / "kernels" / name
+    for name in ("kernels/gpu.py", "kernels/triton/casts.py", "numerics/granularity.py", "formats.py"):
+        before, path = _digest(), package / name
         path.write_text(path.read_text() + "\n")
         assert _digest() != before
 
