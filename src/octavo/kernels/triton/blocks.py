@@ -21,6 +21,7 @@ from octavo.kernels.triton.casts import (
     Lines,
     Made,
     any_broken,
+    as_held,
     codes_of,
     finite,
     first_of_tile,
@@ -49,6 +50,12 @@ def _amaxes(blocks, overflowed, nonfinite):
         report(overflowed, nonfinite, is_broken(blocks))
         amax = _highest(finite(blocks))
     return amax
+
+
+@triton.jit
+def _tile_in(made, memory, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+    """Blocks of codes as the tile that they are, for the memory that holds it."""
+    return as_held(tl.reshape(made, (DOWN, ACROSS)), memory)
 
 
 @triton.jit
@@ -86,8 +93,7 @@ def cast_blocks_kernel(
             value = tl.reshape(value, (DOWN, ACROSS))
             tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
         elif DIRECT:
-            held = tl.reshape(made, (DOWN, ACROSS)).to(out.dtype.element_ty, bitcast=True)
-            tl.store(out + row[:, None] * out_stride + column[None, :], held, mask=inside)
+            tl.store(out + row[:, None] * out_stride + column[None, :], _tile_in(made, out, DOWN, ACROSS), mask=inside)
     if FLIPPED:
         if ROWS != COLUMNS:
             blocks = tl.reshape(number, (DOWN // COLUMNS, COLUMNS, ACROSS // ROWS, ROWS))
@@ -106,8 +112,8 @@ def cast_blocks_kernel(
         tl.store(flipped_scales + place, decode, mask=within)
         tl.store(flipped_amaxes + place, amax, mask=within)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        held = tl.trans(tl.reshape(made, (DOWN, ACROSS))).to(flipped.dtype.element_ty, bitcast=True)
-        tl.store(flipped + column[:, None] * rows + row[None, :], held, mask=turned)
+        made = tl.trans(_tile_in(made, flipped, DOWN, ACROSS))
+        tl.store(flipped + column[:, None] * rows + row[None, :], made, mask=turned)
 
 
 def cast_blocks(

@@ -42,6 +42,7 @@ __all__ = [
     "Lines",
     "Made",
     "any_broken",
+    "as_held",
     "as_written",
     "cast_tensor",
     "codes_of",
@@ -134,6 +135,12 @@ def codes_of(
         return code_from_number(tl.fma(number, 0.0, scaled), MAX, MANTISSA, BIAS, False, HARDWARE)
     infinite = tl.abs(number) == float("inf")
     return code_from_number(scaled, MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE, infinite)
+
+
+@triton.jit
+def as_held(made, memory):
+    """Codes, uint8, in the dtype of the memory that holds them."""
+    return made.to(memory.dtype.element_ty, bitcast=True)
 
 
 @triton.jit
@@ -295,12 +302,10 @@ def cast_tensor_kernel(
         value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     elif DIRECT:
-        held = made.to(out.dtype.element_ty, bitcast=True)
-        tl.store(out + row[:, None] * out_stride + column[None, :], held, mask=inside)
+        tl.store(out + row[:, None] * out_stride + column[None, :], as_held(made, out), mask=inside)
     if FLIPPED:
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        held = tl.trans(made).to(flipped.dtype.element_ty, bitcast=True)
-        tl.store(flipped + column[:, None] * rows + row[None, :], held, mask=turned)
+        tl.store(flipped + column[:, None] * rows + row[None, :], as_held(tl.trans(made), flipped), mask=turned)
     if saturation is not None:
         whole = is_broken(number) == 0
         raise_count(saturation, whole & (tl.abs(number * encode[:, None]) > MAX))

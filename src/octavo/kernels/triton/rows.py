@@ -25,6 +25,7 @@ from octavo.kernels.triton.casts import (
     Lines,
     Made,
     any_broken,
+    as_held,
     codes_of,
     finite,
     first_of_tile,
@@ -68,8 +69,7 @@ def cast_rows_kernel(
         value = number_from_code(made, MANTISSA, HARDWARE) * decode[:, None]
         tl.store(out + row[:, None] * out_stride + column[None, :], value.to(out.dtype.element_ty), mask=inside)
     else:
-        held = made.to(out.dtype.element_ty, bitcast=True)
-        tl.store(out + row[:, None] * out_stride + column[None, :], held, mask=inside)
+        tl.store(out + row[:, None] * out_stride + column[None, :], as_held(made, out), mask=inside)
 
 
 @triton.jit
@@ -115,8 +115,7 @@ def cast_lines_kernel(
         if tl.program_id(0) % tl.cdiv(columns, BLOCK_COLUMNS) == 0:
             tl.store(row_scales + row, reciprocal(encode), mask=row < rows)
         made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
-        held = made.to(out.dtype.element_ty, bitcast=True)
-        tl.store(out + row[:, None] * columns + column[None, :], held, mask=inside)
+        tl.store(out + row[:, None] * columns + column[None, :], as_held(made, out), mask=inside)
     if COLUMNS:
         amax = tl.load(amaxes + first_column + column, mask=column < columns, other=0)
         amax = amax.to(tl.float32, bitcast=True)
@@ -125,8 +124,7 @@ def cast_lines_kernel(
             tl.store(column_scales + column, reciprocal(encode), mask=column < columns)
         made = codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         turned = (column < columns)[:, None] & (row < rows)[None, :]
-        held = tl.trans(made).to(flipped.dtype.element_ty, bitcast=True)
-        tl.store(flipped + column[:, None] * rows + row[None, :], held, mask=turned)
+        tl.store(flipped + column[:, None] * rows + row[None, :], as_held(tl.trans(made), flipped), mask=turned)
 
 
 def cast_rows(
