@@ -8,7 +8,7 @@ What must be in memory is every contestant (a copy each, one or two bytes an ele
 one window, not the reference's logits for all the text: those are 100 MB a window for a vocabulary of 49,152.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,14 +99,23 @@ def compare(
         raise ConfigError(f"windows are [count, length] with a length of at least 2, not {tuple(windows.shape)}")
     base = contestants[names.index(reference)]
     found: dict[str, list[WindowScore]] = {name: [] for name in names}
+    total = len(windows) * len(names)
     for index, window in enumerate(windows):
-        expected = base.logits(window[None, :-1])[0]
-        for number, contestant in enumerate(contestants):
-            logits = expected if contestant is base else contestant.logits(window[None, :-1])[0]
-            found[contestant.name].append(score_window(logits, expected, window[1:]))
-            advance(index * len(names) + number + 1, len(windows) * len(names))
+        for number, (name, score) in enumerate(_scores(contestants, base, window)):
+            found[name].append(score)
+            advance(index * len(names) + number + 1, total)
     entries = (
         Entry(name=c.name, scores=Scores(windows=tuple(found[c.name])), storage=c.storage, quantized=len(c.quantized))
         for c in contestants
     )
     return Comparison(reference=reference, entries=tuple(entries), windows=len(windows), length=windows.shape[1])
+
+
+def _scores(contestants: Sequence[Contestant], base: Contestant, window: Tensor) -> Iterator[tuple[str, WindowScore]]:
+    """Every contestant's score of a window, one after the other; beside the reference's no logits are kept."""
+    expected = base.logits(window[None, :-1])[0]
+    for contestant in contestants:
+        score = score_window(
+            expected if contestant is base else contestant.logits(window[None, :-1])[0], expected, window[1:]
+        )
+        yield contestant.name, score
