@@ -22,7 +22,7 @@ def lines() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def launches(lines: list[dict]) -> list[dict]:
-    return [line for line in lines if "operator" in line]
+    return [line for line in lines if "operator" in line and "kernel" in line]
 
 
 def test_every_operator_is_seen_through(launches: list[dict]) -> None:
@@ -33,6 +33,13 @@ def test_what_an_operator_is_given_is_not_taken_for_written(launches: list[dict]
     """It would be copied first, which costs more than the cast."""
     assert all(launch["written"] for launch in launches)
     assert not [launch for launch in launches if launch["given"]]
+
+
+def test_codes_are_written_in_a_dtype_of_their_own(lines: list[dict]) -> None:
+    """What max-autotune times a product with would otherwise be bytes, which no template of a product takes."""
+    graphs = [line for line in lines if "views_codes" in line]
+    assert {graph["operator"] for graph in graphs} == OPERATORS
+    assert not any(graph["views_codes"] for graph in graphs)
 
 
 def test_inductors_copy_of_a_kernel_is_the_same_machine_code(lines: list[dict], launches: list[dict]) -> None:

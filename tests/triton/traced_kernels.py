@@ -4,8 +4,9 @@
 
 inductor makes a module of its own of a kernel: the kernel's source and that of all it calls, found by their names.
 Prints a line of JSON for every launch in an operator's graph (the operator, the kernel, the names of what it writes and
-of those among them that the operator was given), and one for every kernel that was built from inductor's copy (the
-kernel, whether its code for compute capability 9.0 is that of the original).
+of those among them that the operator was given), one for every operator (whether memory of another dtype is viewed as
+its codes), and one for every kernel that was built from inductor's copy (the kernel, whether its code for compute
+capability 9.0 is that of the original).
 """
 
 import importlib.util
@@ -86,6 +87,10 @@ def _launches(graph: fx.Graph) -> Iterator[dict[str, Any]]:
             yield {"kernel": kernel.fn.__name__, "written": written, "given": given}
 
 
+def _views_codes(graph: fx.Graph) -> bool:
+    return any(node.target is torch.ops.aten.view.dtype and node.args[1] is _CODES for node in graph.nodes)
+
+
 def _made_of(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and "view" in str(node.target):
         node = node.all_input_nodes[0]
@@ -133,7 +138,9 @@ def main() -> None:
     seen: set[str] = set()
     with FakeTensorMode():
         for operator, function, tensors in _operators():
-            for launch in _launches(_graph(function, tensors)):
+            graph = _graph(function, tensors)
+            print(json.dumps({"operator": operator, "views_codes": _views_codes(graph)}), flush=True)
+            for launch in _launches(graph):
                 seen.add(launch["kernel"])
                 print(json.dumps({"operator": operator} | launch), flush=True)
     with tempfile.TemporaryDirectory() as folder:

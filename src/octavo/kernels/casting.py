@@ -146,9 +146,9 @@ def quantize_and_measure(
             fmt.torch_dtype,
             granularity_as_list(granularity),
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
-            *(amax, scale, zero_is_unknown, into is None or into.gathers, SOURCES),
+            *(amax, scale, zero_is_unknown, _is_read(into), SOURCES),
         )
-        seen = _recorded(x, Measurement(measured, count), into) if into is None or into.gathers else None
+        seen = _recorded(x, Measurement(measured, count), into) if _is_read(into) else None
     elif on_gpu:
         on_device = gpu.quantize(x, fmt, granularity, rule, into=into, **options)
         codes, made, seen = on_device.codes, on_device.scale, on_device.found
@@ -196,10 +196,10 @@ def quantize_both_ways(
             fmt.torch_dtype,
             granularity_as_list(granularity),
             *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
-            *(amax, scale, zero_is_unknown, into is None or into.gathers, SOURCES),
+            *(amax, scale, zero_is_unknown, _is_read(into), SOURCES),
         )
         made_t = made if isinstance(granularity, PerTensor) else made_t
-        seen = _recorded(x, Measurement(measured, count), into) if into is None or into.gathers else None
+        seen = _recorded(x, Measurement(measured, count), into) if _is_read(into) else None
     else:
         cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, into=into, **options)
         assert cast.transposed is not None
@@ -210,6 +210,11 @@ def quantize_both_ways(
         QuantizedTensor(codes_t, stored_scale(made_t, scale_format), granularity, x.dtype),
         seen,
     )
+
+
+def _is_read(into: Record | None) -> bool:
+    """Whether what a cast finds goes anywhere: to the caller, or into a record that gathers."""
+    return into is None or into.gathers
 
 
 def _recorded(x: Tensor, found: Measurement, into: Record | None) -> Measurement:

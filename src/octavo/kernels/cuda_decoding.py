@@ -6,8 +6,8 @@ several sequences are normed by kernels of their own. One token of each sequence
 cache and a number of sequences and replayed with other tokens and positions, so that a token costs one launch. A new
 cache in the memory of an old one finds that one's graph, and torch hands out freed memory again: requests of one size,
 one after the other, can share a graph. Elsewhere a cache costs a capture, which waits for the device. The beginning of
-a text, for whose hundreds of launches Python needs longer than a GPU for the work, becomes a graph when as many tokens
-are read into the same memory a second time.
+a text, hundreds of launches whatever its length, becomes a graph when as many tokens are read into the same memory a
+second time.
 
 | rows     | products                                    | between them                        | attention           |
 |----------|---------------------------------------------|-------------------------------------|---------------------|
@@ -52,7 +52,7 @@ from octavo.numerics.scaling import AMAX_FLOOR
 __all__ = ["CudaDecoder"]
 
 _GRAPHS = 16  # kept; the one used longest ago goes first
-_LONGEST_IN_GRAPH = 4096  # tokens: of more the GPU has more work than Python
+_LONGEST_IN_GRAPH = 4096  # tokens; a graph's memory grows with them, and Python's share of the time falls
 _BY_ROWS = ResultCast(
     format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0), transpose=False
 )
@@ -134,12 +134,9 @@ class CudaDecoder:
         self._check(cache, start + len(tokens))
         if len(tokens) == 1:
             return self._step(tokens, cache, torch.tensor([start], device="cpu"))
+        key = "read", len(tokens), *_place(cache)
         with torch.cuda.device_of(self._decoder.norm):  # where Triton launches
-            if (
-                start == 0
-                and not every
-                and self._is_repeated(key := ("read", len(tokens), *_place(cache)), len(tokens))
-            ):
+            if start == 0 and not every and self._is_repeated(key, len(tokens)):
                 return self._replayed(key, partial(self._read, cache=cache, start=0, every=False), tokens)
             return self._read(tokens, cache, start, every=every)
 

@@ -55,13 +55,13 @@ def show_kernels(operator: str, run: Callable[..., Any]) -> None:
         run: what it does on CUDA: of its arguments, and traceable.
     """
 
-    def seen(mode: Any, call: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def decompose(mode: Any, call: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args[0].is_cuda or torch.compiler.is_exporting():
             return mode.__torch_dispatch__(call, types, args, kwargs)
         with mode:
             return run(*args, **kwargs)
 
-    torch.library.register_torch_dispatch(operator, FunctionalTensorMode, seen)
+    torch.library.register_torch_dispatch(operator, FunctionalTensorMode, decompose)
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
