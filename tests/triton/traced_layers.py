@@ -156,7 +156,7 @@ def _take_the_cpu_for_a_gpu() -> None:
     """One whose kernels cast by integers, which is what the interpreter can do."""
     codes._capability = lambda device: (8, 0)  # type: ignore[assignment]
     triton.runtime.driver.set_active(NoDevice())
-    Tensor.is_cuda = property(lambda x: True)
+    Tensor.is_cuda = property(lambda x: True)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: -1  # what a tensor on the CPU says of its device
     gpu.supports = _supports
     gpu.closes_steps = lambda window: False
