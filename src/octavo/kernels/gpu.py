@@ -7,7 +7,6 @@ K. Nothing here waits for the device. Triton is imported by the first call that 
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.cpu import DTYPES, ScaleRule
 from octavo.kernels.tracing import is_traced
-from octavo.kernels.triton.launching import allocate, on_device_of
+from octavo.kernels.triton.launching import WHY_ABSENT, allocate, on_device_of
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerBlock, PerRow, PerTensor, Record
 from octavo.numerics.granularity import stacks
 from octavo.numerics.random_bits import random_bits_by_torch
@@ -39,8 +38,6 @@ __all__ = [
     "why_absent",
 ]
 
-_INSTALLED = find_spec("triton") is not None
-_MADE_FOR_THIS_TORCH = _INSTALLED and torch.version.hip is None  # once: no graph traces find_spec
 _FORMATS = {fmt.torch_dtype: fmt for fmt in (E4M3, E5M2)}
 _LARGEST_BLOCK = 128  # rows or columns that fit into a kernel's tile
 _LONGEST_ROW = 16384  # elements that stay in registers
@@ -70,16 +67,14 @@ class Cast:
 
 def why_absent() -> str | None:
     """Why no Triton kernel runs here, or None."""
-    if not _INSTALLED:
-        return "triton is not installed"
-    if torch.version.hip is not None:
-        return "they are written for CUDA, and this torch is built for ROCm"
+    if WHY_ABSENT is not None:
+        return WHY_ABSENT
     return None if torch.cuda.is_available() else "there is no CUDA device"
 
 
 def supports(x: Tensor, fmt: Format, granularity: Granularity, *, given: bool = False) -> bool:
     """Whether :func:`quantize` can cast ``x``; ``given`` says whether the amax or the scale is."""
-    known = x.is_cuda and _MADE_FOR_THIS_TORCH and fmt in (E4M3, E5M2) and x.dtype in DTYPES
+    known = x.is_cuda and WHY_ABSENT is None and fmt in (E4M3, E5M2) and x.dtype in DTYPES
     if not known or x.numel() == 0:
         return False
     if (given and not isinstance(granularity, PerTensor)) or not _fits(granularity) or not stacks(granularity, x.shape):
@@ -195,7 +190,7 @@ def fake_quantize(
 
 def decodes(codes: Tensor, dtype: torch.dtype, granularity: Granularity) -> bool:
     """Whether :func:`dequantize` can decode these codes to ``dtype``."""
-    known = _MADE_FOR_THIS_TORCH and codes.dtype in _FORMATS and dtype in DTYPES
+    known = WHY_ABSENT is None and codes.dtype in _FORMATS and dtype in DTYPES
     return known and codes.numel() > 0 and _fits(granularity) and stacks(granularity, codes.shape)
 
 
@@ -239,7 +234,7 @@ def round_stochastic(scaled: Tensor, random: Tensor, fmt: Format) -> Tensor:
 
 def random_bits(seed: Tensor, count: int) -> Tensor:
     """int32 [count]: what :mod:`octavo.numerics.random_bits` defines for ``seed``, an int64 [] on the device."""
-    if not _MADE_FOR_THIS_TORCH or not count:
+    if WHY_ABSENT is not None or not count:
         return random_bits_by_torch(seed, count)
     from octavo.kernels.triton import values
 
@@ -249,7 +244,7 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
 
 def closes_steps(window: Tensor) -> bool:
     """Whether :func:`close_step` can close the step of a window of amaxes."""
-    plain = window.is_cuda and _MADE_FOR_THIS_TORCH and window.shape[1] <= _LONGEST_WINDOW
+    plain = window.is_cuda and WHY_ABSENT is None and window.shape[1] <= _LONGEST_WINDOW
     return plain and not is_traced(window)
 
 
