@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.interpreter import let_indices_be_arrays
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    let_indices_be_arrays()
 
 # No test asserts a time, not even by accident: a slow machine must not make a property fail.
 hypothesis.settings.register_profile("octavo", parent=hypothesis.settings(), deadline=None)

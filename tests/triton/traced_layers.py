@@ -35,6 +35,7 @@ from octavo.kernels import fused, gpu
 from octavo.kernels.triton import codes
 from octavo.nn import LayerNormLinear, LayerNormMLP, Linear
 from octavo.numerics import Granularity
+from tests.interpreter import let_indices_be_arrays
 from tests.triton.hopper_build import NoDevice
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
@@ -140,6 +141,7 @@ def _modules() -> list[Any]:
 def _interpret() -> None:
     """What TRITON_INTERPRET=1 would have made of every function of Triton's had it been set from the beginning."""
     triton.knobs.runtime.interpret = True
+    let_indices_be_arrays()
     for module in _modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
