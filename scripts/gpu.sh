@@ -55,7 +55,7 @@ measured() {
     for part in "$@"; do
         parts=${part%=*} seconds=${part#*=}
         # shellcheck disable=SC2046
-        "${limited[@]}" $((seconds * 5 / 4 + 20)) "$PYTHON" -m octavo bench hopper --out "$out/$parts" \
+        "${limited[@]}" $((seconds * 5 / 4 + 20)) "$PYTHON" -m octavo bench hopper --out "$out/${parts//+/-}" \
             --seconds "$seconds" $(only "$parts") || echo "bench: $parts ended with $?" >&2
     done
     found=$(find "$out" -mindepth 2 -name 'hopper_*.json' -printf '--from %p\n' | sort)

@@ -182,6 +182,21 @@ def test_a_graph_is_replayed_for_the_memory_that_it_was_captured_with(monkeypatc
     assert len(decoder._graphs) == 3 + len(changed)
 
 
+def test_a_replay_reads_what_it_is_given_and_its_result_is_its_own(monkeypatch):
+    """A stand-in for a graph, whose logits are the tokens."""
+    _, decoder = pair(torch.device("cpu"))
+
+    def captured(_: object, given: tuple[torch.Tensor, ...]) -> SimpleNamespace:
+        held, logits = tuple(x.clone() for x in given), torch.zeros(1)
+        return SimpleNamespace(given=held, logits=logits, graph=SimpleNamespace(replay=lambda: logits.copy_(held[0])))
+
+    monkeypatch.setattr(decoder, "_captured", captured)
+    monkeypatch.setattr(decoder, "_device", torch.device("cuda"))
+    cache = PagedKVCache(1, 2, 16, max_positions=PAGE).tensors
+    found = [decoder._step(torch.tensor([token]), cache, torch.zeros(1)) for token in (3, 5, 7)]
+    assert torch.cat(found).tolist() == [3, 5, 7]
+
+
 def test_graphs_that_were_not_used_for_long_are_dropped(monkeypatch):
     _, decoder = pair(torch.device("cpu"))
     graph = SimpleNamespace(replay=lambda: None)
@@ -193,10 +208,10 @@ def test_graphs_that_were_not_used_for_long_are_dropped(monkeypatch):
 
     monkeypatch.setattr(decoder, "_captured", captured)
     monkeypatch.setattr(decoder, "_device", torch.device("cuda"))
-    caches = [PagedKVCache(1, 2, 16, max_positions=PAGE).tensors for _ in range(cuda_decoding._GRAPHS + 1)]
+    caches = [PagedKVCache(1, 2, 16, max_positions=PAGE).tensors for _ in range(cuda_decoding._KEPT + 1)]
     for cache in (*caches[:-1], caches[0], caches[-1], caches[0], caches[1]):
         decoder._step(torch.zeros(1), cache, torch.zeros(1))
-    assert len(decoder._graphs) == cuda_decoding._GRAPHS
+    assert len(decoder._graphs) == cuda_decoding._KEPT
     assert [id(cache) for cache in made] == [id(cache) for cache in (*caches, caches[1])]
 
 
@@ -225,9 +240,10 @@ def test_a_beginning_becomes_a_graph_when_it_is_read_into_the_same_memory_again(
     assert [graph_of(one, 5, start=1) for _ in range(3)] == [0, 0, 0]
     assert [graph_of(one, 5, every=True) for _ in range(3)] == [0, 0, 0]
     assert [graph_of(one, cuda_decoding._LONGEST_IN_GRAPH + 1) for _ in range(3)] == [0, 0, 0]
-    for rows in range(7, 7 + cuda_decoding._GRAPHS):  # each met once
-        graph_of(one, rows)
-    assert [graph_of(one, 5) for _ in range(2)] == [0, 4], "forgotten meanwhile"
+    lengths = range(7, 8 + cuda_decoding._KEPT)
+    assert not any(graph_of(one, rows) for rows in lengths), "each met once"
+    assert graph_of(one, 5) == 1, "lengths that are met once push no graph out"
+    assert [graph_of(one, rows) for rows in (lengths[0], lengths[-1])] == [0, 4], "the first was forgotten meanwhile"
 
 
 @pytest.mark.gpu

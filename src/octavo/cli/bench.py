@@ -67,12 +67,14 @@ def bench_hopper(
         return
     if redraw:
         given = {path: _own_report(path) for path in redraw}
-        report, folder = joined(list(given.values())), _writable(out)
+        report, folder = joined(list(given.values())), _given(out)
+        _try_to_write(folder)
         _refuse_to_replace(report, given, folder)
         _write(report, folder)
         return
-    folder = _writable(out)
+    folder = _given(out)
     session = hopper_session()
+    _try_to_write(folder)
     _refuse_to_overwrite(session, folder)
     _measured(session, only, seconds, folder)
 
@@ -201,17 +203,24 @@ def _measurement(part: PartRecord) -> tuple[object, ...]:
     return part.name, part.seconds, [(section.title, section.rows) for section in part.sections]
 
 
-def _writable(out: Path | None) -> Path:
-    """The folder, made and tried before anything is measured.
+def _given(out: Path | None) -> Path:
+    """The folder.
 
     Raises:
         ConfigError: none is given.
-        OSError: it cannot be written to.
     """
     if out is None:
         raise ConfigError("say where the results go with --out, or --rehearse on a machine without a Hopper GPU")
+    return out
+
+
+def _try_to_write(out: Path) -> None:
+    """Make the folder, and try it before anything is measured.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
     out.mkdir(parents=True, exist_ok=True)
     trial = out / ".octavo-bench"
     write_atomically(trial, "")
     trial.unlink()
-    return out

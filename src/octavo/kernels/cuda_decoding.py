@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,9 @@ from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = ["CudaDecoder"]
 
-_GRAPHS = 16  # kept; the one used longest ago goes first
+T = TypeVar("T")
+
+_KEPT = 16  # graphs, and beginnings that may become one; the one used longest ago goes first
 _LONGEST_IN_GRAPH = 4096  # tokens; a graph's memory grows with them, and Python's share of the time falls
 _BY_ROWS = ResultCast(
     format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0), transpose=False
@@ -113,7 +115,8 @@ class CudaDecoder:
         self._decoder, self._embed = decoder, embed
         self._layers, self._head = [_codes_of(layer) for layer in decoder.layers], _codes_in(decoder.head)
         self._device = decoder.norm.device
-        self._graphs: OrderedDict[tuple[object, ...], _Graph | None] = OrderedDict()  # None: met once, not captured
+        self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
+        self._met: OrderedDict[tuple[object, ...], None] = OrderedDict()  # beginnings
         self._memory: Any = None  # of graphs, of which only one runs at a time: a handle
 
     def read(self, tokens: Tensor, cache: CacheTensors, start: int, *, every: bool = False) -> Tensor:
@@ -175,22 +178,17 @@ class CudaDecoder:
             return self._replayed(("step", len(tokens), *_place(cache)), run, tokens, position)
 
     def _is_repeated(self, key: tuple[object, ...], rows: int) -> bool:
-        """Whether a run of so many rows was met before and is to be a graph; it counts as met from now on."""
+        """Whether a beginning of so many rows was met before and is to be a graph; it counts as met from now on."""
         if self._device.type != "cuda" or rows > _LONGEST_IN_GRAPH:
             return False
-        known = key in self._graphs
-        if not known:
-            self._remember(key, None)
-        return known
-
-    def _remember(self, key: tuple[object, ...], graph: _Graph | None) -> None:
-        self._graphs[key] = graph
-        if len(self._graphs) > _GRAPHS:
-            self._graphs.popitem(last=False)
+        if key in self._graphs or key in self._met:
+            return True
+        _keep(self._met, key, None)
+        return False
 
     def _replayed(self, key: tuple[object, ...], run: Callable[..., Tensor], *given: Tensor) -> Tensor:
         found = self._graphs.pop(key, None) or self._captured(run, given)
-        self._remember(key, found)
+        _keep(self._graphs, key, found)
         for held, new in zip(found.given, given, strict=True):
             held.copy_(new, non_blocking=True)
         found.graph.replay()
@@ -262,6 +260,12 @@ class CudaDecoder:
         room = min(cache.table.shape[1] * PAGE, len(own.cos))
         if end > room:
             raise BackendError(f"this decoder and cache have room for {room} positions, not {end}")
+
+
+def _keep(kept: OrderedDict[tuple[object, ...], T], key: tuple[object, ...], value: T) -> None:
+    kept[key] = value
+    if len(kept) > _KEPT:
+        kept.popitem(last=False)
 
 
 def _many_rows(

@@ -144,7 +144,8 @@ def round_stochastic_by_torch(scaled: Tensor, random: Tensor, dtype: torch.dtype
     quantum = torch.ldexp(torch.ones_like(exact), exponent - fmt.mantissa_bits)
     rounded = (exact.abs() / quantum + random.double() / (1 << STOCHASTIC_BITS)).floor() * quantum
     limited = rounded.copysign(exact).float()  # within ±maximum, which is exact and so does not move
-    return torch.where(scaled.isfinite(), limited, scaled if fmt.inf_codes else math.nan).to(dtype)
+    others = scaled if fmt.inf_codes else torch.full_like(scaled, math.nan).copysign(scaled)
+    return torch.where(scaled.isfinite(), limited, others).to(dtype)
 
 
 # An operator, for which a device may have a faster kernel than this formula.

@@ -39,8 +39,8 @@ def test_a_process_of_bench_that_crashes_ends_no_other(called, tmp_path):
     bench = "-m octavo bench hopper --out"
     assert lines == [
         f"{bench} {tmp_path}/accumulation --seconds 40 --only accumulation",
-        f"{bench} {tmp_path}/casts+linears --seconds 150 --only casts --only linears",
-        f"{bench} {tmp_path} --from {tmp_path}/casts+linears/hopper_x_2026-01-31.json",
+        f"{bench} {tmp_path}/casts-linears --seconds 150 --only casts --only linears",
+        f"{bench} {tmp_path} --from {tmp_path}/casts-linears/hopper_x_2026-01-31.json",
     ]
 
 

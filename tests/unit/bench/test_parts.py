@@ -230,6 +230,9 @@ def test_a_linear_is_judged_by_its_fastest_recipe_and_blockwise_by_its_own():
     assert (fastest.found, fastest.is_met) == (1.5, True)
     assert fastest.by == "rowwise, eager over bf16, eager"
     assert (round(blockwise.found or 0, 2), blockwise.is_met) == (1.2, False)
+    times = {"bf16, eager": 3.0, "bf16, compiled": 2.5, "rowwise, compiled": 2.0}
+    faster_bf16, _ = linears._verdicts(case, made_up({n: [t] * 3 for n, t in times.items()}), linears.COMPILED)
+    assert (faster_bf16.found, faster_bf16.by) == (1.25, "rowwise, compiled over bf16, compiled")
 
 
 def test_a_layer_is_judged_against_bf16_and_each_of_torchaos():

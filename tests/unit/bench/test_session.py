@@ -207,6 +207,16 @@ def test_a_rehearsal_knows_no_graph_and_no_memory(session):
     assert ran == [1]
 
 
+def test_a_peak_is_what_a_call_adds_to_the_rest(session, monkeypatch):
+    session.device = torch.device("cuda")
+    done: list[str] = []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 100 * 3 ** (len(done) - 2))
+    assert session.peak_above(100, lambda: done.append("run")) == 800
+    assert done == ["synchronize", "reset_peak_memory_stats", "run", "synchronize"]
+
+
 def test_without_a_gpu_it_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendError, match="torch sees no CUDA device; try --rehearse"):
