@@ -27,7 +27,7 @@ from octavo.numerics import (
     measure,
 )
 from octavo.numerics import quantize as quantize_by_torch
-from octavo.numerics.cast import check_float, check_policy, round_stochastic_by_torch
+from octavo.numerics.cast import NONFINITE_POLICIES, check_float, check_policy, round_stochastic_by_torch
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list, granularity_or_default
 from octavo.numerics.quantized import check_cast, dequantize_by_torch, stored_scale
 from octavo.numerics.random_bits import random_bits_by_torch
@@ -82,7 +82,7 @@ def quantize(
     """
     groups = granularity_or_default(granularity)
     check_cast(x, fmt, groups, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format)
-    check_policy(nonfinite, Nonfinite)
+    check_policy(nonfinite, NONFINITE_POLICIES, "nonfinite")
     check_scale_options(scale_rounding, amax_floor, margin)
     rule = cpu.ScaleRule(scale_rounding, amax_floor, margin)
     return quantize_and_measure(

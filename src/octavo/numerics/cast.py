@@ -25,6 +25,7 @@ from octavo.formats import FP8_FORMATS, Format, format_of
 from octavo.numerics.random_bits import random_bits, seed_from
 
 __all__ = [
+    "NONFINITE_POLICIES",
     "Nonfinite",
     "Overflow",
     "can_be_asked",
@@ -53,6 +54,9 @@ class Nonfinite(StrEnum):
 
     PROPAGATE = "propagate"
     SATURATE = "saturate"
+
+
+_OVERFLOW_POLICIES, NONFINITE_POLICIES = tuple(Overflow), tuple(Nonfinite)  # no graph traces how they are made
 
 
 def cast_nearest(
@@ -84,7 +88,7 @@ def cast_nearest(
         >>> cast_nearest(torch.tensor([0.3, -1e9, 464.0]), E4M3).float().tolist()
         [0.3125, -448.0, 448.0]
     """
-    check_policy(overflow, Overflow)
+    check_policy(overflow, _OVERFLOW_POLICIES, "overflow")
     x = _checked(x, fmt, nonfinite)
     scaled = _scaled(x, encode_scale)
     limited = _clamped(scaled, fmt, in_place=encode_scale is not None and overflow == Overflow.SATURATE)
@@ -213,14 +217,14 @@ def narrowed(x: Tensor) -> Tensor:
 def _checked(x: Tensor, fmt: Format, nonfinite: Nonfinite) -> Tensor:
     check_float(x, "the tensor to quantize")
     check_fp8_format(fmt)
-    check_policy(nonfinite, Nonfinite)
+    check_policy(nonfinite, NONFINITE_POLICIES, "nonfinite")
     return narrowed(x)
 
 
-def check_policy(given: StrEnum, allowed: type[StrEnum], name: str = "") -> None:
-    """Raise ConfigError unless ``given`` is one of the enum's values."""
-    if given not in tuple(allowed):
-        raise ConfigError(f"{name or allowed.__name__.lower()} must be one of {', '.join(allowed)}, not {given!r}")
+def check_policy(given: StrEnum, allowed: tuple[StrEnum, ...], name: str) -> None:
+    """Raise ConfigError unless ``given`` is one of an enum's values."""
+    if given not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {given!r}")
 
 
 def _scaled(x: Tensor, encode_scale: Tensor | None) -> Tensor:

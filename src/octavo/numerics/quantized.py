@@ -13,7 +13,15 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import E8M0, FP8_FORMATS, FP32, Format, format_of
-from octavo.numerics.cast import Nonfinite, can_be_asked, cast_nearest, check_float, check_fp8_format, check_policy
+from octavo.numerics.cast import (
+    NONFINITE_POLICIES,
+    Nonfinite,
+    can_be_asked,
+    cast_nearest,
+    check_float,
+    check_fp8_format,
+    check_policy,
+)
 from octavo.numerics.granularity import (
     Granularity,
     granularity_as_list,
@@ -147,7 +155,7 @@ def quantize(
     """
     groups = granularity_or_default(granularity)
     check_cast(x, fmt, groups, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format)
-    check_policy(nonfinite, Nonfinite)
+    check_policy(nonfinite, NONFINITE_POLICIES, "nonfinite")
     x = x.detach()
     if scale is not None:
         stored = scale.detach().float()

@@ -66,6 +66,9 @@ class ScaleRounding(StrEnum):
     EVEN = "even"
 
 
+_ROUNDINGS = tuple(ScaleRounding)  # no graph traces how it is made
+
+
 def amax(x: Tensor, granularity: Granularity | None = None) -> Tensor:
     """Largest finite magnitude of every scaling group, float32.
 
@@ -193,7 +196,7 @@ def encode_scale_from_amax(
 
 def check_scale_options(rounding: ScaleRounding, amax_floor: float, margin: int) -> None:
     """Raise ConfigError for a rounding, floor or margin that no scale is made with."""
-    check_policy(rounding, ScaleRounding, "rounding")
+    check_policy(rounding, _ROUNDINGS, "rounding")
     if margin < 0 or margin % 1:
         raise ConfigError(f"margin must be 0 or more binades, not {margin}")
     if not 0 <= amax_floor < math.inf:
