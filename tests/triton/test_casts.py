@@ -150,6 +150,22 @@ def test_a_known_amax_or_a_given_scale_is_used_while_the_tensor_is_measured(both
     assert_cast(found, x, quantize_by_torch(x, E4M3, amax=torch.tensor(0.0)))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("largest", [0, 22_000, -1])
+@pytest.mark.parametrize("broken", [(), (1, 10_000, 21_999, -2)], ids=str)
+def test_a_program_that_measures_several_tiles_finds_the_largest(gaps, largest, broken, device, monkeypatch):
+    """Two programs take turns, three each or more, and measure again where something is not finite."""
+    monkeypatch.setattr("octavo.kernels.triton.casts._PROGRAMS", 2)
+    numbers = torch.randn(301 * 150)
+    numbers[largest] = 9.0
+    numbers[list(broken)] = torch.tensor([float("nan"), float("inf"), -float("inf"), float("nan")])[: len(broken)]
+    x = torch.zeros(301, 160)[:, :150].copy_(numbers.view(301, 150)) if gaps else numbers.view(301, 150)
+    found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE)
+    assert_cast(found, x, wanted_cast(x, E4M3, PerTensor(), RULE))
+    assert count(found) == len(broken)
+
+
 def filled_record(device: torch.device) -> Record:
     return Record(torch.tensor(-1.0).to(device), torch.tensor(False).to(device), torch.tensor(5).to(device))
 
@@ -425,7 +441,9 @@ def test_compiled_it_is_one_graph_and_computes_the_same(name, rows):
 def test_large_tensors_and_every_number(granularity, dtype):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     edges = patterns.view(torch.bfloat16 if dtype is not torch.float16 else torch.float16).to(dtype)
-    for x in (torch.randn(1024, 8192).to(dtype), edges.view(256, 256), torch.randn(513, 1111).to(dtype)):
+    large = torch.randn(1031, 8208)  # more than the programs that measure take at once, and no multiple of that
+    large[-1, -1] = 9.0
+    for x in (large.to(dtype), edges.view(256, 256), torch.randn(513, 1111).to(dtype)):
         for rule in (RULE, replace(POWERS, margin=1)):
             found = gpu.quantize(x.cuda(), E4M3, granularity, rule, both_ways=True)
             assert_cast(found, x, wanted_cast(x, E4M3, granularity, rule))
