@@ -1,9 +1,10 @@
-"""Run products whose operands end, or begin, where memory does: a kernel that reads beyond them ends the process.
+"""Run products whose tensors end, or begin, where memory does: reading or writing beyond them ends the process.
 
     python -m tests.triton.guarded
 
 For Triton's interpreter, whose addresses are the CPU's. What a program reads for rows that it does not write changes no
-result, so no comparison would notice. Prints the name of each product that it has survived.
+result, nor does what it writes behind them, so no comparison would notice. Prints the name of each product that it has
+survived.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import itertools
 import mmap
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ PAIRS: tuple[tuple[Granularity, Granularity], ...] = (
 M, N, K = 20, 150, 272  # K in whole lines of 16 bytes, so that codes are not copied
 _protect = ctypes.CDLL(None, use_errno=True).mprotect
 _protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_new_empty = Tensor.new_empty
 _memory: list[mmap.mmap] = []  # as long as its tensors
 
 
@@ -58,6 +61,16 @@ def operand(shape: tuple[int, ...], granularity: Granularity, *, at_end: bool) -
     return replace(q, data=guarded(data, at_end=at_end), scale=guarded(scale, at_end=at_end))
 
 
+def only_guarded_memory(*, at_end: bool) -> None:
+    """From now on, for results too: both products ask their codes for it."""
+
+    def new_empty(x: Tensor, *shape: Any, **options: Any) -> Tensor:
+        made = _new_empty(x, *shape, **options)
+        return guarded(made, at_end=at_end) if made.numel() else made  # the interpreter wants some with no elements
+
+    Tensor.new_empty = new_empty  # type: ignore[assignment, method-assign]
+
+
 def product(pair: tuple[Granularity, Granularity], *, at_end: bool) -> None:
     a, b = operand((M, K), pair[0], at_end=at_end), operand((N, K), pair[1], at_end=at_end)
     gemm.product(a, b, guarded(torch.randn(N), at_end=at_end), torch.bfloat16)
@@ -76,6 +89,7 @@ def main() -> None:
     for tile, call, pair, at_end in itertools.product(gemm.TILES, (product, experts), PAIRS, (True, False)):
         if tile.halves == 1 or gemm.block_width(pair, K)[0] == CHAIN:
             gemm.TILES = (tile,)
+            only_guarded_memory(at_end=at_end)
             call(pair, at_end=at_end)
             end = "end" if at_end else "beginning"
             print(f"{call.__name__} of {pair[0]} by {pair[1]}, tiles of {tile.halves} x {tile.rows}, at the {end}")

@@ -50,6 +50,22 @@ def test_codes_of_functions_that_torch_computes_alike(
     assert_operands_of(_made(name, x, cast), ACTIVATIONS[name](x).cpu(), CASTS[cast])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("cast", ["tensor", "row", "row, forward only"])
+@pytest.mark.parametrize("largest", ["in the last row", "in the first row"])
+def test_many_rows(largest: str, cast: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three and four rows a program, fewer for the last; some numbers of the first and the last are not finite."""
+    for name, programs in (("_PROGRAMS", 3), ("_WITH_COLUMNS", 2)):
+        monkeypatch.setattr(f"octavo.kernels.triton.activations.{name}", programs)
+    x = _input("reglu", device, torch.float32)[:7]
+    if largest == "in the first row":
+        x = x.flip(0)
+    x[0, 5], x[1, 6], x[6, COLUMNS + 7], x[6, 7] = float("nan"), float("inf"), -float("inf"), 1.0
+    y = ACTIVATIONS["reglu"](x).cpu()
+    assert (~y.isfinite()).sum() == 3
+    assert_operands_of(_made("reglu", x, cast), y, CASTS[cast])
+
+
 @OVERFLOWS
 @pytest.mark.parametrize("cast", [name for name, cast in CASTS.items() if cast.transpose])
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])

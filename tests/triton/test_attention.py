@@ -114,7 +114,7 @@ def test_attention_is_near_exact_softmax(fmt, heads, kv_heads, dim, device):
 
 
 def test_sequences_have_pages_of_their_own_and_leftovers_do_not_count(device):
-    """Two sequences, their pages mixed, behind each what an earlier text left: NaN."""
+    """Two sequences, their pages mixed, behind each what an earlier text left: NaN, and infinite scales of values."""
     one, other = filled(E4M3, 3 * PAGE, 2, 32), filled(E4M3, 3 * PAGE, 2, 32)
     table, position = torch.tensor([[4, 0, 3], [1, 5, 2]], dtype=torch.int32), torch.tensor([70, 150])
     shared = PagedKVCache(1, 2, 32, max_positions=6 * PAGE).tensors
@@ -125,6 +125,8 @@ def test_sequences_have_pages_of_their_own_and_leftovers_do_not_count(device):
         page, slot = pages[last // PAGE], last % PAGE + 1
         shared.keys.view(torch.uint8)[0, page, :, :, slot:] = 0x7F
         shared.values.view(torch.uint8)[0, page, :, slot:] = 0x7F
+        for name, leftover in (("key_scale", torch.nan), ("value_scale", torch.inf)):
+            getattr(shared, name)[0, page, :, slot:] = leftover
     queries = torch.randn(2, 4, 32)
     found = attend(
         queries.to(device), moved(shared, device, table), 0, sequence=torch.tensor([0, 1]).to(device),

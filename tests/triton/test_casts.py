@@ -5,6 +5,8 @@ from typing import cast
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import octavo
@@ -12,7 +14,10 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.functional import fp8_linear
 from octavo.kernels import casting, gpu
 from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.triton import values
+from octavo.kernels.triton import launching, values
+from octavo.kernels.triton.blocks import cast_blocks
+from octavo.kernels.triton.casts import ceil_div
+from octavo.kernels.triton.rows import cast_rows
 from octavo.nn import Linear
 from octavo.numerics import (
     Granularity,
@@ -34,6 +39,7 @@ from octavo.numerics.random_bits import random_bits_by_torch
 from tests.contract.gemm_oracle import recorded_products
 
 FORMATS = (E4M3, E5M2)
+ALMOST_2_TO_THE_31 = 2**31 - 100  # a whole tile more is beyond int32
 RULE = ScaleRule(ScaleRounding.FP32, 1e-12, 0)
 POWERS = ScaleRule(ScaleRounding.RCEIL, 1e-12, 0)
 GRANULARITIES = (PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(4, 2))
@@ -142,6 +148,22 @@ def test_a_known_amax_or_a_given_scale_is_used_while_the_tensor_is_measured(both
         assert_cast(found, x, quantize_by_torch(x, E4M3, amax=amax if past else None, scale=scale))
     found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE, amax=torch.zeros((), device=device))
     assert_cast(found, x, quantize_by_torch(x, E4M3, amax=torch.tensor(0.0)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("largest", [0, 22_000, -1])
+@pytest.mark.parametrize("broken", [(), (1, 10_000, 21_999, -2)], ids=str)
+def test_a_program_that_measures_several_tiles_finds_the_largest(gaps, largest, broken, device, monkeypatch):
+    """Two programs take turns, three each or more, and measure again where something is not finite."""
+    monkeypatch.setattr("octavo.kernels.triton.casts._PROGRAMS", 2)
+    numbers = torch.randn(301 * 150)
+    numbers[largest] = 9.0
+    numbers[list(broken)] = torch.tensor([float("nan"), float("inf"), -float("inf"), float("nan")])[: len(broken)]
+    x = torch.zeros(301, 160)[:, :150].copy_(numbers.view(301, 150)) if gaps else numbers.view(301, 150)
+    found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE)
+    assert_cast(found, x, wanted_cast(x, E4M3, PerTensor(), RULE))
+    assert count(found) == len(broken)
 
 
 def filled_record(device: torch.device) -> Record:
@@ -257,6 +279,44 @@ def test_a_seed_gives_the_same_codes_on_every_device():
     x = torch.randn(300, 70)
     made = [cast_stochastic(x.to(where), E4M3, generator=torch.Generator().manual_seed(3)) for where in ("cpu", "cuda")]
     assert_codes(made[1], made[0])
+
+
+@triton.jit
+def _divide(size, out, BLOCK: tl.constexpr):
+    tl.store(out, ceil_div(size, BLOCK))
+
+
+def test_sizes_up_to_the_largest_int32_are_divided_into_blocks(device):
+    out = torch.empty((), dtype=torch.int64, device=device)
+    for block in (1, 32, 128, 8192):
+        for size in (1, 31, 32, 33, 8192, 8193, ALMOST_2_TO_THE_31, 2**31 - 1):
+            _divide[(1,)](size, out, BLOCK=block)
+            assert int(out) == launching.ceil_div(size, block)
+
+
+def casts_of_a_line(x: Tensor) -> list[Tensor]:
+    """Codes in both orders, scales and amaxes of 128 numbers, by blocks and, if they are a row, by lines; and back."""
+    made = [cast_blocks(x, E4M3, POWERS, block, flipped=True) for block in ((128, 128), (1, 128))]
+    if len(x) == 1:
+        made.append(cast_rows(x, E4M3, POWERS, flipped=True))
+    lines = [each for one in made for each in (one.direct, one.flipped) if each is not None]
+    back = values.dequantize(lines[0].codes, lines[0].scale, (128, 128), E4M3, torch.float32)
+    found = [tensor for each in lines for tensor in (each.codes.view(torch.uint8), each.scale, each.amax)]
+    return [back, *(tensor for tensor in found if tensor is not None)]
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (128, 1)], ids=str)
+def test_the_beginning_of_the_longest_line_is_cast_as_if_nothing_followed(shape, device, monkeypatch):
+    """The kernels are told that a line of 128 numbers is as long as an int32 can say; memory is asked for these."""
+    x, launch = torch.randn(shape, device=device), launching.launch
+    wanted = casts_of_a_line(x)
+
+    def longer(kernel, grid, *arguments, **constants):
+        told = (ALMOST_2_TO_THE_31 if type(each) is int and each == 128 else each for each in arguments)
+        launch(kernel, grid, *told, **constants)
+
+    monkeypatch.setattr(launching, "launch", longer)
+    assert all(map(torch.equal, casts_of_a_line(x), wanted))
 
 
 def test_what_is_left_to_torch():
@@ -381,7 +441,9 @@ def test_compiled_it_is_one_graph_and_computes_the_same(name, rows):
 def test_large_tensors_and_every_number(granularity, dtype):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     edges = patterns.view(torch.bfloat16 if dtype is not torch.float16 else torch.float16).to(dtype)
-    for x in (torch.randn(1024, 8192).to(dtype), edges.view(256, 256), torch.randn(513, 1111).to(dtype)):
+    large = torch.randn(1031, 8208)  # more than the programs that measure take at once, and no multiple of that
+    large[-1, -1] = 9.0
+    for x in (large.to(dtype), edges.view(256, 256), torch.randn(513, 1111).to(dtype)):
         for rule in (RULE, replace(POWERS, margin=1)):
             found = gpu.quantize(x.cuda(), E4M3, granularity, rule, both_ways=True)
             assert_cast(found, x, wanted_cast(x, E4M3, granularity, rule))

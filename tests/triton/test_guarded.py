@@ -1,12 +1,12 @@
-"""Products read nothing beyond their operands."""
+"""Products read nothing beyond their operands, and write nothing beyond their results."""
 
 import os
 import subprocess
 import sys
 
 
-def test_products_read_nothing_beyond_their_operands() -> None:
-    """In a process of its own, which a read of forbidden memory ends."""
+def test_products_touch_nothing_beyond_their_tensors() -> None:
+    """In a process of its own, which a touch of forbidden memory ends. Experts' offsets lie outside of x."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-m", "tests.triton.guarded"]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

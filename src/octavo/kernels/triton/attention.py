@@ -62,7 +62,7 @@ def attend_kernel(
     weighted = tl.zeros([QUERIES, WIDTH], tl.float32)
     for page in range(part * each, tl.minimum((part + 1) * each, last // SIZE + 1)):
         first = (tl.load(own_table + page).to(tl.int64) * kv_heads + head) * SIZE
-        seen = page * SIZE + t <= last
+        seen = page * SIZE + t <= last  # what lies beyond may be left over, and no number
         held = tl.load(keys + first * D + d[:, None] * SIZE + t[None, :], mask=(d < D)[:, None], other=0)
         scores = multiply_wide(query, _numbers(held, CODES, HARDWARE), tl.zeros([QUERIES, SIZE], tl.float32)) * scale
         if CODES:
@@ -73,9 +73,9 @@ def attend_kernel(
         shrink = tl.exp(maximum - higher)
         sums = sums * shrink + tl.sum(weights, axis=1)
         if CODES:
-            weights *= tl.load(value_scale + first + t).to(tl.float32)[None, :]
-        unseen = seen[:, None] & (d < D)[None, :]  # what lies beyond may be left over, and no number
-        held = tl.load(values + (first + t)[:, None] * D + d[None, :], mask=unseen, other=0)
+            weights *= tl.load(value_scale + first + t, mask=seen, other=0.0).to(tl.float32)[None, :]
+        inside_values = seen[:, None] & (d < D)[None, :]
+        held = tl.load(values + (first + t)[:, None] * D + d[None, :], mask=inside_values, other=0)
         weighted = multiply_wide(weights, _numbers(held, CODES, HARDWARE), weighted * shrink[:, None])
         maximum = higher
     tl.store(largest + kept, maximum, mask=q < GROUP)

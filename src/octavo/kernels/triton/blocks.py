@@ -22,6 +22,7 @@ from octavo.kernels.triton.casts import (
     Made,
     any_broken,
     as_held,
+    ceil_div,
     codes_of,
     finite,
     first_of_tile,
@@ -72,7 +73,7 @@ def cast_blocks_kernel(
     row, column = first_of_tile(tl.program_id(0), columns, DOWN, ACROSS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     number = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    across = tl.cdiv(columns, ACROSS)
+    across = ceil_div(columns, ACROSS)
     first_row, first_column = tl.program_id(0) // across * DOWN, tl.program_id(0) % across * ACROSS
     if DIRECT or ROWS == COLUMNS:
         blocks = tl.reshape(number, (DOWN // ROWS, ROWS, ACROSS // COLUMNS, COLUMNS))
@@ -81,7 +82,7 @@ def cast_blocks_kernel(
         decode = reciprocal(encode)
         block_row = first_row // ROWS + tl.arange(0, DOWN // ROWS)[:, None]
         block_column = first_column // COLUMNS + tl.arange(0, ACROSS // COLUMNS)[None, :]
-        blocks_down, blocks_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+        blocks_down, blocks_across = ceil_div(rows, ROWS), ceil_div(columns, COLUMNS)
         at = block_row.to(tl.int64) * blocks_across + block_column
         within = (block_row < blocks_down) & (block_column < blocks_across)
         made = codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
@@ -106,7 +107,7 @@ def cast_blocks_kernel(
             made = codes_of(blocks, encode[:, None, :, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         group_row = first_row // COLUMNS + tl.arange(0, DOWN // COLUMNS)[:, None]
         group_column = first_column // ROWS + tl.arange(0, ACROSS // ROWS)[None, :]
-        groups_down, groups_across = tl.cdiv(rows, COLUMNS), tl.cdiv(columns, ROWS)
+        groups_down, groups_across = ceil_div(rows, COLUMNS), ceil_div(columns, ROWS)
         place = group_column.to(tl.int64) * groups_down + group_row
         within = (group_row < groups_down) & (group_column < groups_across)
         tl.store(flipped_scales + place, decode, mask=within)

@@ -45,6 +45,7 @@ __all__ = [
     "as_held",
     "as_written",
     "cast_tensor",
+    "ceil_div",
     "codes_of",
     "constants",
     "empty_codes",
@@ -175,9 +176,15 @@ def finite(number):
 
 
 @triton.jit
+def ceil_div(size, block):
+    """⌈size / block⌉ of a size of 1 or more. ``tl.cdiv`` adds first, beyond int32 where a size is just below 2^31."""
+    return (size - 1) // block + 1
+
+
+@triton.jit
 def first_of_tile(tile, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """The rows and columns of a tile, int64; tiles are counted along the columns first."""
-    across = (columns - 1) // BLOCK_COLUMNS + 1  # tl.cdiv would add first, beyond int32 in the longest flat tensors
+    across = ceil_div(columns, BLOCK_COLUMNS)
     row = (tile // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = (tile % across).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     return row, column

@@ -26,6 +26,7 @@ from octavo.kernels.triton.casts import (
     Made,
     any_broken,
     as_held,
+    ceil_div,
     codes_of,
     finite,
     first_of_tile,
@@ -112,7 +113,7 @@ def cast_lines_kernel(
     if ROWS:
         amax = tl.load(amaxes + row, mask=row < rows, other=0).to(tl.float32, bitcast=True)
         encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-        if tl.program_id(0) % tl.cdiv(columns, BLOCK_COLUMNS) == 0:
+        if tl.program_id(0) % ceil_div(columns, BLOCK_COLUMNS) == 0:
             tl.store(row_scales + row, reciprocal(encode), mask=row < rows)
         made = codes_of(number, encode[:, None], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         tl.store(out + row[:, None] * columns + column[None, :], as_held(made, out), mask=inside)
@@ -120,7 +121,7 @@ def cast_lines_kernel(
         amax = tl.load(amaxes + first_column + column, mask=column < columns, other=0)
         amax = amax.to(tl.float32, bitcast=True)
         encode = encode_scale_from_amax(amax, MAX, MANTISSA, ROUNDING, FLOOR, MARGIN)
-        if tl.program_id(0) < tl.cdiv(columns, BLOCK_COLUMNS):
+        if tl.program_id(0) < ceil_div(columns, BLOCK_COLUMNS):
             tl.store(column_scales + column, reciprocal(encode), mask=column < columns)
         made = codes_of(number, encode[None, :], MAX, MANTISSA, BIAS, PROPAGATE, HARDWARE)
         turned = (column < columns)[:, None] & (row < rows)[None, :]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.triton import launching
-from octavo.kernels.triton.casts import first_of_tile
+from octavo.kernels.triton.casts import ceil_div, first_of_tile
 from octavo.kernels.triton.codes import has_hardware_casts, number_from_code
 
 __all__ = ["dequantize", "random_bits", "round_stochastic"]
@@ -34,12 +34,12 @@ def dequantize_kernel(
     found = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0)
     group_rows: tl.constexpr = BLOCK_ROWS // ROWS if ROWS else 1
     group_columns: tl.constexpr = BLOCK_COLUMNS // COLUMNS if COLUMNS else 1
-    across = tl.cdiv(columns, BLOCK_COLUMNS)
+    across = ceil_div(columns, BLOCK_COLUMNS)
     down, along = tl.program_id(0) // across * group_rows, tl.program_id(0) % across * group_columns
     group_row = (down if ROWS else 0) + tl.arange(0, group_rows)[:, None]
     group_column = (along if COLUMNS else 0) + tl.arange(0, group_columns)[None, :]
-    last_row = (tl.cdiv(rows, ROWS) if ROWS else 1) - 1
-    last_column = (tl.cdiv(columns, COLUMNS) if COLUMNS else 1) - 1
+    last_row = (ceil_div(rows, ROWS) if ROWS else 1) - 1
+    last_column = (ceil_div(columns, COLUMNS) if COLUMNS else 1) - 1
     at = tl.minimum(group_row, last_row).to(tl.int64) * scale_stride_rows
     at += tl.minimum(group_column, last_column) * scale_stride_columns
     scale = tl.broadcast_to(
