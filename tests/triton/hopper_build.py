@@ -5,7 +5,7 @@
 Triton brings its assembler along, so all but the launch can happen anywhere. The calls run as they are, with tensors
 on the CPU; a launch compiles its kernel for compute capability 9.0 and does nothing more. Prints a line of JSON for
 each: the call, the kernel, a thread's registers, its threads, stack and shared memory in bytes, its tensor-core
-instructions, and what it writes to and how, unless its arguments are tensor descriptors.
+instructions, what it writes to and how, and where 32-bit products lead to.
 A stack means that registers were spilled or an array is indexed at run time.
 """
 
@@ -83,14 +83,14 @@ def resources(kernel: Any) -> dict[str, Any]:
     registers, stack = (int(re.search(rf"\b{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
     products = sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", kernel.asm["ptx"])))
     threads = kernel.metadata.num_warps * 32
-    described = any(type_.startswith("tensordesc") for type_ in kernel.src.signature.values())
     return {
         "registers": registers,
         "threads": threads,
         "stack": stack,
         "shared": kernel.metadata.shared,
         "tensor_core": products,
-        "written": {} if described else ptx_addresses.written(kernel.asm["ptx"], kernel.src.signature),
+        "written": ptx_addresses.written(kernel.asm["ptx"], kernel.src.signature),
+        "narrow_factors": ptx_addresses.narrow_factors(kernel.asm["ptx"], kernel.src.signature),
     }
 
 

@@ -1,16 +1,19 @@
-"""Which of a kernel's arguments its machine code writes to, and whether atomically: read off its PTX.
+"""What a kernel's machine code makes of its arguments, read off its PTX: what it writes to, and how wide products are.
 
 An address is a register; what it was made from is followed back to the arguments, of which one is a pointer. Triton's
-interpreter runs one program after the other, so it cannot tell an atomic operation from a load and a store.
+interpreter runs one program after the other, so it cannot tell an atomic operation from a load and a store. Nor has it
+room for a tensor whose elements are too many for an int32, in which a row times a stride would be another row's place.
 """
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
-_LINE = re.compile(r"(?:@!?%p\d+\s+)?([a-z][\w.]*)\s+(.*);")
+_LINE = re.compile(r"(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*);")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _ARGUMENT = re.compile(r"_param_(\d+)\]")
-_WRITTEN_AT = re.compile(r"\[\s*(%rd\d+)")
+_ADDRESS = re.compile(r"\[\s*(%rd\d+)")
+_NARROW_PRODUCT = re.compile(r"(?:mul|mad)\.lo\.[su]32$")
 
 
 def written(ptx: str, signature: dict[str, str]) -> dict[str, list[str]]:
@@ -20,28 +23,78 @@ def written(ptx: str, signature: dict[str, str]) -> dict[str, list[str]]:
         ptx: of one kernel.
         signature: its arguments' names and Triton's types of them.
     """
-    names = [name for name, type_ in signature.items() if type_ != "constexpr"]
+    names = _parameters(signature)
     made_from, writes = _read(ptx)
     found: dict[str, set[str]] = defaultdict(set)
     for register, operation in writes:
-        numbers = _arguments(register, made_from)
-        [pointer] = {names[number] for number in numbers if signature[names[number]].startswith("*")}
+        arguments = {names[int(each)] for each in _ancestors(register, made_from) if each.isdigit()}
+        [pointer] = {name for name in arguments if signature[name].startswith("*")}
         found[pointer].add(operation)
     return {pointer: sorted(operations) for pointer, operations in found.items()}
+
+
+def narrow_factors(ptx: str, signature: dict[str, str]) -> dict[str, list[str]]:
+    """The pointers to whose places 32-bit products lead, each with the arguments by which those multiply.
+
+    Sizes and strides, or powers of two times them: of such a product 32 bits are kept, too few for a place in a tensor
+    of 2^31 elements or more. Products with constants and quotients are not looked at, nor sums.
+    """
+    names = _parameters(signature)
+    made_from, _ = _read(ptx)
+    narrow, addresses = _narrow_products(ptx, names)
+    found: dict[str, set[str]] = defaultdict(set)
+    for address in addresses:
+        known = _ancestors(address, made_from)
+        factors = {factor for register in known & narrow.keys() for factor in narrow[register]}
+        for name in {names[int(each)] for each in known if each.isdigit()}:
+            if factors and signature[name].startswith("*"):
+                found[name] |= factors
+    return {pointer: sorted(factors) for pointer, factors in found.items()}
+
+
+def _narrow_products(ptx: str, names: list[str]) -> tuple[dict[str, set[str]], set[str]]:
+    """Registers that hold 32-bit products, with the arguments among their factors; and all addresses of memory."""
+    held: dict[str, str] = {}
+    products: dict[str, set[str]] = defaultdict(set)
+    addresses = set()
+    for operation, operands in _instructions(ptx):
+        to, *others = map(str.strip, operands.split(","))
+        if operation.startswith("ld.param"):
+            held[to] = names[int(_ARGUMENT.findall(operands)[0])]
+        elif operation.startswith(("mov.", "shl.")) and others[0] in held:
+            held[to] = held[others[0]]
+        elif _NARROW_PRODUCT.match(operation):
+            products[to] |= {held[factor] for factor in others[:2] if factor in held}
+        elif "global" in operation:
+            addresses |= set(_ADDRESS.findall(operands))
+    return products, addresses
+
+
+def _parameters(signature: dict[str, str]) -> list[str]:
+    """The argument that each parameter belongs to: a tensor descriptor has its sizes and strides beside itself."""
+    names = []
+    for name, type_ in signature.items():
+        dimensions = type_.count(",") + 1 if type_.startswith("tensordesc") else 0
+        names += [name] * (0 if type_ == "constexpr" else 1 + 2 * dimensions)
+    return names
+
+
+def _instructions(ptx: str) -> Iterator[tuple[str, str]]:
+    """Operations with their operands."""
+    for line in map(str.strip, ptx.splitlines()):
+        match = _LINE.match(line)
+        if match is not None:
+            yield match[1], match[2]
 
 
 def _read(ptx: str) -> tuple[dict[str, set[str]], list[tuple[str, str]]]:
     """What every register is made from, registers and numbers of arguments; and where what is done to memory."""
     made_from: dict[str, set[str]] = defaultdict(set)
     writes = []
-    for line in map(str.strip, ptx.splitlines()):
-        match = _LINE.match(line)
-        if match is None:
-            continue
-        operation, operands = match.groups()
+    for operation, operands in _instructions(ptx):
         if operation.startswith(("st.global", "atom.global", "red.global")):
-            address = _WRITTEN_AT.search(operands)
-            assert address, line
+            address = _ADDRESS.search(operands)
+            assert address, operands
             kind = "store" if operation.startswith("st.") else ".".join(operation.split(".")[-2:])
             writes.append((address[1], kind))
         elif operation.startswith("ld.param"):
@@ -52,10 +105,10 @@ def _read(ptx: str) -> tuple[dict[str, set[str]], list[tuple[str, str]]]:
     return made_from, writes
 
 
-def _arguments(register: str, made_from: dict[str, set[str]]) -> set[int]:
+def _ancestors(register: str, made_from: dict[str, set[str]]) -> set[str]:
     known, waiting = {register}, [register]
     while waiting:
         further = made_from[waiting.pop()] - known
         known |= further
         waiting += further
-    return {int(each) for each in known if each.isdigit()}
+    return known

@@ -27,6 +27,10 @@ RAISED = {  # what programs raise together, by kernel: amaxes as integers' maxim
     "_activation_tiles_kernel": {"found": ["add.u32", "max.s32"]},
 }
 
+NARROW = {  # to what places 32-bit products lead, by kernel, with their factors: no tensor is too large for these
+    "some_rows_kernel": {"x": ["K"], "residual": ["N"], "out": ["N"]},  # 64 rows at most
+}
+
 
 @pytest.fixture(scope="module")
 def builds() -> list[dict]:
@@ -78,3 +82,12 @@ def test_no_other_kernel_is_atomic(builds: list[dict]) -> None:
     """So that the table above has all of them, and every other result has its order of sums."""
     others = [build for build in builds if build["kernel"] not in RAISED]
     assert {operation for build in others for each in build["written"].values() for operation in each} == {"store"}
+
+
+def test_places_in_tensors_of_2_to_the_31_elements_and_more_are_64_bits_wide(builds: list[dict]) -> None:
+    """No row is multiplied by a stride in 32 bits. No test runs on a tensor so large that it would matter."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for build in builds:
+        if build["narrow_factors"]:
+            found.setdefault(build["kernel"], {}).update(build["narrow_factors"])
+    assert found == NARROW
