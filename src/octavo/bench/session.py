@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from typing import Any, Generic, TypeVar, cast
 
@@ -200,19 +200,19 @@ class Session:
         return cast("F", found)
 
     def graphed(self, run: Callable[[], object]) -> Callable[[], object]:
-        """The same as a CUDA graph."""
-        if not self.on_gpu:
+        """The same as a CUDA graph; as it is in a session that only fills the compilers' caches."""
+        if not self.on_gpu or self.prebuilds is not None:
             return run
-        side = torch.cuda.Stream()
+        side = _side_stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side):  # what a capture that fails leaves, too
             for _ in range(3):
                 run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                run()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph.replay
+        return _Replay(graph, run)
 
     def allocated(self) -> int:
         """Bytes of all tensors on the GPU; 0 in a rehearsal."""
@@ -235,6 +235,23 @@ class Session:
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps memory for every stream that it has met."""
+    return torch.cuda.Stream()
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A captured run, with all that it reads and writes: a graph itself holds nothing that was made before it."""
+
+    graph: torch.cuda.CUDAGraph
+    run: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 class Rotation(Generic[T]):

@@ -230,9 +230,18 @@ def test_a_linear_is_judged_by_its_fastest_recipe_and_blockwise_by_its_own():
     assert (fastest.found, fastest.is_met) == (1.5, True)
     assert fastest.by == "rowwise, eager over bf16, eager"
     assert (round(blockwise.found or 0, 2), blockwise.is_met) == (1.2, False)
-    times = {"bf16, eager": 3.0, "bf16, compiled": 2.5, "rowwise, compiled": 2.0}
-    faster_bf16, _ = linears._verdicts(case, made_up({n: [t] * 3 for n, t in times.items()}), linears.COMPILED)
-    assert (faster_bf16.found, faster_bf16.by) == (1.25, "rowwise, compiled over bf16, compiled")
+    for eager, compiled, by in ((3.0, 2.5, "compiled"), (2.5, 3.0, "eager")):
+        times = {"bf16, eager": eager, "bf16, compiled": compiled, "rowwise, compiled": 2.0}
+        faster_bf16, _ = linears._verdicts(case, made_up({n: [t] * 3 for n, t in times.items()}), linears.COMPILED)
+        assert (faster_bf16.found, faster_bf16.by) == (1.25, f"rowwise, compiled over bf16, {by}")
+
+
+def test_linears_are_eager_then_graphs_then_compiled_and_rowwise_has_a_published_figure(session):
+    found = [title.split(", ")[1] for title in titles(session, "linears")]
+    assert found == [linears.EAGER] * 2 + [linears.GRAPH] * 2 + [linears.COMPILED]
+    for section in linears.measure(session):
+        published = {row[0].partition(",")[0] for row in section.rows if row[-1] == "0.84"}
+        assert published == ({"rowwise"} if linears.PUBLISHED in section.columns else set())
 
 
 def test_a_layer_is_judged_against_bf16_and_each_of_torchaos():

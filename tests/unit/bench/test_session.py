@@ -4,10 +4,13 @@ import gc
 import math
 import time
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from octavo.bench import session as bench_session
 from octavo.bench.session import (
     NO_TIME,
     Contestant,
@@ -205,6 +208,29 @@ def test_a_rehearsal_knows_no_graph_and_no_memory(session):
     assert session.graphed(ran.clear) == ran.clear
     assert session.peak_above(0, lambda: ran.append(1)) == session.allocated() == 0
     assert ran == [1]
+
+
+def test_a_graph_holds_what_it_reads(session, monkeypatch):
+    """Stand-ins for CUDA's: a graph's own memory is what is made while it is captured."""
+    graph = SimpleNamespace(replay=lambda: done.append("replay"))
+    done: list[str] = []
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    for name, made in (("Stream", stream), ("current_stream", stream), ("CUDAGraph", graph)):
+        monkeypatch.setattr(torch.cuda, name, lambda made=made: made)
+    monkeypatch.setattr(bench_session, "_side_stream", lambda: stream)
+    session.device = torch.device("cuda")
+    given = torch.ones(3)
+    alive = weakref.ref(given)
+    replay = session.graphed(lambda given=given: done.append("run"))
+    del given
+    gc.collect()
+    assert alive() is not None
+    replay()
+    assert done == ["run"] * 4 + ["replay"]
+    session.prebuilds = share_out(0, 1)
+    assert session.graphed(done.clear) == done.clear
 
 
 def test_a_peak_is_what_a_call_adds_to_the_rest(session, monkeypatch):

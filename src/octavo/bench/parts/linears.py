@@ -33,7 +33,7 @@ PUBLISHED_5B = (
 
 
 def measure(session: Session) -> Iterator[Section]:
-    """A section for every shape, eager, then as CUDA graphs, then compiled, which takes longer, for some."""
+    """A section for every shape, eager; then for some as CUDA graphs, and compiled, which takes longer."""
     for case, how in _cases(session):
         session.check_time(f"{case.name}, {how}")
         yield _section(session, case, how)
@@ -46,14 +46,16 @@ def bars(session: Session) -> list[Verdict]:
 
 
 def _cases(session: Session) -> list[tuple[LinearCase, str]]:
-    """And how each is run."""
+    """And how each is run: as CUDA graphs those that have a bar to reach."""
     every = session.sizes.linears
-    return [(case, how) for how in (EAGER, GRAPH, COMPILED) for case in every if case.compiled or how != COMPILED]
+    barred = [case for case in every if case.bar is not None or case.blockwise_bar is not None]
+    cases = {EAGER: every, GRAPH: barred, COMPILED: [case for case in every if case.compiled]}
+    return [(case, how) for how, some in cases.items() for case in some]
 
 
 def _section(session: Session, case: LinearCase, how: str) -> Section:
     weight = nn.Parameter(session.randn(case.n, case.k) * case.k**-0.5)
-    found = session.compare(_contestants(session, case, weight, how))
+    found = session.compare(_contestants(session, case, weight, how), kernels=how == GRAPH)
     published = {} if case.published is None else {f"rowwise, {how}": f"{case.published:.2f}"}
     return section_of(
         f"Linear, {how}, forward and backward, {case.name}",
@@ -141,5 +143,5 @@ def _bars(case: LinearCase, how: str) -> Iterator[tuple[Verdict, list[str]]]:
 
 
 def _verdicts(case: LinearCase, found: Comparison, how: str) -> list[Verdict]:
-    bases = (_base(how), f"bf16, {how}")
+    bases = (_base(how), *([f"bf16, {COMPILED}"] if how == COMPILED else []))
     return [judged_by_speed(bar, found, ours, bases) for bar, ours in _bars(case, how)]
