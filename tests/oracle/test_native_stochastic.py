@@ -32,7 +32,6 @@ def test_what_is_not_finite_keeps_its_sign(fmt):
     x = torch.tensor([math.inf, -math.inf, math.nan, math.copysign(math.nan, -1)])
     random = torch.zeros(4, dtype=torch.int32)
     wanted = {E4M3: [0x7F, 0xFF, 0x7F, 0xFF], E5M2: [0x7C, 0xFC, 0x7F, 0xFF]}[fmt]
-    assert round_stochastic_by_torch(x, random, fmt.torch_dtype).view(torch.uint8).tolist() == wanted
     for level in cpu.levels():
         assert cpu.round_stochastic(x, random, fmt, level=level).view(torch.uint8).tolist() == wanted
 

@@ -33,6 +33,15 @@ def test_exact_values_never_move(fmt):
         assert codes_of(held, fmt, seed=seed).tolist() == codes
 
 
+@pytest.mark.parametrize(
+    ("fmt", "wanted"), [(E4M3, [0x7F, 0xFF, 0x7F, 0xFF]), (E5M2, [0x7C, 0xFC, 0x7F, 0xFF])], ids=str
+)
+def test_what_is_not_finite_keeps_its_sign(fmt, wanted):
+    x = torch.tensor([math.inf, -math.inf, math.nan, math.copysign(math.nan, -1)])
+    random = torch.zeros(4, dtype=torch.int32)
+    assert cast.round_stochastic_by_torch(x, random, fmt.torch_dtype).view(torch.uint8).tolist() == wanted
+
+
 @every_format
 def test_the_largest_random_number_moves_all_but_exact_values(fmt, monkeypatch):
     """With it, the smallest fraction that 20 bits resolve goes up, half of that does not, and an exact value stays."""

@@ -1,7 +1,6 @@
 """A tiny model and a tokenizer whose every token is a byte, for what serves them."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.models import Llama, LlamaConfig
 from octavo.serving import ModelRunner
@@ -10,6 +9,8 @@ from octavo.serving import ModelRunner
 @pytest.fixture(scope="package")
 def byte_tokenizer():
     """One token a byte: every character beyond ASCII is cut."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # GPU tests need none
+
     vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
