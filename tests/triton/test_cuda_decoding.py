@@ -1,6 +1,8 @@
 """The GPU's decoder, kernel by kernel in Triton's interpreter or on the GPU, against its definition."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -195,6 +197,38 @@ def test_a_replay_reads_what_it_is_given_and_its_result_is_its_own(monkeypatch):
     cache = PagedKVCache(1, 2, 16, max_positions=PAGE).tensors
     found = [decoder._step(torch.tensor([token]), cache, torch.zeros(1)) for token in (3, 5, 7)]
     assert torch.cat(found).tolist() == [3, 5, 7]
+
+
+def test_graphs_are_captured_on_the_stream_that_was_warmed_up_on(monkeypatch):
+    """Stand-ins for CUDA's: a decoder has one stream, of its own device, since a pool's memory belongs to a stream."""
+    _, decoder = pair(torch.device("cpu"))
+    now: list[object] = []
+    made: list[object] = []
+
+    def stream(device: torch.device) -> SimpleNamespace:
+        made.append(device)
+        return SimpleNamespace(wait_stream=lambda _: None)
+
+    @contextmanager
+    def on(found: object) -> Iterator[None]:
+        now.append(found)
+        yield
+        now.pop()
+
+    def run(_: torch.Tensor) -> tuple[object, ...]:
+        return tuple(now)
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph", lambda _, *, pool, stream: on((pool, stream)))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    one, other = (decoder._captured(run, (torch.zeros(1),)).logits for _ in range(2))
+    side, captured_on = one
+    assert captured_on == ("pool", side)
+    assert other == one
+    assert made == [decoder._device]
 
 
 def test_graphs_that_were_not_used_for_long_are_dropped(monkeypatch):

@@ -85,9 +85,10 @@ def pass_times(
     found = []
     for batch in batches:
         rows = tokens.expand(batch, -1).contiguous()
-        seconds = interleaved(
-            {name: counted(model, rows) for name, model in models.items()}, rounds=rounds, clock=clock
-        )
+        with torch.cuda.device_of(tokens):  # whose queue a GPU's clock looks at
+            seconds = interleaved(
+                {name: counted(model, rows) for name, model in models.items()}, rounds=rounds, clock=clock
+            )
         found += [
             PassTime(name=name, batch=batch, length=len(tokens), latency_ms=1e3 * statistics.median(times))
             for name, times in seconds.items()

@@ -118,6 +118,7 @@ class CudaDecoder:
         self._graphs: OrderedDict[tuple[object, ...], _Graph] = OrderedDict()
         self._met: OrderedDict[tuple[object, ...], None] = OrderedDict()  # beginnings
         self._memory: Any = None  # of graphs, of which only one runs at a time: a handle
+        self._side: Any = None  # the stream they are captured on: of this device, and one, since memory belongs to it
 
     def read(self, tokens: Tensor, cache: CacheTensors, start: int, *, every: bool = False) -> Tensor:
         """Read the next tokens of the table's first sequence; their keys and values go into the cache.
@@ -197,15 +198,15 @@ class CudaDecoder:
     def _captured(self, run: Callable[..., Tensor], given: tuple[Tensor, ...]) -> _Graph:
         """What runs before, so that kernels are compiled, stores what the replay will store again."""
         held = tuple(x.to(self._device, copy=True) for x in given)
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            run(*held)
-        torch.cuda.current_stream(self._device).wait_stream(side)
         self._memory = self._memory or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            logits = run(*held)
+        self._side = self._side or torch.cuda.Stream(self._device)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):  # what a capture that fails leaves, too
+            run(*held)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._side):
+                logits = run(*held)
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
         return _Graph(graph, held, logits)
 
     def _next(self, tokens: Tensor, position: Tensor, cache: CacheTensors) -> Tensor:
