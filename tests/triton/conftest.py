@@ -1,7 +1,11 @@
 """Where Triton's kernels are tried: on the GPU if there is one, in Triton's interpreter on the CPU if not."""
 
+import json
+import os
+import subprocess
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,3 +28,21 @@ def _nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         warnings.filterwarnings("ignore", ".*deterministic", UserWarning)  # of a GPU's operations, as they are
         yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+PrintedBy = Callable[..., list[dict]]
+
+
+@pytest.fixture(scope="session")
+def printed_by() -> PrintedBy:
+    """What a module prints, JSON line by line, in a process of its own, whose Triton compiles and interprets nothing."""
+
+    def run(module: str, **variables: str) -> list[dict]:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
+        command = [sys.executable, "-m", module]
+        finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert finished.returncode == 0, finished.stderr
+        return [json.loads(line) for line in finished.stdout.splitlines()]
+
+    return run

@@ -1,11 +1,8 @@
 """Every kernel, compiled for Hopper in a process of its own: it assembles, and its registers hold its numbers."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.triton.conftest import PrintedBy
 
 SHARED_MEMORY = 227 << 10  # bytes a block can have on Hopper
 REGISTERS, HALF_OF_ALL_THREADS = 1 << 16, 1024  # of a multiprocessor
@@ -34,13 +31,8 @@ NARROW = {  # to what places 32-bit products lead, by kernel, with their factors
 
 
 @pytest.fixture(scope="module")
-def builds() -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "tests.triton.hopper_build"]
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+def builds(printed_by: PrintedBy) -> list[dict]:
+    return printed_by("tests.triton.hopper_build")
 
 
 def test_every_kernel_fits_and_hardly_spills(builds: list[dict]) -> None:

@@ -1,23 +1,15 @@
 """What ``torch.compile`` makes of octavo's operators on a GPU, traced and built in a process of its own without one."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.triton.conftest import PrintedBy
 
 OPERATORS = {"cast", "cast of a transpose", "cast_both_ways", "norm_backward", "activation_backward"}
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DISABLE_LINE_INFO": "1"}
-    command = [sys.executable, "-m", "tests.triton.traced_kernels"]
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+def lines(printed_by: PrintedBy) -> list[dict]:
+    return printed_by("tests.triton.traced_kernels", TRITON_DISABLE_LINE_INFO="1")
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,16 @@
 """What ``torch.compile`` makes of layers on a GPU, computed in a process of its own without one."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.triton.conftest import PrintedBy
 from tests.triton.traced_layers import RECIPES, STEPS
 
 SUMS = 1e-6  # what other orders of FP32 sums, and another exp, come to; a code that differs would be 1e-4 and more
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "tests.triton.traced_layers"]
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+def lines(printed_by: PrintedBy) -> list[dict]:
+    return printed_by("tests.triton.traced_layers")
 
 
 def test_every_step_was_launched(lines: list[dict]) -> None:

@@ -59,9 +59,7 @@ def _layer(kind: str, recipe: str) -> nn.Module:
     layer = LAYERS[kind](recipe=recipe, manual_scale_updates=octavo.recipes.get(recipe).is_delayed)
     if octavo.recipes.get(recipe).has_static_input:
         octavo.load_scaling_state(layer, {"input.scale": torch.tensor(2.0**-6)})
-    return (
-        layer if kind == "norm and MLP" else layer.bfloat16()
-    )  # between norm and activation layers round, kernels not
+    return layer if kind == "norm and MLP" else layer.bfloat16()  # where layers round and a fused backward does not
 
 
 def _batches() -> Iterator[tuple[Tensor, Tensor]]:
