@@ -35,7 +35,7 @@ PrintedBy = Callable[..., list[dict]]
 
 @pytest.fixture(scope="session")
 def printed_by() -> PrintedBy:
-    """What a module prints, JSON line by line, in a process of its own, whose Triton compiles and interprets nothing."""
+    """What a module prints, JSON line by line, in a process of its own, whose Triton interprets nothing."""
 
     def run(module: str, **variables: str) -> list[dict]:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
