@@ -7,6 +7,7 @@ from tests.policy.source_tree import imports, modules
 ROWS = (
     "errors",
     "files",
+    "parsing",
     "curves",
     "pages",
     "formats",

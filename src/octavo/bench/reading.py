@@ -4,13 +4,13 @@ A file may be another program's, cut off, or edited by hand. Whatever is in it i
 cannot fail when half of it is written.
 """
 
-import json
 import re
 from pathlib import Path
 
 from octavo.bench.render import THEMES
 from octavo.bench.results import Report
 from octavo.errors import ConfigError, DataError
+from octavo.parsing import read_json
 from octavo.training.config_values import section
 
 __all__ = ["load_report"]
@@ -25,9 +25,9 @@ def load_report(path: Path) -> Report:
         DataError: the file is no such report; says where.
     """
     try:
-        report = section(Report, json.loads(path.read_text(encoding="utf-8")), "")
+        report = section(Report, read_json(path), "")
         _check(report)
-    except (ConfigError, ValueError, OverflowError, RecursionError) as error:
+    except (ConfigError, OSError, ValueError, OverflowError) as error:
         raise DataError(
             f"{path} is no result of octavo bench: {error}; give a .json that the command wrote, as it was written"
         ) from error

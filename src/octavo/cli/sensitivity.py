@@ -11,10 +11,11 @@ from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import text_to_train_on
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, write_atomically
 from octavo.language_model import load_language_model
 from octavo.pages import plotly_script
+from octavo.parsing import read_object
 from octavo.quantization import text_windows
 from octavo.quantization.overlap import MOST_SHARED, shared_share
 from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
@@ -144,10 +145,9 @@ def _check_apart(chosen: tuple[str, str], verified: tuple[str, str]) -> None:
 def _is_ours(out: Path) -> bool:
     """Whether a folder is one that this command wrote."""
     try:
-        known = json.loads((out / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(out / RECORD).get("format") == FORMAT
+    except (OSError, DataError):
         return False
-    return isinstance(known, dict) and known.get("format") == FORMAT
 
 
 def _files(found: Sensitivity) -> list[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from octavo import recipes
 from octavo.errors import ConfigError, DataError
 from octavo.files import remove_if_empty, write_atomically
 from octavo.observers import ROLES
+from octavo.parsing import library_errors
 from octavo.recipes import Recipe
 
 __all__ = ["Capture", "Captures", "load_capture", "remove_captures"]
@@ -184,14 +185,14 @@ def load_capture(file: str | Path) -> Capture:
         DataError: it is missing, torn, or no capture.
     """
     try:
-        with safe_open(file, framework="pt") as opened:
+        with library_errors(), safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise DataError(f"it says format {metadata.get('format')!r}, not {FORMAT!r}")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
         recipe = recipes.from_toml(metadata["recipe"])
         return Capture(path=metadata["path"], step=int(metadata["step"]), recipe=recipe, **tensors)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{str(file)!r} is no capture of the doctor's: {error}; delete it") from error
 
 

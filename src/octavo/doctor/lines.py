@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.doctor.series import Sample
 from octavo.errors import TrainingError
+from octavo.parsing import parse_json
 
 __all__ = ["METRICS", "SampleLines", "line_of", "read_lines"]
 
@@ -70,7 +71,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     newest = 0
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            value = json.loads(line, parse_int=_whole)
+            value = parse_json(line, largest=MOST_WHOLE)
             step = value["step"]
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise ValueError(f"step {step!r}")
@@ -84,10 +85,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             )
         newest = step
     return found
-
-
-def _whole(digits: str) -> int:
-    value = int(digits)
-    if abs(value) > MOST_WHOLE:
-        raise ValueError(f"{digits} is no number of a run's")
-    return value

@@ -36,6 +36,7 @@ from octavo.functional import cast_operand
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
 from octavo.observers import RoleTap
+from octavo.parsing import library_errors, parse_json
 from octavo.recipes import CastSpec
 
 __all__ = ["Agreement", "Probe", "compare", "load_probe", "make_probe", "relative_error", "save_probe"]
@@ -201,11 +202,11 @@ def save_probe(probe: Probe, path: Path) -> None:
 
 def load_probe(path: Path) -> Probe:
     """Read what :func:`save_probe` wrote."""
-    with safe_open(path, framework="pt") as file:
+    with library_errors(), safe_open(path, framework="pt") as file:
         said = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
     inputs, given = (
-        {layer: tensors[name] for layer, name in json.loads(said[kind]).items()} for kind in ("inputs", "given")
+        {layer: tensors[name] for layer, name in parse_json(said[kind]).items()} for kind in ("inputs", "given")
     )
     return Probe(
         tokens=tensors["tokens"], prompt=int(said["prompt"]), logits=tensors["logits"], inputs=inputs, given=given

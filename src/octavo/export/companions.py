@@ -22,6 +22,7 @@ from octavo.models.gguf import CHAT_TEMPLATE
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_tokenizer import token_id
 from octavo.models.llama_folder import config_record
+from octavo.parsing import parse_json
 from octavo.training.tokenizer import END_OF_TEXT
 
 __all__ = ["Companions", "companions_of"]
@@ -108,7 +109,7 @@ def _from_transformers(model: LanguageModel, own: dict[str, bytes]) -> Companion
         if theirs.can_generate():
             theirs.generation_config.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    config = json.loads(files.pop(CONFIG))
+    config = parse_json(files.pop(CONFIG), allow_nan=True)
     return Companions(config=config, files=_settings(model, {}) | own | files)
 
 

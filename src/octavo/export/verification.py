@@ -4,7 +4,6 @@ The reference is octavo's emulation of what was exported; the other side is a fr
 folder. What is compared, and why not just logits, is in ``octavo.export.agreement``.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from octavo.errors import CheckpointError
 from octavo.export.agreement import Agreement, Probe, save_probe
 from octavo.export.reload import OCTAVO, TRANSFORMERS
 from octavo.interchange import FileFormat
+from octavo.parsing import parse_json
 
 __all__ = ["TOLERANCE", "reader_of", "verify"]
 
@@ -52,7 +52,7 @@ def verify(folder: Path, probe: Probe, *, reader: str, scratch: Path) -> Agreeme
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise CheckpointError(f"what was written cannot be read back by {reader}, and is removed: {said}")
-    found = Agreement(**json.loads(done.stdout.strip().splitlines()[-1]))
+    found = Agreement(**parse_json(done.stdout.strip().splitlines()[-1], allow_nan=True))
     if not found.within(TOLERANCE):
         raise CheckpointError(
             f"what was written computes something else when {reader} reads it, and is removed: logits differ by "

@@ -22,7 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.errors import CheckpointError, ConfigError
+from octavo import parsing
+from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.parsing import library_errors
 
 __all__ = ["TensorFiles", "check_no_codes", "read_json", "write_json", "write_tensors"]
 
@@ -79,12 +81,9 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parsing.read_object(path, allow_nan=True)  # Python writes it, and some models' own files have it
+    except (OSError, DataError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}; {AGAIN}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{str(path)!r} holds no JSON object; {AGAIN}")
-    return found
 
 
 def check_no_codes(folder: Path) -> None:
@@ -95,9 +94,9 @@ def check_no_codes(folder: Path) -> None:
     """
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, framework="pt") as file:
+            with library_errors(), safe_open(path, framework="pt") as file:
                 coded = [name for name in file.keys() if file.get_slice(name).get_dtype() in CODES]  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except (OSError, DataError) as error:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error}; {AGAIN}") from error
         if coded:
             raise CheckpointError(
@@ -145,8 +144,9 @@ class TensorFiles:
 
     def __getitem__(self, name: str) -> Tensor:
         try:
-            found: Tensor = self._files[name].get_tensor(name)
-        except (SafetensorError, OSError) as error:
+            with library_errors():
+                found: Tensor = self._files[name].get_tensor(name)
+        except (OSError, DataError) as error:
             raise CheckpointError(f"{name} in {str(self._folder)!r} cannot be read: {error}; {AGAIN}") from error
         return found
 
@@ -167,8 +167,9 @@ class TensorFiles:
         if Path(file).name != file:
             raise CheckpointError(f"{INDEX} names {file!r}, which is not in its folder; {AGAIN}")
         try:
-            return safe_open(path, framework="pt", device="cpu")
-        except (OSError, SafetensorError) as error:
+            with library_errors():
+                return safe_open(path, framework="pt", device="cpu")
+        except (OSError, DataError) as error:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error}; {AGAIN}") from error
 
 

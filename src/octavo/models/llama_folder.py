@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from octavo.errors import CheckpointError, ConfigError
+from octavo import parsing
+from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.models import Llama, LlamaConfig
+from octavo.parsing import read_object, read_tensors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -141,8 +142,8 @@ def read_llama(folder: Path) -> Llama:
     """
     config = _config(folder / CONFIG)
     try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
+        tensors = read_tensors(folder / WEIGHTS)
+    except (OSError, DataError) as error:
         raise CheckpointError(f"{str(folder / WEIGHTS)!r} cannot be read: {error}; write the folder again") from error
     model = Llama(config)
     model.to(next(iter(tensors.values())).dtype)
@@ -179,17 +180,15 @@ def read_tokenizer(folder: Path) -> "Tokenizer":
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    from tokenizers import Tokenizer
-
     try:
-        return Tokenizer.from_str((folder / TOKENIZER).read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises bare Exception for a damaged file
+        return parsing.read_tokenizer(folder / TOKENIZER)
+    except (OSError, DataError) as error:
         raise CheckpointError(f"{str(folder / TOKENIZER)!r} cannot be read: {error}; write the folder again") from error
 
 
 def _config(path: Path) -> LlamaConfig:
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = read_object(path)
         return LlamaConfig(**{ours: given[theirs] for ours, theirs in THEIR_NAMES.items()}, **_biases(given))
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(f"{str(path)!r} is no shape of a Llama: {error!r}; write the folder again") from error

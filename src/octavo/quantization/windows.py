@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
+from octavo.parsing import parse_tokenizer
 from octavo.training.config import MOST_SEED
 from octavo.training.corpus import Split
 from octavo.training.text import ALL, BUILTIN, divide, load_documents
@@ -110,9 +111,7 @@ def _next_space(text: str, position: int) -> int:
 
 def unbounded(tokenizer: "Tokenizer") -> "Tokenizer":
     """A copy of the tokenizer without the truncation and padding that some files ask for."""
-    from tokenizers import Tokenizer
-
-    copied = Tokenizer.from_str(tokenizer.to_str())
+    copied = parse_tokenizer(tokenizer.to_str())
     copied.no_truncation()
     copied.no_padding()
     return copied

@@ -16,14 +16,14 @@ written out, and everything but the names and formats has its default when read.
 """
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.formats import FORMATS, Format
 from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
+from octavo.parsing import parse_toml
 from octavo.recipes.specs import CastSpec, Close, GemmSpec, History, Recipe, Scaling, Statistic
 
 __all__ = ["from_toml", "to_toml"]
@@ -66,8 +66,8 @@ def from_toml(text: str) -> Recipe:
     if not isinstance(text, str):
         raise ConfigError(f"a recipe is read from a TOML text, not from {text!r}; read the file first")
     try:
-        given = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        given = parse_toml(text)
+    except DataError as error:
         raise ConfigError(f"this recipe is not TOML: {error}") from error
     _check_keys(given, {"name", "emulate_tensor_cores", "history", *GEMMS}, "a recipe")
     missing = [key for key in ("name", *GEMMS) if key not in given]

@@ -1,14 +1,15 @@
 """``Operation``: one path of the server, from which its route and its part of ``/openapi.json`` are made."""
 
-import json
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from octavo import parsing
+from octavo.errors import DataError
 from octavo.server.fields import Record
 from octavo.server.refusals import Refusal
 
@@ -73,12 +74,8 @@ def parse_json(body: bytes) -> Any:
         Refusal: it is no JSON in UTF-8.
     """
     try:
-        return json.loads(body.decode(), parse_constant=_no_number)
+        return parsing.parse_json(body.decode())
     except UnicodeDecodeError as error:
         raise Refusal(400, f"the body is not UTF-8 at byte {error.start}; send JSON in UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {str(error).splitlines()[0]}") from None
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON's")
+    except DataError as error:
+        raise Refusal(400, f"the body is no JSON: {error}") from None

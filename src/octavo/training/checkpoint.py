@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, DataError
 from octavo.files import remove_if_empty, sync_file, sync_folder
+from octavo.parsing import read_json, read_tensors
 from octavo.state import load_scaling_state, scaling_state
 from octavo.training.loss_scaling import LossScaler
 
@@ -262,16 +263,16 @@ def _read_tensors(path: Path, name: str, raw: dict[str, Any]) -> dict[str, Tenso
             if found["bytes"] == expected["bytes"]:
                 what = "is not what was saved (its SHA-256 differs)"
             raise CheckpointError(f"{str(file)!r} is damaged: it {what}; {advice}")
-        return load_file(file)
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        return read_tensors(file)
+    except (OSError, DataError, KeyError, TypeError) as error:
         raise CheckpointError(f"{str(file)!r} cannot be read: {error}; {advice}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     file = path / STATE
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        raw = read_json(file)
+    except (OSError, DataError) as error:
         raise CheckpointError(f"{str(file)!r} cannot be read: {error}; name another checkpoint or delete it") from error
     version = raw.get("format") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:

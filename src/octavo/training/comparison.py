@@ -20,6 +20,7 @@ from typing import Any
 
 from octavo.curves import Curve
 from octavo.errors import DataError
+from octavo.parsing import parse_json
 
 __all__ = [
     "GAP_BAR_NATS",
@@ -149,7 +150,7 @@ class Study:
             DataError: the text is no study of this version.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             if fields.pop("format") != STUDY_FORMAT:
                 raise KeyError("format")
             fields["runs"] = tuple(run_from_json(run) for run in fields["runs"])

@@ -18,15 +18,15 @@ was started with, and resuming compares hashes.
 import hashlib
 import json
 import math
-import tomllib
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.models import LlamaConfig
+from octavo.parsing import parse_json, read_toml
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
 from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
@@ -267,7 +267,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, as TOML and JSON have them."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        plain: dict[str, Any] = parse_json(json.dumps(asdict(self)), allow_nan=True)
         return plain
 
     def with_training(self, **changes: Any) -> "RunConfig":
@@ -311,12 +311,12 @@ def load_config(path: str | Path) -> RunConfig:
         ConfigError: it is missing, is not TOML, or holds a key or value that is not allowed.
     """
     try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        raw = read_toml(Path(path))
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {str(path)!r}: {error.strerror}; name an existing TOML file"
         ) from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except DataError as error:
         raise ConfigError(f"{str(path)!r} is not TOML: {error}; mend that place") from error
     return config_from_dict(raw)
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError, DataError
 from octavo.files import hidden_beside, remove_if_empty, replacing, sync_folder, write_atomically
+from octavo.parsing import read_object
 from octavo.training.corpus import Document, Split, content_hash
 from octavo.training.text import BUILTIN, divide, load_documents
 from octavo.training.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
@@ -102,7 +103,7 @@ def open_data(folder: str | Path) -> "TokenData":
     """
     folder = Path(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_object(folder / MANIFEST)
         vocab_size, counts = int(manifest["tokens_in_vocabulary"]), manifest["splits"]
         splits = {split: _map(folder / f"{split}.bin", counts[split], vocab_size) for split in Split}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -195,10 +196,10 @@ def _check_own(folder: Path) -> None:
     if not folder.is_dir() or all(path.name.startswith(".") for path in folder.iterdir()):
         return
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        manifest = None
-    if not isinstance(manifest, dict) or not manifest.keys() >= {"format", "content_hash", "vocab_size"}:
+        manifest = read_object(folder / MANIFEST)
+    except (FileNotFoundError, DataError):
+        manifest = {}
+    if not manifest.keys() >= {"format", "content_hash", "vocab_size"}:
         raise ConfigError(
             f"the tokens would go to {str(folder)!r}, which holds other files; move them, or name another folder"
         )

@@ -32,6 +32,7 @@ from typing import Any
 from octavo.doctor import Sample
 from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
 from octavo.files import write_atomically
+from octavo.parsing import parse_json
 
 __all__ = ["METRICS", "MetricsLog", "lines_up_to", "read_metrics"]
 
@@ -71,7 +72,7 @@ class MetricsLog:
         self._file.write(line)
         self._file.flush()
         if self._on_line is not None:
-            self._on_line(json.loads(line))
+            self._on_line(parse_json(line))
         if self._board is not None:
             for name in CURVES.get(kind, ()):
                 self._board.add_scalar(f"{kind}/{name}", values[name], step)

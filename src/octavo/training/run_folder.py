@@ -12,7 +12,6 @@
 """
 
 import fcntl
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, TrainingError
 from octavo.files import remove_if_empty, write_atomically
 from octavo.models import Llama, LlamaConfig
+from octavo.parsing import read_toml
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import (
     CheckpointState,
@@ -84,7 +84,7 @@ def has_run(run_dir: str | Path) -> bool:
 def is_own_config(path: Path) -> bool:
     """Whether ``save_config`` wrote the file: it leaves no key out, which nobody does by hand."""
     try:
-        return bool(tomllib.loads(path.read_text(encoding="utf-8")) == load_config(path).to_dict())
+        return bool(read_toml(path) == load_config(path).to_dict())
     except (OSError, ValueError):
         return False
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.models import Llama, generate
+from octavo.parsing import read_object
 from octavo.state import update_scales
 from octavo.training.comparison import RunMeasures, Study, run_from_json
 from octavo.training.config import RunConfig, config_from_dict
@@ -214,10 +215,10 @@ def _known_measures(path: Path, identity: Mapping[str, object]) -> RunMeasures |
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_object(path)
         same = all(content[key] == value for key, value in identity.items())
         return run_from_json(content["run"]) if same else None
-    except (KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{str(path)!r} is damaged ({error}); delete it and run the study again") from error
 
 

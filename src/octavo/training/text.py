@@ -18,11 +18,11 @@ line ends, so that a single file can be held out in part; the pieces whose hashe
 wanted share is reached.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from octavo.errors import DataError
+from octavo.parsing import parse_json
 from octavo.training.corpus import (
     Document,
     Split,
@@ -218,10 +218,9 @@ def _read_jsonl(path: Path, name: Path, text: str) -> Iterator[Document]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", str(error))
-            raise DataError(f"line {number} of {str(path)!r} is not JSON: {reason}; mend or remove it") from error
+            row = parse_json(line)
+        except DataError as error:
+            raise DataError(f"line {number} of {str(path)!r} is not JSON: {error}; mend or remove it") from error
         value = row.get(TEXT_COLUMN) if isinstance(row, dict) else None
         if not isinstance(value, str):
             raise DataError(f"line {number} of {str(path)!r} has no string {TEXT_COLUMN!r}; every line needs one")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, DataError
+from octavo.parsing import read_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -56,13 +57,11 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     Raises:
         DataError: the file is missing, damaged, or has no end-of-text token.
     """
-    from tokenizers import Tokenizer
-
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = read_tokenizer(path)
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {str(path)!r}: {error.strerror}; prepare the data again") from error
-    except Exception as error:  # the library raises bare Exception for a damaged file
+    except DataError as error:
         raise DataError(f"{str(path)!r} is not a tokenizer.json: {error}; prepare the data again") from error
     end_of_text_id(tokenizer)
     return tokenizer

@@ -7,13 +7,13 @@ has under ``/v2`` (octavo.server.kserve_fields), so that both give the same text
 config.pbtxt's parameters are whole numbers of ``octavo.serving.EngineConfig``.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from octavo.parsing import parse_json
 from octavo.server import Limits, Service
 from octavo.server.fields import FieldError
 from octavo.server.kserve_fields import DATATYPES, OUTPUT, asked, bodies, fields
@@ -35,7 +35,7 @@ class TritonPythonModel:
         import triton_python_backend_utils as utils
 
         self._utils = utils
-        given = json.loads(args["model_config"])["parameters"]
+        given = parse_json(args["model_config"])["parameters"]
         settings: dict[str, Any] = {name: int(value["string_value"]) for name, value in given.items()}
         served = load_served_model(Path(args["model_repository"]) / args["model_version"] / FOLDER)
         self._service = Service.of(served, args["model_name"], config=EngineConfig(**settings), limits=Limits())

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import octavo
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, write_atomically
+from octavo.parsing import read_object
 
 __all__ = ["PACKAGES", "Environment", "find_environment", "make_environment"]
 
@@ -157,10 +158,9 @@ def _wanted() -> dict[str, object]:
 def _marked(folder: Path) -> dict[str, object]:
     """What the folder says that it was made of; empty where it is not finished."""
     try:
-        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(folder / MARK)
+    except (OSError, DataError):
         return {}
-    return dict(found) if isinstance(found, dict) else {}
 
 
 def _link() -> str:

@@ -10,7 +10,6 @@ Every answer is streamed, and as long as asked for where the server knows ``igno
 server's own usage where it tells it, else by pieces of the stream.
 """
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench.serving.load import Ask, Prompt
 from octavo.errors import ConfigError, DataError
+from octavo.parsing import parse_json
 from octavo.serving import EngineThread, SamplingParams
 
 if TYPE_CHECKING:
@@ -136,8 +136,8 @@ async def _pieces(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
         if not line.startswith(DATA) or text == END:
             continue
         try:
-            piece = json.loads(text)
-        except ValueError:
+            piece = parse_json(text)
+        except DataError:
             piece = None
         if not isinstance(piece, dict):
             raise DataError(f"the stream has an event that is no JSON object: {text[:80]!r}")

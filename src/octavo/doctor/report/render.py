@@ -20,6 +20,7 @@ from octavo.doctor.report.style import PAGE
 from octavo.doctor.series import Series
 from octavo.doctor.thresholds import Thresholds
 from octavo.pages import legend, plotly_script, step_figure
+from octavo.parsing import parse_json
 
 __all__ = ["render"]
 
@@ -102,8 +103,8 @@ def _figures(series: Series, reference: Series | None) -> dict[str, Any]:
     layout = step_figure("").to_plotly_json()["layout"]
     return {
         "layout": layout,
-        "loss": json.loads(loss.loss_figure(series, reference).to_json()) if _has_loss(series) else None,
-        "gap": None if reference is None else json.loads(loss.gap_figure(series, reference).to_json()),
+        "loss": parse_json(loss.loss_figure(series, reference).to_json()) if _has_loss(series) else None,
+        "gap": None if reference is None else parse_json(loss.gap_figure(series, reference).to_json()),
     }
 
 

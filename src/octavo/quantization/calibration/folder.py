@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, DataError
 from octavo.files import check_folder, check_may_write, replacing_folder
+from octavo.parsing import parse_tensors, read_object
 
 __all__ = ["check_own_folder", "read_folder", "write_folder"]
 
@@ -61,9 +62,6 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
     Raises:
         CheckpointError: there is no calibration, or a damaged or incomplete one.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     record = _record(folder)
     if record is None or record.get("format") != FORMAT:
         raise CheckpointError(
@@ -75,8 +73,8 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
         for name, content in contents.items():
             if hashlib.sha256(content).hexdigest() != record["files"][name]:
                 raise ValueError(f"{name} is not what was written")
-        return contents[RECIPE].decode(), load(contents[SCALES]), record
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        return contents[RECIPE].decode(), parse_tensors(contents[SCALES]), record
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the calibration in {str(folder)!r} is damaged ({error}); calibrate again") from error
 
 
@@ -90,7 +88,6 @@ def _holds_calibration(folder: Path) -> bool:
 
 def _record(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(folder / RECORD)
+    except (OSError, DataError):
         return None
-    return found if isinstance(found, dict) else None

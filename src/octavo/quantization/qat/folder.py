@@ -19,16 +19,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from octavo import recipes
 from octavo.convert import convert
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.files import replacing_folder
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
+from octavo.parsing import read_object, read_tensors
 from octavo.quantization.qat.run import QATResult, QATSettings
 from octavo.state import load_scaling_state, scaling_state
 
@@ -72,8 +72,8 @@ def load_qat(folder: str | Path) -> LanguageModel:
     loaded = _read_llama(path) if mark["layout"] == "llama" else load_language_model(path)
     try:
         recipe = recipes.from_toml((path / RECIPE).read_text(encoding="utf-8"))
-        scales = load_file(path / SCALES)
-    except (OSError, SafetensorError, ConfigError) as error:
+        scales = read_tensors(path / SCALES)
+    except (OSError, UnicodeDecodeError, DataError, ConfigError) as error:
         raise CheckpointError(f"{str(path)!r} is damaged: {error}; tune the model again") from error
     layers = set(mark["layers"])
     report = convert(loaded.model, recipe, layer_filter=lambda name, _: name in layers, convert_head=True)
@@ -118,12 +118,12 @@ def _plain(settings: QATSettings) -> dict[str, Any]:
 
 def _read_mark(path: Path) -> dict[str, Any]:
     try:
-        mark = json.loads(path.read_text(encoding="utf-8"))
+        mark = read_object(path)
         if mark["format"] != FORMAT or mark["layout"] not in ("llama", "transformers"):
             raise ValueError(f"format {mark['format']!r}, layout {mark['layout']!r}")
         if not all(isinstance(layer, str) for layer in mark["layers"]):
             raise ValueError("layers are no paths")
-        return dict(mark)
+        return mark
     except FileNotFoundError as error:
         raise CheckpointError(f"{str(path.parent)!r} has no {MARK}; name a folder that octavo qat wrote") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -15,7 +15,6 @@ Layers that no pattern matches run in BF16. All weights are rounded to BF16 firs
 leaves embeddings as they are. ``octavo export --format octavo`` writes the codes.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import ConversionReport, convert
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.interchange.tables import CodedTable
+from octavo.parsing import read_toml
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
 
@@ -125,8 +125,10 @@ def load_mix(path: str | Path) -> Mix:
     if not path.is_file():
         raise ConfigError(f"there is no mix {str(path)!r}; octavo sensitivity writes one as mix.toml")
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        given = read_toml(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the mix {str(path)!r}: {error.strerror}; name a file you may read") from error
+    except DataError as error:
         raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
     if given.get("format") != FORMAT or given.get("version") != VERSION:
         raise ConfigError(f'{str(path)!r} is no mix of version {VERSION}; it needs format = "{FORMAT}" and version')
