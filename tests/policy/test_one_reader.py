@@ -17,7 +17,7 @@ def parsers_in(text):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Attribute):
             found.add(ast.unparse(node))
     unguarded = {"safe_open"} if "safe_open(" in text and "library_errors()" not in text else set()

@@ -16,7 +16,7 @@ from octavo.parsing import (
     read_toml,
 )
 
-HOSTILE_JSON = {
+HOSTILE_JSON: dict[str, tuple[str | bytes, str]] = {
     "deep": ("[" * 100_000, "nests deeper than 100 levels"),
     "deep and whole": ('{"a":' * 101 + "1" + "}" * 101, "nests deeper than 100 levels"),
     "long integer": ("9" * 5000, "999999999999… of 5000 digits is too large"),
@@ -29,7 +29,7 @@ HOSTILE_JSON = {
     "cut off": ('{"a": ', "Expecting value"),
     "empty": ("", "Expecting value"),
 }
-HOSTILE_TOML = {
+HOSTILE_TOML: dict[str, tuple[str | bytes, str]] = {
     "deep": ("a = " + "[" * 100_000, "nests deeper than 100 levels"),
     "long key": (".".join("a" * 50_000) + " = 1", "nests deeper than 100 levels"),
     "long key in quotes": (" . ".join(['"a b"'] * 20_000) + " = 1", "nests deeper than 100 levels"),
