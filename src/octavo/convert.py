@@ -18,6 +18,7 @@ from octavo.functional import WeightCache
 from octavo.nn import Linear
 from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
+from octavo.scale_updates import stop_following
 
 __all__ = ["ConversionReport", "choose_layers", "convert", "heads_of", "hold_weights", "read_by_others", "restore"]
 
@@ -80,6 +81,7 @@ def convert(
     keep_last_blocks: int = 0,
     overrides: Mapping[str, str | Recipe] | None = None,
     scale_updates: str = "automatic",
+    amax_group: "torch.distributed.ProcessGroup | str | None" = None,
     cache_weights: bool = False,
     frozen: str | None = None,
 ) -> ConversionReport:
@@ -102,16 +104,19 @@ def convert(
             in place of "decoder" or the reverse, both keep theirs.
         keep_last_blocks: the same for its last.
         overrides: recipes for some layers, by shell patterns of paths; the first that matches counts.
-        scale_updates: "automatic", or "manual" for loops that accumulate gradients and call ``octavo.update_scales``.
+        scale_updates: when the steps of delayed scaling end: "automatic", with the optimizer's (see
+            :mod:`octavo.scale_updates`), or "manual", when the loop calls ``octavo.update_scales``.
+        amax_group: ranks that end an automatic step with their largest amaxes; None for the default process group if
+            it is initialized, "rank" for each rank alone.
         cache_weights: cast a weight again only when it has changed: once a step, not once a micro-batch. Costs the
             codes' bytes between steps; a compiled graph does not use it.
         frozen: "fp8" holds weights that take no gradient as FP8 codes, one byte an element, such as the base that a
             LoRA fine-tune adapts. The ``state_dict`` then has the codes and ``weight_scale``.
 
     Raises:
-        ConfigError: unknown recipe, ``scale_updates`` or ``frozen``, a ``skip`` that is a bare string, ``overrides``
-            that are no mapping, a pattern that matches nothing, an override of layers that all stay as they are, more
-            blocks to keep than there are.
+        ConfigError: unknown recipe, ``scale_updates``, ``amax_group`` or ``frozen``, a ``skip`` that is a bare string,
+            ``overrides`` that are no mapping, a pattern that matches nothing, an override of layers that all stay as
+            they are, more blocks to keep than there are.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
@@ -136,7 +141,7 @@ def convert(
         keep_last_blocks=keep_last_blocks,
     )
     _check_effect(overriding, paths, skipped, chosen)
-    updates = ScaleUpdates(manual=scale_updates == "manual")
+    updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
         module.__class__ = Linear
@@ -217,6 +222,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     restored = []
     for path, module in model.named_modules():
         if type(module) is Linear:
+            stop_following(module)
             held = module.held_weight()
             if held is not None:
                 module.weight = torch.nn.Parameter(held.dequantize(), requires_grad=False)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
 from octavo.keeping import Kept, Later, keep_operands, kept_operands, operand_of
@@ -25,6 +24,7 @@ from octavo.numerics import Accumulate, PerTensor, QuantizedTensor, Record
 from octavo.numerics.cast import can_be_asked
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, Operand, RoleTap, inside_backward
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
+from octavo.scale_updates import OptimizerSteps
 
 __all__ = [
     "InputOperands",
@@ -248,7 +248,7 @@ class WeightCache:
         self._key: tuple[object, ...] = ()
         self._content = torch.empty(0, device="cpu")
         self._operands: WeightOperands | None = None
-        _OptimizerSteps.watch()
+        OptimizerSteps.watch()
 
     def operands(self, weight: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) -> "WeightOperands | None":
         """The weight's operands under ``recipe``; None where they are neither known nor to be kept.
@@ -258,7 +258,7 @@ class WeightCache:
         """
         if weight.is_inference():
             return None
-        key = (weight.data_ptr(), weight._version, weight.dtype, recipe, _OptimizerSteps.count)  # noqa: SLF001
+        key = (weight.data_ptr(), weight._version, weight.dtype, recipe, OptimizerSteps.count)  # noqa: SLF001
         content = _sums_of_bits(weight.detach()) if can_be_asked(weight) else self._content
         if self._operands is not None and self._key == key and torch.equal(self._content, content):
             return self._operands
@@ -271,23 +271,6 @@ class WeightCache:
     def clear(self) -> None:
         """Forget the operands."""
         self._operands = None
-
-
-class _OptimizerSteps:
-    """How many steps the process's optimizers have made since the first cache was built."""
-
-    count = 0
-    watching = False
-
-    @classmethod
-    def watch(cls) -> None:
-        if not cls.watching:
-            register_optimizer_step_post_hook(cls._add)
-            cls.watching = True
-
-    @classmethod
-    def _add(cls, *_: object) -> None:
-        cls.count += 1
 
 
 def _sums_of_bits(weight: Tensor) -> Tensor:

@@ -8,18 +8,20 @@ mixed up:
   scales are made from. A role that was not executed keeps its window as it is: a mask, not a zero.
 
 Until a role has an amax from a finished step, its own tensor's is used: there is no guessed first scale. An amax of
-zero, or of a tensor without a finite element, moves through the window but never becomes a scale: the previous one
-stays.
+zero, as of a tensor without a finite element, is masked too: zeros fit every scale, and in the window they would push
+out the amaxes that the next tensors need.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from octavo.errors import ConfigError
 from octavo.kernels import gpu
 from octavo.numerics import Measurement, QuantizedTensor, Record
 from octavo.recipes import Close, History, Recipe, Statistic
@@ -37,6 +39,7 @@ __all__ = [
     "RoleTap",
     "ScaleUpdates",
     "StatefulModule",
+    "WeightSeen",
     "inside_backward",
 ]
 
@@ -49,17 +52,65 @@ Operands = tuple[Operand, Operand]  # left and right, as a GEMM multiplies them
 _LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class ScaleUpdates:
-    """Who closes the steps of a model's delayed layers, which share one of these.
+    """When the steps of a model's delayed layers end; the layers share one of these.
+
+    Copies and pickles keep the first three attributes, so that a copied model waits for an optimizer of its own.
 
     Attributes:
-        manual: the training loop, by ``octavo.update_scales``; otherwise a training forward closes the step before.
-        reminded: whether the user has been told of a manual model that nobody closes.
+        manual: with ``octavo.update_scales`` alone; otherwise see :mod:`octavo.scale_updates`.
+        reminded: whether the user has been told of a manual model whose steps are never closed.
+        group: the process group that takes the largest amax of its ranks; None is the default one, "rank" this rank
+            alone.
+        has_optimizer: whether an optimizer that holds parameters of these layers has stepped.
+        ran: whether a layer ran in training since the last step was closed.
+        weights_seen: the layers' weights as the running step found them, by history, while no optimizer is known.
+        block: number of the autocast block that the layers last ran in, where ranks close together.
+        closing_after: the backward pass at whose end the step closes.
+        optimizers: those that tell when their state is saved.
+        optimizer_saved: whether that has happened since the last step.
+        state_read: whether the scaling state was read since then.
+        reminded_of_state: whether the user has been told of a checkpoint without scaling state.
     """
 
     manual: bool = False
     reminded: bool = False
+    group: Any = None
+    has_optimizer: bool = field(default=False, init=False)
+    ran: bool = field(default=False, init=False)
+    weights_seen: "weakref.WeakKeyDictionary[AmaxHistory, WeightSeen]" = field(
+        default_factory=weakref.WeakKeyDictionary, init=False
+    )
+    block: int = field(default=0, init=False)
+    closing_after: int = field(default=-1, init=False)
+    optimizers: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet, init=False)
+    optimizer_saved: bool = field(default=False, init=False)
+    state_read: bool = field(default=False, init=False)
+    reminded_of_state: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.group, str) and self.group != "rank":
+            raise ConfigError(f"amax_group must be a process group, None or 'rank', not {self.group!r}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ScaleUpdates":
+        return ScaleUpdates(self.manual, self.reminded, self.group)  # a process group has no copies
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ScaleUpdates, (self.manual, self.reminded, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSeen:
+    """A weight as a training forward found it.
+
+    Attributes:
+        version: autograd's counter.
+        sample: some of its elements, since what is written through ``.data`` does not raise the counter.
+    """
+
+    version: int
+    sample: Tensor
 
 
 @dataclass(slots=True)
@@ -134,6 +185,7 @@ class LayerTap:
         overflowed: bool [3], set where they hold NaN or ±Inf.
         nonfinite: int64 [3], raised by the numbers of their NaN and ±Inf elements.
         watch: looks at the call's tensors and operands.
+        records_weight: whether the weight's amax and overflows are recorded.
     """
 
     amaxes: Tensor | None = None
@@ -142,14 +194,16 @@ class LayerTap:
     overflowed: Tensor | None = None
     nonfinite: Tensor | None = None
     watch: LayerWatch | None = None
+    records_weight: bool = True
 
     def of(self, role: int) -> RoleTap:
         """One role's share."""
+        records = role != WEIGHT or self.records_weight
         return RoleTap(
             amax=None if self.amaxes is None else self.amaxes[role],
             scale=self.input_scale if role == INPUT else None,
-            pending=None if self.pending is None else self.pending[role],
-            overflowed=None if self.overflowed is None else self.overflowed[role],
+            pending=self.pending[role] if self.pending is not None and records else None,
+            overflowed=self.overflowed[role] if self.overflowed is not None and records else None,
             nonfinite=None if self.nonfinite is None else self.nonfinite[role],
         )
 
@@ -191,12 +245,13 @@ class AmaxHistory(StatefulModule):
         amax: [3] float32, what the current scales are made from; 0 before the first step is closed.
         pending: [3] float32, the running step's maximum; -1 where nothing was recorded.
         overflowed: [3] bool, whether the running step saw NaN or ±Inf.
-        steps: [3] int64, closed steps in which the role was executed.
+        steps: [3] int64, closed steps whose amax entered the window.
         region: [] int64, the number of the autocast block of the last call, 0 outside of any. A tensor, so that a
             compiled graph reads it.
 
-    The buffers are not part of a ``state_dict`` (see ``octavo.scaling_state``), follow the model to its device, and
-    stay float32 when the model is cast.
+    The buffers are not part of a ``state_dict`` (see ``octavo.scaling_state``), follow the layer to its device, and
+    stay float32 when the model is cast. A layer keeps its history beside its submodules: wrappers that broadcast, cast
+    or average a model's buffers, as DDP does before each forward, would mix amaxes of different steps and ranks.
 
     Example:
         >>> history = AmaxHistory(History(length=2))
@@ -241,36 +296,30 @@ class AmaxHistory(StatefulModule):
             "region": torch.zeros((), dtype=torch.int64, device=device),
         }
 
+    def follow(self, device: torch.device) -> None:
+        """Move to where the layer's weight is: wrappers may have moved that alone."""
+        self.to_empty(device=device) if self.amax.is_meta else self.to(device)
+
     @torch.no_grad()
-    def begin_forward(self, *, awaits_backward: bool, region: Tensor) -> None:
-        """Close the step before, unless updates are manual or it goes on.
+    def begin_forward(self, region: Tensor) -> None:
+        """Close the step if its autocast block was left and that ends it; see :class:`octavo.recipes.Close`.
 
         Args:
-            awaits_backward: whether the call that begins takes part in a backward pass; if not, none will tell that
-                the step is over, and every call is one.
             region: int64 [], the number of the outermost autocast block that the call stands in, 0 outside of any.
         """
-        if not awaits_backward and not self.updates.manual:
-            self.close()
-        self.close_if_over(region)
         if self.spec.close == Close.AUTOCAST:
+            self.close_if_left(region)
             self.region.fill_(region)  # from a CPU's scalar a copy to the GPU waits, a fill does not
 
     @torch.no_grad()
-    def close_if_over(self, region: Tensor) -> None:
-        """Close the step, unless updates are manual, if what ends it has happened; see :class:`octavo.recipes.Close`.
-
-        A step that stood in no autocast block ends with a backward pass under either rule.
-        """
-        if self.updates.manual:
+    def close_if_left(self, region: Tensor) -> None:
+        """Close the step, unless updates are manual, if it stood in another autocast block and that ends it."""
+        if self.updates.manual or self.spec.close != Close.AUTOCAST:
             return
         if self._has_kernel:
-            self._close_by_kernel(over=(self.region, int(region)) if self.spec.close == Close.AUTOCAST else False)
+            self._close_by_kernel(left=(self.region, int(region)))
             return
-        over = self.pending[GRAD_OUTPUT] >= 0
-        if self.spec.close == Close.AUTOCAST:
-            over = torch.where(self.region > 0, self.region != region, over)
-        self.close(where=over)
+        self.close(where=(self.region > 0) & (self.region != region))
 
     @torch.no_grad()
     def record(self, role: int, amax: Tensor) -> None:
@@ -285,15 +334,16 @@ class AmaxHistory(StatefulModule):
             where: a boolean scalar tensor; the step stays open where it is False.
         """
         if where is None and self._has_kernel:
-            self._close_by_kernel(over=True)
+            self._close_by_kernel()
             return
         ran = self.pending >= 0 if where is None else (self.pending >= 0) & where
-        self.steps.add_(ran)
+        enters = ran & (self.pending > 0)
+        self.steps.add_(enters)
         shifted = torch.cat([self.pending[:, None], self.window[:, :-1]], dim=1)
-        self.window.copy_(torch.where(ran[:, None], shifted, self.window))
+        self.window.copy_(torch.where(enters[:, None], shifted, self.window))
         due = (self.steps % self.spec.update_interval == 0) | (self.amax <= 0)
         statistic = _statistic(self.window, self.spec.statistic)
-        followed = torch.where(due & (statistic > 0), statistic, self.amax)
+        followed = torch.where(enters & due & (statistic > 0), statistic, self.amax)
         if self.spec.backoff < 1:
             backed_off = (self.amax.double() / self.spec.backoff).clamp(max=_LARGEST).float()
             followed = torch.where(self.overflowed & (self.amax > 0), backed_off, followed)
@@ -306,14 +356,14 @@ class AmaxHistory(StatefulModule):
     def _has_kernel(self) -> bool:
         return self.spec.statistic != Statistic.MEAN and gpu.closes_steps(self.window)
 
-    def _close_by_kernel(self, *, over: tuple[Tensor, int] | bool) -> None:
-        """One launch for the twenty of :meth:`close`; ``over`` says when, as the kernel takes it."""
+    def _close_by_kernel(self, *, left: tuple[Tensor, int] | None = None) -> None:
+        """One launch for the twenty of :meth:`close`; ``left`` says when, as the kernel takes it."""
         gpu.close_step(
             *(self.window, self.amax, self.pending, self.overflowed, self.steps),
             latest=self.spec.statistic == Statistic.LATEST,
             interval=self.spec.update_interval,
             backoff=self.spec.backoff,
-            over=over,
+            left=left,
         )
         self.unclosed_backwards = 0
 
@@ -324,6 +374,7 @@ class AmaxHistory(StatefulModule):
         self.overflowed.fill_(False)
         self.region.zero_()
         self.unclosed_backwards = 0
+        self.updates.weights_seen.pop(self, None)
 
     @torch.no_grad()
     def follow_window(self, roles: Tensor) -> None:

@@ -12,9 +12,10 @@ delayed only under ``octavo.autocast`` has a history from its first training for
 import copy
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from octavo import recipes
 from octavo.context import autocast_region
@@ -22,6 +23,10 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import Linear
 from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, AmaxHistory
 from octavo.recipes import Recipe
+from octavo.scale_updates import close_steps, is_written, reduce_amaxes
+
+if TYPE_CHECKING:
+    from torch import distributed
 
 __all__ = [
     "discard_step",
@@ -66,11 +71,10 @@ def update_scales(model: torch.nn.Module, *, group: "distributed.ProcessGroup | 
         >>> scaling_state(model)["0.input.amax"].item()
         3.0
     """
-    histories = _histories(model)
+    layers = list(_layers(model).values())
     if group is not None:
-        _take_largest(histories, group)
-    for history in histories.values():
-        history.close()
+        reduce_amaxes(layers, group)
+    close_steps(layers)
     _forget_cached_weights(model)
 
 
@@ -121,15 +125,22 @@ def rescale_gradient_history(model: torch.nn.Module, factor: float) -> None:
 def scaling_state(model: torch.nn.Module) -> dict[str, Tensor]:
     """Copies of every delayed and static layer's state, on the layer's device.
 
-    With automatic updates, a step that is over counts as closed, as the next forward will find it.
+    With automatic updates, a step that is over counts as closed, as the next forward will find it; the micro-batches of
+    one that goes on are left out.
 
     Example:
         >>> scaling_state(torch.nn.Linear(2, 2))
         {}
     """
     histories = copy.deepcopy(_histories(model))
-    for history in histories.values():
-        history.close_if_over(autocast_region())
+    layers = _layers(model)
+    over = {id(layer.scale_updates) for layer in layers.values() if is_written(layer)}
+    for path, history in histories.items():
+        if id(layers[path].scale_updates) in over:
+            history.close()
+        history.close_if_left(autocast_region())
+    for layer in layers.values():
+        layer.scale_updates.state_read = True
     return {key: slot.clone() for key, slot in _slots(model, histories).items()}
 
 
@@ -180,7 +191,7 @@ def load_scaling_state(
         history.follow_window(torch.tensor(cut, device=history.amax.device))
         history.discard()
     for path, layer in _layers(model).items():
-        layer.amax_history = histories.get(path)
+        layer.keep_history(histories.get(path))
     _forget_cached_weights(model)
 
 
@@ -248,18 +259,6 @@ def _check_tensor(key: str, value: object, slot: Tensor) -> None:
     empty = value == EMPTY
     if slot.ndim and bool((empty[:-1] & ~empty[1:]).any()):
         raise CheckpointError(f"scaling state {key!r} holds an amax that is older than none; the newest comes first")
-
-
-def _take_largest(histories: Mapping[str, AmaxHistory], group: "distributed.ProcessGroup") -> None:
-    """Raise the running step's amaxes and overflow marks to the largest of all ranks: nothing recorded is below 0."""
-    if not histories:
-        return
-    recorded = torch.stack([torch.cat([one.pending, one.overflowed.float()]) for one in histories.values()])
-    distributed.all_reduce(recorded, op=distributed.ReduceOp.MAX, group=group)
-    for history, row in zip(histories.values(), recorded, strict=True):
-        pending, overflowed = row.tensor_split(2)
-        history.pending.copy_(pending)
-        history.overflowed.copy_(overflowed > 0)
 
 
 def _forget_cached_weights(model: torch.nn.Module) -> None:

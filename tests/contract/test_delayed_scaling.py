@@ -20,6 +20,7 @@ from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT
 from octavo.recipes import History, Statistic
 from octavo.state import rescale_gradient_history, update_scales
 from tests.contract.gemm_oracle import recorded_products
+from tests.recorded_state import end_step, recorded_state
 from tests.unit.test_observers import PlainRole, backoffs
 
 WEIGHT_AMAX = 0.75
@@ -34,7 +35,7 @@ def _layer(*, manual: bool = False, **options) -> Linear:
 def _train(
     layer: Linear, amax: float, grad_amax: float = 1.0, *, broken: Collection[int] = ()
 ) -> tuple[float, float, float]:
-    """One training forward and backward on constant tensors; the scales of input, weight and grad_output.
+    """One training forward and backward on constant tensors and an update by hand; the scales of the three roles.
 
     The last elements of the ``broken`` roles' tensors are infinite; their finite amax is the same.
     """
@@ -157,7 +158,7 @@ def test_micro_batches_of_a_step_count_with_their_maximum():
 def test_evaluation_never_writes():
     layer = _layer()
     _train(layer, 3.0)
-    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in recorded_state(layer).items()}
     _evaluate(layer, 1000.0)
     layer.eval()
     x = torch.full((1, 2), 500.0, requires_grad=True)
@@ -166,7 +167,7 @@ def test_evaluation_never_writes():
     with torch.inference_mode(), octavo.autocast(enabled=False):
         layer(x)
     assert before
-    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in recorded_state(layer).items())
 
 
 def test_training_mode_without_gradients_records_nothing():
@@ -193,10 +194,12 @@ def test_infinities_and_nan_neither_freeze_nor_enter_the_history():
     layer = _layer()
     x = torch.tensor([[2.0, float("inf")]], requires_grad=True)
     layer(x).backward(torch.tensor([[float("nan"), 4.0]]))
+    end_step()
     _train(layer, 1.0)
     assert layer.amax_history is not None
     assert layer.amax_history.amax.tolist() == [2.0, WEIGHT_AMAX, 4.0], "the finite elements' amax"
     layer(torch.full((1, 2), float("nan"), requires_grad=True)).backward(torch.full((1, 2), float("inf")))
+    end_step()
     input_scale, _, grad_scale = _train(layer, 1.0)
     assert (input_scale, grad_scale) == (_scale(2.0, E4M3), _scale(4.0, E5M2)), "no finite element: nothing new"
 
@@ -207,6 +210,28 @@ def test_zero_tensors_keep_the_previous_scale():
     _train(layer, 0.0, 0.0)
     input_scale, _, grad_scale = _train(layer, 1.0, 1.0)
     assert (input_scale, grad_scale) == (_scale(3.0, E4M3), _scale(5.0, E5M2))
+
+
+def test_steps_of_zeros_push_nothing_out_of_the_window():
+    """As many as the window is long: the largest amax is still that of the steps before."""
+    layer = _layer(history_length=4)
+    for amax in (8.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0):
+        seen = _train(layer, amax, amax)
+    assert (seen[0], seen[2]) == (_scale(8.0, E4M3), _scale(8.0, E5M2))
+    state = octavo.scaling_state(layer)
+    assert state["grad_output.amax_history"].tolist() == [2.0, 2.0, 8.0, -1.0]
+    assert state["grad_output.steps"].item() == 3
+
+
+def test_an_output_that_the_loss_leaves_out_records_no_gradient():
+    """Autograd gives a layer zeros where others' outputs count."""
+    layer = _layer(history_length=2)
+    _train(layer, 3.0, 5.0)
+    for _ in range(3):
+        x = torch.full((1, 2), 3.0, requires_grad=True)
+        (layer(x) * torch.zeros(1, 2) + x).sum().backward()
+        end_step()
+    assert octavo.scaling_state(layer)["grad_output.amax_history"].tolist() == [5.0, -1.0]
 
 
 def test_a_steady_amax_gives_the_codes_of_tensorwise():
@@ -242,6 +267,7 @@ def test_frozen_weights_leave_their_history_and_codes_alone():
     x = torch.full((1, 2), 4.0, requires_grad=True)
     for _ in range(4):
         layer(x).sum().backward()
+        end_step()
     assert torch.equal(history.window[WEIGHT], kept)
     assert history.steps.tolist()[WEIGHT] == 2
     assert history.amax[WEIGHT].item() == WEIGHT_AMAX
@@ -251,6 +277,7 @@ def test_frozen_weights_leave_their_history_and_codes_alone():
 def test_a_layer_that_takes_no_gradient_still_follows_its_input():
     layer = _layer(history_length=1).requires_grad_(False)
     for amax in (1.0, 8.0, 2.0):
+        end_step()
         layer(torch.full((1, 2), amax))
     assert layer.amax_history is not None
     assert layer.amax_history.amax[INPUT].item() == 8.0
@@ -271,6 +298,7 @@ def test_recomputation_neither_closes_the_step_nor_sees_other_scales(use_reentra
         assert len(outputs) == 4, "two uses, each computed twice"
         assert len(set(outputs)) == 1
         scales.append(outputs[0])
+        end_step()
     assert scales == [_scale(1.0, E4M3), _scale(1.0, E4M3), _scale(2.0, E4M3)]
     update_scales(layer)
     assert layer.amax_history is not None
@@ -301,6 +329,7 @@ def test_an_empty_batch_leaves_scales_finite_and_as_they_were():
     layer = _layer()
     _train(layer, 3.0, 5.0)
     layer(torch.zeros(0, 2, requires_grad=True)).backward(torch.zeros(0, 2))
+    end_step()
     input_scale, _, grad_scale = _train(layer, 1.0, 1.0)
     assert (input_scale, grad_scale) == (_scale(3.0, E4M3), _scale(5.0, E5M2))
 
@@ -310,6 +339,7 @@ def test_an_empty_batch_pushes_nothing_out_of_the_window():
     _train(layer, 3.0, 5.0)
     for _ in range(3):
         layer(torch.zeros(0, 2, requires_grad=True)).backward(torch.zeros(0, 2))
+        end_step()
     state = octavo.scaling_state(layer)
     assert state["input.amax_history"].tolist() == [3.0, -1.0]
     assert state["grad_output.amax_history"].tolist() == [5.0, -1.0]
@@ -381,12 +411,14 @@ def test_backing_off_after_an_overflow():
     layer = _layer(history_length=1, backoff=0.5)
     _train(layer, 4.0, 8.0)
     layer(torch.tensor([[float("inf"), 1.0]], requires_grad=True)).backward(torch.tensor([[float("nan"), 0.5]]))
+    end_step()
     assert _train(layer, 1.0)[0] == _scale(8.0, E4M3), "4 / 0.5, not the step's finite amax of 1"
     state = octavo.scaling_state(layer)
     assert state["input.amax"].item() == 1.0, "and the next step follows the window again"
     plain = _layer(history_length=1)
     _train(plain, 4.0)
     plain(torch.tensor([[float("inf"), 1.0]], requires_grad=True)).sum().backward()
+    end_step()
     assert _train(plain, 1.0)[0] == _scale(1.0, E4M3)
 
 

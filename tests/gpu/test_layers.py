@@ -17,6 +17,7 @@ from tests.contract.test_recipes import _layer as layer_of
 from tests.contract.test_recipes import _step as step
 from tests.gpu import devices
 from tests.gpu.devices import on_cpu
+from tests.recorded_state import end_step
 
 pytestmark = pytest.mark.gpu
 
@@ -94,6 +95,8 @@ def test_a_delayed_history_is_the_cpus_after_several_steps(statistic, manual):
         if manual:
             update_scales(here)
             update_scales(there)
+        else:
+            end_step()
         state, same = scaling_state(here), scaling_state(there)
         assert state.keys() == same.keys()
         assert all(torch.equal(state[key], same[key].cpu()) for key in state)

@@ -37,6 +37,7 @@ from octavo.numerics.granularity import granularity_as_list
 from octavo.numerics.quantized import dequantize_by_torch
 from octavo.numerics.random_bits import random_bits_by_torch
 from tests.contract.gemm_oracle import recorded_products
+from tests.recorded_state import recorded_state
 
 FORMATS = (E4M3, E5M2)
 ALMOST_2_TO_THE_31 = 2**31 - 100  # a whole tile more is beyond int32
@@ -389,6 +390,7 @@ def _train(name: str, x: Tensor, weight: Tensor) -> Linear:
             given = rows.clone()
             given[0, 0] *= factor
             layer(given.requires_grad_()).square().sum().backward()
+        octavo.update_scales(layer)
     return layer
 
 
@@ -402,7 +404,7 @@ def test_a_layer_that_was_trained_remembers_the_same_without_operations_of_its_o
     request.getfixturevalue("as_on_a_gpu")
     monkeypatch.setattr(Record, "add", None)
     found = _train(name, x, weight)
-    states = [dict(layer.named_buffers()) for layer in (found, wanted)]
+    states = [recorded_state(layer) for layer in (found, wanted)]
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
         assert torch.equal(value, states[1][key]), key

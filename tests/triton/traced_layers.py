@@ -36,6 +36,7 @@ from octavo.kernels.triton import codes
 from octavo.nn import LayerNormLinear, LayerNormMLP, Linear
 from octavo.numerics import Granularity
 from tests.interpreter import let_indices_be_arrays
+from tests.recorded_state import recorded_state
 from tests.triton.hopper_build import NoDevice
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
@@ -81,7 +82,7 @@ def _step(layer: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor, up: Te
     assert x.grad is not None
     found = {"output": y.detach(), "input's gradient": x.grad}
     found |= {f"{name}'s gradient": p.grad.clone() for name, p in owner.named_parameters() if p.grad is not None}
-    return found | {f"state: {name}": value.clone() for name, value in owner.named_buffers()}
+    return found | {f"state: {name}": value.clone() for name, value in recorded_state(owner).items()}
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:

@@ -10,6 +10,7 @@ import octavo
 from octavo.convert import HEAD_NAMES
 from octavo.errors import ConfigError
 from tests.contract.gemm_oracle import recorded_products
+from tests.recorded_state import end_step
 
 
 class TinyLanguageModel(nn.Module):
@@ -141,6 +142,7 @@ def test_the_same_delayed_recipe_again_keeps_the_history():
     model = _mlp()
     octavo.convert(model, "delayed")
     model(torch.randn(4, 8)).sum().backward()
+    end_step()
     state = octavo.scaling_state(model)
     for scale_updates in ("automatic", "manual"):
         octavo.convert(model, "delayed", scale_updates=scale_updates)
@@ -159,6 +161,7 @@ def test_manual_updates_leave_closing_to_the_loop(scale_updates, steps):
     seen = []
     for _ in steps:
         model(torch.randn(4, 8)).sum().backward()
+        end_step()
         seen.append(octavo.scaling_state(model)["0.input.steps"].item())
     assert seen == steps
     if scale_updates == "manual":

@@ -15,6 +15,7 @@ from octavo.functional import fp8_linear
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor, quantize
 from tests.contract.gemm_oracle import assert_same_operand, recorded_products
+from tests.recorded_state import recorded_state
 
 RECIPES = [
     name for name in octavo.recipes.names() if octavo.recipes.get(name).output.b is not None and name != "static"
@@ -55,7 +56,7 @@ def _training(recipe: str, dtype: torch.dtype, run: Run = _called) -> list[Tenso
             parameter.grad = _gradient(parameter).nan_to_num(0, 0, 0)
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, *(buffer.clone() for buffer in model.buffers())]  # counts and histories
+    return [*found, *(tensor.clone() for tensor in recorded_state(model).values())]  # counts and histories
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import octavo
 from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, WEIGHT, AmaxHistory
 from octavo.recipes import History, Statistic
+from tests.recorded_state import end_step
 
 amaxes = st.one_of(st.just(0.0), st.floats(2.0**-126, 2.0**100, width=32))
 events = st.lists(st.one_of(st.just("close"), st.tuples(st.sampled_from(range(3)), amaxes, st.booleans())), max_size=40)
@@ -44,13 +45,15 @@ class PlainRole:
     def close(self) -> None:
         if self.pending is None:
             return
-        self.window = [self.pending, *self.window][: self.spec.length]
-        overflowed, self.overflowed, self.pending = self.overflowed, False, None
-        self.steps += 1
+        entering, self.pending = self.pending, None
+        overflowed, self.overflowed = self.overflowed, False
+        if entering > 0:
+            self.window = [entering, *self.window][: self.spec.length]
+            self.steps += 1
         if overflowed and self.spec.backoff < 1 and self.amax is not None:
             self.amax = min(float(np.float32(self.amax / self.spec.backoff)), LARGEST)
             return
-        if self.steps % self.spec.update_interval and self.amax is not None:
+        if entering == 0 or (self.steps % self.spec.update_interval and self.amax is not None):
             return
         candidate = self._statistic()
         if candidate > 0:
@@ -132,10 +135,11 @@ def test_mean_is_that_of_the_encode_scales_and_so_overflows_while_amax_grows():
 
 
 @pytest.mark.parametrize("statistic", list(Statistic))
-def test_zero_amax_keeps_the_previous_scale(statistic):
+def test_zero_amax_keeps_window_and_scale(statistic):
     history = _closed(History(length=2, statistic=statistic), 3.0, 0.0, 0.0, 0.0)
-    assert history.window[INPUT].tolist() == [0.0, 0.0], "it moves through the window"
-    assert history.amax[INPUT].item() == 3.0, "but never becomes a scale"
+    assert history.window[INPUT].tolist() == [3.0, EMPTY], "it pushes nothing out"
+    assert history.amax[INPUT].item() == 3.0
+    assert history.steps[INPUT].item() == 1
 
 
 def test_roles_that_did_not_run_are_masked_not_zero():
@@ -173,12 +177,15 @@ def test_backing_off_for_ever_stops_at_the_largest_float32():
     layer = octavo.nn.Linear(2, 2, bias=False, recipe=octavo.recipes.get("delayed", backoff=0.5))
     broken = torch.tensor([[float("inf"), 1.0]])
     layer(torch.ones(1, 2)).sum().backward()
+    end_step()
     for _ in range(300):
         layer(broken).backward(broken)
+        end_step()
     state = octavo.scaling_state(layer)
     assert state["input.amax"].item() == state["grad_output.amax"].item() == LARGEST
     octavo.load_scaling_state(layer, state)
     layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    end_step()
     assert octavo.scaling_state(layer)["input.amax"].item() == 1.0, "a clean step follows the window again"
 
 

@@ -17,6 +17,7 @@ from octavo.models import Llama, LlamaConfig
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, ScaleRounding, hopper_sums
 from octavo.serving import ModelRunner, PagedKVCache, generate
 from octavo.training.loss_scaling import LossScaler
+from tests.recorded_state import recorded_state
 
 
 @contextmanager
@@ -166,7 +167,7 @@ def test_training(default, recipe):
             optimizer.step()
         layers = [layer for layer in model.modules() if isinstance(layer, octavo.nn.Linear)]
         octavo.update_scales(model)
-        kept = [buffer for layer in layers for buffer in layer.buffers()]
+        kept = [tensor for layer in layers for tensor in recorded_state(layer).values()]
         return [*model.parameters(), *octavo.scaling_state(model).values(), *kept]
 
     assert_unmoved(default, trained)

@@ -202,7 +202,7 @@ def _multiply(
         tensors = (*later.tensors, amax, scale)
         return placeholder, InputOperands(output, Later(later.maker, tuple(map(_detached, tensors))))
 
-    return linear.forward_cast(recipe, cast_input, learns=again is not None)
+    return linear.forward_cast(recipe, cast_input)
 
 
 def _alone(cast: ResultCast) -> ResultCast:

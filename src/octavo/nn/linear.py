@@ -29,7 +29,8 @@ from octavo.observers import (
     StatefulModule,
     inside_backward,
 )
-from octavo.recipes import History, Recipe, Scaling
+from octavo.recipes import Close, History, Recipe, Scaling
+from octavo.scale_updates import close_block_over_ranks, close_if_written, follow_optimizers, reduces
 
 __all__ = ["Linear", "autocast_dtype"]
 
@@ -77,6 +78,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     held: HeldWeight | None  # where the weight is codes; their scale is the buffer ``weight_scale``
     weight_scale: Tensor
     watch: LayerWatch | None = None  # set for the steps that the doctor looks at
+    records_weight: bool = True  # False for the later micro-batches of a step that tells them apart
 
     def __init__(
         self,
@@ -109,10 +111,11 @@ class Linear(StatefulModule, torch.nn.Linear):
             probe_cpu()
         known = getattr(self, "amax_history", None)
         if known is None or known.spec != recipe.history:
-            self.amax_history = None
+            self.keep_history(None)
             self._history_for(recipe, create=True)
         else:
             known.updates, known.path = self.scale_updates, path
+        follow_optimizers(self)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's own name)
         """[..., K] to [..., N], in the input's dtype (under ``torch.autocast``: its dtype)."""
@@ -125,20 +128,17 @@ class Linear(StatefulModule, torch.nn.Linear):
             raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
         if recipe.is_high_precision and self.held is None:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
-        return self.forward_cast(recipe, lambda _: (x, None), learns=x.requires_grad)
+        return self.forward_cast(recipe, lambda _: (x, None))
 
-    def forward_cast(
-        self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]], *, learns: bool
-    ) -> Tensor:
+    def forward_cast(self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]]) -> Tensor:
         """What :meth:`forward` does of an FP8 call once its input is known to fit.
 
         Args:
             recipe: :meth:`recipe_now`.
             make: gives the input, [..., K], and its operands if it has cast it already; then it has also taken its
                 scale from the input's tap and recorded there what it found.
-            learns: whether the input takes a gradient.
         """
-        tap = self._tap(recipe, awaits_backward=learns or self.weight.requires_grad)
+        tap = self._tap(recipe)
         x, operands = make(tap.of(INPUT))
         y = fp8_linear(
             x,
@@ -243,19 +243,34 @@ class Linear(StatefulModule, torch.nn.Linear):
     def _is_learning(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
-    def _tap(self, recipe: Recipe, *, awaits_backward: bool) -> LayerTap:
+    def _tap(self, recipe: Recipe) -> LayerTap:
         """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
-        tap = LayerTap(nonfinite=self.nonfinite_counts if self.training else None, watch=self.watch)
+        counts = self.nonfinite_counts if self.training else None
+        tap = LayerTap(nonfinite=counts, watch=self.watch, records_weight=self.records_weight)
         if recipe.has_static_input:
             tap.input_scale = self._checked_input_scale()
         history = self._history_for(recipe, create=self._is_learning)
         if history is not None:
             if self.training and not inside_backward():  # activation checkpointing runs a forward of this step again
-                history.begin_forward(awaits_backward=awaits_backward, region=autocast_region())
+                self._begin_forward(history)
             tap.amaxes = history.amax.clone()
             if self._is_learning:
                 tap.pending, tap.overflowed = history.pending, history.overflowed
+                self.scale_updates.ran = True
         return tap
+
+    def _begin_forward(self, history: AmaxHistory) -> None:
+        """End the step before where that is seen only now."""
+        region = autocast_region()
+        if not torch.compiler.is_compiling():
+            close_if_written(self, region)
+            close_block_over_ranks(self, region)
+        elif history.spec.close == Close.AUTOCAST and reduces(self.scale_updates):
+            torch._dynamo.graph_break(  # noqa: SLF001
+                msg=f"{self._called} ends steps with autocast blocks on all ranks, which a graph cannot; compile it "
+                "with recipe 'delayed', or give convert amax_group='rank'"
+            )
+        history.begin_forward(region)
 
     @property
     def _called(self) -> str:
@@ -282,10 +297,16 @@ class Linear(StatefulModule, torch.nn.Linear):
             "input_scale": torch.zeros((), dtype=torch.float32, device=device),
         }
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        follow_optimizers(self)  # a copy or an unpickled layer
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow the model's device; codes that are held and their scale keep their dtype too."""
         held = self.held_weight()
         super()._apply(fn, recurse)
+        if self.amax_history is not None:
+            self.amax_history._apply(fn, recurse)  # noqa: SLF001
         if held is not None and self.weight.dtype is not held.data.dtype:
             self.weight = torch.nn.Parameter(held.data.to(self.weight.device), requires_grad=False)
             self.weight_scale = held.scale.to(self.weight.device)
@@ -305,6 +326,10 @@ class Linear(StatefulModule, torch.nn.Linear):
         """The shape and the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
+    def keep_history(self, history: AmaxHistory | None) -> None:
+        """Use a history from now on. It is no submodule: see :class:`octavo.observers.AmaxHistory`."""
+        self.__dict__["amax_history"] = history
+
     def new_history(self, spec: History) -> AmaxHistory:
         """An empty history as this layer would keep it."""
         return AmaxHistory(spec, updates=self.scale_updates, path=self.path, device=self.weight.device)
@@ -319,12 +344,14 @@ class Linear(StatefulModule, torch.nn.Linear):
         if self.amax_history is None:
             if torch.compiler.is_compiling():  # a graph makes no modules; the first call runs without one
                 torch._dynamo.graph_break(msg=f"{self._called} has no amax history yet; run it once before compiling")  # noqa: SLF001
-            self.amax_history = self.new_history(recipe.history)
-        elif self.amax_history.spec != recipe.history:
+            self.keep_history(self.new_history(recipe.history))
+        elif not self.amax_history.spec == recipe.history:  # noqa: SIM201 ("!=" is more than a tracer can compare)
             raise ConfigError(
                 f"this layer keeps a history for {self.amax_history.spec} and cannot also run {recipe.history}; "
                 "use one delayed recipe, or convert the model again"
             )
+        elif self.amax_history.amax.device != self.weight.device:
+            self.amax_history.follow(self.weight.device)
         return self.amax_history
 
 

@@ -104,10 +104,14 @@ class GemmSpec:
 
 
 class Close(StrEnum):
-    """What ends a step of delayed scaling that nobody closes by hand, at the next training forward."""
+    """What ends a step of delayed scaling where updates are not manual."""
 
-    BACKWARD = "backward"  # a backward pass has run since
-    AUTOCAST = "autocast"  # the outermost octavo.autocast block was left since, as in Transformer Engine
+    OPTIMIZER = "optimizer"  # a step of the model's optimizer; see octavo.scale_updates
+    AUTOCAST = "autocast"  # that, or another outermost octavo.autocast block, as in Transformer Engine
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Close | None":
+        return cls.OPTIMIZER if value == "backward" else None  # its name in older files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,7 @@ class History:
     statistic: Statistic = Statistic.MAX
     update_interval: int = 1
     backoff: float = 1.0
-    close: Close = Close.BACKWARD
+    close: Close = Close.OPTIMIZER
 
     def __post_init__(self) -> None:
         _check_whole("a history's length", self.length, least=1)

@@ -27,6 +27,7 @@ from octavo.doctor import StepNotes, Watcher, watch
 from octavo.doctor.capture import remove_captures
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
+from octavo.scale_updates import default_group
 from octavo.state import discard_step, rescale_gradient_history, update_scales
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
@@ -285,11 +286,11 @@ class Trainer:
         """Take the optimizer's step; the loss scale of its gradients, None if there is none."""
         if self.scaler is None:
             self.optimizer.step()
-            update_scales(self.model)
+            update_scales(self.model, group=default_group())
             return None
         scale = self.scaler.value
         self.scaler.step(self.optimizer)
-        update_scales(self.model)
+        update_scales(self.model, group=default_group())
         self._update_loss_scale(self.scaler)
         return scale
 

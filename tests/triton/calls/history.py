@@ -16,6 +16,6 @@ def _close(length: int, **options: object) -> None:
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "1024 steps": partial(_close, 1024, latest=False, interval=1, backoff=1.0, over=(_region, 7)),
-    "4096 steps": partial(_close, 4096, latest=False, interval=3, backoff=0.99, over=False),
+    "1024 steps": partial(_close, 1024, latest=False, interval=1, backoff=1.0, left=(_region, 7)),
+    "4096 steps": partial(_close, 4096, latest=False, interval=3, backoff=0.99),
 }

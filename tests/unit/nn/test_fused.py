@@ -15,6 +15,7 @@ from octavo.nn import fused as layers
 from octavo.numerics.metrics import sqnr_db
 from tests.contract.gemm_oracle import recorded_products
 from tests.contract.transformer_oracle import spread_out
+from tests.recorded_state import recorded_state
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -82,8 +83,8 @@ def test_output_and_gradients(recipe: str, normalization: str, activation: str) 
             assert got.shape == exact.shape, name
             # Where the last bit of a norm moves a code, it moves by 2^-4 of its value; few do.
             assert sqnr_db(exact.float(), got.float()) > 35, name
-    for (name, got), exact in zip(ours.named_buffers(), theirs.buffers(), strict=True):
-        torch.testing.assert_close(got, exact, msg=name)
+    for name, exact in recorded_state(theirs).items():
+        torch.testing.assert_close(recorded_state(ours)[name], exact, msg=name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -173,8 +174,8 @@ def test_nonfinite_elements_are_counted_as_without() -> None:
     ours(x).sum().backward()
     with one_after_the_other():
         theirs(x).sum().backward()
-    for (name, got), exact in zip(ours.named_buffers(), theirs.buffers(), strict=True):
-        torch.testing.assert_close(got, exact, msg=name)
+    for name, exact in recorded_state(theirs).items():
+        torch.testing.assert_close(recorded_state(ours)[name], exact, msg=name)
     assert ours.fc1.nonfinite_counts[0] == 48
 
 

@@ -18,6 +18,7 @@ from octavo.bench.sizes import LinearCase
 from octavo.bench.steps import TrainingStep, leaf
 from octavo.bench.tables import section_of
 from octavo.nn import Linear
+from octavo.state import update_scales
 
 __all__ = ["FIRST_RECIPES", "RECIPES", "bars", "measure"]
 
@@ -87,12 +88,23 @@ def _contestants(session: Session, case: LinearCase, weight: nn.Parameter, how: 
 
 
 def _layer(case: LinearCase, recipe: str, weight: nn.Parameter) -> Callable[[], Callable[[Tensor], Tensor]]:
-    def make() -> Linear:
+    def make() -> Callable[[Tensor], Tensor]:
         layer = Linear(case.k, case.n, bias=False, recipe=recipe, device=weight.device, dtype=weight.dtype)
         layer.weight = weight
-        return layer
+        return _closing(layer) if layer.recipe.is_delayed else layer
 
     return make
+
+
+def _closing(layer: Linear) -> Callable[[Tensor], Tensor]:
+    """A delayed layer whose every call begins a step: there is no optimizer to end them."""
+
+    def call(x: Tensor) -> Tensor:
+        update_scales(layer)
+        y: Tensor = layer(x)
+        return y
+
+    return call
 
 
 def _compiled(session: Session, make: Callable[[], Callable[[Tensor], Tensor]]) -> Callable[[], Callable[..., Tensor]]:

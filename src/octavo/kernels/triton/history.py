@@ -1,7 +1,7 @@
 """The end of a delayed step for one layer, in one launch instead of some twenty.
 
 What it computes is described at ``octavo.observers.AmaxHistory``; here it is one program, since three roles have little
-to do and the last role's amax decides about all of them.
+to do.
 """
 
 import torch
@@ -20,22 +20,19 @@ _LARGEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 def close_step_kernel(
     window, amax, pending, overflowed, steps, region,
     length, now, interval,
-    ROLES: tl.constexpr, IF_OVER: tl.constexpr, BY_REGION: tl.constexpr, LATEST: tl.constexpr, BACKOFF: tl.constexpr,
+    ROLES: tl.constexpr, IF_LEFT: tl.constexpr, LATEST: tl.constexpr, BACKOFF: tl.constexpr,
     LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """The last of ROLES tells whether the step is over; LENGTH is a power of two, length or more."""
+    """LENGTH is a power of two, length or more."""
     role = tl.arange(0, 4)
     mine = role < ROLES
     last = tl.load(pending + role, mask=mine, other=-1.0)
     ran = last >= 0
-    if IF_OVER:
-        one = tl.arange(0, 1)
-        over = tl.load(pending + ROLES - 1 + one) >= 0
-        if BY_REGION:
-            before = tl.load(region + one)
-            over = (over & (before <= 0)) | ((before > 0) & (before != now))
-        ran = ran & over
-    taken = tl.load(steps + role, mask=mine, other=0) + ran.to(tl.int64)
+    if IF_LEFT:
+        before = tl.load(region + tl.arange(0, 1))
+        ran = ran & (before > 0) & (before != now)
+    enters = ran & (last > 0)  # zeros fit every scale, and would push out what the next tensors need
+    taken = tl.load(steps + role, mask=mine, other=0) + enters.to(tl.int64)
     at = tl.arange(0, LENGTH)
     here = role[:, None] * length + at[None, :]
     kept = mine[:, None] & (at < length)[None, :]
@@ -43,12 +40,12 @@ def close_step_kernel(
     older = tl.load(window + here - 1, mask=kept & (at > 0)[None, :], other=-1.0)
     tl.debug_barrier()  # all of the window is read before any of it is written
     moved = tl.where((at == 0)[None, :], last[:, None], older)
-    held = tl.where(kept, tl.where(ran[:, None], moved, old), -1.0)
-    tl.store(window + here, held, mask=kept & ran[:, None])
+    held = tl.where(kept, tl.where(enters[:, None], moved, old), -1.0)
+    tl.store(window + here, held, mask=kept & enters[:, None])
     found = tl.max(tl.where((at == 0)[None, :] | (LATEST == 0), held, -1.0), axis=1)
     current = tl.load(amax + role, mask=mine, other=0.0)
     due = (taken % interval == 0) | (current <= 0)
-    followed = tl.where(due & (found > 0), found, current)
+    followed = tl.where(enters & due & (found > 0), found, current)
     broken = tl.load(overflowed + role, mask=mine, other=0)
     if BACKOFF < 1:
         less = current.to(tl.float64) / tl.full(current.shape, BACKOFF, tl.float64)
@@ -71,7 +68,7 @@ def close_step(
     latest: bool,
     interval: int,
     backoff: float,
-    over: tuple[Tensor, int] | bool,
+    left: tuple[Tensor, int] | None = None,
 ) -> None:
     """Close the step of a layer's roles, in place.
 
@@ -84,16 +81,16 @@ def close_step(
         latest: whether an amax is the newest of the window; otherwise the largest.
         interval: steps from one amax to the next.
         backoff: after an overflow amax becomes itself over this, unless it is 1.
-        over: True closes the step; False does if the last role has run; the region of the last call, int64 [], and the
-            number of the running one do if those differ, or as False does where the former is 0.
+        left: the autocast block of the last call, int64 [], and the number of the running one: the step closes if those
+            differ and the former is not 0. None closes it in any case.
     """
     roles, length = window.shape
-    region, now = over if isinstance(over, tuple) else (None, 0)
+    region, now = (None, 0) if left is None else left
     with launching.on_device_of(window):
         launching.launch(
             close_step_kernel, (1,),
             window, amax, pending, overflowed.view(torch.uint8), steps, region,
             length, now, interval,
-            ROLES=roles, IF_OVER=over is not True, BY_REGION=region is not None, LATEST=latest, BACKOFF=backoff,
+            ROLES=roles, IF_LEFT=left is not None, LATEST=latest, BACKOFF=backoff,
             LENGTH=launching.next_power_of_2(length), num_warps=4,
         )  # fmt: skip

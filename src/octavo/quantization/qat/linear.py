@@ -88,9 +88,7 @@ class QATLinear(Linear):
         if self.log2_scale is not None:
             self.log2_scale.requires_grad_(False)
 
-    def forward_cast(
-        self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]], *, learns: bool
-    ) -> Tensor:
+    def forward_cast(self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]]) -> Tensor:
         """What the converted layer computes, differentiated straight through."""
         if recipe.is_delayed:
             raise ConfigError(
@@ -102,7 +100,7 @@ class QATLinear(Linear):
         if recipe.has_static_input:
             assert recipe.output.a is not None
             self._follow(x, recipe.output.a)
-        tap = self._tap(recipe, awaits_backward=False)
+        tap = self._tap(recipe)
         return straight_through_linear(
             x,
             self.weight,

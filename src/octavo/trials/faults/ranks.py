@@ -43,7 +43,7 @@ def _first_rank_larger(trainer: Trainer, layer: int) -> Iterator[None]:
 def _of_the_next_rank(_trainer: Trainer, _layer: int) -> Iterator[None]:
     """Every rank closes its step with the amaxes of the next one's data."""
 
-    def close(model: nn.Module) -> None:
+    def close(model: nn.Module, **_: Any) -> None:
         for module in model.modules():
             if isinstance(module, Linear) and module.amax_history is not None:
                 pending = module.amax_history.pending

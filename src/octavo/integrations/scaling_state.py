@@ -1,0 +1,57 @@
+"""A model's scaling state as an object that checkpoint libraries save and load."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import CheckpointError
+from octavo.recipes import Recipe
+from octavo.state import load_scaling_state, scaling_state
+
+__all__ = ["ScalingState"]
+
+_COUNT = "tensors"  # a key of its own, so that a library that loads only the keys it is shown cannot lose the others
+
+
+class ScalingState:
+    """``octavo.scaling_state`` and ``octavo.load_scaling_state`` by the names that checkpoint libraries call.
+
+    - accelerate: ``accelerator.register_for_checkpointing(ScalingState(model))``.
+    - ``torch.distributed.checkpoint``: ``{"model": ..., "scaling": ScalingState(model)}``. One rank's tensors are saved
+      for all: steps that end on all ranks together leave the same on every rank, those of ``amax_group="rank"`` do not.
+
+    Args:
+        model: converted; may be wrapped later.
+        recipe: of layers that are delayed only under ``octavo.autocast``; see ``octavo.load_scaling_state``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> _ = octavo.convert(model, "delayed")
+        >>> saved = ScalingState(model).state_dict()
+        >>> ScalingState(model).load_state_dict(saved)
+    """
+
+    def __init__(self, model: nn.Module, *, recipe: str | Recipe | None = None) -> None:
+        self.model, self.recipe = model, recipe
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the scaling state's tensors, and their number."""
+        state = scaling_state(self.model)
+        return state | {_COUNT: torch.tensor(len(state))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Put a :meth:`state_dict` back.
+
+        Raises:
+            CheckpointError: it does not fit the model; nothing is loaded then.
+        """
+        state = dict(state_dict)
+        saved = int(state.pop(_COUNT, torch.tensor(len(state))))
+        if saved != len(state):
+            raise CheckpointError(
+                f"the checkpoint holds {saved} tensors of scaling state and {len(state)} of them were loaded, those of "
+                "the layers that have an amax history already; take one training step before loading, or convert the "
+                "model with its delayed recipe"
+            )
+        load_scaling_state(self.model, state, recipe=self.recipe)

@@ -1,0 +1,237 @@
+"""One of two ranks, whose data differ 64-fold: ``python -m tests.contract.ranks_program FOLDER RANK``.
+
+Runs every check below, in their order, and saves what each one returned, or its traceback, to ``FOLDER/rank<RANK>.pt``.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.integrations import ScalingState
+
+STEPS, RATIO = 4, 64.0
+RECIPE = octavo.recipes.get("delayed", history_length=3)
+
+
+def build(**options: Any) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    octavo.convert(model, RECIPE, **options)
+    return model
+
+
+def batches(rank: int, *, micro: int = 1, steps: int = STEPS) -> Iterator[list[Tensor]]:
+    """Each step's micro-batches; amaxes fall from step to step, so that windows and their maxima count."""
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(steps):
+        yield [torch.randn(5, 8, generator=generator) * RATIO**rank / 2**step for _ in range(micro)]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1e-6)
+
+
+def train(model: nn.Module, rank: int, *, micro: int = 1, steps: int = STEPS, average: bool = False) -> dict[str, Any]:
+    """Losses, gradients and histories of a few steps."""
+    optimizer, losses, grads = optimizer_of(model), [], []
+    for step in batches(rank, micro=micro, steps=steps):
+        for index, batch in enumerate(step):
+            is_last = index == len(step) - 1
+            quiet = model.no_sync() if not is_last and isinstance(model, DistributedDataParallel) else nullcontext()
+            with quiet:
+                loss = model(batch).square().mean()
+                loss.backward()
+            losses.append(loss.item())
+        grads.append([_whole(each.grad, average=average) for each in model.parameters() if each.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    inner = getattr(model, "module", model)
+    return {"losses": losses, "grads": grads, "state": octavo.scaling_state(inner)}
+
+
+def _whole(grad: Tensor, *, average: bool) -> Tensor:
+    if hasattr(grad, "full_tensor"):
+        return grad.full_tensor().clone()
+    if average:
+        distributed.all_reduce(grad)
+        grad /= distributed.get_world_size()
+    return grad.clone()
+
+
+def ddp(rank: int, _: Path) -> Any:
+    return {
+        broadcast: train(DistributedDataParallel(build(), broadcast_buffers=broadcast), rank)
+        for broadcast in (True, False)
+    }
+
+
+def ddp_accumulating(rank: int, _: Path) -> Any:
+    return train(DistributedDataParallel(build()), rank, micro=3)
+
+
+def no_wrapper(rank: int, _: Path) -> Any:
+    return train(build(), rank, average=True)
+
+
+def fsdp2(rank: int, _: Path) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = build(), init_device_mesh("cpu", (2,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return train(model, rank)
+
+
+def fsdp1(rank: int, _: Path) -> Any:
+    """Flat parameters: the optimizer holds none of the layers' own. Losses alone can be compared."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+    found = train(model, rank)
+    return {"losses": found["losses"], "state": octavo.scaling_state(model.module)}
+
+
+def under_autocast(rank: int, _: Path) -> Any:
+    """Plain octavo layers, each with updates of its own; ``delayed`` closes with the optimizer, ``delayed_te`` with
+    blocks too."""
+    found = {}
+    for recipe in ("delayed", "delayed_te"):
+        torch.manual_seed(3)
+        model = nn.Sequential(octavo.nn.Linear(8, 16), nn.ReLU(), octavo.nn.Linear(16, 4))
+        optimizer = optimizer_of(model)
+        for step in batches(rank, micro=2):
+            for batch in step:
+                with octavo.autocast(recipe):
+                    model(batch).square().mean().backward()
+            optimizer.step()
+        found[recipe] = octavo.scaling_state(model)
+    return found
+
+
+def named_groups(rank: int, _: Path) -> Any:
+    both = distributed.new_group([0, 1])
+    return {
+        "rank": train(build(amax_group="rank"), rank)["state"],
+        "group": train(build(amax_group=both), rank)["state"],
+        "manual": _manual(rank, both),
+    }
+
+
+def _manual(rank: int, group: Any) -> Any:
+    model = build(scale_updates="manual")
+    for (batch,) in batches(rank):
+        model(batch).square().mean().backward()
+        octavo.update_scales(model, group=group)
+    return octavo.scaling_state(model)
+
+
+def unused_on_a_rank(rank: int, _: Path) -> Any:
+    """Rank 0 alone runs the second expert, and no rank the third."""
+    torch.manual_seed(3)
+    experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+    octavo.convert(experts, RECIPE)
+    optimizer = optimizer_of(experts)
+    for (batch,) in batches(rank):
+        y = experts[0](batch)
+        (y + experts[1](batch) if rank == 0 else y).square().mean().backward()
+        optimizer.step()
+    return octavo.scaling_state(experts)
+
+
+def other_layers(rank: int, _: Path) -> str:
+    """A rank with a layer more."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2 + rank)))
+    octavo.convert(model, RECIPE)
+    model(torch.ones(1, 8)).sum().backward()
+    try:
+        optimizer_of(model).step()
+    except ConfigError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def pipeline(rank: int, _: Path) -> int:
+    """Stages of one pipeline: 3 steps of 4 micro-batches, one forward ahead of the backward passes on the first."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2 - rank)))
+    octavo.convert(model, RECIPE, amax_group="rank")
+    optimizer = optimizer_of(model)
+    for _step in range(3):
+        waiting: list[Tensor] = []
+        for _micro in range(4):
+            waiting.append(model(torch.ones(1, 8)).sum())
+            if len(waiting) > 1 - rank:
+                waiting.pop(0).backward()
+        for loss in waiting:
+            loss.backward()
+        optimizer.step()
+    return int(octavo.scaling_state(model)["0.grad_output.steps"])
+
+
+def distributed_checkpoint(rank: int, folder: Path) -> Any:
+    """Train, save, train on; and load into a model that has seen nothing, train on."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    through, resumed = build(), build()
+    train(through, rank, steps=3, average=True)
+    save({"model": through.state_dict(), "scaling": ScalingState(through)}, checkpoint_id=folder / "saved")
+    parts: dict[str, Any] = {"model": resumed.state_dict(), "scaling": ScalingState(resumed)}
+    load(parts, checkpoint_id=folder / "saved")
+    resumed.load_state_dict(parts["model"])
+    return [train(model, rank, average=True) for model in (through, resumed)]
+
+
+def compiled_blocks(_rank: int, _: Path) -> str:
+    """A graph of a layer that ends steps with blocks."""
+    layer = torch.compile(octavo.nn.Linear(8, 4, recipe="delayed_te"), fullgraph=True, backend="eager")
+    try:
+        with octavo.autocast():
+            layer(torch.ones(1, 8))
+    except torch._dynamo.exc.Unsupported as error:
+        return str(error)
+    return "nothing was said"
+
+
+CHECKS: tuple[Callable[[int, Path], Any], ...] = (
+    ddp,
+    ddp_accumulating,
+    no_wrapper,
+    fsdp2,
+    fsdp1,
+    under_autocast,
+    named_groups,
+    unused_on_a_rank,
+    other_layers,
+    pipeline,
+    distributed_checkpoint,
+    compiled_blocks,
+)
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    found: dict[str, Any] = {}
+    for check in CHECKS:
+        try:
+            found[check.__name__] = check(rank, folder)
+        except Exception:  # noqa: BLE001 (the test that looks at this check shows it)
+            found[check.__name__] = traceback.format_exc()
+    torch.save(found, folder / f"rank{rank}.pt")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

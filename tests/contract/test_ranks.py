@@ -1,0 +1,147 @@
+"""Delayed scaling in two processes with gloo between them, against one process that sees both ranks' data.
+
+Every rank's data are a micro-batch of the one process, whose steps count with the largest amax of their micro-batches.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import octavo
+from octavo.observers import EMPTY
+from tests.contract import ranks_program as program
+from tests.policy.source_tree import ROOT
+
+RANKS = range(2)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict[str, Any]]:
+    """What each rank returned, by check."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.contract.ranks_program", str(folder)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in RANKS
+    ]
+    try:
+        told = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(rank.returncode for rank in ranks), "\n".join(told)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in RANKS]
+
+
+def _of(found, check: str) -> list[Any]:
+    results = [each[check] for each in found]
+    for result in results:
+        assert not (isinstance(result, str) and result.startswith("Traceback")), result
+    return results
+
+
+def _truth(*, micro: int = 1) -> dict[str, Any]:
+    """Losses by rank, averaged gradients and histories of the one process."""
+    model = program.build()
+    optimizer = program.optimizer_of(model)
+    losses: list[list[float]] = [[], []]
+    grads = []
+    for both in zip(*(program.batches(rank, micro=micro) for rank in RANKS), strict=True):
+        shares = []
+        for rank, step in enumerate(both):
+            optimizer.zero_grad()
+            for batch in step:
+                loss = model(batch).square().mean()
+                loss.backward()
+                losses[rank].append(loss.item())
+            shares.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+        grads.append([(one + other) / 2 for one, other in zip(*shares, strict=True)])
+        for parameter, grad in zip(model.parameters(), grads[-1], strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()
+    return {"losses": losses, "grads": grads, "state": octavo.scaling_state(model)}
+
+
+def _assert_same_state(state, expected) -> None:
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+
+
+def _assert_true(ranks: list[dict[str, Any]], truth: dict[str, Any]) -> None:
+    for rank in RANKS:
+        assert ranks[rank]["losses"] == truth["losses"][rank]
+        _assert_same_state(ranks[rank]["state"], truth["state"])
+        for step, wanted in zip(ranks[rank].get("grads", []), truth["grads"], strict=False):
+            for one, other in zip(step, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_ddp_scales_with_the_largest_amax_of_all_ranks(found, broadcast_buffers):
+    _assert_true([each[broadcast_buffers] for each in _of(found, "ddp")], _truth())
+
+
+def test_micro_batches_under_ddp_are_one_step(found):
+    _assert_true(_of(found, "ddp_accumulating"), _truth(micro=3))
+
+
+@pytest.mark.parametrize("wrapper", ["no_wrapper", "fsdp2", "fsdp1"])
+def test_other_wrappers_scale_alike(found, wrapper):
+    _assert_true(_of(found, wrapper), _truth())
+
+
+@pytest.mark.parametrize(("recipe", "steps"), [("delayed", program.STEPS), ("delayed_te", 2 * program.STEPS)])
+def test_layers_delayed_by_autocast_reduce_too(found, recipe, steps):
+    one, other = (each[recipe] for each in _of(found, "under_autocast"))
+    _assert_same_state(one, other)
+    largest = [batch.abs().max() for step in program.batches(1, micro=2) for batch in step]
+    if recipe == "delayed":
+        largest = [max(pair) for pair in zip(largest[::2], largest[1::2], strict=True)]
+    assert one["0.input.steps"].item() == steps
+    assert one["0.input.amax_history"][:steps].tolist() == [value.item() for value in reversed(largest)]
+
+
+def test_a_group_or_this_rank_alone_can_be_named(found):
+    ranks = _of(found, "named_groups")
+    for rank in RANKS:
+        own = [batch.abs().max().item() for (batch,) in program.batches(rank)]
+        assert ranks[rank]["rank"]["0.input.amax_history"].tolist() == own[:0:-1]
+        for named in ("group", "manual"):
+            joint = [batch.abs().max().item() for (batch,) in program.batches(1)]
+            assert ranks[rank][named]["0.input.amax_history"].tolist() == joint[:0:-1]
+
+
+def test_a_layer_that_ran_on_one_rank_records_on_all_and_one_that_ran_on_none_nowhere(found):
+    one, other = _of(found, "unused_on_a_rank")
+    _assert_same_state(one, other)
+    own = [batch.abs().max().item() for (batch,) in program.batches(0)]
+    assert one["1.input.amax_history"].tolist() == own[:0:-1]
+    assert one["2.input.steps"].item() == 0
+    assert set(one["2.input.amax_history"].tolist()) == {EMPTY}
+
+
+def test_ranks_with_other_layers_are_told_so(found):
+    for text in _of(found, "other_layers"):
+        assert "the ranks' layers differ" in text
+        assert 'amax_group="rank"' in text
+
+
+def test_stages_of_a_pipeline_count_the_optimizers_steps(found):
+    assert _of(found, "pipeline") == [3, 3]
+
+
+def test_torchs_distributed_checkpoint_resumes_bit_for_bit(found):
+    for through, resumed in _of(found, "distributed_checkpoint"):
+        assert resumed["losses"] == through["losses"]
+        _assert_same_state(resumed["state"], through["state"])
+
+
+def test_a_graph_whose_steps_end_with_blocks_is_refused(found):
+    for text in _of(found, "compiled_blocks"):
+        assert "ends steps with autocast blocks on all ranks" in text

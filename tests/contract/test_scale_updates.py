@@ -1,0 +1,258 @@
+"""What ends a step of delayed scaling by itself: an optimizer's step, in every way that training loops take one."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.observers import EMPTY
+from octavo.recipes import Close, History
+
+RECIPE = octavo.recipes.get("delayed", history_length=4)
+AMAXES = ((1.0, 8.0, 2.0), (4.0, 3.0, 5.0), (0.5, 0.25, 0.125))  # of the micro-batches of three steps
+WINDOW = [0.5, 5.0, 8.0, EMPTY]
+
+
+def _model(*, recipe: Any = RECIPE) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    octavo.convert(model, recipe)
+    return model
+
+
+def _batch(amax: float) -> Tensor:
+    return torch.full((2, 4), amax)
+
+
+def _window(model: nn.Module, key: str = "0.input") -> list[float]:
+    return octavo.scaling_state(model)[f"{key}.amax_history"].tolist()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def _steps(model: nn.Module, update: Callable[[], object], zero: Callable[[], object], *, late: bool = False) -> None:
+    for amaxes in AMAXES:
+        for index, amax in enumerate(amaxes):
+            loss = model(_batch(amax)).square().mean()
+            if late and not index:
+                zero()
+            loss.backward()
+        update()
+        if not late:
+            zero()
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": _sgd,
+    "adamw, one by one": lambda model: torch.optim.AdamW(model.parameters(), foreach=False),
+    "adamw, foreach": lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
+    "adamw, fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["zeroed before forward", "zeroed after forward"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_micro_batches_of_an_optimizers_step_are_one(name, late):
+    model = _model()
+    optimizer = OPTIMIZERS[name](model)
+    _steps(model, optimizer.step, optimizer.zero_grad, late=late)
+    assert _window(model) == WINDOW
+    assert octavo.scaling_state(model)["2.grad_output.steps"].item() == 3
+
+
+def test_every_micro_batch_of_a_step_meets_the_same_scales():
+    model, seen = _model(), []
+    optimizer = _sgd(model)
+    for amaxes in AMAXES:
+        for amax in amaxes:
+            model(_batch(amax)).sum().backward()
+            seen.append(model[0].amax_history.amax[0].item())
+        optimizer.step()
+    assert seen == [0.0] * 3 + [8.0] * 6
+
+
+def _by_hand(model: nn.Module, *, through_data: bool) -> Callable[[], None]:
+    @torch.no_grad()
+    def update() -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            (parameter.data if through_data else parameter).add_(parameter.grad, alpha=-0.01)
+
+    return update
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("through_data", [False, True])
+def test_updates_written_by_hand_end_a_step(through_data, set_to_none):
+    model = _model()
+    _steps(model, _by_hand(model, through_data=through_data), lambda: model.zero_grad(set_to_none=set_to_none))
+    assert _window(model) == WINDOW, "the last step counts as closed in what is read"
+    model(_batch(1.0))
+    assert model[0].amax_history.window[0].tolist() == WINDOW, "and the next training forward closes it"
+
+
+def test_frozen_layers_follow_the_optimizer_of_the_others():
+    model = _model()
+    model[0].requires_grad_(False)
+    optimizer = _sgd(model[2])
+    _steps(model, optimizer.step, optimizer.zero_grad)
+    assert _window(model) == WINDOW
+    assert set(_window(model, "0.weight")) == {EMPTY}
+
+
+def test_a_frozen_model_follows_the_optimizer_of_its_adapters():
+    model = _model().requires_grad_(False)
+    adapter = nn.Linear(4, 4)
+    optimizer = _sgd(adapter)
+    _steps(nn.Sequential(model, adapter), optimizer.step, optimizer.zero_grad)
+    assert _window(model) == WINDOW
+
+
+def test_an_unused_layer_records_nothing():
+    model = _model()
+    optimizer = _sgd(model)
+    _steps(model[0], optimizer.step, optimizer.zero_grad)
+    assert _window(model) == WINDOW
+    assert octavo.scaling_state(model)["2.input.steps"].item() == 0
+
+
+def test_another_models_optimizer_ends_nothing():
+    model, other = _model(), _model()
+    mine, theirs = _sgd(model), _sgd(other)
+    model(_batch(1.0)).sum().backward()
+    mine.step()
+    model(_batch(2.0)).sum().backward()
+    other(_batch(3.0)).sum().backward()
+    theirs.step()
+    model(_batch(1.0)).sum().backward()
+    mine.step()
+    assert _window(model) == [2.0, 1.0, EMPTY, EMPTY]
+    assert _window(other) == [3.0, EMPTY, EMPTY, EMPTY]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_gradient_scaler_leaves_out_goes_on(fused):
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for amax, broken in ((1.0, False), (8.0, True), (2.0, False)):
+        loss = model(_batch(amax)).square().mean()
+        scaler.scale(loss * (float("inf") if broken else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert _window(model) == [8.0, 1.0, EMPTY, EMPTY]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_ends_no_step(use_reentrant):
+    model = _model()
+    optimizer = _sgd(model)
+    for amaxes in AMAXES:
+        for amax in amaxes:
+            x = _batch(amax).requires_grad_()
+            checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+        optimizer.step()
+    assert _window(model) == WINDOW
+    assert octavo.scaling_state(model)["0.input.steps"].item() == 3
+
+
+def test_evaluation_between_micro_batches_ends_no_step():
+    model = _model()
+    optimizer = _sgd(model)
+
+    def evaluated(x: Tensor) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            model(_batch(100.0))
+        model.train()
+        y: Tensor = model(x)
+        return y
+
+    for amaxes in AMAXES:
+        for amax in amaxes:
+            evaluated(_batch(amax)).sum().backward()
+        optimizer.step()
+    assert _window(model) == WINDOW
+
+
+def test_optimizers_that_step_within_the_backward_pass_end_it_once():
+    model = _model()
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.01)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    for amax, *_ in AMAXES:
+        model(_batch(amax)).sum().backward()
+    state = octavo.scaling_state(model)
+    assert state["0.input.amax_history"].tolist() == [0.5, 4.0, 1.0, EMPTY]
+    assert {int(value) for key, value in state.items() if key.endswith("steps")} == {3}
+
+
+def test_a_compiled_optimizer_ends_a_step():
+    model = _model()
+    optimizer = _sgd(model)
+    _steps(model, torch.compile(optimizer.step, backend="eager"), optimizer.zero_grad)
+    assert _window(model) == WINDOW
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_layers_keep_the_eager_histories(dynamic):
+    """A graph records; what ends the step stands outside of it. Rows vary, so that shapes are symbols if dynamic."""
+    eager, traced = _model(), _model()
+    compiled = torch.compile(traced, fullgraph=True, dynamic=dynamic or None, backend="aot_eager")
+    for model, run in ((eager, eager), (traced, compiled)):
+        optimizer = _sgd(model)
+        for rows, amaxes in enumerate(AMAXES, start=2):
+            for amax in amaxes:
+                run(torch.full((rows, 4), amax)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert _window(traced) == WINDOW
+    state, same = octavo.scaling_state(eager), octavo.scaling_state(traced)
+    assert all(torch.equal(state[key], same[key]) for key in state)
+
+
+def test_a_copy_waits_for_an_optimizer_of_its_own():
+    model = _model()
+    optimizer = _sgd(model)
+    _steps(model, optimizer.step, optimizer.zero_grad)
+    twin = copy.deepcopy(model)
+    twin(_batch(9.0)).sum().backward()
+    model(_batch(1.0)).sum().backward()
+    _sgd(twin).step()
+    assert _window(twin) == [9.0, *WINDOW[:3]]
+    assert _window(model) == WINDOW
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_a_running_average_of_a_model_keeps_histories_of_its_own(use_buffers):
+    model = _model()
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=use_buffers
+    )
+    optimizer = _sgd(model)
+
+    def update() -> None:
+        optimizer.step()
+        average.update_parameters(model)
+
+    _steps(model, update, optimizer.zero_grad)
+    assert _window(model) == WINDOW
+    assert set(_window(average.module)) == {EMPTY}
+    average.eval()(_batch(1.0))
+
+
+def test_buffers_that_wrappers_broadcast_cast_or_average_are_no_part_of_the_history():
+    model = _model()
+    assert {name.rpartition(".")[2] for name, _ in model.named_buffers()} == {"nonfinite_counts", "input_scale"}
+
+
+def test_the_name_in_older_files_is_known():
+    assert History(close=Close("backward")) == History()

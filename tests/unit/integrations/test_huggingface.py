@@ -1,0 +1,67 @@
+"""Scaling state in a real ``transformers.Trainer``'s checkpoints."""
+
+import pytest
+import torch
+
+import octavo
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+
+from octavo.integrations.huggingface import ScalingStateCallback  # noqa: E402 (needs transformers)
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        ids = (torch.arange(8) * (index % 5 + 1) + index) % 32
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer_of(folder, *callbacks, steps=6, seed=0, **changes):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    octavo.convert(model, "delayed")
+    arguments = {
+        "max_steps": steps, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.01,
+        "lr_scheduler_type": "constant", "logging_steps": 1, "save_steps": 3, "report_to": [], "disable_tqdm": True,
+        "use_cpu": True,
+    }  # fmt: skip
+    settings = transformers.TrainingArguments(output_dir=str(folder), **(arguments | changes))
+    return transformers.Trainer(model=model, args=settings, train_dataset=Texts(), callbacks=list(callbacks))
+
+
+def losses_of(trainer):
+    return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+
+
+@pytest.mark.parametrize("restore", [False, True], ids=["callback", "callback restored by the Trainer"])
+def test_training_resumes_bit_for_bit_from_wherever_the_checkpoint_lies(tmp_path, restore):
+    through = trainer_of(tmp_path / "through", ScalingStateCallback())
+    through.train()
+    (tmp_path / "through/checkpoint-3").rename(tmp_path / "moved")
+    changes = {"restore_callback_states_from_checkpoint": restore}
+    resumed = trainer_of(tmp_path / "resumed", ScalingStateCallback(), seed=1, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "moved"))
+    assert losses_of(resumed) == losses_of(through)
+    for one, other in zip(resumed.model.parameters(), through.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    state, same = octavo.scaling_state(resumed.model), octavo.scaling_state(through.model)
+    assert all(torch.equal(state[key], same[key]) for key in same)
+    assert same["model.layers.0.self_attn.q_proj.input.steps"].item() == 6
+
+
+def test_without_the_callback_the_user_is_told_when_saving_and_when_resuming(tmp_path):
+    through = trainer_of(tmp_path / "through")
+    with pytest.warns(UserWarning, match="saved without the scaling state"):
+        through.train()
+    resumed = trainer_of(tmp_path / "resumed", ScalingStateCallback(), seed=1)
+    with pytest.warns(UserWarning, match="holds no scaling state: delayed scaling starts anew"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "through/checkpoint-3"))
+    assert losses_of(resumed) != losses_of(through), "the scaling state matters here"
