@@ -19,6 +19,7 @@ from octavo.compat.transformer_engine.pytorch.arguments import (
     visibility,
     window_of,
 )
+from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
 from octavo.compat.transformer_engine.pytorch.state import Row, attention_rows, read_names
 from octavo.errors import ConfigError
 from octavo.nn.attention import attend
@@ -200,6 +201,7 @@ class MultiheadAttention(nn.Module):
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        is_first_microbatch: bool | None = None,
         **others: Any,
     ) -> Tensor:
         """[S, B, H] to the same, or batch first.
@@ -211,18 +213,22 @@ class MultiheadAttention(nn.Module):
             attn_mask_type: another type than the constructor's, of the same causality.
             window_size: only the constructor's.
             rotary_pos_emb: angles [S, 1, 1, D].
+            is_first_microbatch: see ``microbatches.py``.
             others: see ``arguments.py``.
         """
         check_others("MultiheadAttention", others)
         mask_type = attn_mask_type or self.attn_mask_type
         check_same_mask(mask_type, self.attn_mask_type, window_size, self.window_size)
         swap = not self.batch_first
-        y: Tensor = self.attention(
-            hidden_states.transpose(0, 1) if swap else hidden_states,
-            encoder_output=encoder_output.transpose(0, 1) if swap and encoder_output is not None else encoder_output,
-            rotations=rotations_of(rotary_pos_emb),
-            **visibility(mask_type, attention_mask),
-        )
+        with micro_batch(self, is_first_microbatch):
+            y: Tensor = self.attention(
+                hidden_states.transpose(0, 1) if swap else hidden_states,
+                encoder_output=encoder_output.transpose(0, 1)
+                if swap and encoder_output is not None
+                else encoder_output,
+                rotations=rotations_of(rotary_pos_emb),
+                **visibility(mask_type, attention_mask),
+            )
         return y.transpose(0, 1) if swap else y
 
 

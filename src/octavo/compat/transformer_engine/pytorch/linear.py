@@ -14,6 +14,7 @@ from octavo.compat.transformer_engine.pytorch.arguments import (
     initialize,
     normalization_name,
 )
+from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
 from octavo.compat.transformer_engine.pytorch.state import linear_rows, mlp_rows, read_names
 from octavo.errors import ConfigError
 
@@ -69,7 +70,8 @@ class Linear(nn.Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Tensor:
         """[..., K] to [..., N]."""
         check_others("Linear", others)
-        y: Tensor = self.linear(inp)
+        with micro_batch(self, is_first_microbatch):
+            y: Tensor = self.linear(inp)
         return y
 
 
@@ -233,7 +235,8 @@ class LayerNormLinear(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """[..., K] to [..., N]; with ``return_layernorm_output`` a pair with the norm's [..., K]."""
         check_others("LayerNormLinear", others)
-        y: Tensor | tuple[Tensor, Tensor] = self.layer(inp)
+        with micro_batch(self, is_first_microbatch):
+            y: Tensor | tuple[Tensor, Tensor] = self.layer(inp)
         return y
 
 
@@ -330,5 +333,6 @@ class LayerNormMLP(nn.Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Tensor:
         """[..., H] to the same."""
         check_others("LayerNormMLP", others)
-        y: Tensor = self.layer(inp)
+        with micro_batch(self, is_first_microbatch):
+            y: Tensor = self.layer(inp)
         return y

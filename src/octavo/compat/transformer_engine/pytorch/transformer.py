@@ -23,6 +23,7 @@ from octavo.compat.transformer_engine.pytorch.attention import (
     rotations_of,
     rows_of,
 )
+from octavo.compat.transformer_engine.pytorch.microbatches import micro_batch
 from octavo.compat.transformer_engine.pytorch.state import mlp_rows, read_names
 from octavo.errors import ConfigError
 
@@ -136,6 +137,7 @@ class TransformerLayer(nn.Module):
         enc_dec_attn_mask: MaskGiven = None,
         enc_dec_attn_mask_type: str | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        is_first_microbatch: bool | None = None,
         **others: Any,
     ) -> Tensor:
         """Add what this layer finds to the hidden states.
@@ -149,6 +151,7 @@ class TransformerLayer(nn.Module):
             enc_dec_attn_mask: of cross-attention.
             enc_dec_attn_mask_type: "no_mask" or "padding".
             rotary_pos_emb: angles [S, 1, 1, D].
+            is_first_microbatch: see ``microbatches.py``.
             others: see ``arguments.py``.
         """
         check_others("TransformerLayer", others)
@@ -157,13 +160,16 @@ class TransformerLayer(nn.Module):
         cross_type = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
         _check_cross_mask(cross_type)
         swap = not self.batch_first
-        y: Tensor = self.layer(
-            hidden_states.transpose(0, 1) if swap else hidden_states,
-            encoder_output=encoder_output.transpose(0, 1) if swap and encoder_output is not None else encoder_output,
-            encoder_padding=visibility(cross_type, enc_dec_attn_mask)["padding"],
-            rotations=rotations_of(rotary_pos_emb),
-            **visibility(mask_type, attention_mask),
-        )
+        with micro_batch(self, is_first_microbatch):
+            y: Tensor = self.layer(
+                hidden_states.transpose(0, 1) if swap else hidden_states,
+                encoder_output=encoder_output.transpose(0, 1)
+                if swap and encoder_output is not None
+                else encoder_output,
+                encoder_padding=visibility(cross_type, enc_dec_attn_mask)["padding"],
+                rotations=rotations_of(rotary_pos_emb),
+                **visibility(mask_type, attention_mask),
+            )
         return y.transpose(0, 1) if swap else y
 
     def _read_names(self, *, interleaved: bool) -> None:
