@@ -1,6 +1,5 @@
 """``POST /v1/chat/completions``: the next turn of a conversation, written as the model's chat template says."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -66,23 +65,13 @@ class Chats:
         """Answer a request."""
         service, body = self._service, await body_of(request, self._body)
         service.check_model(body["model"])
-        ids = await asyncio.to_thread(self._prompt_ids, body[MESSAGES])
+        ids = await service.chat_tokens([_plain(own) for own in body[MESSAGES]], field=MESSAGES)
         most, logprobs = self._max_tokens(body, len(ids)), _logprobs(body)
         asked = [
             Asked(ids, params_of(body, service, choice=choice, max_tokens=most, logprobs=logprobs), MESSAGES)
             for choice in range(body["n"])
         ]
         return await respond(request, service, asked, ChatForm(service, told=body["logprobs"]), body=body)
-
-    def _prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        template = self._service.template
-        if template is None:
-            raise Refusal(
-                400, f"{self._service.name!r} has no chat template, so it knows no messages; ask /v1/completions"
-            )
-        return self._service.encode(
-            template.render([_plain(own) for own in messages]), field=MESSAGES, add_special_tokens=False
-        )
 
     def _max_tokens(self, body: dict[str, Any], prompt: int) -> int:
         given = body["max_tokens"] if body["max_completion_tokens"] is None else body["max_completion_tokens"]

@@ -3,7 +3,6 @@
 ``echo`` with ``logprobs`` scores the prompt, too: what lm-eval's ``local-completions`` asks for.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -60,7 +59,7 @@ class Completions:
                 "that one request may have; send several requests",
                 param="n",
             )
-        ids = [await asyncio.to_thread(service.encode, prompt, field=PROMPT) for prompt in prompts]
+        ids = [await service.tokens(prompt, field=PROMPT) for prompt in prompts]
         asked = [self._asked(own, body, choice) for own in ids for choice in range(body["n"])]
         form = CompletionForm(service, [p for p in prompts for _ in range(body["n"])], asked, echo=body["echo"])
         return await respond(request, service, asked, form, body=body)

@@ -11,7 +11,6 @@
 The tensors are those of kserve_fields.py.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -20,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.server.answers import Asked, merged, server_sent, started
-from octavo.server.kserve_fields import DATATYPES, OUTPUT, asked, bodies, fields
+from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, asked, bodies, fields
 from octavo.server.operations import EVENTS, Operation, body_of, bytes_of
 from octavo.server.refusals import Refusal
 from octavo.server.service import Service, State
@@ -133,7 +132,7 @@ class KServe:
         return await body_of(request, self._body)
 
     async def _asked(self, body: dict[str, Any]) -> Asked:
-        return await asyncio.to_thread(asked, self._service, body)
+        return asked(self._service, body, await self._service.tokens(body[INPUT], field=INPUT))
 
     async def _texts(self, request: Request, bodies: Sequence[dict[str, Any]]) -> list[str]:
         streams = await started(request, self._service, [await self._asked(body) for body in bodies])

@@ -60,13 +60,8 @@ def bodies(tensors: Mapping[str, Tensor], record: Record, *, most: int) -> list[
     return [record.read(_row(tensors, i, count)) for i in range(count)]
 
 
-def asked(service: Service, body: Mapping[str, Any]) -> Asked:
-    """What a body asks of the engine.
-
-    Raises:
-        Refusal: its prompt has too many tokens.
-    """
-    ids = service.encode(body[INPUT], field=INPUT)
+def asked(service: Service, body: Mapping[str, Any], ids: list[int]) -> Asked:
+    """What a body asks of the engine, its prompt as tokens."""
     return Asked(ids, params_of(body, service, choice=0, max_tokens=body["max_tokens"], logprobs=None), INPUT)
 
 

@@ -1,6 +1,5 @@
 """``/v1/models``, ``/tokenize`` and ``/health``: what is served, how it counts, and whether it answers."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -56,9 +55,7 @@ class Models:
         body = await body_of(request, self._body)
         if body["model"] is not None:
             self._service.check_model(body["model"])
-        ids = await asyncio.to_thread(
-            self._service.encode, body["prompt"], field="prompt", add_special_tokens=body["add_special_tokens"]
-        )
+        ids = await self._service.tokens(body["prompt"], field="prompt", add_special_tokens=body["add_special_tokens"])
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._service.thread.engine.positions})
 
     def _record(self) -> dict[str, Any]:
@@ -69,4 +66,6 @@ class Models:
             "created": service.created,
             "owned_by": "octavo",
             "max_model_len": service.thread.engine.positions,
+            "max_tokens": service.max_tokens,
+            "chat_template": service.template is not None,
         }

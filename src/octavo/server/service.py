@@ -1,16 +1,20 @@
 """``Service``: the model that a server serves, and what its surfaces share."""
 
+import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.server.chat_template import ChatTemplate
+from octavo.server.lanes import Lanes
 from octavo.server.limits import Limits
 from octavo.server.refusals import CONTEXT, Refusal
+from octavo.server.token_bytes import bytes_per_token
 from octavo.serving import Engine, EngineConfig, EngineThread, ServedModel
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ __all__ = ["Prompt", "Service", "State"]
 
 Prompt = str | list[int]
 OnPrompt = Callable[[Prompt], None]
+TEXT_PER_BODY = 4  # times as long as a body may be what a template writes of it
 
 
 class State(StrEnum):
@@ -28,6 +33,7 @@ class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"  # it ends what it took, and takes no more
     BROKEN = "broken"  # the engine's thread ended with an error
+    STUCK = "stuck"  # a prompt has been tokenised for longer than any takes, so others wait in vain
 
 
 def _ignore(prompt: Prompt) -> None:
@@ -46,6 +52,8 @@ class Service:
         limits: of what may be asked.
         on_prompt: is shown every prompt.
         created: seconds since 1970.
+        lanes: where prompts are rendered and tokenised.
+        bytes_per_token: the most that a token stands for; None where there is no bound.
     """
 
     name: str
@@ -55,6 +63,11 @@ class Service:
     limits: Limits
     on_prompt: OnPrompt = _ignore
     created: int = field(default_factory=lambda: int(time.time()))
+    lanes: Lanes = field(default_factory=Lanes)
+    bytes_per_token: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes_per_token", bytes_per_token(self.tokenizer))
 
     @classmethod
     def of(
@@ -83,6 +96,8 @@ class Service:
         """Whether it answers."""
         if self.thread.failure is not None:
             return State.BROKEN
+        if self.lanes.are_stuck:
+            return State.STUCK
         return State.DRAINING if self.thread.engine.closed else State.READY
 
     @property
@@ -101,6 +116,11 @@ class Service:
         """The most answers to one request: no more than may wait, or the request could never be taken."""
         return min(self.limits.choices, self.thread.engine.config.max_waiting)
 
+    def close(self) -> None:
+        """End the process of the chat template."""
+        if self.template is not None:
+            self.template.close()
+
     def check_model(self, name: str) -> None:
         """Refuse a name that is another model's."""
         if name != self.name:
@@ -113,6 +133,49 @@ class Service:
             message = f"the prompt has {tokens} tokens, and {self.prompt_tokens} are taken; shorten it"
             raise Refusal(400, message, param=field, code=CONTEXT)
 
+    def check_text(self, text: str, *, field: str) -> None:
+        """Refuse a text that cannot fit, whatever its tokens are: to find them would cost more than to answer.
+
+        A text longer than ``longest_text`` is refused, too, where its tokens have no bound: a template wrote it.
+        """
+        size = len(text.encode()) if 4 * len(text) > self.longest_text else 0  # a character has 4 bytes at most
+        if size <= self.longest_text:
+            return
+        if self.bytes_per_token is None:
+            message = f"the prompt has over {self.longest_text} bytes, which is as many as are taken; shorten it"
+            raise Refusal(400, message, param=field, code=CONTEXT)
+        tokens = math.ceil(size / self.bytes_per_token)
+        message = f"the prompt has at least {tokens} tokens, and {self.prompt_tokens} are taken; shorten it"
+        raise Refusal(400, message, param=field, code=CONTEXT)
+
+    @property
+    def longest_text(self) -> int:
+        """Bytes of the longest prompt that is tokenised."""
+        most = TEXT_PER_BODY * self.limits.body_bytes
+        return most if self.bytes_per_token is None else min(most, self.prompt_tokens * self.bytes_per_token)
+
+    async def tokens(self, prompt: Prompt, *, field: str, add_special_tokens: bool = True) -> list[int]:
+        """What :meth:`encode` gives, in a thread, so that others are answered meanwhile."""
+        if not isinstance(prompt, str):
+            return self.encode(prompt, field=field)
+        self.check_text(prompt, field=field)
+        lane = self.lanes.of(len(prompt))
+        work = partial(self.encode, prompt, field=field, add_special_tokens=add_special_tokens)
+        return await lane.run(work, size=len(prompt))
+
+    async def chat_tokens(self, messages: Sequence[Mapping[str, str]], *, field: str) -> list[int]:
+        """The tokens of what the chat template writes.
+
+        Raises:
+            Refusal: there is no template, it did not end, or wrote too much.
+            ConfigError: it does not take the messages.
+        """
+        if self.template is None:
+            raise Refusal(400, f"{self.name!r} has no chat template, so it knows no messages; ask /v1/completions")
+        work = partial(self.template.render, messages, most=self.longest_text)
+        text = await self.lanes.rendering.run(work, size=sum(len(own["content"]) for own in messages))
+        return await self.tokens(text, field=field, add_special_tokens=False)
+
     def encode(self, prompt: Prompt, *, field: str, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a prompt that came in a field of a body.
 
@@ -122,6 +185,7 @@ class Service:
         self.on_prompt(prompt)
         ids = prompt
         if isinstance(prompt, str):
+            self.check_text(prompt, field=field)
             # encode() would hold Python's lock, and so stop every other thread: for 3 s with a million digits
             (encoded,) = self.tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
             ids = list(encoded.ids)

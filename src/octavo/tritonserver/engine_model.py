@@ -8,6 +8,7 @@ config.pbtxt's parameters are whole numbers of ``octavo.serving.EngineConfig``.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from octavo.parsing import parse_json
 from octavo.server import Limits, Service
 from octavo.server.fields import FieldError
-from octavo.server.kserve_fields import DATATYPES, OUTPUT, asked, bodies, fields
+from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, asked, bodies, fields
 from octavo.server.refusals import Refusal, check_event, refusal_of
 from octavo.server.tensors import Tensor
 from octavo.serving import EngineConfig, Event, load_served_model
@@ -38,6 +39,7 @@ class TritonPythonModel:
         given = parse_json(args["model_config"])["parameters"]
         settings: dict[str, Any] = {name: int(value["string_value"]) for name, value in given.items()}
         served = load_served_model(Path(args["model_repository"]) / args["model_version"] / FOLDER)
+        served = replace(served, chat_template=None)  # protocol v2 has no messages
         self._service = Service.of(served, args["model_name"], config=EngineConfig(**settings), limits=Limits())
         self._record = fields(self._service)
 
@@ -47,7 +49,7 @@ class TritonPythonModel:
             answer = _Answer(request.get_response_sender(), self._service, self._utils)
             try:
                 (body,) = bodies(_tensors(request), self._record, most=1)
-                wanted = asked(self._service, body)
+                wanted = asked(self._service, body, self._service.encode(body[INPUT], field=INPUT))
                 answer.begin(self._service.thread.engine.submit(wanted.prompt_ids, wanted.params, answer.tell))
             except Exception as error:  # noqa: BLE001 -- refusal_of says of each what whoever asked may know
                 answer.refuse(error)

@@ -24,7 +24,7 @@ def new_service(byte_runner, byte_tokenizer):
             name="tiny",
             thread=thread,
             tokenizer=byte_tokenizer,
-            template=None if template is None else ChatTemplate(template),
+            template=ChatTemplate(template) if isinstance(template, str) else template,
             limits=limits or Limits(max_tokens=300),
         )
         made.append(service)
@@ -34,6 +34,7 @@ def new_service(byte_runner, byte_tokenizer):
     for service in made:
         assert service.thread.drain(60)
         assert service.thread.engine.load.pages_used == 0
+        service.close()
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from octavo.errors import CheckpointError, ConfigError
-from octavo.server import ChatTemplate, create_app
+from octavo.server import create_app
 from tests.unit.server.conftest import PLACE
 from tests.unit.server.test_completions import events
 
@@ -140,27 +139,3 @@ def test_what_a_template_refuses_is_the_asker_s_to_mend(new_service):
         response = client.post(PATH, json={"model": "tiny", "messages": TALK})
     assert response.status_code == 400
     assert "no system role here" in response.json()["error"]["message"]
-
-
-def test_templates_are_those_of_transformers(byte_tokenizer):
-    """A template with what templates use: tokens' names, loop controls, trimmed blocks, tojson."""
-    from transformers import PreTrainedTokenizerFast
-
-    source = """{{ bos_token }}
-{%- for m in messages %}
-    {% if m.role == 'system' %}{% continue %}{% endif %}
-<{{ m.role }}> {{ m.content | trim }} {{ {'é': m.role} | tojson }}{{ eos_token }}
-{% endfor %}
-{% if add_generation_prompt %}<assistant>{% endif %}"""
-    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer, bos_token="<s>", eos_token="</s>")
-    wanted = theirs.apply_chat_template(TALK, chat_template=source, tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(TALK) == wanted
-
-
-def test_a_template_cannot_reach_the_machine():
-    with pytest.raises(ConfigError, match="does not take these messages"):
-        ChatTemplate("{{ messages.__class__.__mro__ }}").render(TALK)
-    with pytest.raises(ConfigError, match="does not take these messages"):
-        ChatTemplate("{{ messages.append(1) }}").render(TALK)
-    with pytest.raises(CheckpointError, match="chat template is damaged"):
-        ChatTemplate("{% for %}")

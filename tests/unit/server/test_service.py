@@ -1,13 +1,20 @@
 """What a service does with a prompt before the engine sees it."""
 
 import threading
+from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from octavo.server.refusals import Refusal
 
 
-def test_others_go_on_while_a_long_prompt_is_encoded(service):
+def test_others_go_on_while_a_long_prompt_is_encoded(service, byte_tokenizer):
+    """With a token of 10,000 bytes the text is no longer than 320 tokens may be, so its tokens have to be counted."""
+    letters = byte_tokenizer.get_vocab()
+    coarse = Tokenizer(models.BPE(vocab=letters | {"y" * 10_000: 256}, merges=[]))
+    coarse.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    service = replace(service, tokenizer=coarse)
     ticks: list[None] = []
     over = threading.Event()
 

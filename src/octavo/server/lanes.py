@@ -1,0 +1,116 @@
+"""``Lane``: work on prompts, such as tokenising, in threads: few at once, and no more waiting than a bound.
+
+Tokenising runs in compiled code that nothing can stop. So a request whose client hung up keeps its place, here and
+among the requests that a server works on, until its work is over; what only waits is dropped at once.
+
+| lane      | at once | why                                                                |
+|-----------|---------|--------------------------------------------------------------------|
+| rendering | 1       | a chat template has one process                                    |
+| short     | 2       | prompts of up to ``SHORT`` characters never wait for long ones     |
+| long      | 1       | a long prompt takes 50 times its size in memory while it is cut up |
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from octavo.server.refusals import Refusal
+
+__all__ = ["Lane", "Lanes"]
+
+T = TypeVar("T")
+SHORT = 2**14  # characters, which take about 10 ms
+WAITING = 2**22  # characters that may wait or be worked on in one lane
+WAIT_S = 10.0
+STUCK_S = 30.0  # no prompt takes as long
+
+
+class Lane:
+    """Runs work in threads.
+
+    Args:
+        work: a word for it.
+        threads: at once.
+    """
+
+    def __init__(self, work: str, threads: int) -> None:
+        self._work, self._turns = work, asyncio.Semaphore(threads)
+        self._characters = 0
+        self._begun: dict[threading.Thread, float] = {}
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether work has been running for longer than any takes."""
+        return any(time.monotonic() - begun > STUCK_S for begun in self._begun.values())
+
+    async def run(self, work: Callable[[], T], *, size: int) -> T:
+        """The result of ``work`` on a text of ``size`` characters.
+
+        Raises:
+            Refusal: too much waits already, with 429, or it waited too long, with 503.
+        """
+        if self._characters and self._characters + size > WAITING:
+            raise self._refusal(429, f"{self._characters} characters wait for {self._work}, and {WAITING} may")
+        self._characters += size
+        try:
+            await self._take_turn()
+            try:
+                return await self._result(work)
+            finally:
+                self._turns.release()
+        finally:
+            self._characters -= size
+
+    async def _take_turn(self) -> None:
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise self._refusal(503, f"the request waited {WAIT_S:g} s for {self._work}") from None
+
+    async def _result(self, work: Callable[[], T]) -> T:
+        """Of a thread, which the caller stays for even when it is cancelled."""
+        done: Future[T] = Future()
+        thread = threading.Thread(target=_do, args=(work, done), name=f"octavo-{self._work}", daemon=True)
+        self._begun[thread] = time.monotonic()
+        thread.start()
+        result = asyncio.wrap_future(done)
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:
+            await asyncio.wait([result])
+            raise
+        finally:
+            del self._begun[thread]
+
+    def _refusal(self, status: int, reason: str) -> Refusal:
+        return Refusal(status, f"{reason}; try again", code="rate_limit_exceeded", headers={"Retry-After": "1"})
+
+
+def _do(work: Callable[[], T], done: "Future[T]") -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001 -- for the request; a panic of the tokenizer is no Exception
+        done.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Those of one server."""
+
+    rendering: Lane = field(default_factory=lambda: Lane("rendering", 1))
+    short: Lane = field(default_factory=lambda: Lane("tokenising", 2))
+    long: Lane = field(default_factory=lambda: Lane("tokenising", 1))
+
+    @property
+    def are_stuck(self) -> bool:
+        """Whether one of them is."""
+        return self.rendering.is_stuck or self.short.is_stuck or self.long.is_stuck
+
+    def of(self, size: int) -> Lane:
+        """Where a text of so many characters is tokenised."""
+        return self.short if size <= SHORT else self.long
