@@ -5,6 +5,7 @@ With ``--engine triton`` it is Triton's server that runs, on a repository of ``o
 
 import gc
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +75,8 @@ def serve(
     max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 4096,
     max_requests: Annotated[int, typer.Option(min=1, help="Requests at once; more are refused.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of one request.")] = 2**20,
+    max_connections: Annotated[int, typer.Option(min=16, help="Open at once; idle ones make room.")] = 1024,
+    head_seconds: Annotated[float, _seconds("In which the head of a request has to arrive.")] = 10.0,
     body_seconds: Annotated[float, _seconds("In which a request has to arrive.")] = 10.0,
     send_seconds: Annotated[float, _seconds("In which a part of an answer has to be read.")] = 30.0,
     answer_seconds: Annotated[float, _seconds("After which an answer ends.")] = 600.0,
@@ -106,9 +109,11 @@ def serve(
         step_rows=max(256, max_running) if step_rows is None else step_rows,
         cache_format=CACHE_FORMATS[cache_format],
     )
-    from octavo.server import Address, Limits, Server, Service
+    from octavo.server import Address, Limits, Server, Service, answer_not_ready
 
     limits = Limits(
+        connections=max_connections,
+        head_s=head_seconds,
         body_bytes=max_body_bytes,
         body_s=body_seconds,
         send_s=send_seconds,
@@ -121,15 +126,16 @@ def serve(
     address, key = Address(host=host, port=port), None if api_key_file is None else read_api_key(api_key_file)
     with address.bind() as listening:  # a host that is not known is told first
         address.check_secure(key=key, insecure=insecure)
-        with open_display() as display:
+        on_prompt = _show if log_prompts else _ignore
+        with open_display() as display, answer_not_ready(listening, limits=limits):
             display.phase("loading", None)
             served = load_served_model(model, recipe=recipe, calibration=calibration)
-        on_prompt = _show if log_prompts else _ignore
-        service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
+            service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists
         sentence = f"{service.name} is served at {place}; Ctrl-C ends it"
-        Server(service, key=key, host=host, on_ready=lambda: _say(sentence)).run(sockets=[listening])
+        with closing(service):
+            Server(service, key=key, host=host, on_ready=lambda: _say(sentence)).run(sockets=[listening])
 
 
 def check_server_packages() -> None:

@@ -6,7 +6,8 @@ Its libraries are starlette, uvicorn and prometheus-client: ``pip install 'octav
 from octavo.server.app import create_app
 from octavo.server.chat_template import ChatTemplate
 from octavo.server.limits import Limits
+from octavo.server.loading import answer_not_ready
 from octavo.server.running import Address, Server
 from octavo.server.service import Service, State
 
-__all__ = ["Address", "ChatTemplate", "Limits", "Server", "Service", "State", "create_app"]
+__all__ = ["Address", "ChatTemplate", "Limits", "Server", "Service", "State", "answer_not_ready", "create_app"]

@@ -1,6 +1,7 @@
 """``create_app``: a service as an ASGI application, for uvicorn or any other server of them."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from importlib import resources
 
 from starlette.applications import Starlette
@@ -35,15 +36,19 @@ def _always(response: Response) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-def create_app(service: Service, *, key: str | None = None, host: str = "127.0.0.1") -> Starlette:
+def create_app(
+    service: Service, *, key: str | None = None, host: str = "127.0.0.1", requests: int | None = None
+) -> Starlette:
     """The application.
 
     Args:
         service: what it serves.
         key: what has to be sent as ``Authorization: Bearer KEY``; None asks for none, and refuses web pages of
             others.
+        requests: that are worked on at once, where that has to be fewer than the service's limit.
         host: where the server listens; at a loopback address without a key it is asked by a loopback name alone.
     """
+    limits = service.limits if requests is None else replace(service.limits, requests=requests)
     surfaces = (Models(service), Completions(service), Chats(service), KServe(service), Metrics(service.thread.engine))
     operations = [operation for surface in surfaces for operation in surface.operations()]
     described = JSONResponse(openapi(operations))
@@ -55,6 +60,6 @@ def create_app(service: Service, *, key: str | None = None, host: str = "127.0.0
     refused = (HTTPException, Refusal, OctavoError, Exception)
     return Starlette(
         routes=routes([*operations, *own]),
-        middleware=[Middleware(Guard, limits=service.limits, key=key, host=host)],
+        middleware=[Middleware(Guard, limits=limits, key=key, host=host)],
         exception_handlers=dict.fromkeys(refused, answer_refusal),
     )

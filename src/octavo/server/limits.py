@@ -13,6 +13,8 @@ class Limits:
     """Bounds of one server.
 
     Attributes:
+        connections: open at once; one more ends the one that has waited longest without a request.
+        head_s: seconds in which the head of a request has to arrive.
         body_bytes: of a request's body; more is answered with 413.
         body_s: seconds in which a body has to arrive; then 408.
         send_s: seconds in which each part of an answer has to be taken; then the connection is closed.
@@ -31,6 +33,8 @@ class Limits:
         1048576
     """
 
+    connections: int = 1024
+    head_s: float = 10.0
     body_bytes: int = 2**20
     body_s: float = 10.0
     send_s: float = 30.0

@@ -8,6 +8,7 @@ and keeps what was written before until it is read; on Linux the system itself e
 (``TCP_USER_TIMEOUT``, tcp(7)).
 """
 
+import asyncio
 import math
 import socket
 import sys
@@ -21,13 +22,11 @@ import uvicorn
 
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
+from octavo.server.connections import QUEUE, room_for, tell_rarely, uvicorn_config
 from octavo.server.origins import is_loopback
 from octavo.server.service import Service
 
 __all__ = ["Address", "Server"]
-
-CLOSING_S = 2  # that what is answered has to leave through the socket
-QUIET = "warning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class Address:
             )
 
     def bind(self) -> socket.socket:
-        """Take the port, so that nobody else can; who connects is refused until a server listens.
+        """Take the port and listen, since until one listens another process can bind the same port.
 
         Raises:
             ConfigError: there is no such address, or somebody has it.
@@ -77,6 +76,7 @@ class Address:
                 made = unless_bound.enter_context(socket.socket(family, kind, protocol))
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 made.bind(place)
+                made.listen(QUEUE)
                 unless_bound.pop_all()
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
@@ -108,16 +108,9 @@ class Server(uvicorn.Server):
     ) -> None:
         self._service, self._on_ready = service, on_ready
         self._drain_until: float | None = None
-        super().__init__(
-            uvicorn.Config(
-                create_app(service, key=key, host=host),
-                log_level=QUIET,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                timeout_graceful_shutdown=CLOSING_S,
-            )
-        )
+        room = room_for(service.limits)
+        app = create_app(service, key=key, host=host, requests=room.requests)
+        super().__init__(uvicorn_config(app, limits=service.limits, room=room))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
@@ -125,7 +118,10 @@ class Server(uvicorn.Server):
             most_ms = min(math.ceil(1000 * self._service.limits.send_s), 2**31 - 1)
             for listening in sockets or ():
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)  # of all it accepts
+        tell_rarely(asyncio.get_running_loop())
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(QUEUE)  # asyncio set its own, the number that it accepts in one go
         self._on_ready()
 
     def drain(self) -> None:

@@ -165,10 +165,8 @@ def test_what_does_not_end_in_time_is_ended(start, byte_runner, monkeypatch, lim
 
 
 def test_a_port_that_is_taken_and_an_address_that_is_none_are_refused():
-    with Address(port=0).bind() as taken:
-        taken.listen()
-        with pytest.raises(ConfigError, match=r"cannot listen at 127.0.0.1 port"):
-            Address(port=taken.getsockname()[1]).bind()
+    with Address(port=0).bind() as taken, pytest.raises(ConfigError, match=r"cannot listen at 127.0.0.1 port"):
+        Address(port=taken.getsockname()[1]).bind()
     with pytest.raises(ConfigError, match=r"cannot listen at no.such.host.invalid port 1"):
         Address(host="no.such.host.invalid", port=1).bind()
 
