@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from octavo.server import Address, Server
+from octavo.server import Address, Limits, Server
 from tests.unit.server.conftest import byte_runner, byte_tokenizer, new_service
 
 __all__ = ["byte_runner", "byte_tokenizer", "new_service"]
@@ -106,13 +106,46 @@ def test_a_key_is_asked_for_only_where_one_is_needed(page, start):
 
 
 def test_without_a_key_there_is_no_field_and_a_refusal_is_shown(page, start):
-    _, place = start(template=None)
+    _, place = start()
     page.goto(place)
     page.locator("#model", has_text="tiny").wait_for()
     assert not page.locator("#key").is_visible()
+    page.fill("#prompt", "x" * 400)
+    page.keyboard.press("Enter")
+    page.locator(".error", has_text="tokens, and 320 are taken; shorten it").wait_for()
+
+
+@pytest.mark.parametrize("width", [900, 360])
+def test_a_model_without_a_chat_template_continues_a_text(page, start, width):
+    service, place = start(template=None)
+    shown = []
+    object.__setattr__(service, "on_prompt", shown.append)
+    page.set_viewport_size({"width": width, "height": 700})
+    page.goto(place)
+    page.locator("#empty", has_text="it continues the text that you write").wait_for()
+    assert page.locator("#send").text_content() == "Continue"
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.fill("#most", "12")
+    for i, text in enumerate(("Once upon", "And then")):
+        page.fill("#prompt", text)
+        page.keyboard.press("Enter")
+        page.locator(".facts", has_text="12 tokens in").nth(i).wait_for()
+    assert shown[0] == "Once upon"
+    assert shown[1].startswith("Once upon")
+    assert shown[1].endswith("\nAnd then")
+    assert page.locator(".error").count() == 0
+
+
+def test_the_most_tokens_are_the_server_s(page, start):
+    _, place = start(limits=Limits(max_tokens=40))
+    page.goto(place)
+    page.locator("#model", has_text="tiny").wait_for()
+    assert (page.get_attribute("#most", "max"), page.input_value("#most")) == ("40", "20")
+    page.fill("#most", "9999")
     page.fill("#prompt", "Hi")
     page.keyboard.press("Enter")
-    page.locator(".error", has_text="has no chat template").wait_for()
+    page.locator(".facts", has_text="40 tokens in").wait_for()
+    assert page.input_value("#most") == "40"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
