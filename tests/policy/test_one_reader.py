@@ -6,8 +6,9 @@ from tests.policy.source_tree import modules
 
 PARSERS = {"json.load", "json.loads", "json.JSONDecoder", "Tokenizer.from_str", "Tokenizer.from_file", "tomllib"}
 PARSERS |= {"safetensors.torch.load", "safetensors.torch.load_file", "safetensors.numpy.load_file"}
-# The process of its own in which TensorRT-RTX is called imports nothing of octavo, and reads what octavo has written.
-APART = {"octavo.parsing", "octavo.export.onnx.tensorrt_rtx"}
+# The processes in which TensorRT-RTX is called and chat templates are rendered import nothing of octavo, and read what
+# octavo has written.
+APART = {"octavo.parsing", "octavo.export.onnx.tensorrt_rtx", "octavo.server.template_process"}
 
 
 def parsers_in(text):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError, ConfigError
+from octavo.parsing import parse_json
 from octavo.server import template_process
 from octavo.server.refusals import Refusal
 
@@ -119,7 +120,7 @@ class ChatTemplate:
         if not answer.endswith(b"\n"):
             self._end()
             raise Refusal(500, self._reason(self._process.returncode))
-        return dict(json.loads(answer))
+        return dict(parse_json(answer))
 
     def _reason(self, status: int) -> str:
         if status == -signal.SIGALRM:

@@ -9,9 +9,10 @@ NFC is let through, since it shortens a text by a factor of ``NFC_SHRINKS`` at m
 another (the Kelvin sign has 3 bytes and K has 1), and 3 for what is composed (a Hangul syllable of 3 bytes from 9).
 """
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from octavo.parsing import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,7 +31,7 @@ def bytes_per_token(tokenizer: "Tokenizer") -> int | None:
         >>> bytes_per_token(Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))) is None
         True
     """
-    record = json.loads(tokenizer.to_str())
+    record = parse_json(tokenizer.to_str())
     steps = _steps(record["normalizer"], "normalizers") + _steps(record["pre_tokenizer"], "pretokenizers")
     if not all(map(_keeps_bytes, steps)) or not _has_all_bytes(record, steps) or record["truncation"] is not None:
         return None
