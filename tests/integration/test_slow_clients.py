@@ -8,7 +8,7 @@ By hand for longer: ``OCTAVO_SLOW_CLIENTS=5000 pytest tests/integration/test_slo
 import json
 import os
 import random
-import resource
+import re
 import signal
 import socket
 import subprocess
@@ -63,17 +63,13 @@ def server(folder, tmp_path_factory):
     command += ["--head-seconds", "1", "--body-seconds", "1", "--send-seconds", "1", "--drain-seconds", "2"]
     log = tmp_path_factory.mktemp("log") / "stderr"
     with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            command,
-            stderr=stderr,
-            env=os.environ | {"PYTHONPATH": str(SOURCE)},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),  # noqa: PLW1509
-        )
+        limited = ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh", *command]
+        process = subprocess.Popen(limited, stderr=stderr, env=os.environ | {"PYTHONPATH": str(SOURCE)})
     try:
-        while "is served at" not in log.read_text():
+        while (place := re.search(r"is served at http://127.0.0.1:(\d+);", log.read_text())) is None:
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
-        yield process, int(log.read_text().split(";")[0].rsplit(":", 1)[1]), log
+        yield process, int(place[1]), log
     finally:
         process.kill()
         process.wait()
