@@ -37,6 +37,7 @@ def test_no_token_stands_for_more(tokenizer):
         for normalizer in (None, normalizers.NFC()):
             tokenizer.normalizer = normalizer
             bound = bytes_per_token(tokenizer)
+            assert bound is not None
             assert len(text.encode()) <= bound * len(tokenizer.encode(text).ids)
 
 
