@@ -118,7 +118,7 @@ def test_without_a_key_there_is_no_field_and_a_refusal_is_shown(page, start):
 @pytest.mark.parametrize("width", [900, 360])
 def test_a_model_without_a_chat_template_continues_a_text(page, start, width):
     service, place = start(template=None)
-    shown = []
+    shown: list[str] = []
     object.__setattr__(service, "on_prompt", shown.append)
     page.set_viewport_size({"width": width, "height": 700})
     page.goto(place)

@@ -120,7 +120,7 @@ class BoundedProtocol(H11Protocol):
     @property
     def _is_answered(self) -> bool:
         """Whether a request has come that is not answered yet."""
-        return self.cycle is not None and not self.cycle.response_complete
+        return bool(self.cycle) and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it, and wait for its first head."""

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import logging
+import os
+import resource
 import socket
 import threading
 
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server import Address, Limits, Server, answer_not_ready, connections
+from octavo.server import Address, Limits, Server, answer_not_ready
 from octavo.server.connections import ACCEPT, RESERVED, room_for, tell_rarely
 
 HEAD = b"Host: 127.0.0.1\r\n"
@@ -109,9 +111,9 @@ def test_where_all_are_being_answered_another_is_refused(start, connect):
 )
 def test_there_are_no_more_connections_than_descriptors(monkeypatch, soft, hard, wanted, raised):
     given = []
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, limits: given.append(limits))
-    monkeypatch.setattr(connections.os, "listdir", lambda _: ["0"] * 20)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 20)
     room = room_for(Limits(connections=wanted))
     limit = given[0][0] if given else soft
     assert bool(given) is bool(raised)
@@ -121,8 +123,8 @@ def test_there_are_no_more_connections_than_descriptors(monkeypatch, soft, hard,
 
 
 def test_a_process_that_may_open_next_to_nothing_is_told(monkeypatch):
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (40, 40))
-    monkeypatch.setattr(connections.os, "listdir", lambda _: ["0"] * 20)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 20)
     with pytest.raises(ConfigError, match=r"may open 40 files, of which 20 are open, too few to serve; allow more"):
         room_for(Limits())
 
