@@ -94,15 +94,14 @@ def test_idle_connections_make_room_for_who_asks(start, connect):
 
 def test_where_all_are_being_answered_another_is_refused(start, connect):
     port = start(connections=1)
-    asking = connect(port, b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Length: 62\r\n\r\n")
-    told = b""
-    while b" 503 " not in told:  # until the server has seen the first one's head
-        told = rest(connect(port))
-        if b" 503 " not in told:
-            asking = connect(port, b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Length: 62\r\n\r\n")
+    asking = connect(
+        port, b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    )
+    assert asking.recv(12) == b"HTTP/1.1 100"
+    told = rest(connect(port))
+    assert told.startswith(b"HTTP/1.1 503 ")
     assert b"1 connections are being answered, which is as many as may; try again" in told
     assert b"Retry-After: 1" in told
-    asking.close()
 
 
 @pytest.mark.parametrize(
