@@ -6,8 +6,10 @@ With ``--engine triton`` it is Triton's server that runs, on a repository of ``o
 import gc
 import math
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from socket import socket
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -28,6 +30,9 @@ from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.nn.arguments import check_choice
 from octavo.serving import EngineConfig, ServingRecipe, load_served_model
+
+if TYPE_CHECKING:
+    from octavo.server import Service
 
 __all__ = ["check_server_packages", "serve"]
 
@@ -88,7 +93,6 @@ def serve(
     ready_seconds: ReadySeconds = 120.0,
 ) -> None:
     """Serve a model over HTTP."""
-    check_choice("engine", engine, (OCTAVO, TRITON))
     _check_options(context, engine)
     check_server_packages()
     if engine == TRITON:
@@ -131,11 +135,9 @@ def serve(
             display.phase("loading", None)
             served = load_served_model(model, recipe=recipe, calibration=calibration)
             service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
-        place = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists
-        sentence = f"{service.name} is served at {place}; Ctrl-C ends it"
         with closing(service):
-            Server(service, key=key, host=host, on_ready=lambda: _say(sentence)).run(sockets=[listening])
+            Server(service, key=key, host=host, on_ready=partial(_tell, service, listening)).run(sockets=[listening])
 
 
 def check_server_packages() -> None:
@@ -151,7 +153,8 @@ def check_server_packages() -> None:
 
 
 def _check_options(context: typer.Context, engine: str) -> None:
-    """Refuse options of the other engine."""
+    """Refuse an engine that there is not, and options of the other one."""
+    check_choice("engine", engine, (OCTAVO, TRITON))
     for name in context.params:
         source = context.get_parameter_source(name)
         given = source is not None and source.name == "COMMANDLINE"
@@ -164,6 +167,13 @@ def _name_of(model: str) -> str:
     """A file's without its ending, or the last part of a folder's or a hub's."""
     path = Path(model).resolve() if Path(model).exists() else Path(model)
     return path.stem if path.is_file() else path.name
+
+
+def _tell(service: "Service", listening: socket) -> None:
+    """Say what is served where: at the address itself, whatever name it was given by."""
+    host, port = listening.getsockname()[:2]
+    place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    _say(f"{service.name} is served at {place}; Ctrl-C ends it")
 
 
 def _show(prompt: str | list[int]) -> None:
