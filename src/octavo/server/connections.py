@@ -196,5 +196,6 @@ class _Teller:
 
 
 def tell_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep a loop that runs out of descriptors from flooding the log."""
+    """Keep a loop that runs out of descriptors, and clients that leave in mid-answer, from flooding the log."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # its warnings are of writes to clients that left
     loop.set_exception_handler(_Teller())
