@@ -83,6 +83,7 @@ class Lane:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
             await asyncio.wait([result])
+            result.exception()  # taken, or asyncio logs it: its client is gone
             raise
         finally:
             del self._begun[thread]
