@@ -124,6 +124,7 @@ check_avx512() {
 
 build host
 "$home/host/levels" 1000
+"$home/host/threads"
 check_neon
 case $(uname -m) in
     x86_64) check_avx512 ;;

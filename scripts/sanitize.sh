@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: the whole oracle suite of theirs, what calls them
-# (casts, backends, held codes, GGUF files, generation), and the trials of tests/native, every level this processor has. Needs
-# .venv (make venv) and GCC's sanitizer libraries, which come with g++.
+# (casts, backends, held codes, GGUF files, generation), and the trials of tests/native, every level this processor has; the
+# pool of threads under ThreadSanitizer too. Needs .venv (make venv) and GCC's sanitizer libraries, which come with g++.
 #
 #   scripts/sanitize.sh [pytest's arguments]
 set -euo pipefail
@@ -22,6 +22,12 @@ rm -rf "$own/octavo"
 cp -r src/octavo "$own/octavo"
 find "$own/octavo" -name '*.so' -delete
 cmake --install "$home/cmake" --prefix "$own" >/dev/null
+
+# The threads of ours, and under ThreadSanitizer too.
+"$home/cmake/threads"
+g++ -std=c++17 -O1 -g -fsanitize=thread -Isrc/octavo/kernels/native tests/native/threads.cpp \
+    src/octavo/kernels/native/pool.cpp -o "$home/threads" -pthread
+"$home/threads"
 
 # Python itself is not instrumented, so the runtime has to be there first; what it never frees is not our business. The
 # sanitizer keeps freed memory for a while, so the test of what is given back is left out.

@@ -6,7 +6,8 @@ all of them can be compared. Codes and scales are those of :mod:`octavo.numerics
 NaN code, which is left open there. Where the extension could not be built, the same numbers come from torch's
 operations, several times slower.
 
-Threads are torch's own: as many as ``torch.set_num_threads`` allows, of the runtime it brought along.
+Threads are torch's own: as many as ``torch.set_num_threads`` allows, of the runtime it brought along; while the machine
+is busy with other work they are octavo's (native/parallel.h).
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels.cores import quota_cores
 from octavo.kernels.tracing import PLAIN_TENSORS, is_plain
 from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
 from octavo.numerics.granularity import stacks
@@ -34,6 +36,9 @@ else:
         from octavo.kernels import _native
     except ImportError as error:
         _absence = f"octavo's CPU kernels are here and cannot be loaded: {error}"
+    else:
+        if (_quota := quota_cores()) is not None:
+            _native.limit_threads(_quota)
 
 __all__ = [
     "CODES",

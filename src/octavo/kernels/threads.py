@@ -1,15 +1,23 @@
-"""The threads of the native kernels: those of torch's OpenMP runtime, a team for every thread that calls."""
+"""The threads of the native kernels: those of torch's OpenMP runtime, a team for every thread that calls.
+
+A team's operation ends when all of its threads have come. On a machine that is busy with other work one of them waits
+for a core, for milliseconds, and the others wait for it. So a kernel that had to wait for a late thread lets those that
+follow, for 50 ms to 2 s, run on threads of octavo's own, where an operation ends when its parts are done; and lets the
+threads of torch's operations wait asleep in that time, so that the late one may have their core. Neither the number of
+threads nor any result changes.
+"""
 
 from octavo.kernels import cpu
 
-__all__ = ["count_threads", "release_threads"]
+__all__ = ["check_threads", "count_threads", "release_threads"]
 
 
 def count_threads() -> int:
     """How many threads the kernels use for large tensors when called from here.
 
     1 without torch's OpenMP runtime, 0 without the extension. The runtime keeps the number for each thread: a new
-    thread has OMP_NUM_THREADS' until ``torch.set_num_threads`` is called in it, or torch has worked in it.
+    thread has OMP_NUM_THREADS' until ``torch.set_num_threads`` is called in it, or torch has worked in it. Where it
+    is the number of cores, which is torch's default, a container's quota of fewer counts.
     """
     return 0 if cpu.why_absent() else cpu.extension().max_threads()
 
@@ -23,3 +31,12 @@ def release_threads() -> None:
     """
     if not cpu.why_absent():
         cpu.extension().release_threads()
+
+
+def check_threads() -> None:
+    """Look whether the calling thread's team finds a core each, as every kernel does.
+
+    For loops in which torch's own operations wait for late threads, and few kernels or none of octavo's run.
+    """
+    if not cpu.why_absent():
+        cpu.extension().check_threads()

@@ -5,13 +5,14 @@ operation waits for the thread that has no core, so a run that asks for all core
 that asks for the free ones.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from octavo.kernels.cores import allowed_cores
 
 __all__ = ["busy_cores", "free_threads", "using_threads"]
 
@@ -31,7 +32,9 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def busy_cores() -> int:
-    """Cores that other work keeps busy right now, over half a second; 0 where the system does not tell.
+    """Of the cores that this process may use, those that other work keeps busy right now, over half a second.
+
+    0 where the system does not tell.
 
     The load average would not do: for a minute after an installation it still counts what has ended.
     """
@@ -42,16 +45,18 @@ def busy_cores() -> int:
     after = _times()
     assert after is not None
     total, idle = (new - old for new, old in zip(after, before, strict=True))
-    return round((os.cpu_count() or 1) * (1 - idle / total)) if total else 0
+    return round(len(allowed_cores()) * (1 - idle / total)) if total else 0
 
 
 def _times() -> tuple[int, int] | None:
-    """Clock ticks of all cores since the machine started, and how many of them were idle (Linux, proc(5))."""
+    """Clock ticks of those cores since the machine started, and how many of them were idle (Linux, proc(5))."""
     try:
-        line = STAT.read_text(encoding="ascii").partition("\n")[0]
+        lines = STAT.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    user, nice, system, idle, iowait, *rest = (int(word) for word in line.split()[1:9])
+    names = {f"cpu{core}" for core in allowed_cores()}
+    cores = [[int(word) for word in rest[:8]] for name, *rest in map(str.split, lines) if name in names]
+    user, nice, system, idle, iowait, *rest = map(sum, zip(*cores, strict=True))
     return user + nice + system + idle + iowait + sum(rest), idle + iowait
 
 

@@ -1,5 +1,9 @@
-"""Teams of threads: whose they are, and that they are given back."""
+"""Threads: whose they are, that they are given back, and that none changes a result.
 
+tests/native/threads.cpp tries those of octavo's own: parts, late threads, exceptions.
+"""
+
+import subprocess
 import sys
 import threading
 import time
@@ -9,7 +13,7 @@ import pytest
 import torch
 
 from octavo.kernels import cpu
-from octavo.kernels.threads import count_threads, release_threads
+from octavo.kernels.threads import check_threads, count_threads, release_threads
 
 pytestmark = [
     pytest.mark.skipif(cpu.why_absent() is not None, reason="native: the kernels are not built"),
@@ -48,3 +52,121 @@ def test_a_team_ends_when_its_thread_gives_it_back_and_is_there_again_when_neede
     thread.join()
     torch.set_num_threads(threads)
     assert found == [(3, 2), (3, 0), (3, 2), (3, 0)]
+
+
+def run(program: str) -> str:
+    """What a new process prints: one in which no other test has left threads."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+RESULTS = """
+import torch
+from octavo import E4M3, PerRow, PerTensor, quantize, scaled_mm
+from octavo.kernels import cpu
+
+def results():
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(96, 512, generator=generator), torch.randn(640, 512, generator=generator)
+    a, b = quantize(x, E4M3, granularity=PerRow()), quantize(w, E4M3, granularity=PerTensor())
+    row = quantize(x[:1], E4M3, granularity=PerTensor())
+    products = (scaled_mm(one, b, out_dtype=torch.float32).view(torch.uint8) for one in (a, row))
+    return [one.clone() for one in (a.data.view(torch.uint8), a.scale, b.data.view(torch.uint8), b.scale, *products)]
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+torch.set_num_threads(1)
+alone = results()
+torch.set_num_threads(3)
+"""
+
+
+def test_results_are_the_same_on_a_busy_machine():
+    told = run(
+        RESULTS
+        + """
+print(same(alone, results()))
+cpu.extension().assume_busy(600)
+print(cpu.extension().is_busy(), all(same(alone, results()) for _ in range(50)))
+cpu.extension().assume_busy(0)
+print(cpu.extension().is_busy(), same(alone, results()))
+"""
+    )
+    assert told.split() == ["True", "True", "True", "False", "True"]
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    """OpenMP's team stays with the parent: a child that worked with it would wait for its threads for ever."""
+    told = run(
+        """
+import os, signal
+import torch
+from octavo import E4M3, PerRow, quantize
+
+torch.set_num_threads(3)
+x = torch.randn(1024, 256)
+
+def codes():  # no operation of torch's, which would wait in the child, too
+    return bytes(quantize(x, E4M3, granularity=PerRow()).data.view(torch.uint8).numpy())
+
+before = codes()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if codes() == before else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    )
+    assert told == "0"
+
+
+def test_torchs_threads_sleep_beside_a_team_that_a_busy_machine_adds_and_an_idle_one_ends():
+    told = run(
+        """
+import time
+from pathlib import Path
+import torch
+from octavo.kernels import cpu
+
+def threads():
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+def reaches(condition):
+    for _ in range(500):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+torch.ones(10**6).exp()
+before = threads()
+cpu.extension().assume_busy(600)
+print(reaches(lambda: threads() >= before + 2))  # who keeps the team, and a team of two
+cpu.extension().assume_busy(0)
+print(reaches(lambda: threads() == before + 1))
+"""
+    )
+    assert told.split() == ["True", "True"]
+
+
+def test_a_quota_counts_where_nobody_chose_a_number():
+    told = run(
+        """
+import torch
+from octavo.kernels import cpu
+from octavo.kernels.threads import count_threads
+import ctypes
+cores = ctypes.CDLL(None).omp_get_num_procs()
+cpu.extension().limit_threads(1)
+for threads in (cores, cores + 1):
+    torch.set_num_threads(threads)
+    print(count_threads() - (1 if threads == cores else threads))
+"""
+    )
+    assert told.split() == ["0", "0"]
+
+
+def test_a_check_waits_for_no_work():
+    check_threads()

@@ -18,7 +18,7 @@ def test_every_thread_finds_a_core(cores, busy, most, found):
     assert free_threads(cores=cores, busy=busy, most=most) == found
 
 
-# Of 4 cores and 200 ticks: user, nice, system, idle, iowait, irq, softirq, steal.
+# Of the 4 cores that the process may use, and 200 ticks: user, nice, system, idle, iowait, irq, softirq, steal.
 @pytest.mark.parametrize(
     ("ticks", "busy"),
     [
@@ -37,12 +37,15 @@ def test_busy_cores_are_the_share_of_ticks_that_were_not_idle(monkeypatch, tmp_p
     start = (1000, 10, 500, 90000, 70, 3, 4, 5)
 
     def at(now: tuple[int, ...]) -> str:
-        return f"cpu  {' '.join(map(str, now))} 0 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n"
+        others = "".join(f"cpu{core} 0 0 0 0 0 0 0 0 0 0\n" for core in (1, 4, 6))
+        return (
+            f"cpu  1 2 3 4 5 6 7 8 9 10\ncpu0 {' '.join(map(str, now))} 0 0\n{others}cpu9 1 1 1 1 1 1 1 1 1 1\nctxt 7\n"
+        )
 
     stat.write_text(at(start))
     later = tuple(old + new for old, new in zip(start, ticks, strict=True))
     monkeypatch.setattr(threads, "STAT", stat)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 6}, raising=False)
     monkeypatch.setattr(time, "sleep", lambda _: stat.write_text(at(later)))
     assert busy_cores() == busy
 

@@ -118,6 +118,10 @@ NB_MODULE(_native, m) {
     });
     m.def("has_threads", &has_threads);
     m.def("max_threads", &max_threads);
+    m.def("limit_threads", &limit_threads);
+    m.def("check_threads", &check_threads, nb::call_guard<nb::gil_scoped_release>());
+    m.def("is_busy", &is_busy);
+    m.def("assume_busy", &assume_busy);
     m.def("release_threads", &release_threads, nb::call_guard<nb::gil_scoped_release>());
     m.def("expect_writes", [](uintptr_t address, size_t bytes) {
 #if defined(MADV_HUGEPAGE)

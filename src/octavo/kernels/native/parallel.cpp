@@ -1,119 +1,106 @@
 #include "parallel.h"
 
-#include <dlfcn.h>
-#if defined(__SSE2__)
-#include <xmmintrin.h>
-#endif
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
+#include <climits>
+#include <thread>
+
+#include "busy_period.h"
+#include "openmp.h"
+#include "pool.h"
 
 namespace octavo {
 namespace {
 
-// GNU's entry point, which the runtimes of LLVM and Intel have too.
-struct Runtime {
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
-    int (*max_threads)() = nullptr;
-    int (*in_parallel)() = nullptr;
-    int (*pause)(int) = nullptr;  // since OpenMP 5.0
-
-    Runtime() {
-        find(parallel, "GOMP_parallel");
-        find(max_threads, "omp_get_max_threads");
-        find(in_parallel, "omp_in_parallel");
-        find(pause, "omp_pause_resource_all");
-    }
-
-    bool complete() const { return parallel && max_threads && in_parallel; }
-
-private:
-    template <class F>
-    static void find(F& function, const char* name) {
-        function = reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
-    }
-};
-
-const Runtime& runtime() {
-    static const Runtime found;
-    return found;
-}
-
-// Subnormal numbers count as what they are, whatever torch.set_flush_denormal says: codes are made of them.
-class Subnormals {
-public:
-#if defined(__SSE2__)
-    Subnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~0x8040u); }  // FTZ, DAZ
-    ~Subnormals() { _mm_setcsr(before_); }
-
-private:
-    unsigned before_;
-#elif defined(__aarch64__)
-    Subnormals() : before_(__builtin_aarch64_get_fpcr64()) { __builtin_aarch64_set_fpcr64(before_ & ~(1ull << 24)); }
-    ~Subnormals() { __builtin_aarch64_set_fpcr64(before_); }
-
-private:
-    unsigned long before_;
-#endif
-};
-
 constexpr int64_t TURNS = 8;  // of every thread, if all are equally fast
 
+std::atomic<int> limit{INT_MAX};
+BusyPeriod busy;
+
+// A forked child has none of the pool's threads, and so a pool of its own. Pools are never destroyed: their threads live as
+// long as the process.
+std::atomic<Pool*> pool{new Pool};
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] {
+    pool = new Pool;
+    forked = true;
+});
+
 // Threads take parts as they come: cores are not equally fast, and some have other work.
-struct Region {
-    Body body;
-    void* context;
-    int64_t count, part;
+struct Team {
+    Region& region;
+    const std::thread::id caller = std::this_thread::get_id();
     std::atomic<int64_t> next{0};
-    std::atomic<bool> failed{false};
-    std::exception_ptr error;  // the first; none may leave a thread, which would end the process
+    int64_t taken = 0, idle_since = 0;  // the caller's
+
+    static void take_parts(void* argument) {
+        Team& team = *static_cast<Team*>(argument);
+        const InRegion taking;
+        const int64_t parts = team.region.parts();
+        int64_t taken = 0;
+        for (int64_t i; (i = team.next.fetch_add(1, std::memory_order_relaxed)) < parts; ++taken) team.region.run(i);
+        if (std::this_thread::get_id() != team.caller) return;
+        team.taken = taken;
+        team.idle_since = now_ns();
+    }
 };
 
-void run(Body body, void* context, int64_t begin, int64_t end) {
-    const Subnormals kept;
-    body(context, begin, end);
+void run_on_team(Region& region, int threads, int64_t begun) {
+    Team team{region};
+    OpenMP::runtime().parallel(Team::take_parts, &team, static_cast<unsigned>(threads), 0);
+    const int64_t ended = now_ns();
+    if (!shows_busy_core(team.idle_since - begun, ended - team.idle_since, team.taken)) return;
+    busy.begin(ended);
+    wait_asleep(busy.end());
 }
 
-void run_parts(void* argument) {
-    Region& region = *static_cast<Region*>(argument);
-    for (;;) {
-        const int64_t begin = region.next.fetch_add(region.part, std::memory_order_relaxed);
-        if (begin >= region.count) return;
-        try {
-            run(region.body, region.context, begin, std::min(begin + region.part, region.count));
-        } catch (...) {
-            if (!region.failed.exchange(true)) region.error = std::current_exception();
-            region.next = region.count;
-        }
-    }
+void run_region(Region& region, int threads) {
+    const int64_t now = now_ns();
+    if (forked || busy.contains(now)) pool.load()->run(region, threads);
+    else run_on_team(region, threads, now);
+    region.rethrow();
 }
 
 }  // namespace
 
-bool has_threads() { return runtime().complete(); }
+bool has_threads() { return OpenMP::runtime().is_complete(); }
 
-void release_threads() {
-    constexpr int soft = 1;
-    if (runtime().pause) runtime().pause(soft);
-}
+void release_threads() { OpenMP::runtime().end_team(); }
 
 int max_threads() {
-    const Runtime& r = runtime();
-    return r.complete() && !r.in_parallel() ? std::max(1, r.max_threads()) : 1;
+    const OpenMP& openmp = OpenMP::runtime();
+    if (in_region || !openmp.is_complete() || openmp.in_parallel()) return 1;
+    const int threads = openmp.max_threads();
+    const int most = limit;
+    return std::max(1, threads > most && threads == openmp.processors() ? most : threads);  // processors() is a system call
+}
+
+void limit_threads(int most) { limit = most; }
+
+void check_threads() {
+    parallel_for(max_threads(), 1, [](int64_t, int64_t) {});
+}
+
+bool is_busy() { return busy.contains(now_ns()); }
+
+void assume_busy(double seconds) {
+    busy.set(now_ns(), static_cast<int64_t>(seconds * 1e9));
+    wait_asleep(busy.end());
 }
 
 void parallel_for(int64_t count, int64_t grain, Body body, void* context) {
     const int64_t parts = count / std::max<int64_t>(grain, 1);
     const int threads = static_cast<int>(std::min<int64_t>(max_threads(), parts));
-    if (threads <= 1) {
-        if (count > 0) run(body, context, 0, count);
-        return;
+    Region region{body, context, count, std::max<int64_t>(count, 1)};
+    if (threads > 1) {
+        region.part = std::max<int64_t>({grain, 1, count / (threads * TURNS)});
+        run_region(region, threads);
+    } else if (count > 0) {
+        region.run(0);
+        region.rethrow();
     }
-    const int64_t part = std::max<int64_t>({grain, 1, count / (threads * TURNS)});
-    Region region{body, context, count, part};
-    runtime().parallel(run_parts, &region, static_cast<unsigned>(threads), 0);
-    if (region.failed) std::rethrow_exception(region.error);
 }
 
 }  // namespace octavo

@@ -1,27 +1,41 @@
-// Threads: those of the OpenMP runtime that torch has brought into the process.
+// Threads: those of the OpenMP runtime that torch has brought into the process, while the machine has cores for them.
 //
-// A runtime of our own would put a second team of threads beside torch's, which spin for a while after each of its
-// operations: two teams on one set of cores make both many times slower. torch makes its runtime's symbols global, so
-// they are found at run time and nothing is linked. Where there are none, everything runs on the calling thread.
+// Threads of our own beside torch's, which spin for a while after each of its operations, lose where the machine is idle: a
+// training step took 1.12 to 1.14 times as long. Where it is busy, OpenMP's regions wait for threads that have no core, for
+// several ms each. So a region that had to wait (busy_period.h) puts the following ones on our own threads (pool.h) for a
+// while. In a forked child, where the runtime would wait for threads that it does not have, all regions run on them.
 #pragma once
 
 #include <cstdint>
+
+#include "region.h"
 
 namespace octavo {
 
 // Whether torch's runtime was found.
 bool has_threads();
 
-// Ends the calling thread's team, whose other threads wait for its next work; it has a new one as soon as it needs one. The
-// runtime counts all teams' threads, and where they are more than there are cores none of them spins any more: each
+// Ends the calling thread's OpenMP team, whose other threads wait for its next work; it has a new one as soon as it needs one.
+// The runtime counts all teams' threads, and where they are more than there are cores none of them spins any more: each
 // operation then wakes threads that sleep, which made a decoder's steps of 16 rows 1.4 to 1.8 times as long.
 void release_threads();
 
 // How many the calling thread may use: torch.set_num_threads' number if it was called there, or torch has worked there since,
-// else OMP_NUM_THREADS'. 1 without a runtime and inside another parallel region.
+// else OMP_NUM_THREADS'. Where that is the number of cores, which nobody chose, at most limit_threads'. 1 without a runtime
+// and inside another parallel region.
 int max_threads();
 
-using Body = void (*)(void* context, int64_t begin, int64_t end);
+// What a container's quota allows.
+void limit_threads(int most);
+
+// Looks whether the calling thread's team finds a core each; every larger region looks, too.
+void check_threads();
+
+// Whether regions run on our own threads now, and lets them for a time: a test's or a benchmark's.
+bool is_busy();
+void assume_busy(double seconds);
+
+using Body = Region::Body;
 
 // Runs body(context, begin, end) over [0, count) in parts of at least `grain`, on at most max_threads() threads. What a part
 // throws ends the others early and is thrown again, the first of it.

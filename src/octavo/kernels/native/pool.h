@@ -1,0 +1,54 @@
+// Threads of our own, for a busy machine: a region ends when its parts are done, not when all threads have come.
+//
+// The caller takes parts like the others, and waits for those alone that others have begun; a thread that comes late finds
+// none left. Between regions threads wait asleep, after a moment, so that other work has the core, and are woken for regions
+// alone that turn out to be long. One that has lost its core in the middle of a part rests: there are fewer threads then.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+#include "region.h"
+
+namespace octavo {
+
+class Pool {
+public:
+    using Start = void (*)(Pool& pool, int index);  // lets a thread run help(index)
+
+    explicit Pool(Start start = in_thread) : start_(start) {}
+
+    // Runs the region on at most `threads` threads, the caller's among them. On the caller's alone while another thread's
+    // region runs, and inside a part.
+    void run(Region& region, int threads);
+
+    // What a helper does, for ever.
+    [[noreturn]] void help(int index);
+
+    static void in_thread(Pool& pool, int index);
+
+private:
+    void begin(Region& region, int helpers);
+    void wait_for_parts(int index);
+    void wait_for_helpers();
+    template <class F>
+    void take_parts(const F& go_on);
+    void run_part(int64_t left);
+    void wake_helpers();
+    bool has_parts_for(int index) const { return left_ > 0 && index < helpers_; }
+
+    const Start start_;
+    std::mutex turn_;  // of the thread whose region runs
+    int started_ = 0;  // helpers, ever
+
+    // Read only by who has claimed a part: the caller changes it when none is left and all are done.
+    Region* region_ = nullptr;
+    std::atomic<int64_t> left_{0}, unfinished_{0};  // parts that nobody has claimed; that are not done
+    std::atomic<int> helpers_{0}, asleep_{0};
+    std::mutex mutex_;  // of both:
+    std::condition_variable begun_, finished_;
+};
+
+}  // namespace octavo
