@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from octavo.doctor import StepNotes, Watcher, watch
 from octavo.doctor.capture import remove_captures
 from octavo.errors import ConfigError, NonFiniteLossError
-from octavo.kernels.threads import check_threads
 from octavo.models import Llama
 from octavo.scale_updates import default_group
 from octavo.state import discard_step, rescale_gradient_history, update_scales
@@ -255,7 +254,6 @@ class Trainer:
     def _update_once(self, log: MetricsLog) -> tuple[float, float]:
         """Take a step, unless the loss or the gradients' norm is not finite; returns both."""
         started = time.perf_counter()
-        check_threads()
         lr = self._learning_rate()
         loss, grad_norm, overflowed = self._gradients()
         while overflowed and math.isfinite(loss) and self._lower_loss_scale(log):
