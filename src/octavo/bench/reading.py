@@ -23,11 +23,12 @@ def load_report(path: Path) -> Report:
 
     Raises:
         DataError: the file is no such report; says where.
+        OSError: it cannot be opened.
     """
     try:
         report = section(Report, read_json(path), "")
         _check(report)
-    except (ConfigError, OSError, ValueError, OverflowError) as error:
+    except (ConfigError, ValueError, OverflowError) as error:
         raise DataError(
             f"{path} is no result of octavo bench: {error}; give a .json that the command wrote, as it was written"
         ) from error

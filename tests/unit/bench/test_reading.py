@@ -56,7 +56,7 @@ ODD = {
     "is_rehearsal must be true or false, not 'no'": put("no", "is_rehearsal"),
     "measured is '../../x', not a day such as 2026-01-31": put("../../x", "measured"),
     "theme is '../../x', not one of hopper, serving": put("../../x", "theme"),
-    "int too large": put(10**400, "parts", 0, "seconds"),
+    "the number 100000000000… of 401 digits is too large": put(10**400, "parts", 0, "seconds"),
 }
 
 

@@ -428,7 +428,7 @@ def test_no_model(tmp_path, broken):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         load_quantized(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="no JSON object"):
+    with pytest.raises(CheckpointError, match="a list where a JSON object belongs"):
         load_quantized(folder)
 
 

@@ -10,6 +10,7 @@ import octavo
 from octavo.doctor import Captures, diagnose, series_of
 from octavo.doctor.capture_choice import capture_for
 from octavo.doctor.remedies import ranked
+from octavo.nn import Linear
 from octavo.observers import AmaxHistory
 from octavo.training import loop
 from octavo.training.events import Event, Notice
@@ -147,8 +148,8 @@ def test_a_capture_leaves_no_amax_behind(tmp_path, data, loud, monkeypatch):
 
     def capture(self, paths):
         real(self, paths)
-        histories = [module for module in self.model.modules() if isinstance(module, AmaxHistory)]
-        left.extend(history.pending.max().item() for history in histories)
+        layers = [module for module in self.model.modules() if isinstance(module, Linear)]
+        left.extend(layer.amax_history.pending.max().item() for layer in layers if layer.amax_history is not None)
 
     monkeypatch.setattr(loop.Trainer, "_capture", capture)
     train(tiny_config(**SETTING, steps=16, autopilot=True), tmp_path / "run", data=data)
