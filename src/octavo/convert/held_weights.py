@@ -35,6 +35,8 @@ def hold_weights(
             not_held[path] = others_read[path]
         elif layer.recipe.output.b is None:
             not_held[path] = f"{layer.recipe.name} casts no weight"
+        elif layer.weight.is_meta:
+            not_held[path] = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
         else:
             layer.hold_weight_as_codes(scale=(scales or {}).get(path))
             held.append(path)
