@@ -12,7 +12,7 @@ import torch
 
 from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
-from octavo.convert.held_weights import hold_weights
+from octavo.convert.held_weights import allow_save_pretrained, hold_weights
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
 from octavo.convert.weight_readers import weight_readers
 from octavo.errors import ConfigError
@@ -190,6 +190,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
             )
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]
             restored.append(path)
+    allow_save_pretrained(model)
     return tuple(restored)
 
 

@@ -1,14 +1,20 @@
 """Frozen weights held as FP8 codes, and which of them cannot be."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
 from octavo.convert.weight_readers import weight_readers
+from octavo.errors import ConfigError
 from octavo.nn import Linear
 
-__all__ = ["hold_weights", "read_by_others"]
+__all__ = ["allow_save_pretrained", "guard_save_pretrained", "hold_weights", "read_by_others"]
+
+SAVE = "save_pretrained"
 
 
 def hold_weights(
@@ -40,7 +46,46 @@ def hold_weights(
         else:
             layer.hold_weight_as_codes(scale=(scales or {}).get(path))
             held.append(path)
+    if held:
+        guard_save_pretrained(model)
     return tuple(held), not_held
+
+
+def guard_save_pretrained(model: torch.nn.Module) -> None:
+    """Let ``save_pretrained`` refuse to write codes, which ``from_pretrained`` would read as weights of up to 448.
+
+    The method of the model and of each model inside it is covered by an attribute of the same name, which copies and
+    pickles keep. peft's models write adapters alone and stay as they are.
+    """
+    peft = sys.modules.get("peft")
+    for module in model.modules():
+        writes_weights = peft is None or not isinstance(module, peft.PeftModel)
+        if writes_weights and callable(getattr(type(module), SAVE, None)):
+            vars(module)[SAVE] = partial(_save_pretrained, module)
+
+
+def allow_save_pretrained(model: torch.nn.Module) -> None:
+    """Undo :func:`guard_save_pretrained`."""
+    for module in model.modules():
+        guard = vars(module).get(SAVE)
+        if isinstance(guard, partial) and guard.func is _save_pretrained:
+            del vars(module)[SAVE]
+
+
+def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
+    """The model's own ``save_pretrained`` where it writes no codes: weights that are given, or adapters alone."""
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
+    codes = [f"{path}.weight" for path, layer in layers.items() if layer.held is not None]
+    given = options.get("state_dict")
+    if given is not None:
+        codes = [name for name in codes if name in given and given[name].dtype.itemsize == 1]
+    if codes and not getattr(model, "_hf_peft_config_loaded", False):  # transformers' own mark of adapters
+        raise ConfigError(
+            f"save_pretrained would write FP8 codes as weights ({codes[0]} and {len(codes) - 1} more), and "
+            "from_pretrained would read them as such; write codes with octavo.save_quantized, or call "
+            "octavo.restore(model) first, which decodes them"
+        )
+    return type(model).save_pretrained(model, *args, **options)
 
 
 def read_by_others(model: torch.nn.Module) -> dict[str, str]:
