@@ -72,6 +72,7 @@ class ScaleUpdates:
         optimizer_saved: whether that has happened since the last step.
         state_read: whether the scaling state was read since then.
         reminded_of_state: whether the user has been told of a checkpoint without scaling state.
+        optimizer_steps: how many an optimizer has taken that ended steps of these layers.
     """
 
     manual: bool = False
@@ -88,6 +89,7 @@ class ScaleUpdates:
     optimizer_saved: bool = field(default=False, init=False)
     state_read: bool = field(default=False, init=False)
     reminded_of_state: bool = field(default=False, init=False)
+    optimizer_steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":

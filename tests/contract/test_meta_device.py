@@ -137,6 +137,6 @@ def test_a_weight_without_values_is_not_held_and_the_report_says_what_to_do():
     reason = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
     assert report.not_held == {"0": reason, "2": reason}
     with pytest.raises(ConfigError, match="the weight of layer '0' is on the meta device; load its values before"):
-        model[0].hold_weight_as_codes()
+        model[0].hold_weight_as_codes()  # type: ignore[operator]
     model.load_state_dict(_mlp().state_dict(), assign=True)
     assert octavo.convert(model.requires_grad_(False), frozen="fp8").held == ("0", "2")

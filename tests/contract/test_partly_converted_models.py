@@ -154,11 +154,25 @@ def test_weights_that_torchao_has_quantized_stay_and_run(config):
 
 
 def test_weights_that_are_bare_codes_stay():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    codes = nn.Linear(8, 8)
+    codes.weight = nn.Parameter(codes.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    model = nn.Sequential(codes, nn.Linear(8, 8))
     report = octavo.convert(model)
     assert report.converted == ("1",)
     assert (
         report.skipped["0"]
         == "its weight is torch.float8_e4m3fn, codes of another library and no numbers in high precision"
     )
+
+
+def test_sharded_weights_are_converted_and_run():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+        plain = copy.deepcopy(model)
+        octavo.convert(plain, "rowwise")
+        torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        assert octavo.convert(model, "rowwise").converted == ("0",)
+        assert torch.equal(model(x), plain(x))
+    finally:
+        torch.distributed.destroy_process_group()

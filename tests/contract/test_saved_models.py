@@ -4,10 +4,10 @@ import copy
 import io
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import octavo
 from octavo.errors import ConfigError
@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 REFUSED = r"would write FP8 codes as weights \(model\.layers\.0\.self_attn\.q_proj\.weight and 6 more\)"
 
 
-def _llama() -> nn.Module:
+def _llama() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=300,
         hidden_size=32,
@@ -35,8 +35,8 @@ def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def _held(model: nn.Module | None = None) -> nn.Module:
-    model = (model or _llama()).requires_grad_(False)
+def _held(model: Any = None) -> Any:
+    model = (_llama() if model is None else model).requires_grad_(False)
     assert octavo.convert(model, frozen="fp8").held
     return model
 
@@ -45,7 +45,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
     return transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
 
 
-def _pickled(model: nn.Module) -> nn.Module:
+def _pickled(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

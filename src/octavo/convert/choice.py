@@ -50,7 +50,7 @@ def choose_layers(
     kept = _heads(candidates) if not convert_head else {}
     kept |= _outer_blocks(model, candidates, keep_first_blocks, keep_last_blocks)
     for path, module in candidates.items():
-        if type(module) in (torch.nn.Linear, Linear) and (reason := _unable(module, readers)) is not None:
+        if isinstance(module, torch.nn.Linear) and (reason := _unable(module, readers)) is not None:
             kept[path] = reason
     chosen, skipped = {}, {}
     for path, module in candidates.items():  # all decided before the first change: a filter may raise
@@ -63,8 +63,10 @@ def choose_layers(
     return chosen, skipped
 
 
-def _unable(layer: torch.nn.Module, readers: Mapping[torch.nn.Module, WeightReader]) -> str | None:
+def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightReader]) -> str | None:
     """Why a layer could not run a recipe: its forward is not called, or its weight is codes of another library."""
+    if type(layer) not in (torch.nn.Linear, Linear):
+        return None  # a subclass stays in any case
     if type(layer) is torch.nn.Linear and "forward" in vars(layer):
         return "its forward was replaced by another library's (accelerate's hooks); convert the model before that"
     if layer in readers and not readers[layer].calls:
@@ -76,8 +78,9 @@ def _unable(layer: torch.nn.Module, readers: Mapping[torch.nn.Module, WeightRead
 
 def _unreadable(weight: torch.Tensor) -> str | None:
     """Why a weight has no numbers in high precision to cast; a sharded one has them on its ranks."""
-    if is_traceable_wrapper_subclass(weight):
-        from torch.distributed.tensor import DTensor  # takes a third of a second; a sharded model has imported it
+    is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass  # no promise about the type
+    if is_wrapper(weight):
+        from torch.distributed.tensor import DTensor  # slow to import, and here a sharded model has
 
         if isinstance(weight, DTensor):
             return _unreadable(weight.to_local())

@@ -1,5 +1,9 @@
 """Layers whose owner multiplies by their weight itself: left alone, named, and never held as codes."""
 
+import warnings
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -43,15 +47,16 @@ class OneWay(nn.Module):
         self.direct, self.in_method, self.renamed, self.both, self.asked, self.called = (
             nn.Linear(4, 4) for _ in range(6)
         )
-        self.by_key = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-        self.inner = nn.ModuleDict({"deep": nn.Linear(4, 4)})
+        self.by_key: Any = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.inner: Any = nn.ModuleDict({"deep": nn.Linear(4, 4)})
 
     @property
     def product(self) -> Tensor:
         return self.in_method.weight.T
 
     def _keyed(self, x: Tensor) -> Tensor:
-        return x @ self.by_key["a"].weight if "a" in self.by_key else x
+        product: Tensor = x @ self.by_key["a"].weight if "a" in self.by_key else x
+        return product
 
     def merge(self) -> Tensor:
         """Not reached from ``forward``."""
@@ -61,8 +66,8 @@ class OneWay(nn.Module):
         layer = self.renamed
         y = x @ self.direct.weight.t() + F.linear(x, layer.weight) + self._keyed(x) @ self.product
         y = y @ self.inner.deep.weight
-        if self.both.weight is None or not isinstance(self.both.weight, Tensor):
-            return y
+        assert isinstance(self.asked.weight, Tensor)
+        assert self.called.weight is not None
         y = self.both(y) if self.training else F.linear(y, self.both.weight)
         return self.called(self.asked(y.to(self.asked.weight.dtype)))
 
@@ -133,3 +138,57 @@ def test_a_forward_that_hooks_replaced_is_named():
     report = octavo.convert(model)
     assert report.converted == ("1",)
     assert report.skipped["0"].startswith("its forward was replaced by another library's (accelerate's hooks)")
+
+
+class Hidden(nn.Module):
+    """Hands itself to a function that reads a weight: no source of its class shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(_product(self, x))
+
+
+def _product(module: Any, x: Tensor) -> Tensor:
+    product: Tensor = x @ module.read.weight
+    return product
+
+
+def _train(model: nn.Module, steps: int) -> list[str]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in caught if "have not been called" in str(each.message)]
+
+
+@pytest.fixture
+def _no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch._dynamo.utils.counters, "stats", Counter())
+
+
+@pytest.mark.usefixtures("_no_graphs")
+@pytest.mark.parametrize("scale_updates", ["automatic", "manual"])
+def test_a_layer_that_training_never_calls_is_named_once(scale_updates):
+    model = nn.Sequential(Hidden(), Hidden())
+    assert len(octavo.convert(model, "rowwise", scale_updates=scale_updates).converted) == 4
+    assert _train(model, 99) == []
+    (said,) = _train(model, 101)
+    assert said.startswith("2 converted layers have not been called in 100 steps and run no recipe (0.read, 1.read):")
+    assert layers_not_run(model) == ("0.read", "1.read")
+
+
+@pytest.mark.usefixtures("_no_graphs")
+def test_models_whose_layers_all_run_or_none_or_in_a_graph_are_not_complained_of():
+    model = nn.Sequential(nn.Linear(4, 4))
+    octavo.convert(model, "rowwise")
+    assert _train(model, 101) == []
+    partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    octavo.convert(partly, "rowwise")
+    partly[0].compile(backend="eager")
+    assert _train(partly, 101) == []
