@@ -242,7 +242,7 @@ def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         if isinstance(module, torch.nn.TransformerEncoderLayer) and type(module.linear1) is Linear:
             yield path, _FAST_PATH
     for layer, reader in weight_readers(model).items():
-        if type(layer) is Linear and reader.calls and not isinstance(reader.module, torch.nn.TransformerEncoderLayer):
+        if type(layer) is Linear and reader.reads and not isinstance(reader.module, torch.nn.TransformerEncoderLayer):
             around.setdefault(reader.path, []).append(layer.path.removeprefix(f"{reader.path}."))
     for path, names in around.items():
         yield path, f"reads the weights of {', '.join(names)} itself on some of its ways, which run no recipe there"

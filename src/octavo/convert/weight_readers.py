@@ -10,7 +10,9 @@ never runs there. The source of the owner's ``forward``, and of its own methods 
 | ``self.a.weight.dtype`` and other facts of it    | nothing                 |
 | ``self.a(x)``, ``self.a`` handed on              | a call of a             |
 
-A name that is assigned one of these stands for it. What no source shows (a function that is given the whole module, C
+A name that is assigned one of these stands for it. Where a module's own flags and absent parameters decide an ``if``
+(``self.q_bias is None``), the branch that it takes counts; a read in the other is still one that may come. What no
+source shows (a function that is given the whole module, C
 code) is found when the model runs: :func:`layers_not_run`.
 """
 
@@ -33,6 +35,7 @@ WEIGHT = "weight"
 FACTS = {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "is_meta", "is_cuda", "requires_grad", "grad"}
 NOT_A_CALL = {WEIGHT, "bias", "in_features", "out_features", *FACTS}
 NO_VALUES = ("isinstance", "hasattr")
+UNKNOWN = object()
 
 
 class WeightReader(NamedTuple):
@@ -41,12 +44,19 @@ class WeightReader(NamedTuple):
     Attributes:
         path: of the module.
         module: itself.
+        reads: whether it does as its flags stand; otherwise only where they are changed.
         calls: whether it calls the layer too, on another of its ways.
     """
 
     path: str
     module: torch.nn.Module
+    reads: bool
     calls: bool
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the layer itself never runs."""
+        return self.reads and not self.calls
 
 
 @dataclass(slots=True)
@@ -68,22 +78,26 @@ def weight_readers(model: torch.nn.Module) -> dict[torch.nn.Module, WeightReader
     """Find the linear layers whose weight another module reads.
 
     Returns:
-        The reader by layer; of several, one that never calls the layer comes last and counts.
+        The reader by layer; of several, one that never calls the layer counts.
 
     Example:
         >>> mixer = torch.nn.MultiheadAttention(8, 2)
-        >>> weight_readers(mixer)[mixer.out_proj].calls
-        False
+        >>> weight_readers(mixer)[mixer.out_proj].replaces
+        True
     """
-    uses: dict[type, _Uses] = {}
+    sources, whole = _Sources(), dict[type, _Uses]()
     readers: dict[torch.nn.Module, WeightReader] = {}
     for path, owner in model.named_modules():
-        if type(owner) not in uses:
-            uses[type(owner)] = _uses_in(type(owner)) if next(owner.children(), None) is not None else _Uses()
-        for chain in sorted(uses[type(owner)].read):
+        if type(owner) not in whole:
+            has_children = next(owner.children(), None) is not None
+            whole[type(owner)] = _uses_in(type(owner), sources) if has_children else _Uses()
+        if not whole[type(owner)].read:
+            continue
+        uses = _uses_in(type(owner), sources, owner)
+        for chain in sorted(whole[type(owner)].read):
+            reader = WeightReader(path, owner, chain in uses.read, uses.calls(chain))
             for layer in _at(owner, chain):
-                reader = WeightReader(path, owner, uses[type(owner)].calls(chain))
-                if layer not in readers or readers[layer].calls:
+                if layer not in readers or not readers[layer].replaces:
                     readers[layer] = reader
     return readers
 
@@ -112,32 +126,25 @@ def _at(owner: torch.nn.Module, chain: Chain) -> list[torch.nn.Module]:
     return [each for each in modules if isinstance(each, torch.nn.Linear) and each is not owner]
 
 
-def _uses_in(kind: type) -> _Uses:
-    """Follow ``forward`` through the methods of a class."""
-    uses, waiting, seen = _Uses(), ["forward"], set[str]()
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        for function in _definitions(kind, name):
-            visitor = _Visitor(function, uses)
-            visitor.visit_body()
-            waiting += [chain[0] for chain in uses.mentioned if chain[0] not in seen]
-            if not visitor.uses_super:
-                break
-    return uses
+class _Sources:
+    """The parsed methods of classes, each read once."""
 
+    def __init__(self) -> None:
+        self._parsed: dict[Callable[..., object], ast.FunctionDef | None] = {}
 
-def _definitions(kind: type, name: str) -> Iterator[ast.FunctionDef]:
-    """A method's source in a class and in its bases, those of torch's ``Module`` left out."""
-    for base in kind.__mro__:
-        if base is torch.nn.Module:
-            return
-        method = vars(base).get(name)
-        function = method.fget if isinstance(method, property) else method
-        if inspect.isfunction(function) and (parsed := _parsed(function)) is not None:
-            yield parsed
+    def definitions(self, kind: type, name: str) -> Iterator[ast.FunctionDef]:
+        """A method in a class and in its bases, those of torch's ``Module`` left out."""
+        for base in kind.__mro__:
+            if base is torch.nn.Module:
+                return
+            method = vars(base).get(name)
+            function = method.fget if isinstance(method, property) else method
+            if not inspect.isfunction(function):
+                continue
+            if function not in self._parsed:
+                self._parsed[function] = _parsed(function)
+            if (parsed := self._parsed[function]) is not None:
+                yield parsed
 
 
 def _parsed(function: Callable[..., object]) -> ast.FunctionDef | None:
@@ -148,18 +155,79 @@ def _parsed(function: Callable[..., object]) -> ast.FunctionDef | None:
     return tree.body[0] if tree.body and isinstance(tree.body[0], ast.FunctionDef) else None
 
 
+def _uses_in(kind: type, sources: _Sources, owner: torch.nn.Module | None = None) -> _Uses:
+    """Follow ``forward`` through a class; with ``owner``, through the branches that this module takes."""
+    uses, waiting, seen = _Uses(), ["forward"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for function in sources.definitions(kind, name):
+            visitor = _Visitor(function, uses, owner)
+            visitor.visit_block(function.body)
+            waiting += [chain[0] for chain in uses.mentioned if chain[0] not in seen]
+            if not visitor.uses_super:
+                break
+    return uses
+
+
 class _Visitor(ast.NodeVisitor):
     """Collect what one method does with its module's children."""
 
-    def __init__(self, function: ast.FunctionDef, uses: _Uses) -> None:
-        self.function, self.uses, self.uses_super = function, uses, False
+    def __init__(self, function: ast.FunctionDef, uses: _Uses, owner: torch.nn.Module | None) -> None:
+        self.uses, self.owner, self.uses_super = uses, owner, False
         arguments = [*function.args.posonlyargs, *function.args.args]
         self.names: dict[str, Chain] = {arguments[0].arg: ()} if arguments else {}
 
-    def visit_body(self) -> None:
-        """Visit every statement."""
-        for statement in self.function.body:
+    def visit_block(self, statements: list[ast.stmt]) -> bool:
+        """Visit statements up to one after which nothing follows; returns whether there is such a one."""
+        for statement in statements:
+            taken = self._known(statement.test) if isinstance(statement, ast.If) else None
+            if isinstance(statement, ast.If) and taken is not None:
+                if self.visit_block(statement.body if taken else statement.orelse):
+                    return True
+                continue
             self.visit(statement)
+            if isinstance(statement, ast.Return | ast.Raise):
+                return True
+        return False
+
+    def visit_If(self, node: ast.If) -> None:
+        """Both branches, or the one that is taken."""
+        if self._known(node.test) is not None:
+            self.visit_block([node])
+            return
+        self.visit(node.test)
+        self.visit_block(node.body)
+        self.visit_block(node.orelse)
+
+    def _known(self, test: ast.expr) -> bool | None:
+        """What a condition is for this module; None where its flags do not decide it."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                known = self._known(operand)
+                return None if known is None else not known
+            case ast.BoolOp(op=op, values=values):
+                decides = isinstance(op, ast.Or)  # one True decides an "or", one False an "and"
+                known_values = [self._known(value) for value in values]
+                if decides in known_values:
+                    return decides
+                return None if None in known_values else not decides
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]):
+                value = self._attribute(left)
+                return None if value is UNKNOWN else (value is None) == isinstance(op, ast.Is)
+        value = self._attribute(test)
+        return bool(value) if value is None or isinstance(value, bool) else None
+
+    def _attribute(self, node: ast.expr) -> object:
+        """The module's own attribute, parameter, buffer or child that an expression names."""
+        chain = self._chain(node)
+        if self.owner is None or not chain or len(chain) > 1 or chain == ("training",):
+            return UNKNOWN
+        owner = self.owner
+        places = (vars(owner), owner._parameters, owner._buffers, owner._modules)  # noqa: SLF001
+        return next((place[chain[0]] for place in places if chain[0] in place), UNKNOWN)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """``layer = self.a``: the name stands for the layer from here on."""

@@ -76,11 +76,52 @@ def test_reads_are_followed_through_methods_names_keys_and_children():
     model = OneWay()
     readers = weight_readers(model)
     never = {model.direct, model.in_method, model.renamed, *model.by_key.values(), model.inner["deep"]}
-    assert {layer for layer, reader in readers.items() if not reader.calls} == never
+    assert {layer for layer, reader in readers.items() if reader.replaces} == never
     assert {layer for layer, reader in readers.items() if reader.calls} == {model.both}
     report = octavo.convert(model)
     assert report.converted == ("both", "asked", "called")
     assert report.notes == {"": "reads the weights of both itself on some of its ways, which run no recipe there"}
+
+
+class Branches(nn.Module):
+    """Vision transformers' way: with a bias of its own it reads the weight, unless a flag says otherwise."""
+
+    def __init__(self, *, biased: bool, separate: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.fc = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.bias = nn.Parameter(torch.zeros(4)) if biased else None
+        self.separate = separate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return self.fc(self.qkv(x))
+        if self.separate and self.bias is not None:
+            x = self.qkv(x) + self.bias
+        else:
+            x = F.linear(x, self.qkv.weight, self.bias)
+        if not self.separate:
+            return self.fc(x)
+        return self.fc(x) @ self.qkv.weight if self.training else self.fc(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "reads", "calls"),
+    [
+        ({"biased": False}, False, True),
+        ({"biased": True}, True, False),
+        ({"biased": True, "separate": True}, True, True),
+    ],
+)
+def test_a_modules_flags_choose_the_branch_that_counts(options, reads, calls):
+    model = Branches(**options)
+    reader = weight_readers(model)[model.qkv]
+    assert (reader.reads, reader.calls) == (reads, calls)
+    report = octavo.convert(model.requires_grad_(False), frozen="fp8")
+    assert ("qkv" in report.converted) == calls
+    assert ("" in report.notes) == (reads and calls)
+    assert "qkv" not in report.held, "a flag may be changed, and codes must never be read as weights"
+    model.train()(torch.randn(2, 4, requires_grad=True))
+    assert layers_not_run(model) == ()
 
 
 class Child(OneWay):
