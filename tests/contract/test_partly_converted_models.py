@@ -6,6 +6,9 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.convert import layers_not_run
@@ -166,12 +169,12 @@ def test_weights_that_are_bare_codes_stay():
 
 
 def test_sharded_weights_are_converted_and_run():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
         plain = copy.deepcopy(model)
         octavo.convert(plain, "rowwise")
-        torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         assert octavo.convert(model, "rowwise").converted == ("0",)
         assert torch.equal(model(x), plain(x))
     finally:
