@@ -197,11 +197,16 @@ def _from_hugging_face(source: str) -> LanguageModel:
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
         model, report = read
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # transformers, its readers and its tokenizers raise whatever they like
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"transformers cannot read {source!r}: {first}") from error
+    except Exception as error:  # transformers and its readers raise whatever they like
+        raise CheckpointError(f"transformers cannot read {source!r}: {_said(error)}") from error
     _check_report(source, report)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # so do its tokenizers
+        raise CheckpointError(
+            f"transformers finds no tokenizer in {source!r}; put the model's tokenizer.json and tokenizer_config.json "
+            f"there (it says: {_said(error)})"
+        ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise CheckpointError(f"{source!r} has no fast tokenizer (tokenizer.json); convert it with transformers first")
@@ -209,6 +214,11 @@ def _from_hugging_face(source: str) -> LanguageModel:
     if not isinstance(context, int):
         raise CheckpointError(f"{source!r} does not say how many tokens it reads (max_position_embeddings)")
     return LanguageModel(model=model.eval(), tokenizer=backend, context=context, source=source)
+
+
+def _said(error: Exception) -> str:
+    """An error's text, which may go on over several lines, in one."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check_report(source: str, report: Mapping[str, Any]) -> None:

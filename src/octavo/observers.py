@@ -72,6 +72,7 @@ class ScaleUpdates:
         optimizer_saved: whether that has happened since the last step.
         state_read: whether the scaling state was read since then.
         reminded_of_state: whether the user has been told of a checkpoint without scaling state.
+        optimizer_steps: how many an optimizer has taken that ended steps of these layers.
     """
 
     manual: bool = False
@@ -88,6 +89,7 @@ class ScaleUpdates:
     optimizer_saved: bool = field(default=False, init=False)
     state_read: bool = field(default=False, init=False)
     reminded_of_state: bool = field(default=False, init=False)
+    optimizer_steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":
@@ -211,7 +213,8 @@ class LayerTap:
 class StatefulModule(torch.nn.Module):
     """A module with buffers that are no part of its ``state_dict``.
 
-    They follow the model to its device but not to its dtype, and start anew when they leave the ``meta`` device.
+    They follow the model to its device but not to its dtype. What lies on the ``meta`` device has no values: it starts
+    anew when the model is moved, by ``to_empty`` as by ``to``, and ``to_empty`` keeps the values of the others.
     """
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
@@ -224,16 +227,18 @@ class StatefulModule(torch.nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        originals = {name: self._buffers[name] for name in self.fresh_state(torch.device("meta"))}
+        state = self.fresh_state(torch.device("cpu"))
+        for name in state:
+            known = self._buffers[name]
+            assert known is not None
+            if not known.is_meta:
+                state[name] = known
+        self._buffers.update(state)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, original in originals.items():
+        for name, tensor in state.items():
             moved = self._buffers[name]
             assert moved is not None
-            assert original is not None
-            if original.is_meta and not moved.is_meta:  # to_empty leaves whatever the memory held
-                self._buffers[name] = self.fresh_state(moved.device)[name]
-            elif moved.dtype is not original.dtype:
-                self._buffers[name] = original.to(moved.device)
+            self._buffers[name] = tensor.to(moved.device)
         return self
 
 

@@ -16,6 +16,7 @@ A tensor that no rank used records nothing.
 Transformer Engine reduces over the default group too (its documentation, "Using FP8", ``amax_reduction_group``).
 """
 
+import sys
 import warnings
 import weakref
 import zlib
@@ -29,7 +30,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
 from octavo.observers import EMPTY, ROLES, AmaxHistory, ScaleUpdates, WeightSeen, inside_backward
-from octavo.recipes import Close
+from octavo.recipes import Close, Recipe
 
 __all__ = [
     "OptimizerSteps",
@@ -44,6 +45,7 @@ __all__ = [
     "stop_following",
 ]
 
+_STEPS_UNTIL_CALLED = 100  # optimizer steps in which every layer, also a seldom chosen expert, should have run
 _SAMPLES = 16  # rows and columns of a weight that are compared to see whether it was written to
 
 
@@ -54,6 +56,7 @@ class DelayedLayer(Protocol):
     weight: Tensor
     scale_updates: ScaleUpdates
     amax_history: AmaxHistory | None
+    last_recipe: Recipe | None
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """As of ``torch.nn.Module``."""
@@ -118,6 +121,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     OptimizerSteps.count += 1
     layers = list(_stepped(optimizer))
     _remind_of_checkpoints(optimizer, layers)
+    _warn_of_layers_not_run(layers)
     layers = [layer for layer in layers if not layer.scale_updates.manual]
     if not layers:
         return
@@ -309,6 +313,27 @@ def _remind_of_checkpoints(optimizer: Optimizer, layers: Sequence[DelayedLayer])
             continue
         updates.optimizers.add(optimizer)
         optimizer.register_state_dict_pre_hook(partial(_mark_saved, weakref.ref(updates)))
+
+
+def _warn_of_layers_not_run(layers: Sequence[DelayedLayer]) -> None:
+    """Name layers, once, that no forward has called while it called others; in compiled graphs no call is seen."""
+    for updates, members in _by_model(layers):
+        updates.optimizer_steps += 1
+        unused = [layer.path for layer in members if layer.last_recipe is None]
+        if updates.optimizer_steps != _STEPS_UNTIL_CALLED or len(unused) in (0, len(members)) or _has_compiled():
+            continue
+        warnings.warn(
+            f"{len(unused)} converted layers have not been called in {_STEPS_UNTIL_CALLED} steps and run no recipe "
+            f"({', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}): something reads their weights instead, or "
+            "they are unused; leave them out with convert's skip",
+            stacklevel=3,
+        )
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has made a graph in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def _mark_saved(reference: "weakref.ref[ScaleUpdates]", _: Optimizer) -> None:

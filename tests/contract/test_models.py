@@ -95,7 +95,7 @@ def test_torchs_fast_path_is_named_in_the_report_and_can_be_turned_off():
     model, x = _encoder(), torch.randn(4, 6, 32)
     report = octavo.convert(model)
     assert list(report.notes) == ["layers.0", "layers.1"]
-    assert "note: layers.0 evaluates without gradients on torch's fast path" in str(report)
+    assert "note: layers.[0-1] (2) evaluates without gradients on torch's fast path" in str(report)
     model.eval()
     with torch.no_grad(), recorded_products() as products:
         model(x)

@@ -130,6 +130,19 @@ def test_what_is_no_model(tmp_path, folder):
         load_language_model(broken)
 
 
+def test_a_folder_without_a_tokenizer_is_refused_in_whole_sentences(tmp_path, ours):
+    hugging_face_folder(tmp_path, ours)
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no tokenizer in .*; put the model's tokenizer\.json .* \(it says: "
+    ) as said:
+        load_language_model(tmp_path)
+    theirs = " ".join(str(said.value.__cause__).split())
+    assert str(said.value).endswith(f"(it says: {theirs})")
+    assert "\n" not in str(said.value)
+
+
 def test_a_path_with_a_slip_is_no_name_of_the_hubs(tmp_path, monkeypatch):
     """Where the folder before the slash is here, nobody is asked over a network."""
     (tmp_path / "runs" / "demo").mkdir(parents=True)

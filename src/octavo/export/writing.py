@@ -103,6 +103,7 @@ def save_quantized(
         on_phase: called with a phase's name, what is done and the total.
 
     Raises:
+        TypeError: ``model`` is a bare module, without its tokenizer.
         ConfigError: the folder holds something, no layer is in FP8, or the format cannot say what the model computes.
         CheckpointError: what was written reads back as something else; it is removed.
         OSError: it cannot be written; nothing is left of it.
@@ -115,6 +116,7 @@ def save_quantized(
         >>> octavo.save_quantized(model, "served").agreement.logits_error < 1e-3  # doctest: +SKIP
         True
     """
+    _check_language_model(model)
     folder = Path(folder)
     check_member("format", format, tuple(FORMATS))
     check_member("dtype", dtype, tuple(DTYPES))
@@ -141,6 +143,16 @@ def save_quantized(
         reader=reader,
         agreement=agreement,
     )
+
+
+def _check_language_model(model: object) -> None:
+    if not isinstance(model, LanguageModel):
+        raise TypeError(
+            f"save_quantized takes a language model with its tokenizer, not {type(model).__name__}; call "
+            "save_quantized(octavo.language_model.LanguageModel(model=model, tokenizer=tokenizer.backend_tokenizer, "
+            'context=model.config.max_position_embeddings, source=""), folder), with the tokenizer of '
+            "transformers.AutoTokenizer"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import convert
+from octavo.convert import convert, guard_save_pretrained
 from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange.contents import attention_path
 from octavo.interchange.file_format import FileFormat, Layout
@@ -192,6 +192,7 @@ def _load(
         _convert(model, recipe, {path for path, each in layout.recipes.items() if each == recipe})
     for path, recipe in layout.recipes.items():
         used |= _load_layer(model.get_submodule(path), path, recipe, files, fmt.names)
+    guard_save_pretrained(model)
     kv_scales = dict[int, tuple[Tensor, Tensor]]()
     if layout.has_kv_scales:
         kv_scales, names = _kv_scales(model, files, fmt.names)

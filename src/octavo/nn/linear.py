@@ -106,7 +106,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         self.recipe = copy.deepcopy(recipe)
         self.scale_updates, self.path = scale_updates or ScaleUpdates(), path
         if "nonfinite_counts" not in self._buffers:
-            self.start_state(self.weight.device)
+            self.start_state(torch.device("cpu") if self.weight.is_meta else self.weight.device)
             self.held, self.weight_cache, self.last_recipe = None, None, None
             probe_cpu()
         known = getattr(self, "amax_history", None)
@@ -186,6 +186,8 @@ class Linear(StatefulModule, torch.nn.Linear):
             raise ConfigError(f"recipe {self.recipe.name!r} casts no weight; hold one with an FP8 recipe")
         if self.held is not None:
             return
+        if self.weight.is_meta:
+            raise ConfigError(f"the weight of {self._called} is on the meta device; load its values before holding it")
         if not self.weight.isfinite().all():
             raise ConfigError(
                 f"the weight of {self._called} holds NaN or infinity; mend it before it is held as FP8 codes"
@@ -245,7 +247,8 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     def _tap(self, recipe: Recipe) -> LayerTap:
         """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
-        counts = self.nonfinite_counts if self.training else None
+        self._follow_weight()
+        counts = self.nonfinite_counts if self.training and not self.weight.is_meta else None
         tap = LayerTap(nonfinite=counts, watch=self.watch, records_weight=self.records_weight)
         if recipe.has_static_input:
             tap.input_scale = self._checked_input_scale()
@@ -276,7 +279,15 @@ class Linear(StatefulModule, torch.nn.Linear):
     def _called(self) -> str:
         return f"layer {self.path!r}" if self.path else "this layer"
 
+    def _follow_weight(self) -> None:
+        """Move the state to where the weight was put alone, as by ``load_state_dict(assign=True)``."""
+        device = self.weight.device
+        if self.nonfinite_counts.device != device and device.type != "meta":
+            self.nonfinite_counts, self.input_scale = self.nonfinite_counts.to(device), self.input_scale.to(device)
+
     def _checked_input_scale(self) -> Tensor:
+        if self.weight.is_meta:
+            return self.input_scale.to(self.weight.device)
         if can_be_asked(self.input_scale) and not self.input_scale > 0:
             raise ConfigError(
                 f"{self._called} has no scale for its static input; calibrate the model, or load its scaling state"

@@ -92,6 +92,7 @@ def calibrate(
         >>> calibration = octavo.calibrate(model, [torch.randn(4, 8) for _ in range(8)])
         >>> print(calibration.apply(model))
         2 layers run static, 0 stay as they are
+        in FP8: 88.9 % of the parameters and 100.0 % of the multiplications, counting each weight once a token
     """
     check_choices(method=method, percentile=percentile, granularity=granularity, weight_method=weight_method)
     rule = RangeRule(method=Method(method), percentile=percentile, power_of_two=power_of_two)

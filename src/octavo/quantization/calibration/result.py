@@ -243,6 +243,7 @@ def load_calibration(folder: str | Path) -> Calibration:
         ...     octavo.calibrate(model, [torch.randn(4, 8)]).save(folder)
         ...     print(load_calibration(folder).apply(model))
         2 layers run static, 0 stay as they are
+        in FP8: 88.9 % of the parameters and 100.0 % of the multiplications, counting each weight once a token
     """
     folder = Path(folder)
     recipe, tensors, record = read_folder(folder)

@@ -1,0 +1,225 @@
+"""Which layers ``convert`` takes, and why each other one stays as it is."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from octavo.convert.report import shown
+from octavo.convert.weight_readers import WeightReader, weight_readers
+from octavo.errors import ConfigError
+from octavo.nn import Linear
+
+__all__ = ["HEAD_NAMES", "all_paths", "candidates_of", "check_patterns", "choose_layers", "heads_of", "matches"]
+
+_TWINS = {"encoder": "decoder", "decoder": "encoder"}
+HEAD_NAMES = ("lm_head", "embed_out", "output_projection", "classifier", "score")
+
+
+def choose_layers(
+    model: torch.nn.Module,
+    *,
+    skip: Sequence[str] = (),
+    layer_filter: Callable[[str, torch.nn.Linear], bool] | None = None,
+    convert_head: bool = False,
+    min_weight_elements: int = 1,
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
+    """Which layers :func:`convert` would take, with the arguments that it has; nothing is changed.
+
+    Returns:
+        The layers by path; and the path of every other linear or embedding layer, with the reason why it stays.
+
+    Raises:
+        ConfigError: a ``skip`` that is a bare string, a pattern that matches nothing, or more blocks to keep than there
+            are.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
+        >>> chosen, left = choose_layers(model)
+        >>> list(chosen), left["2"]
+        (['1'], 'head: has the shape of an embedding')
+    """
+    if isinstance(skip, str):
+        raise ConfigError(f"skip takes a list of patterns; write skip=[{skip!r}]")
+    candidates = dict(candidates_of(model))
+    paths, readers = all_paths(model), weight_readers(model)
+    check_patterns(skip, candidates, paths)
+    kept = _heads(candidates) if not convert_head else {}
+    kept |= _outer_blocks(model, candidates, keep_first_blocks, keep_last_blocks)
+    for path, module in candidates.items():
+        if isinstance(module, torch.nn.Linear) and (reason := _unable(module, readers)) is not None:
+            kept[path] = reason
+    chosen, skipped = {}, {}
+    for path, module in candidates.items():  # all decided before the first change: a filter may raise
+        reason = _reason_to_skip(paths[module], module, skip, layer_filter, min_weight_elements) or kept.get(path)
+        if reason is None:
+            assert isinstance(module, torch.nn.Linear)
+            chosen[path] = module
+        else:
+            skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
+    return chosen, skipped
+
+
+def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightReader]) -> str | None:
+    """Why a layer could not run a recipe: its forward is not called, or its weight is codes of another library."""
+    if type(layer) not in (torch.nn.Linear, Linear):
+        return None  # a subclass stays in any case
+    if type(layer) is torch.nn.Linear and "forward" in vars(layer):
+        return "its forward was replaced by another library's (accelerate's hooks); convert the model before that"
+    if layer in readers and readers[layer].replaces:
+        return f"{type(readers[layer].module).__name__} reads its weight and never calls the layer"
+    if isinstance(layer, Linear) and layer.held is not None:
+        return None
+    return _unreadable(layer.weight)
+
+
+def _unreadable(weight: torch.Tensor) -> str | None:
+    """Why a weight has no numbers in high precision to cast; a sharded one has them on its ranks."""
+    is_wrapper: Callable[[object], bool] = is_traceable_wrapper_subclass  # no promise about the type
+    if is_wrapper(weight):
+        from torch.distributed.tensor import DTensor  # slow to import, and here a sharded model has
+
+        if isinstance(weight, DTensor):
+            return _unreadable(weight.to_local())
+        return f"its weight is a {type(weight).__name__}, which another library has quantized or packed"
+    if not weight.is_floating_point() or weight.dtype.itemsize == 1:
+        return f"its weight is {weight.dtype}, codes of another library and no numbers in high precision"
+    return None
+
+
+def heads_of(model: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of what :func:`convert` takes for language-model heads.
+
+    Example:
+        >>> heads_of(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "lm_head": torch.nn.Linear(8, 16)}))
+        ('lm_head',)
+    """
+    return tuple(_heads(dict(candidates_of(model))))
+
+
+def _reason_to_skip(
+    paths: list[str],
+    module: torch.nn.Module,
+    skip: Sequence[str],
+    layer_filter: Callable[[str, torch.nn.Linear], bool] | None,
+    min_weight_elements: int,
+) -> str | None:
+    if not isinstance(module, torch.nn.Linear):
+        return "embedding: a look-up, not a product"
+    if type(module) not in (torch.nn.Linear, Linear):
+        return f"subclass {type(module).__name__} of nn.Linear may compute something else"
+    for pattern in skip:
+        if matches(pattern, paths):
+            return f"skip pattern {pattern!r}"
+    if layer_filter is not None and not layer_filter(paths[0], module):
+        return "filter"
+    if module.weight.numel() < min_weight_elements:
+        return f"shape: {module.weight.numel()} weights, fewer than {min_weight_elements}"
+    return None
+
+
+def _heads(candidates: dict[str, torch.nn.Module]) -> dict[str, str]:
+    """Paths of language-model heads and what gives them away.
+
+    A shape is the weakest sign: a position table may be as large as a projection. It counts where nothing better is
+    found, and then for the last layer that has it.
+    """
+    linears = {path: module for path, module in candidates.items() if type(module) in (torch.nn.Linear, Linear)}
+    tables = [module.weight for module in candidates.values() if isinstance(module, torch.nn.Embedding)]
+    heads = {path: "head: by its name" for path in linears if path.rpartition(".")[2] in HEAD_NAMES}
+    for path, linear in linears.items():
+        if any(linear.weight is table for table in tables):
+            heads.setdefault(path, "head: shares its weight with an embedding")
+    alike = [path for path, linear in linears.items() if any(linear.weight.shape == table.shape for table in tables)]
+    return heads if heads or not alike else {alike[-1]: "head: has the shape of an embedding"}
+
+
+def candidates_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Linear and embedding layers, by path."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            yield path, module
+
+
+def check_patterns(
+    patterns: Iterable[str], candidates: dict[str, torch.nn.Module], paths: dict[torch.nn.Module, list[str]]
+) -> None:
+    """Refuse a pattern that matches no linear or embedding layer."""
+    for pattern in patterns:
+        if not any(matches(pattern, paths[module]) for module in candidates.values()):
+            linears = [path for path, module in candidates.items() if isinstance(module, torch.nn.Linear)]
+            raise ConfigError(
+                f"pattern {pattern!r} matches no layer; the first linear layers are {', '.join(linears[:5])}"
+            )
+
+
+def all_paths(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """Every path of every module; one that stands in several places has several, the first of them its own."""
+    paths: dict[torch.nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    return paths
+
+
+def matches(pattern: str, paths: list[str]) -> bool:
+    """Whether a shell pattern matches one of a module's paths."""
+    return any(fnmatchcase(path, pattern) for path in paths)
+
+
+def _outer_blocks(
+    model: torch.nn.Module, candidates: dict[str, torch.nn.Module], first: int, last: int
+) -> dict[str, str]:
+    """Paths of the layers in the model's first and last blocks, and which they are."""
+    _check_counts(keep_first_blocks=first, keep_last_blocks=last)
+    kept: dict[str, str] = {}
+    for stack in _stacks(model, candidates) if first or last else ():
+        count = len(list(model.get_submodule(stack).children()))
+        if first + last > count:
+            raise ConfigError(
+                f"keep_first_blocks={first} and keep_last_blocks={last} must be no more together than the {count} "
+                f"blocks of {shown(stack)}"
+            )
+        kept |= _ends(model, candidates, stack, first, last)
+    return kept
+
+
+def _check_counts(**counts: object) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigError(f"{name} must be a whole number of at least 0, not {count!r}")
+
+
+def _stacks(model: torch.nn.Module, candidates: dict[str, torch.nn.Module]) -> list[str]:
+    """Paths of the list of blocks that has most of the layers and of its twin in an encoder-decoder."""
+    lists = {
+        path: len(module)
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+    }
+    if not lists:
+        raise ConfigError(
+            "this model has no ModuleList or Sequential whose first or last blocks could be kept; name layers by skip"
+        )
+    largest = max(lists, key=lambda path: (len(_inside(path, candidates)), lists[path]))
+    swapped = [_TWINS.get(name, name) for name in largest.split(".")]
+    return [path for path in lists if path in (largest, ".".join(swapped))]
+
+
+def _inside(path: str, candidates: dict[str, torch.nn.Module]) -> list[str]:
+    return [name for name in candidates if name.startswith(f"{path}." if path else "")]
+
+
+def _ends(
+    model: torch.nn.Module, candidates: dict[str, torch.nn.Module], stack: str, first: int, last: int
+) -> dict[str, str]:
+    """Paths of the layers in the first and last blocks of one list."""
+    children = [name for name, _ in model.get_submodule(stack).named_children()]
+    kept = {}
+    for name in _inside(stack, candidates):
+        block = children.index(name[len(stack) :].lstrip(".").split(".")[0])
+        if block < first or block >= len(children) - last:
+            kept[name] = f"block {block} of {len(children)} is kept"
+    return kept

@@ -1,0 +1,248 @@
+"""``convert`` and ``restore``: plain linear layers to octavo's and back, in any model.
+
+A layer is not replaced: the same object changes its class. Its parameters, buffers, hooks and name, ties to other
+modules, and references that optimizers hold all stay as they are, and so do the keys and bytes of the model's
+``state_dict``.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from octavo import recipes
+from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
+from octavo.convert.held_weights import allow_save_pretrained, hold_weights
+from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
+from octavo.convert.weight_readers import weight_readers
+from octavo.errors import ConfigError
+from octavo.functional import WeightCache
+from octavo.nn import Linear
+from octavo.observers import ScaleUpdates
+from octavo.recipes import Recipe
+from octavo.scale_updates import stop_following
+
+__all__ = ["convert", "restore"]
+
+_FAST_PATH = (
+    "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
+    "torch.backends.mha.set_fastpath_enabled(False) turns it off"
+)
+
+
+def convert(
+    model: torch.nn.Module,
+    recipe: str | Recipe = "tensorwise",
+    *,
+    skip: Sequence[str] = (),
+    layer_filter: Callable[[str, torch.nn.Linear], bool] | None = None,
+    convert_head: bool = False,
+    min_weight_elements: int = 1,
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+    overrides: Mapping[str, str | Recipe] | None = None,
+    scale_updates: str = "automatic",
+    amax_group: "torch.distributed.ProcessGroup | str | None" = None,
+    cache_weights: bool = False,
+    frozen: str | None = None,
+) -> ConversionReport:
+    """Let a model's linear layers run ``recipe``, in place.
+
+    Stay as they are, each with its reason in the report: embeddings; the head (see Args); layers that ``skip`` or
+    ``layer_filter`` name or that are too small; subclasses of ``nn.Linear``, whose forward may be their own; layers
+    that their owner never calls; weights that another library has quantized; and weights that are no linear layer's.
+
+    Args:
+        model: any module. Layers converted before take the new recipe.
+        recipe: a preset's name or a recipe.
+        skip: shell patterns of module paths, such as "lm_head" or "layers.0.*".
+        layer_filter: called with path and layer; False skips it.
+        convert_head: convert the language-model head too: a layer named lm_head (or embed_out, output_projection,
+            classifier, score), or one that shares its weight with an embedding, or else the last one that has an
+            embedding's shape. It is among the layers that suffer most.
+        min_weight_elements: skip layers with fewer; casting a small layer costs more than its GEMMs save.
+        keep_first_blocks: leave the layers of the model's first blocks as they are. Blocks are the children of the
+            ``ModuleList`` or ``Sequential`` that has most of the layers; where another has its path but for "encoder"
+            in place of "decoder" or the reverse, both keep theirs.
+        keep_last_blocks: the same for its last.
+        overrides: recipes for some layers, by shell patterns of paths; the first that matches counts.
+        scale_updates: when the steps of delayed scaling end: "automatic", with the optimizer's (see
+            :mod:`octavo.scale_updates`), or "manual", when the loop calls ``octavo.update_scales``.
+        amax_group: ranks that end an automatic step with their largest amaxes; None for the default process group if
+            it is initialized, "rank" for each rank alone.
+        cache_weights: cast a weight again only when it has changed: once a step, not once a micro-batch. Costs the
+            codes' bytes between steps; a compiled graph does not use it.
+        frozen: "fp8" holds weights that take no gradient as FP8 codes, one byte an element, such as the base that a
+            LoRA fine-tune adapts. The ``state_dict`` then has the codes and ``weight_scale``.
+
+    Raises:
+        ConfigError: unknown recipe, ``scale_updates``, ``amax_group`` or ``frozen``, a ``skip`` that is a bare string,
+            ``overrides`` that are no mapping, a pattern that matches nothing, an override of layers that all stay as
+            they are, more blocks to keep than there are.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        >>> print(convert(model, "tensorwise", skip=["1"]))
+        1 layers run tensorwise, 1 stay as they are
+        in FP8: 71.1 % of the parameters and 80.0 % of the multiplications, counting each weight once a token
+          1: skip pattern '1' (17.8 % of the parameters)
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
+    resolved = recipes.get(recipe)
+    _check_words(scale_updates, frozen)
+    overriding = _looked_up(overrides)
+    paths = all_paths(model)
+    check_patterns(overriding, dict(candidates_of(model)), paths)
+    chosen, skipped = choose_layers(
+        model,
+        skip=skip,
+        layer_filter=layer_filter,
+        convert_head=convert_head,
+        min_weight_elements=min_weight_elements,
+        keep_first_blocks=keep_first_blocks,
+        keep_last_blocks=keep_last_blocks,
+    )
+    _check_effect(overriding, paths, skipped, chosen)
+    updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
+    followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
+    for path, module in chosen.items():
+        module.__class__ = Linear
+        assert isinstance(module, Linear)
+        module.set_recipe(followed[path], updates, path=path)
+        module.weight_cache = WeightCache() if cache_weights else None
+    not_held = hold_weights(model, chosen if frozen is not None else ())[1]
+    report = _report(model, resolved, followed, skipped, not_held)
+    _warn_if_nothing_changed(report, resolved)
+    return report
+
+
+def _report(
+    model: torch.nn.Module,
+    default: Recipe,
+    followed: Mapping[str, Recipe],
+    skipped: dict[str, str],
+    not_held: dict[str, str],
+) -> ConversionReport:
+    bare = list(bare_weights(model))
+    return ConversionReport(
+        recipe=default.name,
+        converted=tuple(followed),
+        overridden={path: other.name for path, other in followed.items() if other != default},
+        held=tuple(path for path in followed if _holds_codes(model.get_submodule(path))),
+        not_held=not_held,
+        skipped=skipped,
+        parameters={weight.path: weight.reason for weight in bare} | dict(packed_weights(model)),
+        notes=dict(_notes(model)),
+        shares=shares_of(model, followed, skipped, bare),
+    )
+
+
+def _holds_codes(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, Linear) and layer.held is not None
+
+
+def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
+    if report.converted or recipe.is_high_precision:
+        return
+    why = report.skipped | report.parameters
+    largest = max(why, key=lambda path: report.shares.by_path.get(path, 0.0), default=None)
+    example = "it has no such weight" if largest is None else f"{shown(largest)}, the largest: {why[largest]}"
+    warnings.warn(
+        f"convert changed nothing: no layer of this model can run {recipe.name!r} ({example}); print the report for "
+        "every weight and its reason",
+        stacklevel=3,
+    )
+
+
+def restore(model: torch.nn.Module) -> tuple[str, ...]:
+    """Make every octavo linear layer a plain ``nn.Linear`` again; weights are untouched, scaling state is dropped.
+
+    A weight that was held as FP8 codes becomes what they decode to: the rest is gone.
+
+    Returns:
+        The paths of the restored layers.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        >>> _ = convert(model)
+        >>> restore(model), type(model[0]) is torch.nn.Linear
+        (('0',), True)
+    """
+    restored = []
+    for path, module in model.named_modules():
+        if type(module) is Linear:
+            stop_following(module)
+            held = module.held_weight()
+            if held is not None:
+                module.weight = torch.nn.Parameter(held.dequantize(), requires_grad=False)
+                del module.weight_scale
+            del (
+                module.amax_history,
+                module.nonfinite_counts,
+                module.input_scale,
+                module.held,
+                module.weight_cache,
+                module.last_recipe,
+                module.recipe,
+                module.path,
+                module.scale_updates,
+            )
+            module.__class__ = torch.nn.Linear  # type: ignore[assignment]
+            restored.append(path)
+    allow_save_pretrained(model)
+    return tuple(restored)
+
+
+def _check_words(scale_updates: str, frozen: str | None) -> None:
+    if scale_updates not in ("automatic", "manual"):
+        raise ConfigError(f"scale_updates must be 'automatic' or 'manual', not {scale_updates!r}")
+    if frozen not in (None, "fp8"):
+        raise ConfigError(f"frozen must be None or 'fp8', not {frozen!r}")
+
+
+def _looked_up(overrides: object) -> dict[str, Recipe]:
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"overrides takes a mapping from patterns to recipes, such as {{'layers.0.*': 'bf16'}}, not {overrides!r}"
+        )
+    return {pattern: recipes.get(other) for pattern, other in overrides.items()}
+
+
+def _check_effect(
+    overriding: dict[str, Recipe],
+    paths: dict[torch.nn.Module, list[str]],
+    skipped: dict[str, str],
+    chosen: Mapping[str, torch.nn.Module],
+) -> None:
+    """Refuse an override whose layers all stay as they are."""
+    for pattern in overriding:
+        if not any(matches(pattern, paths[module]) for module in chosen.values()):
+            path, reason = next(
+                (path, reason)
+                for path, reason in skipped.items()
+                if any(path in known and matches(pattern, known) for known in paths.values())
+            )
+            raise ConfigError(
+                f"override {pattern!r} has no effect: whatever it matches stays as it is ({shown(path)}: {reason}); "
+                "leave the override out, or let convert take the layer"
+            )
+
+
+def _overridden(paths: list[str], overriding: dict[str, Recipe], default: Recipe) -> Recipe:
+    return next((recipe for pattern, recipe in overriding.items() if matches(pattern, paths)), default)
+
+
+def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Modules that on some of their ways read the weights of layers that run a recipe on the others."""
+    around: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer) and type(module.linear1) is Linear:
+            yield path, _FAST_PATH
+    for layer, reader in weight_readers(model).items():
+        if type(layer) is Linear and reader.reads and not isinstance(reader.module, torch.nn.TransformerEncoderLayer):
+            around.setdefault(reader.path, []).append(layer.path.removeprefix(f"{reader.path}."))
+    for path, names in around.items():
+        yield path, f"reads the weights of {', '.join(names)} itself on some of its ways, which run no recipe there"

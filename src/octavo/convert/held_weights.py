@@ -1,0 +1,124 @@
+"""Frozen weights held as FP8 codes, and which of them cannot be."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from octavo.convert.weight_readers import weight_readers
+from octavo.errors import ConfigError
+from octavo.nn import Linear
+
+__all__ = ["allow_save_pretrained", "guard_save_pretrained", "hold_weights", "read_by_others"]
+
+SAVE = "save_pretrained"
+
+
+def hold_weights(
+    model: torch.nn.Module, paths: Iterable[str], *, scales: Mapping[str, torch.Tensor] | None = None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Let converted layers hold their frozen weights as FP8 codes; see :meth:`octavo.nn.Linear.hold_weight_as_codes`.
+
+    Args:
+        model: converted.
+        paths: of the layers; those whose weight is still trained are passed over.
+        scales: decode scales to use instead of those that the recipe makes, by path.
+
+    Returns:
+        The paths of those that now hold codes; and of those that could not, with the reason.
+    """
+    others_read = read_by_others(model)
+    held, not_held = [], {}
+    for path in paths:
+        layer = model.get_submodule(path)
+        assert isinstance(layer, Linear)
+        if layer.weight.requires_grad or layer.held is not None:
+            continue
+        if path in others_read:
+            not_held[path] = others_read[path]
+        elif layer.recipe.output.b is None:
+            not_held[path] = f"{layer.recipe.name} casts no weight"
+        elif layer.weight.is_meta:
+            not_held[path] = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
+        else:
+            layer.hold_weight_as_codes(scale=(scales or {}).get(path))
+            held.append(path)
+    if held:
+        guard_save_pretrained(model)
+    return tuple(held), not_held
+
+
+def guard_save_pretrained(model: torch.nn.Module) -> None:
+    """Let ``save_pretrained`` refuse to write codes, which ``from_pretrained`` would read as weights of up to 448.
+
+    The method of the model and of each model inside it is covered by an attribute of the same name, which copies and
+    pickles keep. peft's models write adapters alone and stay as they are.
+    """
+    peft = sys.modules.get("peft")
+    for module in model.modules():
+        writes_weights = peft is None or not isinstance(module, peft.PeftModel)
+        if writes_weights and callable(getattr(type(module), SAVE, None)):
+            vars(module)[SAVE] = partial(_save_pretrained, module)
+
+
+def allow_save_pretrained(model: torch.nn.Module) -> None:
+    """Undo :func:`guard_save_pretrained`."""
+    for module in model.modules():
+        guard = vars(module).get(SAVE)
+        if isinstance(guard, partial) and guard.func is _save_pretrained:
+            del vars(module)[SAVE]
+
+
+def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
+    """The model's own ``save_pretrained`` where it writes no codes: weights that are given, or adapters alone."""
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
+    codes = [f"{path}.weight" for path, layer in layers.items() if layer.held is not None]
+    given = options.get("state_dict")
+    if given is not None:
+        codes = [name for name in codes if name in given and given[name].dtype.itemsize == 1]
+    if codes and not getattr(model, "_hf_peft_config_loaded", False):  # transformers' own mark of adapters
+        raise ConfigError(
+            f"save_pretrained would write FP8 codes as weights ({codes[0]} and {len(codes) - 1} more), and "
+            "from_pretrained would read them as such; write codes with octavo.save_quantized, or call "
+            "octavo.restore(model) first, which decodes them"
+        )
+    return type(model).save_pretrained(model, *args, **options)
+
+
+def read_by_others(model: torch.nn.Module) -> dict[str, str]:
+    """Path of every linear layer whose weight something else reads too, so that it cannot become codes, and what does.
+
+    Example:
+        >>> model = torch.nn.ModuleDict({"table": torch.nn.Embedding(9, 4), "up": torch.nn.Linear(4, 8)})
+        >>> model["head"] = torch.nn.Linear(4, 9, bias=False)
+        >>> model["head"].weight = model["table"].weight
+        >>> read_by_others(model)
+        {'head': 'other modules use it too'}
+    """
+    owners = Counter(id(tensor) for module in model.modules() for tensor in module.parameters(recurse=False))
+    fast_path, readers = _read_by_fast_path(model), weight_readers(model)
+    found = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        if layer in fast_path:
+            found[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
+        elif owners[id(layer.weight)] > 1:
+            found[path] = "other modules use it too"
+        elif layer in readers:
+            found[path] = f"{type(readers[layer].module).__name__} reads it in high precision"
+    return found
+
+
+def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Layers whose weights torch's encoder reads for itself in evaluation, and what stands inside them (adapters)."""
+    return {
+        inner
+        for layer in model.modules()
+        if isinstance(layer, torch.nn.TransformerEncoderLayer)
+        for linear in (layer.linear1, layer.linear2)
+        for inner in linear.modules()
+    }

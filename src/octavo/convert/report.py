@@ -1,0 +1,230 @@
+"""What ``convert`` did: which layers run what, which weights stay as they are and why, and their shares of the model.
+
+Shares of parameters are of all elements of all parameters. Shares of multiplications are of one pass of one token
+through every weight that multiplies: an embedding, which looks up, has none, and every other weight has one
+multiplication an element. A convolution that slides over more places than there are tokens does more than that, and of
+experts only those that a token is sent to multiply, which no module says in general; all of them are counted.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from octavo.nn import Linear
+
+__all__ = ["BareWeight", "ConversionReport", "Shares", "bare_weights", "packed_weights", "shares_of", "shown"]
+
+LOOK_UPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+LAYERS = (torch.nn.Linear, torch.nn.Embedding)
+PERCENT = 100
+INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole word of a path, as in "layers.0.fc1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How much of a model runs in FP8, as fractions of 1.
+
+    Attributes:
+        parameters: of the model's parameters, the weights of layers whose recipe casts.
+        multiplications: of those of one token, if each weight multiplies it once; see this module's head.
+        by_path: of the model's parameters, each weight that stays as it is.
+    """
+
+    parameters: float = 0.0
+    multiplications: float = 0.0
+    by_path: Mapping[str, float] = field(default_factory=dict)
+
+    def sentence(self) -> str:
+        """The two totals."""
+        return (
+            f"in FP8: {_percent(self.parameters)} of the parameters and {_percent(self.multiplications)} of the "
+            "multiplications, counting each weight once a token"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionReport:
+    """What :func:`convert` did.
+
+    Attributes:
+        recipe: the recipe's name.
+        converted: paths of the layers that run it, or what ``overrides`` give them.
+        overridden: path of each converted layer that runs another recipe, and its name.
+        held: paths of the layers whose weight is held as FP8 codes.
+        not_held: path of each converted layer whose frozen weight was to be held and is not, and why.
+        skipped: path of every other linear or embedding layer, and why it stays as it is.
+        parameters: name of every other weight of two or more dimensions, such as the kernels of convolutions, torch's
+            packed projections and the matrices of experts, and why it stays.
+        notes: path of modules that go round their converted layers, and when.
+        shares: how much of the model runs in FP8, and how much of it each weight is that does not.
+    """
+
+    recipe: str
+    converted: tuple[str, ...]
+    overridden: dict[str, str] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+    not_held: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    shares: Shares = field(default_factory=Shares)
+
+    def __str__(self) -> str:
+        """Totals, then one line for all layers that differ in the numbers of their paths alone."""
+        following = len(self.converted) - len(self.overridden)
+        lines = [
+            f"{following} layers run {self.recipe}, {len(self.skipped)} stay as they are",
+            self.shares.sentence(),
+        ]
+        if self.held:
+            lines.append(f"{len(self.held)} hold their weight as FP8 codes")
+        lines += [f"  {path}: runs {name}" for path, name in _grouped(self.overridden)]
+        lines += [f"  {path}: its weight is not held: {reason}" for path, reason in _grouped(self.not_held)]
+        stay = self.skipped | self.parameters
+        lines += [f"  {path}: {reason}" for path, reason in _grouped(stay, self.shares.by_path)]
+        return "\n".join(lines + [f"note: {path} {note}" for path, note in _grouped(self.notes)])
+
+
+def shown(path: str) -> str:
+    """A module's path as a sentence has it."""
+    return path or "(the model itself)"
+
+
+class BareWeight(NamedTuple):
+    """A weight of two or more dimensions that is no linear layer's and no embedding's.
+
+    Attributes:
+        path: its name among the model's parameters.
+        parameter: itself.
+        reason: why it stays as it is.
+        multiplies: whether it is no look-up.
+    """
+
+    path: str
+    parameter: torch.nn.Parameter
+    reason: str
+    multiplies: bool
+
+
+def bare_weights(model: torch.nn.Module) -> Iterator[BareWeight]:
+    """Find all of them; each once, under its first name."""
+    layers = {inner for module in model.modules() if isinstance(module, LAYERS) for inner in module.modules()}
+    for path, module in model.named_modules():
+        if module in layers:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if not torch.nn.parameter.is_lazy(parameter) and _is_matrix(parameter):
+                where = f"{path}.{name}" if path else name
+                yield BareWeight(where, parameter, _why_bare(module, parameter), not isinstance(module, LOOK_UPS))
+
+
+def packed_weights(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Weights in objects of C++ that are no tensors, as of ``torch.ao``'s quantized layers: path, why each stays."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.ScriptObject):
+                where = f"{path}.{name}" if path else name
+                yield where, f"stays as it is: packed by {type(module).__name__}, of a size that cannot be read"
+
+
+def _is_matrix(parameter: torch.Tensor) -> bool:
+    return sum(size > 1 for size in parameter.shape) > 1
+
+
+def _why_bare(module: torch.nn.Module, parameter: torch.Tensor) -> str:
+    if isinstance(module, torch.nn.EmbeddingBag):
+        return "embedding: a look-up, not a product"
+    if isinstance(module, torch.nn.modules.conv._ConvNd):  # noqa: SLF001 (the one base of all convolutions)
+        return f"stays as it is: the kernel of a convolution ({'x'.join(map(str, parameter.shape[2:]))})"
+    kind = type(module).__name__
+    if isinstance(module, torch.nn.MultiheadAttention):
+        return "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer"
+    stack = f", {parameter.shape[0]} matrices in one" if parameter.ndim == 3 and parameter.shape[0] > 1 else ""
+    return f"stays as it is: a parameter of {kind}{stack}, and no linear layer"
+
+
+def shares_of(
+    model: torch.nn.Module, converted: Iterable[str], skipped: Iterable[str], bare: Sequence[BareWeight]
+) -> Shares:
+    """Count elements.
+
+    Args:
+        model: converted.
+        converted: paths of the layers that run a recipe.
+        skipped: paths of the other linear and embedding layers.
+        bare: its other weights.
+    """
+    taken = [model.get_submodule(path) for path in converted]
+    others = {path: model.get_submodule(path) for path in skipped}
+    total = _sum(model.parameters())
+    cast = _sum(layer.weight for layer in taken if _casts(layer))
+    products = _sum(layer.weight for layer in (*taken, *others.values()) if not isinstance(layer, LOOK_UPS))
+    products += _sum(weight.parameter for weight in bare if weight.multiplies)
+    staying = {path: layer.weight for path, layer in others.items()}
+    staying |= {weight.path: weight.parameter for weight in bare}
+    return Shares(
+        parameters=_fraction(cast, total),
+        multiplications=_fraction(cast, products),
+        by_path={path: _fraction(_elements(weight), total) for path, weight in staying.items()},
+    )
+
+
+def _casts(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None)
+
+
+def _elements(weight: object) -> int:
+    """Of a parameter; a lazy one has none yet."""
+    assert isinstance(weight, torch.Tensor)
+    return 0 if torch.nn.parameter.is_lazy(weight) else weight.numel()
+
+
+def _sum(weights: Iterable[object]) -> int:
+    return sum(map(_elements, weights))
+
+
+def _fraction(part: int, total: int) -> float:
+    return part / total if total else 0.0
+
+
+def _percent(fraction: float) -> str:
+    return f"{PERCENT * fraction:.1f} %"
+
+
+def _grouped(reasons: Mapping[str, str], shares: Mapping[str, float] | None = None) -> Iterator[tuple[str, str]]:
+    """Paths that have one reason and differ in numbers alone as one, with their number; reasons with their share."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, reason in reasons.items():
+        groups.setdefault((INDEX.sub("#", path), reason), []).append(path)
+    for (_, reason), paths in groups.items():
+        share = sum((shares or {}).get(path, 0.0) for path in paths)
+        yield (
+            _pattern(paths) + (f" ({len(paths)})" if len(paths) > 1 else ""),
+            reason + (f" ({_percent(share)} of the parameters)" if shares else ""),
+        )
+
+
+def _pattern(paths: list[str]) -> str:
+    """The paths in one, with the ranges of their numbers: "layers.[0-3,5].up"."""
+    if len(paths) == 1:
+        return shown(paths[0])
+    words = INDEX.split(paths[0])
+    numbers = zip(*([int(each) for each in INDEX.findall(path)] for path in paths), strict=True)
+    ranges = [_ranges(sorted(set(column))) for column in numbers]
+    return "".join(word + number for word, number in zip(words, [*ranges, ""], strict=True))
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Runs of whole numbers, "[0-3,5]"; one number stands alone."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "[" + ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) + "]"

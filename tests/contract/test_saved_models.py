@@ -1,0 +1,128 @@
+"""What transformers' ``save_pretrained`` makes of a converted model: the model, or a refusal; no codes as weights."""
+
+import copy
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import octavo
+from octavo.errors import ConfigError
+from octavo.language_model import LanguageModel
+from octavo.nn import Linear
+from octavo.training.tokenizer import train_tokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing is saved with it")
+
+REFUSED = r"would write FP8 codes as weights \(model\.layers\.0\.self_attn\.q_proj\.weight and 6 more\)"
+
+
+def _llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _held(model: Any = None) -> Any:
+    model = (_llama() if model is None else model).requires_grad_(False)
+    assert octavo.convert(model, frozen="fp8").held
+    return model
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    return transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+
+
+def _pickled(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("of", [lambda model: model, copy.deepcopy, _pickled])
+def test_codes_are_never_saved_as_weights(of, tmp_path):
+    model = of(_held())
+    with pytest.raises(
+        ConfigError, match=REFUSED + r".*octavo\.save_quantized, or call octavo\.restore\(model\) first"
+    ):
+        model.save_pretrained(tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    with pytest.raises(ConfigError, match=REFUSED):
+        model.save_pretrained(tmp_path / "m", state_dict=model.state_dict())
+    octavo.restore(model)
+    assert "save_pretrained" not in vars(model)
+    model.save_pretrained(tmp_path / "m")
+    saved, state = _read(tmp_path / "m"), model.state_dict()
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[key], state[key]) for key in state)
+    assert state["model.layers.0.self_attn.q_proj.weight"].abs().max() < 1
+
+
+def test_weights_that_are_handed_over_are_saved(tmp_path):
+    model = _llama()
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    _held(model).save_pretrained(tmp_path / "m", state_dict=dict(weights))
+    assert all(torch.equal(value, weights[key]) for key, value in _read(tmp_path / "m").items())
+
+
+def test_a_converted_model_without_codes_saves_as_ever(tmp_path):
+    model = _llama()
+    octavo.convert(model, "delayed")
+    model.save_pretrained(tmp_path / "m")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in _read(tmp_path / "m").items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_over_codes_are_saved(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(_held(), config)
+        octavo.convert(adapted, frozen="fp8")
+        adapted.save_pretrained(tmp_path / "adapter")
+        assert sorted(path.name for path in (tmp_path / "adapter").glob("*.safetensors")) == [
+            "adapter_model.safetensors"
+        ]
+        theirs = _held()
+        theirs.add_adapter(config)
+        theirs.save_pretrained(tmp_path / "theirs")
+    assert (tmp_path / "theirs" / "adapter_model.safetensors").is_file()
+    with pytest.raises(ConfigError, match="would write FP8 codes as weights"):
+        adapted.get_base_model().save_pretrained(tmp_path / "base")
+
+
+def test_a_folder_in_fp8_is_not_saved_as_weights_either(tmp_path):
+    model, tokenizer = _llama(), train_tokenizer(["some text, some more text"] * 3, vocab_size=300)
+    octavo.convert(model, octavo.recipes.get("rowwise", power_of_two=False))
+    with pytest.raises(
+        TypeError, match=r"with its tokenizer, not LlamaForCausalLM; call save_quantized\(.*LanguageModel"
+    ):
+        octavo.save_quantized(model, tmp_path / "served")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    octavo.save_quantized(  # what the sentence says
+        LanguageModel(
+            model=model.eval(),
+            tokenizer=fast.backend_tokenizer,
+            context=model.config.max_position_embeddings,
+            source="",
+        ),
+        tmp_path / "served",
+        format="octavo",
+        verify_folder=False,
+    )
+    read = octavo.load_quantized(tmp_path / "served").model
+    assert isinstance(read.get_submodule("model.layers.0.self_attn.q_proj"), Linear)

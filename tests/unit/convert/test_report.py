@@ -1,0 +1,125 @@
+"""Every weight that multiplies and stays is in the report, with its share; the printed form is short."""
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.convert import ConversionReport
+from octavo.convert.report import Shares
+
+
+class Experts(nn.Module):
+    """All matrices of four experts in one parameter, and a router, as sparse models keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 8, 16))
+        self.router = nn.Parameter(torch.randn(4, 8))
+        self.scale, self.token = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(1, 1, 8))
+
+
+def _model() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "table": nn.Embedding(30, 8),
+            "bag": nn.EmbeddingBag(10, 8),
+            "norm": nn.LayerNorm(8),
+            "experts": Experts(),
+            "pointwise": nn.Conv1d(8, 6, 1, bias=False),
+            "patches": nn.Conv2d(3, 8, (2, 4), bias=False),
+            "pair": nn.Bilinear(3, 4, 5, bias=False),
+            "attention": nn.MultiheadAttention(8, 2, bias=False),
+            "memory": nn.GRU(8, 4, bias=False),
+            "taken": nn.Linear(8, 32, bias=False),
+        }
+    )
+
+
+STAYS = {  # name: elements, by hand
+    "experts.up": 4 * 8 * 16,
+    "experts.router": 4 * 8,
+    "pointwise.weight": 6 * 8,
+    "patches.weight": 8 * 3 * 2 * 4,
+    "pair.weight": 5 * 3 * 4,
+    "attention.in_proj_weight": 3 * 8 * 8,
+    "memory.weight_ih_l0": 3 * 4 * 8,
+    "memory.weight_hh_l0": 3 * 4 * 4,
+}
+
+
+def test_every_weight_that_multiplies_and_is_no_linear_layers_is_named():
+    report = octavo.convert(_model())
+    assert set(report.parameters) == STAYS.keys() | {"bag.weight"}
+    assert report.skipped.keys() == {"table", "attention.out_proj"}
+    assert report.parameters["bag.weight"] == "embedding: a look-up, not a product"
+    assert report.parameters["pointwise.weight"] == "stays as it is: the kernel of a convolution (1)"
+    assert report.parameters["patches.weight"] == "stays as it is: the kernel of a convolution (2x4)"
+    assert report.parameters["experts.up"].endswith("a parameter of Experts, 4 matrices in one, and no linear layer")
+    assert report.parameters["memory.weight_hh_l0"].endswith("a parameter of GRU, and no linear layer")
+
+
+def test_shares_are_those_counted_by_hand():
+    model = _model()
+    report = octavo.convert(model)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert report.shares.by_path == {
+        **{name: elements / total for name, elements in STAYS.items()},
+        "table": 30 * 8 / total,
+        "bag.weight": 10 * 8 / total,
+        "attention.out_proj": 8 * 8 / total,
+    }
+    assert report.shares.parameters == 32 * 8 / total
+    assert report.shares.multiplications == 32 * 8 / (32 * 8 + 8 * 8 + sum(STAYS.values())), "no look-ups, no norms"
+
+
+def test_a_head_that_shares_the_tables_weight_multiplies():
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(30, 8), "up": nn.Linear(8, 10), "lm_head": nn.Linear(8, 30, bias=False)}
+    )
+    model["lm_head"].weight = model["table"].weight
+    shares = octavo.convert(model).shares
+    assert shares.parameters == 80 / (240 + 80 + 10)
+    assert shares.multiplications == 80 / (240 + 80)
+
+
+def test_layers_in_high_precision_are_not_in_fp8():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False))
+    assert octavo.convert(model, overrides={"1": "bf16"}).shares == Shares(parameters=0.25, multiplications=0.25)
+    assert octavo.convert(model, "bf16").shares == Shares()
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*:UserWarning")
+def test_what_torch_quantized_dynamically_is_named():
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with pytest.warns(DeprecationWarning, match=r"torch\.ao\.quantization is deprecated"):
+        model = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
+    model.append(nn.Linear(8, 8))
+    report = octavo.convert(model)
+    assert report.converted == ("3",)
+    assert set(report.parameters) == {"0._packed_params._packed_params", "2._packed_params._packed_params"}
+    assert model(torch.randn(2, 8)).shape == (2, 8)
+
+
+def test_the_printed_form_has_a_line_for_all_layers_that_differ_in_numbers_alone():
+    report = ConversionReport(
+        recipe="rowwise",
+        converted=("a",),
+        skipped={f"h.{i}.fc{j}": "filter" for i in (0, 1, 2, 5) for j in (1, 2)},
+        parameters={f"h.{i}.experts.{j}.up": "bare" for i in (3, 7) for j in (0, 1)},
+        notes={"x.0": "is read", "x.1": "is read", "x.y": "is read"},
+        shares=Shares(
+            parameters=0.5,
+            multiplications=0.75,
+            by_path={f"h.{i}.fc1": 0.1 for i in (0, 1, 2, 5)} | {"h.3.experts.0.up": 0.004},
+        ),
+    )
+    assert str(report).splitlines() == [
+        "1 layers run rowwise, 8 stay as they are",
+        "in FP8: 50.0 % of the parameters and 75.0 % of the multiplications, counting each weight once a token",
+        "  h.[0-2,5].fc1 (4): filter (40.0 % of the parameters)",
+        "  h.[0-2,5].fc2 (4): filter (0.0 % of the parameters)",
+        "  h.[3,7].experts.[0-1].up (4): bare (0.4 % of the parameters)",
+        "note: x.[0-1] (2) is read",
+        "note: x.y is read",
+    ]

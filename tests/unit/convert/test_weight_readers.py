@@ -1,0 +1,235 @@
+"""Layers whose owner multiplies by their weight itself: left alone, named, and never held as codes."""
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import octavo
+from octavo.convert import layers_not_run
+from octavo.convert.weight_readers import weight_readers
+
+
+class Attention(nn.Module):
+    """One packed projection with a bias of its own, whose weight alone is read, as vision transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+        self.q_bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.cat((self.q_bias, torch.zeros(8), self.q_bias))
+        q, k, v = F.linear(x, weight=self.qkv.weight, bias=bias).chunk(3, -1)
+        return self.proj(F.scaled_dot_product_attention(q, k, v))
+
+
+def test_a_layer_whose_weight_alone_is_read_stays_and_says_so():
+    model = nn.Sequential(Attention(), Attention())
+    report = octavo.convert(model, "rowwise")
+    assert report.converted == ("0.proj", "1.proj")
+    reason = "Attention reads its weight and never calls the layer"
+    assert report.skipped == {"0.qkv": reason, "1.qkv": reason}
+    assert type(model[0].qkv) is nn.Linear
+    model(torch.randn(2, 3, 8)).sum().backward()
+    assert layers_not_run(model) == ()
+
+
+class OneWay(nn.Module):
+    """Reads a weight by ways of its own in ``forward`` and the methods that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.direct, self.in_method, self.renamed, self.both, self.asked, self.called = (
+            nn.Linear(4, 4) for _ in range(6)
+        )
+        self.by_key: Any = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.inner: Any = nn.ModuleDict({"deep": nn.Linear(4, 4)})
+
+    @property
+    def product(self) -> Tensor:
+        return self.in_method.weight.T
+
+    def _keyed(self, x: Tensor) -> Tensor:
+        product: Tensor = x @ self.by_key["a"].weight if "a" in self.by_key else x
+        return product
+
+    def merge(self) -> Tensor:
+        """Not reached from ``forward``."""
+        return self.called.weight @ self.asked.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.renamed
+        y = x @ self.direct.weight.t() + F.linear(x, layer.weight) + self._keyed(x) @ self.product
+        y = y @ self.inner.deep.weight
+        assert isinstance(self.asked.weight, Tensor)
+        assert self.called.weight is not None
+        y = self.both(y) if self.training else F.linear(y, self.both.weight)
+        return self.called(self.asked(y.to(self.asked.weight.dtype)))
+
+
+def test_reads_are_followed_through_methods_names_keys_and_children():
+    model = OneWay()
+    readers = weight_readers(model)
+    never = {model.direct, model.in_method, model.renamed, *model.by_key.values(), model.inner["deep"]}
+    assert {layer for layer, reader in readers.items() if reader.replaces} == never
+    assert {layer for layer, reader in readers.items() if reader.calls} == {model.both}
+    report = octavo.convert(model)
+    assert report.converted == ("both", "asked", "called")
+    assert report.notes == {"": "reads the weights of both itself on some of its ways, which run no recipe there"}
+
+
+class Branches(nn.Module):
+    """Vision transformers' way: with a bias of its own it reads the weight, unless a flag says otherwise."""
+
+    def __init__(self, *, biased: bool, separate: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.fc = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.bias = nn.Parameter(torch.zeros(4)) if biased else None
+        self.separate = separate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return self.fc(self.qkv(x))
+        if self.separate and self.bias is not None:
+            x = self.qkv(x) + self.bias
+        else:
+            x = F.linear(x, self.qkv.weight, self.bias)
+        if not self.separate:
+            return self.fc(x)
+        return self.fc(x) @ self.qkv.weight if self.training else self.fc(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "reads", "calls"),
+    [
+        ({"biased": False}, False, True),
+        ({"biased": True}, True, False),
+        ({"biased": True, "separate": True}, True, True),
+    ],
+)
+def test_a_modules_flags_choose_the_branch_that_counts(options, reads, calls):
+    model = Branches(**options)
+    reader = weight_readers(model)[model.qkv]
+    assert (reader.reads, reader.calls) == (reads, calls)
+    report = octavo.convert(model.requires_grad_(False), frozen="fp8")
+    assert ("qkv" in report.converted) == calls
+    assert ("" in report.notes) == (reads and calls)
+    assert "qkv" not in report.held, "a flag may be changed, and codes must never be read as weights"
+    model.train()(torch.randn(2, 4, requires_grad=True))
+    assert layers_not_run(model) == ()
+
+
+class Child(OneWay):
+    """Calls what its base reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.direct(x)
+
+
+class Grandchild(Child):
+    """Its base's forward counts where it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.called.weight
+
+
+def test_an_overridden_forward_counts_only_where_it_is_called():
+    assert weight_readers(Child()) == {}
+    model = Grandchild()
+    assert list(weight_readers(model)) == [model.called]
+
+
+def test_a_class_without_a_source_is_taken_to_call_its_layers():
+    names: dict[str, type[nn.Module]] = {}
+    exec(  # what a notebook's or a generated class is
+        "class NoSource(nn.Module):\n    def forward(self, x):\n        return x @ self.layer.weight\n",
+        {"nn": nn},
+        names,
+    )
+    model = names["NoSource"]()
+    model.layer = nn.Linear(4, 4)
+    report = octavo.convert(model)
+    assert report.converted == ("layer",)
+    model(torch.randn(2, 4))
+    assert layers_not_run(model) == ("layer",), "running it tells what its source could not"
+
+
+def test_a_weight_that_its_owner_reads_too_is_not_held_as_codes():
+    model = OneWay().requires_grad_(False)
+    report = octavo.convert(model, frozen="fp8")
+    assert report.held == ("asked", "called")
+    assert report.not_held == {"both": "OneWay reads it in high precision"}
+
+
+def test_octavos_own_modules_read_no_weight_of_their_layers():
+    model = octavo.nn.TransformerLayer(16, 32, 2)
+    assert weight_readers(model) == {}
+    assert weight_readers(octavo.nn.LayerNormMLP(16, 32)) == {}
+
+
+def test_a_forward_that_hooks_replaced_is_named():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: no hooks to look at")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    accelerate.hooks.add_hook_to_module(model[0], accelerate.hooks.ModelHook())
+    report = octavo.convert(model)
+    assert report.converted == ("1",)
+    assert report.skipped["0"].startswith("its forward was replaced by another library's (accelerate's hooks)")
+
+
+class Hidden(nn.Module):
+    """Hands itself to a function that reads a weight: no source of its class shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(_product(self, x))
+
+
+def _product(module: Any, x: Tensor) -> Tensor:
+    product: Tensor = x @ module.read.weight
+    return product
+
+
+def _train(model: nn.Module, steps: int) -> list[str]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in caught if "have not been called" in str(each.message)]
+
+
+@pytest.fixture
+def _no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch._dynamo.utils.counters, "stats", Counter())
+
+
+@pytest.mark.usefixtures("_no_graphs")
+@pytest.mark.parametrize("scale_updates", ["automatic", "manual"])
+def test_a_layer_that_training_never_calls_is_named_once(scale_updates):
+    model = nn.Sequential(Hidden(), Hidden())
+    assert len(octavo.convert(model, "rowwise", scale_updates=scale_updates).converted) == 4
+    assert _train(model, 99) == []
+    (said,) = _train(model, 101)
+    assert said.startswith("2 converted layers have not been called in 100 steps and run no recipe (0.read, 1.read):")
+    assert layers_not_run(model) == ("0.read", "1.read")
+
+
+@pytest.mark.usefixtures("_no_graphs")
+def test_models_whose_layers_all_run_or_none_or_in_a_graph_are_not_complained_of():
+    model = nn.Sequential(nn.Linear(4, 4))
+    octavo.convert(model, "rowwise")
+    assert _train(model, 101) == []
+    partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    octavo.convert(partly, "rowwise")
+    partly[0].compile(backend="eager")
+    assert _train(partly, 101) == []
