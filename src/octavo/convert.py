@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 import torch
 
@@ -410,10 +411,15 @@ def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:
     return {
         inner
         for layer in model.modules()
-        if isinstance(layer, torch.nn.TransformerEncoderLayer)
+        if _takes_fast_path(layer)
         for linear in (layer.linear1, layer.linear2)
         for inner in linear.modules()
     }
+
+
+def _takes_fast_path(layer: torch.nn.Module) -> TypeGuard[torch.nn.TransformerEncoderLayer]:
+    """Whether torch evaluates it by itself: not where attention has no ``in_proj_bias``."""
+    return isinstance(layer, torch.nn.TransformerEncoderLayer) and layer.self_attn.in_proj_bias is not None
 
 
 def _bare_projections(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -495,5 +501,5 @@ def _heads(candidates: dict[str, torch.nn.Module]) -> dict[str, str]:
 
 def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.TransformerEncoderLayer) and type(module.linear1) is Linear:
+        if _takes_fast_path(module) and type(module.linear1) is Linear:
             yield path, _FAST_PATH
