@@ -60,7 +60,7 @@ class PlainRole:
             self.amax = candidate
 
     def _statistic(self) -> float:
-        match self.spec.statistic:
+        match Statistic(str(self.spec.statistic)):
             case Statistic.MAX:
                 return max(self.window)
             case Statistic.LATEST:

@@ -102,7 +102,7 @@ class _TorchAOLinear(QATLinear):
         super().__delattr__(name)
         if name == "qconfig":
             path = self.path
-            self.__class__ = QATLinear
+            self.__class__ = QATLinear  # type: ignore[assignment]
             for reason in convert_qat(self).skipped.values():
                 warnings.warn(f"layer {path!r} is {reason}", stacklevel=2)
             if isinstance(self, Linear):

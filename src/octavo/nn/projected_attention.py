@@ -66,7 +66,8 @@ class ProjectedAttention(nn.MultiheadAttention):
     def _projections(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Of queries, keys and values; one product where the three are one tensor."""
         if query is key is value:
-            return self.in_proj(query).chunk(3, dim=-1)
+            projected: Tensor = self.in_proj(query)
+            return projected.chunk(3, dim=-1)
         of_query, of_key = self.in_proj(query), self.in_proj(key)
         of_value = of_key if value is key else self.in_proj(value)
         return tuple(of.chunk(3, dim=-1)[i] for i, of in enumerate((of_query, of_key, of_value)))
@@ -77,7 +78,8 @@ class ProjectedAttention(nn.MultiheadAttention):
             x = x[None]
         elif not self.batch_first:
             x = x.transpose(0, 1)
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return heads
 
     def _output(self, y: Tensor, is_batched: bool) -> Tensor:
         y = y.transpose(1, 2).flatten(2)
@@ -156,9 +158,9 @@ def split_projections(model: nn.Module) -> Mapping[str, ProjectedAttention]:
             layer.in_features, layer.out_features = module.embed_dim, 3 * module.embed_dim
             layer.weight, layer.bias = module.in_proj_weight, module.in_proj_bias
             layer.train(module.training)
-            module.in_proj_weight = module.in_proj_bias = None
+            module.in_proj_weight = module.in_proj_bias = None  # type: ignore[assignment]
             module.in_proj = layer
-            module.out_proj.__class__ = nn.Linear  # an empty subclass, which nobody calls
+            module.out_proj.__class__ = nn.Linear  # type: ignore[assignment]  # from an empty subclass
             module.__class__ = ProjectedAttention
             assert isinstance(module, ProjectedAttention)
             split[path] = module
@@ -177,6 +179,6 @@ def join_projections(modules: Mapping[str, ProjectedAttention]) -> None:
     for module in modules.values():
         layer = module.in_proj
         del module.in_proj
-        module.in_proj_weight, module.in_proj_bias = layer.weight, layer.bias
+        module.in_proj_weight, module.in_proj_bias = layer.weight, layer.bias  # type: ignore[assignment]
         module.out_proj.__class__ = nn.modules.linear.NonDynamicallyQuantizableLinear
-        module.__class__ = nn.MultiheadAttention
+        module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """torch.ao.quantization's program with octavo's QConfig, beside octavo's own two calls on a twin: equal to the bit."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_torchs_own_qconfig_cannot_prepare_the_articles_model():
 def test_torchs_own_convert_takes_no_fp8_weights():
     """Why a fake quantization of octavo's in the QConfig would not do for plain layers either."""
     fake = ao.FakeQuantize.with_args(observer=ao.MinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8)
-    model = nn.Sequential(nn.Linear(8, 8))
+    model: Any = nn.Sequential(nn.Linear(8, 8))
     model.qconfig = ao.QConfig(activation=fake, weight=fake)
     prepared = ao.prepare_qat(model)
     prepared[0].weight_fake_quant.dtype = torch.float8_e4m3fn

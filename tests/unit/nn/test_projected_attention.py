@@ -1,6 +1,7 @@
 """Against ``nn.MultiheadAttention`` itself, whose parameters the projected module keeps."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from octavo.nn.projected_attention import ProjectedAttention, join_projections, 
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(5)
 PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-MASKS = {
+MASKS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"attn_mask": CAUSAL},
     "causal, by its hint": {"attn_mask": CAUSAL, "is_causal": True},

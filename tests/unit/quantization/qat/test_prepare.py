@@ -128,7 +128,7 @@ def spec(name: str = "static") -> CastSpec:
 
 def test_the_projections_of_torchs_attention_take_part():
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    layer: Any = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     keys, parameters = layer.state_dict().keys(), set(layer.parameters())
     report = prepare_qat(layer, "static")
     assert report.converted == ("self_attn.out_proj", "self_attn.in_proj", "linear1", "linear2")

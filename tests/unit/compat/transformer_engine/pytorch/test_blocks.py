@@ -1,6 +1,7 @@
 """Calibrating blocks; groups of ranks are in tests/contract/test_ranks.py."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def _history(layer, path="linear"):
 
 
 def test_calibration_computes_in_high_precision_and_records_inputs_and_weights():
-    layer = te.Linear(4, 4).eval()
+    layer: Any = te.Linear(4, 4).eval()
     for amax in (3.0, 5.0):
         x = torch.full((2, 4), amax)
         with torch.no_grad():

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,7 +12,7 @@ from octavo.errors import ConfigError
 
 
 def test_a_sequence_computes_its_parts_one_after_the_other():
-    model = ops.Sequential(ops.Linear(8, 6), ops.Identity(), ops.BasicLinear(6, 4), ops.Bias(4))
+    model: Any = ops.Sequential(ops.Linear(8, 6), ops.Identity(), ops.BasicLinear(6, 4), ops.Bias(4))
     torch.nn.init.normal_(model[3].bias)
     x = torch.randn(3, 8)
     hidden = F.linear(x, model[0].weight, model[0].bias)
@@ -29,7 +31,7 @@ def test_a_linear_part_runs_the_blocks_recipe():
 
 def test_checkpoints_have_the_names_of_the_basic_parts():
     weight, bias = torch.randn(4, 8), torch.randn(4)
-    model = ops.Sequential(ops.Linear(8, 4))
+    model: Any = ops.Sequential(ops.Linear(8, 4))
     model.load_state_dict({"0.basic_ops.0.weight": weight, "0.basic_ops.1.bias": bias})
     assert torch.equal(model[0].weight, weight)
     assert torch.equal(model[0].bias, bias)
