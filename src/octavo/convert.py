@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TypeGuard
 
 import torch
 
@@ -27,6 +26,7 @@ _FAST_PATH = (
     "evaluates without gradients on torch's fast path, which reads the weights and runs no recipe; "
     "torch.backends.mha.set_fastpath_enabled(False) turns it off"
 )
+_BARE = "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer"
 _TWINS = {"encoder": "decoder", "decoder": "encoder"}
 HEAD_NAMES = ("lm_head", "embed_out", "output_projection", "classifier", "score")
 
@@ -411,15 +411,10 @@ def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:
     return {
         inner
         for layer in model.modules()
-        if _takes_fast_path(layer)
+        if isinstance(layer, torch.nn.TransformerEncoderLayer) and layer.self_attn.in_proj_bias is not None
         for linear in (layer.linear1, layer.linear2)
         for inner in linear.modules()
     }
-
-
-def _takes_fast_path(layer: torch.nn.Module) -> TypeGuard[torch.nn.TransformerEncoderLayer]:
-    """Whether torch evaluates it by itself: not where attention has no ``in_proj_bias``."""
-    return isinstance(layer, torch.nn.TransformerEncoderLayer) and layer.self_attn.in_proj_bias is not None
 
 
 def _bare_projections(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -428,11 +423,7 @@ def _bare_projections(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         if isinstance(module, torch.nn.MultiheadAttention):
             for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 if getattr(module, name) is not None:
-                    where = f"{path}.{name}" if path else name
-                    yield (
-                        where,
-                        "stays as it is: a parameter of nn.MultiheadAttention, which multiplies by it, and no layer",
-                    )
+                    yield (f"{path}.{name}" if path else name), _BARE
 
 
 def _candidates(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -501,5 +492,7 @@ def _heads(candidates: dict[str, torch.nn.Module]) -> dict[str, str]:
 
 def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
-        if _takes_fast_path(module) and type(module.linear1) is Linear:
+        if not isinstance(module, torch.nn.TransformerEncoderLayer) or module.self_attn.in_proj_bias is None:
+            continue  # torch's fast path asks for that bias
+        if type(module.linear1) is Linear:
             yield path, _FAST_PATH

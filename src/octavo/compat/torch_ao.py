@@ -50,8 +50,9 @@ def fp8_qconfig(recipe: Any = "static", **options: Any) -> QConfig:
         ConfigError: a recipe that :func:`octavo.prepare_qat` refuses.
 
     Example:
-        >>> import torch
+        >>> import torch, warnings
         >>> from torch.ao.quantization import convert, prepare_qat
+        >>> warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated")
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> model.qconfig = fp8_qconfig("static", scales="tracked")
         >>> model = prepare_qat(model)

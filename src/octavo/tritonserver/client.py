@@ -39,12 +39,10 @@ def answer(url: str, model: str, fields: Mapping[str, object], *, stream: bool =
     Raises:
         AnswerError: no server, no such model, or fields that it does not take.
     """
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/v2/models/{model}/{'generate_stream' if stream else 'generate'}",
-        data=json.dumps(fields).encode(),
-        headers={"Content-Type": "application/json"},
-    )
+    address = f"{url.rstrip('/')}/v2/models/{model}/{'generate_stream' if stream else 'generate'}"
     try:
+        body, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(address, data=body, headers=headers)
         with urllib.request.urlopen(request) as response:
             for line in response:
                 text = line.decode().removeprefix("data:").strip()
@@ -54,6 +52,8 @@ def answer(url: str, model: str, fields: Mapping[str, object], *, stream: bool =
         raise AnswerError(_sentence(error)) from error
     except OSError as error:
         raise AnswerError(f"no server answers at {url} ({error}); start it as README.md says, or give --url") from error
+    except (ValueError, KeyError) as error:
+        raise AnswerError(f"{address} gives no answer of such a server ({error!r}); give another --url") from error
 
 
 def _piece(message: Mapping[str, str]) -> str:

@@ -67,6 +67,12 @@ def test_no_server_is_said_in_one_sentence(script):
     assert "--url" in told.stderr
 
 
+def test_an_address_of_another_kind_is_said_in_one_sentence(script):
+    told = _told(script, "one", "--url", "localhost")
+    assert (told.returncode, told.stdout) == (1, "")
+    assert "localhost/v2/models/octavo/generate_stream gives no answer of such a server" in told.stderr
+
+
 def test_an_error_within_a_stream_ends_the_answer(script):
     class Failing(BaseHTTPRequestHandler):
         def do_POST(self):

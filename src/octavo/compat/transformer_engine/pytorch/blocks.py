@@ -77,7 +77,10 @@ class Block:
 
     @property
     def _sees(self) -> bool:
-        return isinstance(self.recipe, DelayedScaling) and (self._calibrates or default_group() is not None)
+        if not isinstance(self.recipe, DelayedScaling):
+            return False
+        names_group = self.group is not None or not self.recipe.reduce_amax
+        return self._calibrates or (default_group() is not None and (names_group or bool(_first_groups)))
 
     @property
     def _calibrates(self) -> bool:
@@ -94,7 +97,7 @@ class Block:
 
     def _set_group(self, layer: octavo_nn.Linear) -> None:
         updates = layer.scale_updates
-        group = "rank" if isinstance(self.recipe, DelayedScaling) and not self.recipe.reduce_amax else self.group
+        group = self.group if self.recipe.reduce_amax else "rank"
         if group is None:
             group = _first_groups.get(updates, updates.group)
         if group != updates.group:
