@@ -67,21 +67,21 @@ def fp8_qconfig(recipe: Any = "static", **options: Any) -> QConfig:
 
 @dataclass(eq=False, slots=True)
 class _Preparing:
-    """Stands in ``QConfig`` where the constructor of an observer does."""
+    """The constructor of an observer, as far as ``prepare_qat`` asks one."""
 
     recipe: Any
     options: dict[str, Any]
 
     def __call__(self) -> nn.Module:
-        """What a module's outputs go through where torch.ao attaches it nonetheless: nothing happens to them."""
+        """An observer that does nothing."""
         return nn.Identity()
 
     def with_args(self, **_: Any) -> "_Preparing":
-        """Asked whether the constructor takes ``factory_kwargs``."""
+        """Accept ``factory_kwargs``, so that :meth:`with_callable_args` is called."""
         return self
 
     def with_callable_args(self, factory_kwargs: Callable[[], Any]) -> "_Preparing":
-        """Told where a module's parameters are, by a function that knows the module."""
+        """Prepare the module that the function closes over; torch.ao passes it to find that module's device."""
         module = inspect.getclosurevars(factory_kwargs).nonlocals.get("module")
         if not isinstance(module, nn.Module):
             raise ConfigError(
@@ -119,6 +119,8 @@ def _prepare(module: nn.Module, recipe: Any, *, layer_filter: Any = None, **opti
         layer_filter=lambda path, layer: layer in part() and (layer_filter is None or layer_filter(path, layer)),
         **options,
     )
+    if not report.converted and not list(module.children()):
+        raise ConfigError(f"{type(module).__name__} is no layer that trains for FP8; leave its qconfig out")
     for each in part() - {module}:
         each.qconfig = None  # type: ignore[assignment]
     for path in report.converted:

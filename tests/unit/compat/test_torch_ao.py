@@ -161,6 +161,13 @@ def test_what_prepare_qat_refuses_is_refused():
     assert type(model.transformer.self_attn) is nn.MultiheadAttention
 
 
+def test_a_qconfig_of_a_layer_that_multiplies_nothing_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    model[1].qconfig = fp8_qconfig()
+    with pytest.raises(ConfigError, match="LayerNorm is no layer that trains for FP8"):
+        ao.prepare_qat(model)
+
+
 def test_an_error_that_torch_would_swallow_is_not():
     """Torch takes an AttributeError or TypeError of a QConfig's constructors for an answer."""
     model, _ = _twins()

@@ -1,4 +1,4 @@
-"""An autocast block's other half, beside its recipe: who reduces amaxes together, and what calibration records.
+"""An autocast block beyond its recipe: the group of ranks that reduces amaxes, and calibration.
 
 Both concern the layers that run inside. A hook on all modules' forwards sees them for as long as the block lasts, and
 is there only for blocks that need it. Layers that run on other threads are passed over.
