@@ -96,6 +96,7 @@ class Block:
         return hook
 
     def _set_group(self, layer: octavo_nn.Linear) -> None:
+        assert isinstance(self.recipe, DelayedScaling)
         updates = layer.scale_updates
         group = self.group if self.recipe.reduce_amax else "rank"
         if group is None:
