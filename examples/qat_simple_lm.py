@@ -5,9 +5,10 @@
 Its model, its three steps and its names, on Python's own documentation instead of random tokens, so that there is
 something to learn: smaller, and with a causal mask, without which the layer would read the character it is to guess.
 
-What is FP8 in ``nn.TransformerEncoderLayer``: ``linear1`` and ``linear2``. What is not: the projections of queries,
-keys and values, a bare parameter of ``nn.MultiheadAttention``; its ``out_proj``, a class of its own; and ``lm_head``,
-which ``octavo.prepare_qat`` leaves out unless it is asked for. ``octavo.nn.TransformerLayer`` has layers for all.
+All of ``nn.TransformerEncoderLayer`` is FP8: the projections of its attention, ``linear1`` and ``linear2``. ``lm_head``
+is not, unless ``octavo.prepare_qat`` is asked for it. The article calls ``torch.ao.quantization``'s ``prepare_qat`` and
+``convert``, which torch deprecates; with ``model.qconfig = octavo.compat.torch_ao.fp8_qconfig()`` they do the same, to
+the bit.
 """
 
 import pydoc_data.topics
@@ -77,8 +78,6 @@ def loss_of(model: nn.Module, held_out: list[tuple[Tensor, Tensor]]) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    # In evaluation torch's encoder layer would read the weights itself and go round every layer, FP8 or not.
-    torch.backends.mha.set_fastpath_enabled(False)
     model, held_out = SimpleLM(vocab_size=VOCABULARY, hidden_dim=64), batches(8, seed=2)
     train_loader = batches(60, seed=1)
     quantized_model = qat_for_fp8(model, train_loader, num_epochs=2).eval()

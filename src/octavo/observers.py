@@ -347,7 +347,7 @@ class AmaxHistory(StatefulModule):
         shifted = torch.cat([self.pending[:, None], self.window[:, :-1]], dim=1)
         self.window.copy_(torch.where(enters[:, None], shifted, self.window))
         due = (self.steps % self.spec.update_interval == 0) | (self.amax <= 0)
-        statistic = _statistic(self.window, self.spec.statistic)
+        statistic = self._statistic()
         followed = torch.where(enters & due & (statistic > 0), statistic, self.amax)
         if self.spec.backoff < 1:
             backed_off = (self.amax.double() / self.spec.backoff).clamp(max=_LARGEST).float()
@@ -359,7 +359,14 @@ class AmaxHistory(StatefulModule):
 
     @property
     def _has_kernel(self) -> bool:
-        return self.spec.statistic != Statistic.MEAN and gpu.closes_steps(self.window)
+        return self.spec.statistic in (Statistic.MAX, Statistic.LATEST) and gpu.closes_steps(self.window)
+
+    def _statistic(self) -> Tensor:
+        """One amax a role from its window [3, length]; not positive where the window has none."""
+        statistic = self.spec.statistic
+        if not isinstance(statistic, Statistic):
+            return statistic(self.window, self.amax)
+        return _statistic(self.window, statistic)
 
     def _close_by_kernel(self, *, left: tuple[Tensor, int] | None = None) -> None:
         """One launch for the twenty of :meth:`close`; ``left`` says when, as the kernel takes it."""
@@ -384,7 +391,7 @@ class AmaxHistory(StatefulModule):
     @torch.no_grad()
     def follow_window(self, roles: Tensor) -> None:
         """Make the current scales from the window as it is, where ``roles`` [3] says so and it holds an amax."""
-        statistic = _statistic(self.window, self.spec.statistic)
+        statistic = self._statistic()
         self.amax.copy_(torch.where(roles & (statistic > 0), statistic, self.amax))
 
     @torch.no_grad()
@@ -414,7 +421,7 @@ def inside_backward() -> bool:
 
 
 def _statistic(window: Tensor, statistic: Statistic) -> Tensor:
-    """One amax a role from its window [3, length]; not positive where the window has none."""
+    """As :meth:`AmaxHistory._statistic`."""
     match statistic:
         case Statistic.MAX:
             return window.amax(dim=1)

@@ -36,6 +36,7 @@ __all__ = [
     "OptimizerSteps",
     "close_block_over_ranks",
     "close_if_written",
+    "close_over_ranks",
     "close_steps",
     "default_group",
     "follow_optimizers",
@@ -126,7 +127,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     if not layers:
         return
     if not inside_backward():
-        _close(layers, over=_was_taken(optimizer))
+        close_over_ranks(layers, over=_was_taken(optimizer))
         return
     # An optimizer that steps within the backward pass: gradients of other layers are still to come.
     task = torch._C._current_graph_task_id()  # noqa: SLF001
@@ -134,7 +135,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     for layer in layers:
         layer.scale_updates.closing_after = task
     if layers:
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _close(layers))  # noqa: SLF001
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: close_over_ranks(layers))  # noqa: SLF001
 
 
 def _was_taken(optimizer: Optimizer) -> Tensor | None:
@@ -184,7 +185,7 @@ def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
     if by_block or not weight.requires_grad or not _is_readable(weight):
         return
     if is_written(layer):
-        _close([other for other in _living() if other.scale_updates is updates])
+        close_over_ranks([other for other in _living() if other.scale_updates is updates])
     updates.weights_seen[history] = WeightSeen(weight._version, _sample(weight))  # noqa: SLF001
 
 
@@ -213,12 +214,12 @@ def close_block_over_ranks(layer: DelayedLayer, region: Tensor) -> None:
         ended = [other for other in _living() if other.scale_updates.block not in (0, block)]
         for each in ended:
             each.scale_updates.block = 0
-        _close([each for each in ended if not each.scale_updates.manual])
+        close_over_ranks([each for each in ended if not each.scale_updates.manual])
     updates.block = block
 
 
 @torch.no_grad()
-def _close(layers: Sequence[DelayedLayer], *, over: Tensor | None = None) -> None:
+def close_over_ranks(layers: Sequence[DelayedLayer], *, over: Tensor | None = None) -> None:
     """Close the steps of models together, on all ranks."""
     groups: dict[int, tuple[Any, list[DelayedLayer]]] = {}
     for layer in layers:

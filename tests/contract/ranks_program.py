@@ -16,6 +16,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo
+from octavo.compat.transformer_engine import pytorch as te
+from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import ConfigError
 from octavo.integrations import ScalingState
 
@@ -203,6 +205,34 @@ def compiled_blocks(_rank: int, _: Path) -> str:
     return "nothing was said"
 
 
+def transformer_engine_blocks(_rank: int, _: Path) -> Any:
+    """The input's window of a layer in blocks of several groups: its steps' amaxes, newest first."""
+    alone = [distributed.new_group([one]) for one in range(2)][distributed.get_rank()]
+    both = distributed.new_group([0, 1])
+    kept = DelayedScaling(amax_history_len=4, reduce_amax=False)
+    return {
+        "default": _windows([{}, {}]),
+        "both": _windows([{"amax_reduction_group": both}] * 2),
+        "alone": _windows([{"amax_reduction_group": alone}] * 2),
+        "kept": _windows([{"recipe": kept}] * 2),
+        "one, then all": _windows([{"amax_reduction_group": alone}, {}, {"amax_reduction_group": alone}]),
+        "calibrated": _windows([{"enabled": False, "calibrating": True}] * 2),
+        "calibrated alone": _windows([{"enabled": False, "calibrating": True, "amax_reduction_group": alone}] * 2),
+    }
+
+
+def _windows(blocks: list[dict[str, Any]]) -> list[float]:
+    """Step i's input is i + 1 times 1 on rank 0 and times 10 on rank 1."""
+    torch.manual_seed(3)
+    layer = te.Linear(8, 4)
+    for index, options in enumerate(blocks):
+        with te.autocast(**{"recipe": DelayedScaling(amax_history_len=4), **options}):
+            loss = layer(torch.full((2, 8), (index + 1) * 10.0 ** distributed.get_rank())).sum()
+        loss.backward()
+    torch.optim.SGD(layer.parameters(), lr=1e-6).step()  # ends the last step
+    return octavo.scaling_state(layer)["linear.input.amax_history"].tolist()
+
+
 CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     ddp,
     ddp_accumulating,
@@ -216,6 +246,7 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     pipeline,
     distributed_checkpoint,
     compiled_blocks,
+    transformer_engine_blocks,
 )
 
 

@@ -145,3 +145,20 @@ def test_torchs_distributed_checkpoint_resumes_bit_for_bit(found):
 def test_a_graph_whose_steps_end_with_blocks_is_refused(found):
     for text in _of(found, "compiled_blocks"):
         assert "ends steps with autocast blocks on all ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("check", "expected"),
+    [
+        ("default", [[20, 10], [20, 10]]),
+        ("both", [[20, 10], [20, 10]]),
+        ("alone", [[2, 1], [20, 10]]),
+        ("kept", [[2, 1], [20, 10]]),
+        ("one, then all", [[3, 20, 1], [30, 20, 10]]),
+        ("calibrated", [[20, 10], [20, 10]]),
+        ("calibrated alone", [[2, 1], [20, 10]]),
+    ],
+)
+def test_the_ranks_of_a_blocks_amax_reduction_group_scale_alike(found, check, expected):
+    for window, amaxes in zip(_of(found, "transformer_engine_blocks"), expected, strict=True):
+        assert window[check] == amaxes + [EMPTY] * (4 - len(amaxes))

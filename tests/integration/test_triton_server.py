@@ -1,6 +1,8 @@
 """Triton's own server on an exported repository, beside octavo's on the same checkpoint, asked by the same clients."""
 
 import json
+import subprocess
+import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -90,6 +92,17 @@ def test_generate_and_its_stream_over_http(triton, own):
     lines = fetched(f"http://127.0.0.1:{triton.http}/v2/models/{STREAMING}/generate_stream", body).splitlines()
     pieces = [json.loads(line.removeprefix("data: "))["text_output"] for line in lines if line]
     assert "".join(pieces) == wanted
+
+
+def test_the_repositorys_client_prints_what_the_server_says(repository, triton, own):
+    body = {"text_input": "one", "max_tokens": 24, "temperature": 0}
+    wanted = json.loads(fetched(f"http://{own}/v2/models/{WHOLE}/generate", body))["text_output"]
+    for options in ([], ["--whole"]):
+        command = [sys.executable, repository / "client.py", "one", "--max-tokens", "24", *options]
+        told = subprocess.run(
+            [*command, "--url", f"http://127.0.0.1:{triton.http}"], capture_output=True, text=True, check=True
+        )
+        assert told.stdout == wanted + "\n"
 
 
 def test_who_goes_away_is_answered_no_longer(environment, triton):

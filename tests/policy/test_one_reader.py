@@ -7,8 +7,13 @@ from tests.policy.source_tree import modules
 PARSERS = {"json.load", "json.loads", "json.JSONDecoder", "Tokenizer.from_str", "Tokenizer.from_file", "tomllib"}
 PARSERS |= {"safetensors.torch.load", "safetensors.torch.load_file", "safetensors.numpy.load_file"}
 # The processes in which TensorRT-RTX is called and chat templates are rendered import nothing of octavo, and read what
-# octavo has written.
-APART = {"octavo.parsing", "octavo.export.onnx.tensorrt_rtx", "octavo.server.template_process"}
+# octavo has written; nor does the client that is copied into a repository for Triton, which reads a server's answers.
+APART = {
+    "octavo.parsing",
+    "octavo.export.onnx.tensorrt_rtx",
+    "octavo.server.template_process",
+    "octavo.tritonserver.client",
+}
 
 
 def parsers_in(text):

@@ -60,7 +60,7 @@ class PlainRole:
             self.amax = candidate
 
     def _statistic(self) -> float:
-        match self.spec.statistic:
+        match Statistic(str(self.spec.statistic)):
             case Statistic.MAX:
                 return max(self.window)
             case Statistic.LATEST:
@@ -275,3 +275,19 @@ def test_leaving_the_meta_device_starts_anew():
     for name, buffer in fresh.named_buffers():
         assert torch.equal(history.get_buffer(name), buffer)
     assert octavo.nonfinite_counts(model) == {}
+
+
+def test_a_function_of_the_window_gives_the_next_amaxes():
+    seen = []
+
+    def half_of_the_newest(window, amaxes):
+        seen.append((window.tolist(), amaxes.tolist()))
+        return torch.where(window[:, 0] == 3, 0.0, window[:, 0] / 2)
+
+    history = AmaxHistory(History(length=2, statistic=half_of_the_newest))
+    for amax in (8.0, 3.0):
+        history.record(INPUT, torch.tensor(amax))
+        history.close()
+    empty = [EMPTY, EMPTY]
+    assert seen == [([[8.0, EMPTY], empty, empty], [0.0] * 3), ([[3.0, 8.0], empty, empty], [4.0, 0.0, 0.0])]
+    assert history.amax.tolist() == [4.0, 0.0, 0.0], "one that is not above 0 leaves the amax in force"

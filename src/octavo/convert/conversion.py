@@ -14,7 +14,7 @@ from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
 from octavo.convert.held_weights import allow_save_pretrained, hold_weights
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
-from octavo.convert.weight_readers import weight_readers
+from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear
@@ -239,7 +239,7 @@ def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Modules that on some of their ways read the weights of layers that run a recipe on the others."""
     around: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.TransformerEncoderLayer) and type(module.linear1) is Linear:
+        if has_fast_path(module) and type(module.linear1) is Linear:
             yield path, _FAST_PATH
     for layer, reader in weight_readers(model).items():
         if type(layer) is Linear and reader.reads and not isinstance(reader.module, torch.nn.TransformerEncoderLayer):

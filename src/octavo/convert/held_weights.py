@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from octavo.convert.weight_readers import weight_readers
+from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 
@@ -108,7 +108,7 @@ def read_by_others(model: torch.nn.Module) -> dict[str, str]:
             found[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
         elif owners[id(layer.weight)] > 1:
             found[path] = "other modules use it too"
-        elif layer in readers:
+        elif layer in readers and not isinstance(readers[layer].module, torch.nn.TransformerEncoderLayer):
             found[path] = f"{type(readers[layer].module).__name__} reads it in high precision"
     return found
 
@@ -117,8 +117,7 @@ def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:
     """Layers whose weights torch's encoder reads for itself in evaluation, and what stands inside them (adapters)."""
     return {
         inner
-        for layer in model.modules()
-        if isinstance(layer, torch.nn.TransformerEncoderLayer)
+        for layer in filter(has_fast_path, model.modules())
         for linear in (layer.linear1, layer.linear2)
         for inner in linear.modules()
     }

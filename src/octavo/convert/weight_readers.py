@@ -27,7 +27,7 @@ import torch
 
 from octavo.nn import Linear
 
-__all__ = ["WeightReader", "layers_not_run", "weight_readers"]
+__all__ = ["WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
 
 Chain = tuple[str, ...]  # attribute names after self; ITEM for an index
 ITEM = "[]"
@@ -100,6 +100,11 @@ def weight_readers(model: torch.nn.Module) -> dict[torch.nn.Module, WeightReader
                 if layer not in readers or not readers[layer].replaces:
                     readers[layer] = reader
     return readers
+
+
+def has_fast_path(module: torch.nn.Module) -> bool:
+    """Whether a module is an encoder layer that torch evaluates on a fast path, which asks for an ``in_proj_bias``."""
+    return isinstance(module, torch.nn.TransformerEncoderLayer) and module.self_attn.in_proj_bias is not None
 
 
 def layers_not_run(model: torch.nn.Module) -> tuple[str, ...]:

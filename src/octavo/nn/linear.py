@@ -334,8 +334,8 @@ class Linear(StatefulModule, torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        """The shape and the recipe's name."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+        """The shape and the name of the recipe in force: that of a surrounding ``octavo.autocast``, or its own."""
+        return f"{super().extra_repr()}, recipe={active_recipe(self.recipe).name}"
 
     def keep_history(self, history: AmaxHistory | None) -> None:
         """Use a history from now on. It is no submodule: see :class:`octavo.observers.AmaxHistory`."""

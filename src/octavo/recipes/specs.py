@@ -4,8 +4,11 @@ Specifications are values: frozen, compared by what they say, checked when they 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
@@ -120,7 +123,10 @@ class History:
 
     Attributes:
         length: number of steps kept, 1 or more.
-        statistic: what is taken from them.
+        statistic: what is taken from them; or a function of the window, float32 [roles, length], newest first and -1
+            where nothing was recorded, and of the amaxes in force, [roles], that returns the next amaxes, [roles]; one
+            that is not above 0 leaves the amax in force. Two histories are equal if their functions are; a file takes
+            no function.
         update_interval: steps between two changes of the scale, 1 or more.
         backoff: after a step with NaN or ±Inf elements the encode scale becomes this times the last one, instead of
             following the window; above 0, and 1 lets it follow. (The source article backs off by 0.99.)
@@ -128,7 +134,7 @@ class History:
     """
 
     length: int = 16
-    statistic: Statistic = Statistic.MAX
+    statistic: Statistic | Callable[[Tensor, Tensor], Tensor] = Statistic.MAX
     update_interval: int = 1
     backoff: float = 1.0
     close: Close = Close.OPTIMIZER
@@ -136,7 +142,8 @@ class History:
     def __post_init__(self) -> None:
         _check_whole("a history's length", self.length, least=1)
         _check_whole("a history's update_interval", self.update_interval, least=1)
-        check_member("a history's statistic", self.statistic, tuple(Statistic))
+        if not callable(self.statistic):
+            check_member("a history's statistic", self.statistic, tuple(Statistic))
         check_member("a history's close", self.close, tuple(Close))
         if not _is_number(self.backoff) or not 0 < self.backoff <= 1:
             raise ConfigError(f"a history's backoff must be above 0 and at most 1, not {self.backoff}")

@@ -35,7 +35,7 @@ def to_toml(recipe: Recipe) -> str:
     """The recipe as TOML; :func:`from_toml` gives an equal one back.
 
     Raises:
-        ConfigError: ``recipe`` is something else, such as a name.
+        ConfigError: ``recipe`` is something else, such as a name; or its history's statistic is a function.
 
     Example:
         >>> from octavo import recipes
@@ -49,6 +49,11 @@ def to_toml(recipe: Recipe) -> str:
 
     written: dict[str, Any] = {"name": recipe.name, "emulate_tensor_cores": recipe.emulate_tensor_cores}
     if recipe.history is not None:
+        if not isinstance(recipe.history.statistic, Statistic):
+            raise ConfigError(
+                f"recipe {recipe.name!r} takes its amaxes by a function, {recipe.history.statistic!r}, which a file "
+                f"cannot hold; give its history one of the statistics {', '.join(Statistic)}"
+            )
         written["history"] = _plain(recipe.history)
     for name in GEMMS:
         gemm: GemmSpec = getattr(recipe, name)

@@ -40,6 +40,7 @@ or, where tritonserver, octavo and NumPy 1 are installed:
 | octavo_whole | the same, in one piece | HTTP and gRPC `infer`, HTTP `generate` |
 | onnx | the graph in onnxruntime, on a CPU: $fp8 of $all layers in FP8, the rest $dtype | `infer` |
 
+    python client.py "Once upon a time"        # --whole, --max-tokens, --temperature, --url …; needs Python alone
     curl localhost:8000/v2/models/octavo/generate_stream -d '{"text_input": "Once", "max_tokens": 32, "temperature": 0}'
 
 `octavo` and `octavo_whole` take the tensors of `octavo serve` under /v2, and give the same text. How much the engine

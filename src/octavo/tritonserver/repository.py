@@ -2,6 +2,7 @@
 
     REPO/
       README.md                     what is here, and how it is started
+      client.py                     asks it for text (client.py)
       models/                       what Triton is started on; on a CPU all of it loads
         octavo/                     octavo's engine (engine_model.py), streaming
           config.pbtxt  1/model.py  1/model/  warmup/text_input
@@ -50,6 +51,7 @@ OTHERS, VERSION = "other_backends", "1"
 OCTAVO, WHOLE, ONNX = "octavo", "octavo_whole", "onnx"
 TENSORRT, VLLM, TENSORRT_LLM = "tensorrt", "vllm", "tensorrt_llm"
 ENGINE_SCRIPT = "from octavo.tritonserver.engine_model import TritonPythonModel  # noqa: F401\n"
+CLIENT = "client.py"
 FIRST_PROMPT = "Hello"  # of the warm-up
 OnPhase = Callable[[str, float, float], None]
 
@@ -100,6 +102,7 @@ def write_repository(
         saved = _write_engine(temporary, engine(), max_shard_bytes=max_shard_bytes, verify=verify, on_phase=on_phase)
         source, options = graph()
         report = _write_graph(temporary, source, options, on_phase)
+        (temporary / CLIENT).write_bytes(_source_of(CLIENT))
         (temporary / "README.md").write_text(readme(saved, report, models=MODELS, others=OTHERS), encoding="utf-8")
     return Repository(folder=folder, engine=saved, graph=report)
 
@@ -161,7 +164,11 @@ def _write_graph(folder: Path, source: Source, options: OnnxOptions, on_phase: O
 def _write_script(place: Path, name: str) -> None:
     """A module of this package as a model's own file."""
     (place / VERSION).mkdir(parents=True, exist_ok=True)
-    (place / VERSION / "model.py").write_bytes(files("octavo.tritonserver").joinpath(name).read_bytes())
+    (place / VERSION / "model.py").write_bytes(_source_of(name))
+
+
+def _source_of(name: str) -> bytes:
+    return files("octavo.tritonserver").joinpath(name).read_bytes()
 
 
 def _write_config(place: Path, config: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from tests.unit.tritonserver.repositories import source, written_repository
 
 FILES = {
     "README.md",
+    "client.py",
     "models/octavo/config.pbtxt",
     "models/octavo/warmup/text_input",
     "models/octavo/1/model.py",

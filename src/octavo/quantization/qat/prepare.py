@@ -5,7 +5,8 @@ layers already compute what the converted model will, to the bit, and training m
 model is good. The gradients pass through the rounding (``octavo.quantization.qat.straight_through``); the master
 weights stay in high precision.
 
-Which layers take part, and under which recipe, is ``octavo.convert``'s choice and report. Of a recipe only the output
+Which layers take part, and under which recipe, is ``octavo.convert``'s choice and report; the projections of torch's
+attention become layers for it (``octavo.nn.projected_attention``). Of a recipe only the output
 GEMM counts here: the other two run in high precision. A recipe that is ``static`` needs a scale for each layer's input
 (``octavo.quantization.qat.linear``), and ends with it.
 """
@@ -20,6 +21,7 @@ from octavo import recipes
 from octavo.convert import ConversionReport, convert, restore
 from octavo.errors import ConfigError
 from octavo.nn import Linear
+from octavo.nn.projected_attention import join_projections, split_projections
 from octavo.quantization.qat.linear import DECAY, QATLinear, Scales
 from octavo.recipes import Recipe
 
@@ -54,7 +56,8 @@ def prepare_qat(
 ) -> ConversionReport:
     """Let a model's linear layers compute in training what they will compute in ``recipe``, in place.
 
-    Layers that are static already, such as those of a calibrated model, begin with the scales that they have.
+    Projections of ``nn.MultiheadAttention`` take part as its ``in_proj`` and ``out_proj``; the ``state_dict`` keeps its
+    keys. Layers that are static already, such as those of a calibrated model, begin with the scales that they have.
 
     Args:
         model: any module.
@@ -92,17 +95,22 @@ def prepare_qat(
     check_recipe(recipes.get(recipe))
     for other in _of_overrides(overrides):
         _check_not_delayed(other)
-    report = convert(
-        model,
-        recipe,
-        skip=skip,
-        layer_filter=layer_filter,
-        convert_head=convert_head,
-        min_weight_elements=min_weight_elements,
-        keep_first_blocks=keep_first_blocks,
-        keep_last_blocks=keep_last_blocks,
-        overrides=overrides,
-    )
+    projected = split_projections(model)
+    try:
+        report = convert(
+            model,
+            recipe,
+            skip=skip,
+            layer_filter=layer_filter,
+            convert_head=convert_head,
+            min_weight_elements=min_weight_elements,
+            keep_first_blocks=keep_first_blocks,
+            keep_last_blocks=keep_last_blocks,
+            overrides=overrides,
+        )
+    except BaseException:
+        join_projections(projected)
+        raise
     for path in report.converted:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)

@@ -20,13 +20,7 @@ from octavo.recipes import CastSpec
 
 RECIPES = ("static", "tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "weight_only")
 LLAMA = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=16,
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=16
 )
 
 
@@ -124,6 +118,33 @@ def spec(name: str = "static") -> CastSpec:
     found = recipes.get(name).output.a
     assert found is not None
     return found
+
+
+def test_the_projections_of_torchs_attention_take_part():
+    torch.manual_seed(0)
+    layer: Any = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    keys, parameters = layer.state_dict().keys(), set(layer.parameters())
+    report = prepare_qat(layer, "static")
+    assert report.converted == ("self_attn.out_proj", "self_attn.in_proj", "linear1", "linear2")
+    assert not report.parameters
+    assert not report.notes
+    x = torch.randn(2, 5, 16) * 3
+    layer(x).square().sum().backward()
+    assert layer.self_attn.in_proj.input_scale == scale_from_amax(x.abs().max(), octavo.E4M3)
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+    with torch.no_grad():
+        trained = layer.eval()(x)
+        convert_qat(layer)
+        assert torch.equal(layer(x), trained)
+    assert layer.state_dict().keys() == keys
+    assert set(layer.parameters()) == parameters
+
+
+def test_an_encoder_whose_layers_are_refused_keeps_its_attention():
+    layer = nn.TransformerEncoderLayer(16, 4, 32)
+    with pytest.raises(ConfigError, match="matches no layer"):
+        prepare_qat(layer, "static", skip=["nowhere"])
+    assert type(layer.self_attn) is nn.MultiheadAttention
 
 
 def test_tracked_scales_are_a_maximum_that_fades():

@@ -8,7 +8,7 @@
 | `MXFP8BlockScaling`    | E4M3                                    | `mxfp8`                                           |
 
 With the other format the gradients are cast to E4M3 instead of E5M2, or the reverse. Here the classes are frozen. What
-they cannot do is refused when they are built.
+they cannot do is refused when they are built; so are `NVFP4BlockScaling`, `CustomRecipe` and the recipes of MXFP4.
 
 Reference: Transformer Engine's documentation, "Common API".
 """
@@ -19,11 +19,24 @@ from enum import Enum
 from typing import NamedTuple
 
 from octavo import formats, recipes
+from octavo.compat.transformer_engine.common.algorithms import Algorithms
+from octavo.compat.transformer_engine.common.refused import refused
 from octavo.errors import ConfigError
 from octavo.numerics import ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec
 
-__all__ = ["DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MXFP8BlockScaling", "Recipe"]
+__all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP4QATFloat8BlockScaling",
+    "MXFP4QATMXFP8BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Recipe",
+]
 
 
 class Maxima(NamedTuple):
@@ -31,6 +44,16 @@ class Maxima(NamedTuple):
 
     fwd: float
     bwd: float
+
+    @property
+    def max_fwd(self) -> float:
+        """``fwd`` by its newer name."""
+        return self.fwd
+
+    @property
+    def max_bwd(self) -> float:
+        """``bwd`` by its newer name."""
+        return self.bwd
 
 
 class Format(Enum):
@@ -41,6 +64,7 @@ class Format(Enum):
         (448.0, 57344.0)
     """
 
+    E2M1 = Maxima(6.0, 6.0)  # FP4, which octavo's formats do not have; no recipe takes it
     E4M3 = Maxima(formats.E4M3.max, formats.E4M3.max)
     E5M2 = Maxima(formats.E5M2.max, formats.E5M2.max)  # no recipe takes it
     HYBRID = Maxima(formats.E4M3.max, formats.E5M2.max)
@@ -98,6 +122,21 @@ class Recipe:
         """Whether this is :class:`MXFP8BlockScaling`."""
         return issubclass(cls, MXFP8BlockScaling)
 
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether this is ``NVFP4BlockScaling``: no recipe here is."""
+        return False
+
+    @classmethod
+    def mxfp4_qat(cls) -> bool:
+        """Whether this trains weights for MXFP4: no recipe here does."""
+        return False
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether this is ``CustomRecipe``: no recipe here is."""
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DelayedScaling(Recipe):
@@ -107,9 +146,11 @@ class DelayedScaling(Recipe):
         margin: binades left free above the amax.
         interval: steps between two scales; only 1.
         amax_history_len: steps in the window.
-        amax_compute_algo: "max" or "most_recent" of the window.
-        scaling_factor_compute_algo: only None.
-        reduce_amax: has no effect: a process keeps its own amaxes.
+        amax_compute_algo: "max" or "most_recent" of the window, or a function ``(amax_history) -> amax``.
+        scaling_factor_compute_algo: a function ``(amax, scale, fp8_max, recipe) -> scale`` of scales that encode, or
+            None; ``algorithms.py`` says what the two functions are given.
+        reduce_amax: False keeps each rank's own amaxes; True takes the largest of the autocast's
+            ``amax_reduction_group``.
 
     Example:
         >>> DelayedScaling(amax_history_len=16, amax_compute_algo="most_recent").octavo_recipe().history.length
@@ -125,12 +166,16 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         Recipe.__post_init__(self)
-        if self.amax_compute_algo not in _STATISTICS:
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in _STATISTICS:
             raise ConfigError(
-                f"amax_compute_algo must be one of {', '.join(_STATISTICS)}, not {self.amax_compute_algo!r}"
+                f"amax_compute_algo must be a function or one of {', '.join(_STATISTICS)}, not "
+                f"{self.amax_compute_algo!r}"
+            )
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise ConfigError(
+                f"scaling_factor_compute_algo must be a function or None, not {self.scaling_factor_compute_algo!r}"
             )
         _check_default("interval", self.interval, default=1)
-        _check_default("scaling_factor_compute_algo", self.scaling_factor_compute_algo, default=None)
         self.octavo_recipe()  # refuses a length or a margin out of range
 
     def octavo_recipe(self) -> recipes.Recipe:
@@ -138,10 +183,23 @@ class DelayedScaling(Recipe):
         found = recipes.get(
             "delayed_te",
             history_length=self.amax_history_len,
-            statistic=_STATISTICS[str(self.amax_compute_algo)],
+            statistic="max" if callable(self.amax_compute_algo) else _STATISTICS[self.amax_compute_algo],
             margin=self.margin,
         )
+        if callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None:
+            assert found.history is not None
+            found = replace(found, history=replace(found.history, statistic=self._algorithms()))
         return _with_gradients_in(found, self.fp8_format)
+
+    def _algorithms(self) -> Algorithms:
+        forward, backward = self.fp8_format.value
+        return Algorithms(
+            amax=self.amax_compute_algo,
+            scale=self.scaling_factor_compute_algo,
+            maxima=(forward, forward, backward),
+            margin=self.margin,
+            recipe=self,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +283,12 @@ class MXFP8BlockScaling(Recipe):
 
 
 _STATISTICS = {"max": "max", "most_recent": "latest"}
+_FOUR_BITS = "octavo computes in FP8 and has no FP4 recipe; use MXFP8BlockScaling(), the closest in blocks"
+
+NVFP4BlockScaling = refused("NVFP4BlockScaling", _FOUR_BITS)
+MXFP4QATMXFP8BlockScaling = refused("MXFP4QATMXFP8BlockScaling", _FOUR_BITS)
+MXFP4QATFloat8BlockScaling = refused("MXFP4QATFloat8BlockScaling", _FOUR_BITS)
+CustomRecipe = refused("CustomRecipe", "octavo's own recipes say each cast: octavo.recipes.Recipe and octavo.autocast")
 
 
 def _check_default(name: str, value: object, *, default: object) -> None:

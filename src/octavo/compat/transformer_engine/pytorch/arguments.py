@@ -33,16 +33,20 @@ NO_EFFECT = frozenset({
     "checkpoint_core_attention", "cp_comm_type", "cp_global_ranks", "cp_stream", "distribute_saved_activations",
     "fast_zero_fill", "fuse_qkv_params", "get_rng_state_tracker", "is_first_microbatch", "layer_number",
     "max_seqlen_kv", "max_seqlen_q", "micro_batch_size", "name", "num_splits",
-    "preserve_high_precision_init_val", "rng_tracker_name", "seq_length", "sequence_parallel",
-    "set_parallel_mode", "ub_atomic_gemm_ag", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name", "ub_overlap_ag",
-    "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_split_ag", "ub_split_rs", "ub_tp_comm_overlap", "use_reentrant",
+    "preserve_high_precision_init_val", "rng_state_tracker_function", "rng_tracker_name", "seq_length",
+    "sequence_parallel", "set_parallel_mode", "tensor_parallel", "ub_atomic_gemm_ag", "ub_bulk_dgrad",
+    "ub_bulk_wgrad", "ub_name", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_split_ag",
+    "ub_split_rs", "ub_tp_comm_overlap", "use_reentrant",
 })  # fmt: skip
 """They concern speed, memory, names, or parts of a tensor-parallel group, which has one member here."""
 
-ONE_OF: Mapping[str, tuple[object, ...]] = {"parallel_mode": (None, "column", "row")}
+ONE_OF: Mapping[str, tuple[object, ...]] = dict.fromkeys(
+    ("parallel_mode", "tensor_parallel_mode"), (None, "column", "row")
+)
 """Words that have no effect, among their like."""
 
 ONLY_DEFAULT: Mapping[str, object] = {
+    "accumulate_into_main_grad": False,
     "activation_params": None,
     "alibi_slopes": None,
     "apply_residual_connection_post_layernorm": False,
@@ -71,6 +75,7 @@ ONLY_DEFAULT: Mapping[str, object] = {
     "save_original_input": False,
     "softmax_type": "vanilla",
     "symmetric_ar_type": None,
+    "tensor_parallel_group": None,
     "tp_group": None,
     "tp_size": 1,
 }

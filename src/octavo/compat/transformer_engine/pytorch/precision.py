@@ -8,9 +8,10 @@ from typing import Any
 from torch.utils import checkpoint as torch_checkpoint
 
 import octavo
-from octavo.compat.transformer_engine.common.recipe import DelayedScaling, Recipe
+from octavo.compat.transformer_engine.common.recipe import Recipe
 from octavo.compat.transformer_engine.pytorch.arguments import check_others
-from octavo.errors import ConfigError
+from octavo.compat.transformer_engine.pytorch.availability import get_default_recipe
+from octavo.compat.transformer_engine.pytorch.blocks import Block
 
 __all__ = ["autocast", "checkpoint", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
 
@@ -20,18 +21,16 @@ def autocast(
     enabled: bool = True,
     calibrating: bool = False,
     recipe: Recipe | None = None,
-    amax_reduction_group: None = None,
+    amax_reduction_group: Any = None,
 ) -> Iterator[None]:
     """Run octavo's layers inside with ``recipe``.
 
     Args:
         enabled: False runs them in high precision.
-        calibrating: only False; ``octavo.convert`` with a delayed recipe measures while it trains.
+        calibrating: where that is so, record the amaxes of inputs and weights meanwhile, which a later block with the
+            same delayed recipe scales from; leaving the block ends a step of each layer that ran.
         recipe: None is ``DelayedScaling()``.
-        amax_reduction_group: only None.
-
-    Raises:
-        ConfigError: an argument that octavo cannot honour.
+        amax_reduction_group: the process group whose ranks scale from their largest amaxes; None is the default one.
 
     Example:
         >>> from octavo.compat.transformer_engine.pytorch import Linear
@@ -39,12 +38,13 @@ def autocast(
         >>> with autocast():
         ...     layer(torch.ones(1, 4)).sum().backward()
     """
-    if calibrating or amax_reduction_group is not None:
-        raise ConfigError(
-            "octavo's autocast cannot honour calibrating or a reduction group; leave them at False and None"
-        )
-    chosen = _checked(recipe) or DelayedScaling()
-    with octavo.autocast(chosen.octavo_recipe(), enabled=enabled):
+    block = Block(
+        enabled=enabled,
+        calibrating=calibrating,
+        recipe=_checked(recipe) or get_default_recipe(),
+        group=amax_reduction_group,
+    )
+    with block.entered(), octavo.autocast(block.recipe.octavo_recipe(), enabled=enabled):
         yield
 
 
@@ -53,7 +53,7 @@ def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
-    fp8_group: None = None,
+    fp8_group: Any = None,
 ) -> Iterator[None]:
     """:func:`autocast` by its older name and arguments.
 

@@ -85,15 +85,15 @@ def test_rounding_options_and_floors():
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
-        (DelayedScaling, {"amax_compute_algo": max}),
-        (DelayedScaling, {"scaling_factor_compute_algo": max}),
+        (DelayedScaling, {"amax_compute_algo": "mean"}),
+        (DelayedScaling, {"scaling_factor_compute_algo": "max"}),
         (DelayedScaling, {"amax_history_len": 0}),
         (DelayedScaling, {"margin": -1}),
         (DelayedScaling, {"interval": 4}),
         (MXFP8BlockScaling, {"margin": 1}),
         (Float8BlockScaling, {"x_block_scaling_dim": 2}),
         (Float8BlockScaling, {"w_block_scaling_dim": 1}),
-        *((kind, {"fp8_format": Format.E5M2}) for kind in ALL),
+        *((kind, {"fp8_format": wrong}) for kind in ALL for wrong in (Format.E5M2, Format.E2M1)),
         *((kind, {"fp8_dpa": True}) for kind in ALL),
         *((kind, {"backward_override": "dequantized"}) for kind in ALL),
     ],
@@ -119,6 +119,7 @@ def test_a_recipe_says_which_it_is(kind):
     }
     for recipe in (kind, kind()):
         assert [own for name, own in names.items() if getattr(recipe, name)()] == [kind]
+        assert [recipe.nvfp4(), recipe.custom(), recipe.mxfp4_qat()] == [False] * 3
         assert recipe.float8_per_tensor_scaling() == (kind in (DelayedScaling, Float8CurrentScaling))
 
 
@@ -126,4 +127,17 @@ def test_a_formats_value_has_its_largest_numbers():
     assert Format.HYBRID.value == (E4M3.max, E5M2.max)
     assert (Format.HYBRID.value.fwd, Format.HYBRID.value.bwd) == (448, 57344)
     assert (Format.E4M3.value.bwd, Format.E5M2.value.fwd) == (448, 57344)
-    assert len(Format) == 3
+    assert (Format.HYBRID.value.max_fwd, Format.HYBRID.value.max_bwd) == (448, 57344)
+    assert {each.name for each in Format} == {"E2M1", "E4M3", "E5M2", "HYBRID"}
+
+
+def test_a_recipe_with_functions_is_itself_again_and_no_other():
+    def mean(history):
+        return history.mean()
+
+    recipe = DelayedScaling(amax_compute_algo=mean).octavo_recipe()
+    assert recipe == DelayedScaling(amax_compute_algo=mean).octavo_recipe()
+    assert recipe != DelayedScaling(amax_compute_algo=lambda history: history.mean()).octavo_recipe()
+    assert recipe != DelayedScaling().octavo_recipe()
+    with pytest.raises(ConfigError, match=r"function.*which a file cannot hold"):
+        recipes.to_toml(recipe)
