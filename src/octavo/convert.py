@@ -16,6 +16,7 @@ from octavo import recipes
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear
+from octavo.nn.shared_input import SharedInput
 from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
 from octavo.scale_updates import stop_following
@@ -128,8 +129,7 @@ def convert(
         raise TypeError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     resolved = recipes.get(recipe)
     _check_words(scale_updates, frozen)
-    overriding = _looked_up(overrides)
-    paths = _all_paths(model)
+    overriding, paths = _looked_up(overrides), _all_paths(model)
     _check_patterns(overriding, dict(_candidates(model)), paths)
     chosen, skipped = choose_layers(
         model,
@@ -141,13 +141,13 @@ def convert(
         keep_last_blocks=keep_last_blocks,
     )
     _check_effect(overriding, paths, skipped, chosen)
-    updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
+    updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
         module.__class__ = Linear
         assert isinstance(module, Linear)
         module.set_recipe(followed[path], updates, path=path)
-        module.weight_cache = WeightCache() if cache_weights else None
+        module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
     not_held = hold_weights(model, chosen if frozen is not None else ())[1]
     held = tuple(path for path, layer in chosen.items() if isinstance(layer, Linear) and layer.held)
     return ConversionReport(
@@ -233,6 +233,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
                 module.input_scale,
                 module.held,
                 module.weight_cache,
+                module.shared_input,
                 module.last_recipe,
                 module.recipe,
                 module.path,

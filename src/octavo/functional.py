@@ -32,6 +32,7 @@ __all__ = [
     "InputOperands",
     "WeightCache",
     "WeightOperands",
+    "cast_input",
     "cast_operand",
     "fp8_linear",
     "multiply",
@@ -135,6 +136,24 @@ def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -
         return x
     tap = RoleTap() if tap is None else tap
     return quantize_and_measure(x, **_options(spec, tap), into=tap.take())[0]
+
+
+def cast_input(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool, watched: bool = False) -> InputOperands:
+    """An input's operands.
+
+    Args:
+        x: [M, K], not float64.
+        recipe: the casts.
+        tap: as for :func:`cast_operand`.
+        learning: whether the weight takes a gradient.
+        watched: cast for grad_weight now in any case.
+    """
+    made_by, wanted = recipe.output.a, recipe.grad_weight.b
+    if not learning:
+        return InputOperands(cast_operand(x, made_by, tap))
+    if wanted is not None and not watched and _codes_are_larger(x, wanted):
+        return InputOperands(cast_operand(x, made_by, tap), Later(TransposeAgain(wanted), (x, None)))
+    return InputOperands(*_cast_both_ways(x, made_by, wanted, tap))
 
 
 def _cast_both_ways(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: RoleTap) -> tuple[Operand, Operand]:
@@ -337,7 +356,7 @@ class _ScaledLinear(torch.autograd.Function):
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
             input_tap.nonfinite = weight_tap.nonfinite = None
         watched = tap.watch is not None
-        inputs = input_operands or _input_operands(x, recipe, input_tap, learning=needs_grad_weight, watched=watched)
+        inputs = input_operands or cast_input(x, recipe, input_tap, learning=needs_grad_weight, watched=watched)
         weights = weight_operands
         if weights is None:
             # A weight that was computed would be kept for this alone; a watch sees what backward will multiply.
@@ -414,15 +433,6 @@ def _high_precision(operand: Operand, dtype: torch.dtype) -> Tensor:
     if isinstance(operand, QuantizedTensor):
         return QuantizedTensor(operand.data, operand.scale, operand.granularity, dtype).dequantize()
     return operand.to(dtype)
-
-
-def _input_operands(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool, watched: bool) -> InputOperands:
-    made_by, wanted = recipe.output.a, recipe.grad_weight.b
-    if not learning:
-        return InputOperands(cast_operand(x, made_by, tap))
-    if wanted is not None and not watched and _codes_are_larger(x, wanted):
-        return InputOperands(cast_operand(x, made_by, tap), Later(TransposeAgain(wanted), (x, None)))
-    return InputOperands(*_cast_both_ways(x, made_by, wanted, tap))
 
 
 def _codes_are_larger(x: Tensor, wanted: CastSpec) -> bool:
