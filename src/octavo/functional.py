@@ -5,8 +5,10 @@ tensors but codes and scales, one byte an element. Where a recipe casts a tensor
 and its scaling groups do not depend on the orientation, one cast serves both: three quantizations a step for a
 tensorwise recipe, not six.
 
-On a GPU, whose GEMM reads both operands along the dimension that it sums over, the transpose is other codes. Those of a
-weight are not kept: backward casts the weight again, a parameter, which is there in any case.
+A parameter is there in any case, and under FSDP2 its memory is given back between forward and backward. So backward
+casts a weight again where that costs no more than keeping its codes, since the transpose takes a cast of its own (on a
+GPU, whose GEMM reads both operands along the dimension that it sums over, for every recipe), and where the codes would
+make the layer keep more than it does in bfloat16.
 """
 
 from dataclasses import dataclass, replace
@@ -30,6 +32,7 @@ __all__ = [
     "InputOperands",
     "WeightCache",
     "WeightOperands",
+    "cast_input",
     "cast_operand",
     "fp8_linear",
     "multiply",
@@ -135,6 +138,24 @@ def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -
     return quantize_and_measure(x, **_options(spec, tap), into=tap.take())[0]
 
 
+def cast_input(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool, watched: bool = False) -> InputOperands:
+    """An input's operands.
+
+    Args:
+        x: [M, K], not float64.
+        recipe: the casts.
+        tap: as for :func:`cast_operand`.
+        learning: whether the weight takes a gradient.
+        watched: cast for grad_weight now in any case.
+    """
+    made_by, wanted = recipe.output.a, recipe.grad_weight.b
+    if not learning:
+        return InputOperands(cast_operand(x, made_by, tap))
+    if wanted is not None and not watched and _codes_are_larger(x, wanted):
+        return InputOperands(cast_operand(x, made_by, tap), Later(TransposeAgain(wanted), (x, None)))
+    return InputOperands(*_cast_both_ways(x, made_by, wanted, tap))
+
+
 def _cast_both_ways(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: RoleTap) -> tuple[Operand, Operand]:
     """``x`` cast as ``spec``, and its transpose cast as ``wanted``, together where both are the same."""
     if spec is not None and spec == wanted:  # "!=" is more than a tracer can compare
@@ -186,9 +207,40 @@ def _cast_weight(weight: Tensor, spec: CastSpec, wanted: CastSpec, tap: RoleTap)
     return cast_operand(weight, spec, tap), Later(TransposeAgain(wanted), (weight, amax))
 
 
-def transposes_are_copies(matrix: Tensor) -> bool:
-    """Whether a matrix' codes and those of its transpose are apart; elsewhere one is a view of the other."""
-    return matrix.is_cuda
+def casts_weight_again(weight: Tensor, x: Tensor, recipe: Recipe, kept_input: Kept | None) -> bool:
+    """Whether backward casts a weight again, a parameter, and forward keeps no codes of it.
+
+    Args:
+        weight: [N, K].
+        x: [M, K].
+        recipe: the casts.
+        kept_input: what is kept for the weight's gradient; None where it takes none.
+    """
+    spec, wanted = recipe.output.b, recipe.grad_input.b
+    if spec is None or wanted is None:
+        return False
+    if weight.is_cuda or not (spec == wanted and spec.granularity.orientation_free):
+        return True
+    in_bfloat16 = 0 if kept_input is None else _BFLOAT16_BYTES * x.numel()
+    if weight.itemsize > x.itemsize:  # as under torch.autocast, which keeps its copy of the weight
+        in_bfloat16 += _BFLOAT16_BYTES * weight.numel()
+    return _bytes_kept(kept_input) + _bytes_of_codes(weight.shape, spec) > in_bfloat16
+
+
+_BFLOAT16_BYTES = torch.bfloat16.itemsize
+
+
+def _bytes_kept(kept: Kept | None) -> int:
+    if isinstance(kept, QuantizedTensor):
+        return _bytes_kept(kept.data) + _bytes_kept(kept.scale)
+    if isinstance(kept, Later):
+        return sum(_bytes_kept(tensor) for tensor in kept.tensors)
+    return 0 if kept is None else kept.numel() * kept.itemsize  # a tensor of symbolic shape has no nbytes
+
+
+def _bytes_of_codes(shape: torch.Size, spec: CastSpec) -> int:
+    """Bytes of a tensor's codes and scales."""
+    return shape.numel() + spec.granularity.scale_shape(shape).numel() * spec.scale_format.torch_dtype.itemsize
 
 
 class WeightOperands:
@@ -303,12 +355,15 @@ class _ScaledLinear(torch.autograd.Function):
             weight_tap.pending = None
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
             input_tap.nonfinite = weight_tap.nonfinite = None
-        # A weight that was computed would be kept for this alone; whoever watches sees what backward will multiply.
-        again = transposes_are_copies(weight) and weight.is_leaf and tap.watch is None
+        watched = tap.watch is not None
+        inputs = input_operands or cast_input(x, recipe, input_tap, learning=needs_grad_weight, watched=watched)
         weights = weight_operands
         if weights is None:
+            # A weight that was computed would be kept for this alone; a watch sees what backward will multiply.
+            again = needs_grad_input and weight.is_leaf and not watched
+            if again:
+                again = casts_weight_again(weight, x, recipe, _transpose_of(inputs) if needs_grad_weight else None)
             weights = WeightOperands(weight, recipe, weight_tap, again=again)
-        inputs = input_operands or _input_operands(x, recipe, input_tap, learning=needs_grad_weight)
         emulate = recipe.emulate_tensor_cores
         right = weights.output(and_kept=needs_grad_input)
         y = multiply(inputs.output, right, recipe.output, x.dtype, emulate=emulate, bias=bias)
@@ -380,10 +435,9 @@ def _high_precision(operand: Operand, dtype: torch.dtype) -> Tensor:
     return operand.to(dtype)
 
 
-def _input_operands(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) -> InputOperands:
-    if learning:
-        return InputOperands(*_cast_both_ways(x, recipe.output.a, recipe.grad_weight.b, tap))
-    return InputOperands(cast_operand(x, recipe.output.a, tap))
+def _codes_are_larger(x: Tensor, wanted: CastSpec) -> bool:
+    """Whether the transpose's codes and scales outweigh ``x`` itself: of few rows each column has a scale."""
+    return not wanted.granularity.orientation_free and _bytes_of_codes(x.t().shape, wanted) > _bytes_kept(x)
 
 
 def _transpose_of(inputs: InputOperands) -> Kept:

@@ -23,6 +23,9 @@ from octavo.integrations import ScalingState
 
 STEPS, RATIO = 4, 64.0
 RECIPE = octavo.recipes.get("delayed", history_length=3)
+RECIPES = octavo.recipes.names()
+STATIC_SCALE = torch.tensor(0.02)
+WIDTH, ROWS = 256, (1, 8, 32, 128, 255, 256, 512, 1024)
 
 
 def build(**options: Any) -> nn.Sequential:
@@ -93,6 +96,88 @@ def fsdp2(rank: int, _: Path) -> Any:
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
     return train(model, rank)
+
+
+def uneven(recipe: str) -> nn.Sequential:
+    """A model whose 33 rows two ranks cannot share equally."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(24, 33), nn.GELU(), nn.Linear(33, 24))
+    octavo.convert(model, recipe)
+    return with_static_scales(model, recipe)
+
+
+def with_static_scales(model: nn.Module, recipe: str) -> Any:
+    if octavo.recipes.get(recipe).has_static_input:
+        octavo.load_scaling_state(model, dict.fromkeys(octavo.scaling_state(model), STATIC_SCALE))
+    return model
+
+
+def uneven_batches(rank: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(10 + rank)
+    for _ in range(STEPS):
+        yield torch.randn(40, 24, generator=generator)
+
+
+def momentum_of(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose steps change the weights' codes."""
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+def _fully_sharded(model: nn.Sequential) -> nn.Sequential:
+    """Each layer gives its weight back after its forward pass and gathers it again for its backward pass."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fully_sharded_training(rank: int, _: Path) -> Any:
+    return {recipe: _train_sharded(_fully_sharded(uneven(recipe)), rank) for recipe in RECIPES}
+
+
+def _train_sharded(model: nn.Module, rank: int) -> dict[str, Any]:
+    optimizer, losses, grads = momentum_of(model), [], []
+    for batch in uneven_batches(rank):
+        loss = model(batch).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        grads.append([_whole(each.grad, average=False) for each in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [each.full_tensor().detach() for each in model.parameters()]
+    return {"losses": losses, "grads": grads, "weights": weights, "state": octavo.scaling_state(model)}
+
+
+def kept_when_fully_sharded(_rank: int, _: Path) -> Any:
+    """Bytes that a layer keeps from forward to backward, by recipe and number of rows."""
+    found = {}
+    for recipe in RECIPES:
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16))
+        octavo.convert(layer, recipe)
+        model = _fully_sharded(with_static_scales(layer, recipe))
+        found[recipe] = [_kept_bytes(model, rows) for rows in ROWS]
+    return found
+
+
+def _kept_bytes(model: nn.Module, rows: int) -> int:
+    """Bytes of storage that saved tensors hold between the passes; a gathered weight's has none then."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(x)
+    held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    y.backward(torch.ones_like(y))
+    return held
 
 
 def fsdp1(rank: int, _: Path) -> Any:
@@ -238,6 +323,8 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     ddp_accumulating,
     no_wrapper,
     fsdp2,
+    fully_sharded_training,
+    kept_when_fully_sharded,
     fsdp1,
     under_autocast,
     named_groups,

@@ -63,8 +63,11 @@ def _distinct(products: list[Product]) -> int:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_each_input_and_weight_is_quantized_once(name):
-    """Norm output for q, k and v; for gate and up: one product each, three quantizations a linear layer and step."""
-    module, x = _make(name), torch.randn(2, 5, HIDDEN, requires_grad=True)
+    """Norm output for q, k and v; for gate and up: one product each, three quantizations a linear layer and step.
+
+    Of fewer rows backward casts the weights again.
+    """
+    module, x = _make(name), torch.randn(2, 128, HIDDEN, requires_grad=True)
     count = MODULES[name][1]
     with recorded_products() as products:
         y = module(x)

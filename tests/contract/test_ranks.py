@@ -96,6 +96,50 @@ def test_other_wrappers_scale_alike(found, wrapper):
     _assert_true(_of(found, wrapper), _truth())
 
 
+def _sharded_truth(recipe: str) -> dict[str, Any]:
+    """What one process computes from both ranks' data; FSDP2 averages the ranks' gradients."""
+    model = program.uneven(recipe)
+    optimizer = program.momentum_of(model)
+    losses: list[list[float]] = [[], []]
+    grads = []
+    for both in zip(*(program.uneven_batches(rank) for rank in RANKS), strict=True):
+        for rank, batch in enumerate(both):
+            loss = model(batch).square().mean()
+            loss.backward()
+            losses[rank].append(loss.item())
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        grads.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [each.detach() for each in model.parameters()]
+    return {"losses": losses, "grads": grads, "weights": weights, "state": octavo.scaling_state(model)}
+
+
+@pytest.mark.parametrize("recipe", program.RECIPES)
+def test_fsdp2_trains_bit_for_bit_as_one_process(found, recipe):
+    ranks, truth = [each[recipe] for each in _of(found, "fully_sharded_training")], _sharded_truth(recipe)
+    before = [each.detach() for each in program.uneven(recipe).parameters()]
+    assert all((one - other).abs().max() > 0.01 for one, other in zip(before, truth["weights"], strict=True))
+    for rank in RANKS:
+        assert ranks[rank]["losses"] == truth["losses"][rank]
+        _assert_same_state(ranks[rank]["state"], truth["state"])
+        assert len(ranks[rank]["grads"]) == program.STEPS
+        for step, wanted in zip(ranks[rank]["grads"], truth["grads"], strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(step, wanted, strict=True))
+        assert all(map(torch.equal, ranks[rank]["weights"], truth["weights"]))
+
+
+@pytest.mark.parametrize("recipe", [name for name in program.RECIPES if name != "bf16"])
+def test_under_fsdp2_a_layer_keeps_no_more_for_backward_than_in_bf16(found, recipe):
+    for rank in _of(found, "kept_when_fully_sharded"):
+        bf16, fp8 = rank["bf16"], rank[recipe]
+        print(f"{recipe}: {fp8} bytes, bfloat16 {bf16}, at {program.ROWS} rows")
+        assert bf16 == [2 * rows * program.WIDTH for rows in program.ROWS]
+        assert all(own <= plain for own, plain in zip(fp8, bf16, strict=True))
+
+
 @pytest.mark.parametrize(("recipe", "steps"), [("delayed", program.STEPS), ("delayed_te", 2 * program.STEPS)])
 def test_layers_delayed_by_autocast_reduce_too(found, recipe, steps):
     one, other = (each[recipe] for each in _of(found, "under_autocast"))

@@ -25,7 +25,7 @@ Run = Callable[[nn.Module, Tensor], Tensor]
 
 @pytest.fixture
 def made_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    return lambda again: monkeypatch.setattr(functional, "transposes_are_copies", lambda _: again)
+    return lambda again: monkeypatch.setattr(functional, "casts_weight_again", lambda *_: again)
 
 
 def _called(model: nn.Module, x: Tensor) -> Tensor:
@@ -119,6 +119,53 @@ def test_of_a_weight_that_was_computed_codes_are_kept(made_again):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         fp8_linear(x, weight, None, octavo.recipes.get("tensorwise"))
     assert [tensor.itemsize for tensor in kept if tensor.numel() == weight.numel()] == [1]
+
+
+ROWS = (1, 2, 3, 4, 31, 32, 33, 64, 96, 128)
+
+
+def _kept_bytes(layer: nn.Linear, x: Tensor) -> int:
+    """Bytes of the distinct storages that are saved, but for the parameters'."""
+    own = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x)
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("recipe", octavo.recipes.names())
+def test_at_no_number_of_rows_more_is_kept_than_in_bfloat16(recipe, autocast, frozen):
+    dtype = torch.float32 if autocast else torch.bfloat16
+    layer = Linear(64, 32, bias=False, dtype=dtype, recipe=recipe)
+    layer.weight.requires_grad_(not frozen)
+    if octavo.recipes.get(recipe).has_static_input:
+        layer.input_scale.fill_(0.02)
+    for rows in ROWS:
+        x = torch.randn(rows, 64, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            plain = _kept_bytes(nn.Linear(64, 32, bias=False, dtype=dtype).requires_grad_(not frozen), x)
+            own = _kept_bytes(layer, x)
+        amaxes = 16 if frozen else 0  # of the weight, and what a delayed step goes by
+        assert own <= plain + amaxes, rows
+
+
+def test_where_codes_are_no_more_than_bfloat16s_input_they_are_kept():
+    """Then the weight is cast once a step: three quantizations."""
+    layer = Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    found = {}
+    for rows in (32, 34):  # one scale each, of input and weight
+        with recorded_products() as products:
+            layer(torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        weights = [products[0].b, products[1].b]
+        found[rows] = len({codes.data.untyped_storage().data_ptr() for codes in weights})
+    assert found == {32: 2, 34: 1}
 
 
 def test_a_weight_changed_before_the_backward_pass_is_refused(made_again):

@@ -18,6 +18,7 @@ from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear
+from octavo.nn.shared_input import SharedInput
 from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
 from octavo.scale_updates import stop_following
@@ -104,13 +105,13 @@ def convert(
         keep_last_blocks=keep_last_blocks,
     )
     _check_effect(overriding, paths, skipped, chosen)
-    updates = ScaleUpdates(manual=scale_updates == "manual", group=amax_group)
+    updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
         module.__class__ = Linear
         assert isinstance(module, Linear)
         module.set_recipe(followed[path], updates, path=path)
-        module.weight_cache = WeightCache() if cache_weights else None
+        module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
     not_held = hold_weights(model, chosen if frozen is not None else ())[1]
     report = _report(model, resolved, followed, skipped, not_held)
     _warn_if_nothing_changed(report, resolved)
@@ -183,6 +184,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
                 module.input_scale,
                 module.held,
                 module.weight_cache,
+                module.shared_input,
                 module.last_recipe,
                 module.recipe,
                 module.path,

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -15,6 +16,7 @@ from octavo.errors import ConfigError
 from octavo.formats import FP8_FORMATS
 from octavo.functional import InputOperands, WeightCache, WeightOperands, cast_operand, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu, quantize
+from octavo.nn.shared_input import SharedInput
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import can_be_asked, check_float
 from octavo.observers import (
@@ -78,6 +80,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     held: HeldWeight | None  # where the weight is codes; their scale is the buffer ``weight_scale``
     weight_scale: Tensor
     watch: LayerWatch | None = None  # set for the steps that the doctor looks at
+    shared_input: SharedInput | None = None  # of a converted model's layers
     records_weight: bool = True  # False for the later micro-batches of a step that tells them apart
 
     def __init__(
@@ -107,7 +110,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         self.scale_updates, self.path = scale_updates or ScaleUpdates(), path
         if "nonfinite_counts" not in self._buffers:
             self.start_state(torch.device("cpu") if self.weight.is_meta else self.weight.device)
-            self.held, self.weight_cache, self.last_recipe = None, None, None
+            self.held, self.weight_cache, self.last_recipe, self.shared_input = None, None, None, None
             probe_cpu()
         known = getattr(self, "amax_history", None)
         if known is None or known.spec != recipe.history:
@@ -128,7 +131,15 @@ class Linear(StatefulModule, torch.nn.Linear):
             raise ConfigError(f"this layer takes inputs [..., {self.in_features}], not {tuple(x.shape)}")
         if recipe.is_high_precision and self.held is None:
             return fp8_linear(x, self.weight.to(x.dtype), self.bias, recipe)
-        return self.forward_cast(recipe, lambda _: (x, None))
+        return self.forward_cast(recipe, partial(self._with_shared_operands, input, x, recipe))
+
+    def _with_shared_operands(
+        self, source: Tensor, x: Tensor, recipe: Recipe, tap: RoleTap
+    ) -> tuple[Tensor, InputOperands | None]:
+        """``x``, which is ``source`` in autocast's dtype, and its operands if the model's layers share their casts."""
+        if self.shared_input is None or self.watch is not None or torch.compiler.is_compiling():
+            return x, None
+        return x, self.shared_input.operands(source, x, recipe, tap, learning=self.weight.requires_grad)
 
     def forward_cast(self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]]) -> Tensor:
         """What :meth:`forward` does of an FP8 call once its input is known to fit.

@@ -206,7 +206,13 @@ def test_a_checkpointed_call_is_measured_as_itself():
 def test_tensors_that_were_replaced_on_the_way_are_compared_with_nothing_else():
     layer = octavo.nn.Linear(K, N, bias=False)
     recorder = watched(layer)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+    originals: list[torch.Tensor] = []  # alive, so that no clone gets the address of one
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        originals.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(torch.randn(M, K)).backward(torch.randn(M, N))
     assert ProductKey("there", "grad_weight") not in recorder.products
     assert CastKey("there", "grad_output", "grad_weight") in recorder.casts
