@@ -4,6 +4,7 @@ import pytest
 
 from octavo import compat
 from octavo.compat.transformer_engine import common, pytorch
+from octavo.compat.transformer_engine.pytorch.not_served import NOT_SERVED
 from octavo.errors import ConfigError
 
 MODULES = {
@@ -16,25 +17,32 @@ FUNCTIONS = {
     "quantized_model_init",
 }  # fmt: skip
 SUBMODULES = {"fp8", "ops", "quantization"}
-REFUSED = {
-    "CudaRNGStatesTracker", "Float8Quantizer", "Float8Tensor", "GroupedLinear", "InferenceParams",
-    "get_cpu_offload_context", "make_graphed_callables", "moe_permute", "moe_unpermute", "onnx_export",
-    "parallel_cross_entropy",
-}  # fmt: skip
 RECIPES = {"DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MXFP8BlockScaling", "Recipe"}
 REFUSED_RECIPES = {"CustomRecipe", "MXFP4QATFloat8BlockScaling", "MXFP4QATMXFP8BlockScaling", "NVFP4BlockScaling"}
 
 
 def test_names():
     assert compat.__all__ == ["DynamicScaler"]
-    assert set(pytorch.__all__) == MODULES | FUNCTIONS | SUBMODULES | REFUSED
+    assert set(pytorch.__all__) == MODULES | FUNCTIONS | SUBMODULES
     assert set(common.recipe.__all__) == RECIPES | REFUSED_RECIPES
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(NOT_SERVED))
 def test_a_name_that_octavo_cannot_serve_is_refused_when_it_is_called(name):
     with pytest.raises(ConfigError, match=f"octavo has no {name}: ."):
         getattr(pytorch, name)(8, 8)
+    assert getattr(pytorch, name) is getattr(pytorch, name)
+
+
+def test_what_transformer_engine_has_not_either_is_no_attribute():
+    assert not hasattr(pytorch, "Convolution")
+    assert not NOT_SERVED.keys() & (MODULES | FUNCTIONS)
+
+
+def test_a_program_can_import_what_it_may_not_call():
+    from octavo.compat.transformer_engine.pytorch import GroupedLinear
+
+    assert not isinstance(pytorch.Linear(4, 4), GroupedLinear)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_RECIPES))

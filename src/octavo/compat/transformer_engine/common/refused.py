@@ -1,5 +1,6 @@
 """Names of Transformer Engine's that octavo cannot serve: they can be imported, and refuse to be called."""
 
+from functools import cache
 from typing import Any, NoReturn
 
 from octavo.errors import ConfigError
@@ -7,6 +8,7 @@ from octavo.errors import ConfigError
 __all__ = ["refused"]
 
 
+@cache
 def refused(name: str, advice: str) -> Any:
     """A class of this name that cannot be built; a program that only asks ``isinstance`` is answered False.
 

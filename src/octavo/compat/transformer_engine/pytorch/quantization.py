@@ -55,6 +55,10 @@ class FP8GlobalStateManager:
     """
 
     @staticmethod
+    def reset() -> None:
+        """Do nothing: what a block says ends with it."""
+
+    @staticmethod
     def is_fp8_enabled() -> bool:
         """Whether layers run in FP8."""
         block = active_block()
