@@ -348,3 +348,17 @@ def test_another_error_keeps_its_name_and_leaves_no_run(data, tmp_path, monkeypa
     with pytest.raises(RuntimeError, match="a defect"):
         train(tiny_config(), tmp_path / "run", data=data)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("to", ["a file", "nothing"])
+def test_a_lock_that_is_a_link_is_not_opened(tmp_path, data, to):
+    run, thesis = tmp_path / "run", tmp_path / "thesis.txt"
+    run.mkdir()
+    (run / ".lock").symlink_to(thesis)
+    if to == "a file":
+        thesis.write_text("three years")
+    with pytest.raises(TrainingError, match=r"run/\.lock' is a symbolic link.*remove it"):
+        train(tiny_config(), run, data=data)
+    assert thesis.exists() == (to == "a file")
+    assert to == "nothing" or thesis.read_text() == "three years"
+    assert [path.name for path in run.iterdir()] == [".lock"]
