@@ -6,6 +6,7 @@
 | config.json                               | the model's own, and what is quantized how: ``quantization_config``    |
 | tokenizer.json and its companions         | ``octavo.export.companions``                                           |
 | what the format adds                      | hf_quant_config.json (modelopt), recipe-1.toml … (octavo)              |
+| octavo.sha256                             | the SHA-256 of all of them (``octavo.checksums``)                      |
 
 The folder is written beside its place, verified there, and renamed: it is whole and verified, or not there.
 """
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from octavo.checksums import write_sums
 from octavo.errors import ConfigError
 from octavo.export.agreement import Agreement, make_probe
 from octavo.export.companions import Companions, companions_of
@@ -164,6 +166,7 @@ class _Job:
         write_json(folder / "config.json", self._config(companions))
         floats = {name: self.dtype for name, tensor in self.contents.rest.items() if tensor.is_floating_point()}
         write_tensors(folder, self._tensors(), floats, self.most)
+        write_sums(folder)
 
     def verified(self, folder: Path, reader: str) -> Agreement:
         """What a fresh process finds."""
