@@ -19,7 +19,6 @@ have read. Evaluation reads the split in order, in windows that do not overlap, 
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from octavo.checksums import file_digest
 from octavo.errors import ConfigError, DataError
-from octavo.files import hidden_beside, remove_if_empty, replacing, sync_folder, write_atomically
+from octavo.files import hidden_folder, remove_if_empty, replacing, sync_folder, write_atomically
 from octavo.parsing import read_object
 from octavo.training.corpus import Document, Split, content_hash
 from octavo.training.text import BUILTIN, divide, load_documents
@@ -209,17 +208,16 @@ def _check_own(folder: Path) -> None:
 def _replacing_files_of(folder: Path, identity: dict[str, Any]) -> Iterator[Path]:
     """A folder to write to; its files take their places in ``folder``, where others stay, when the block ends."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    temporary = hidden_beside(folder, "tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        yield temporary
-        write_atomically(folder / MANIFEST, json.dumps(identity) + "\n")  # without counts the folder is not complete
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
-            path.replace(folder / path.name)
-        sync_folder(folder)
+        with hidden_folder(folder, "data") as temporary:
+            yield temporary
+            # without counts the folder is not complete
+            write_atomically(folder / MANIFEST, json.dumps(identity) + "\n")
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
+                path.replace(folder / path.name)
+            sync_folder(folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         for path in made:
             remove_if_empty(path)
 
