@@ -5,21 +5,25 @@ power cut loses, and the fsync of the folder after it makes the name itself dura
 """
 
 import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 
 __all__ = [
     "check_folder",
     "check_may_write",
+    "check_room",
     "claimed_folder",
-    "hidden_beside",
+    "hidden_folder",
     "remove_if_empty",
+    "remove_leftovers",
     "replacing",
     "replacing_folder",
     "sync_file",
@@ -27,6 +31,8 @@ __all__ = [
     "write_atomically",
 ]
 
+OLDER = "older"
+KINDS = ("writing", OLDER, "data", "probe")  # of hidden folders
 IsOwn = Callable[[Path], bool]
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename of a folder says of a name that is somebody's
 
@@ -65,26 +71,101 @@ def replacing_folder(folder: Path, *, is_own: IsOwn = _is_nobodys) -> Iterator[P
 
     ``folder`` must not be there, be empty, or be ``is_own`` (:func:`check_folder` makes sure of it beforehand). An own
     one is moved aside, and removed when the new one has its name: POSIX renames no folder onto a full one. A power cut
-    between those two renames leaves both, whole, under hidden names.
+    between those two renames leaves both, whole, under hidden names; the next call puts the older one back.
 
     Raises:
         ConfigError: ``folder`` is neither, perhaps since somebody else wrote it meanwhile.
     """
     folder = folder.resolve()
-    temporary, older = hidden_beside(folder, "writing"), hidden_beside(folder, "older")
-    temporary.mkdir(parents=True)
-    try:
+    with hidden_folder(folder, "writing") as temporary:
         yield temporary
         _make_durable(temporary)
-        if folder.is_dir() and is_own(folder):
+        if not (folder.is_dir() and is_own(folder)):
+            _put_in_place(temporary, folder)
+            return
+        older = hidden_beside(folder, OLDER)
+        with _held(folder):
             folder.replace(older)
-        _put_in_place(temporary, folder)
-    except BaseException:
-        if older.exists() and not folder.exists():
-            older.replace(folder)
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    shutil.rmtree(older, ignore_errors=True)
+            try:
+                _put_in_place(temporary, folder)
+            except BaseException:
+                if not folder.exists():
+                    older.replace(folder)
+                raise
+            shutil.rmtree(older, ignore_errors=True)
+
+
+@contextmanager
+def hidden_folder(folder: Path, kind: str) -> Iterator[Path]:
+    """A new folder beside ``folder``, hidden, removed when the block ends, whose errors are told of ``folder``.
+
+    It is locked as long as the block runs. A killed process leaves it unlocked, and the next call removes it.
+    """
+    remove_leftovers(folder)
+    with ExitStack() as stack:
+        while True:
+            temporary = hidden_beside(folder, kind)
+            temporary.mkdir(parents=True)
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            if stack.enter_context(_held(temporary)) is not False:  # else a call beside this took it for a left-over
+                break
+        try:
+            yield temporary
+        except (OSError, OctavoError) as error:
+            _tell_of(folder, temporary, error)
+            raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the hidden folders beside ``folder`` of processes that were killed; those of living ones are locked.
+
+    Where a process was killed in the moment when ``folder`` had no name, the older one gets it back. A file system
+    without locks keeps everything.
+    """
+    hidden = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{16}}\.({'|'.join(KINDS)})")
+    for path in list(folder.parent.iterdir()) if folder.parent.is_dir() else []:
+        kind = hidden.fullmatch(path.name)
+        if kind is None or path.is_symlink() or not path.is_dir():
+            continue
+        with _held(path) as is_left:
+            if is_left and kind[1] == OLDER and not folder.exists():
+                path.replace(folder)
+            elif is_left:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool | None]:
+    """Lock a folder; False where another has it or it is gone, None where the file system has no locks."""
+    with ExitStack() as stack:
+        yield _locked(folder, stack)
+
+
+def _locked(folder: Path, stack: ExitStack) -> bool | None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    stack.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return folder.is_dir()  # who had it before may have removed it
+
+
+def _tell_of(folder: Path, temporary: Path, error: Exception) -> None:
+    """Let an error name ``folder`` where it names the temporary one: nobody has named that."""
+
+    def told(value: object) -> object:
+        is_name = isinstance(value, str | Path)
+        return str(value).replace(str(temporary), str(folder)) if is_name else value
+
+    error.args = tuple(map(told, error.args))
+    if isinstance(error, OSError) and error.filename is not None:  # a name that is set to None is said too
+        error.filename = told(error.filename)
 
 
 def hidden_beside(path: Path, kind: str) -> Path:
@@ -133,6 +214,7 @@ def claimed_folder(folder: Path) -> Iterator[None]:
     """
     check_folder(folder)
     check_may_write(folder.absolute().parent)
+    remove_leftovers(folder.resolve())
     made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -171,6 +253,21 @@ def check_may_write(folder: Path) -> None:
         raise ConfigError(f"{str(above)!r} is a file; name a folder elsewhere")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"you may not write into {str(above)!r}; name a place elsewhere")
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Refuse a folder on whose disk so many bytes are not free, before hours of work.
+
+    Raises:
+        ConfigError: how many there are, and how many it takes.
+    """
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(above).free
+    if free < nbytes:
+        raise ConfigError(
+            f"the disk of {str(folder)!r} has {free >> 20:,} MiB free, and the result takes {-(-nbytes >> 20):,} MiB; "
+            "free some space, or name a folder on another disk"
+        )
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from octavo.checksums import check_sums
 from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange import check_no_codes, is_quantized, load_quantized
@@ -193,6 +194,7 @@ def _from_hugging_face(source: str) -> LanguageModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ConfigError(f"{source!r} is read with transformers, which is not installed; {INSTALL}") from error
+    check_sums(Path(source))
     check_no_codes(Path(source))
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)

@@ -8,6 +8,7 @@ ROWS = (
     "errors",
     "files",
     "parsing",
+    "checksums",
     "curves",
     "pages",
     "formats",

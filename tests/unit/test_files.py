@@ -1,7 +1,12 @@
 """Atomic writes: the new content or the old, never half."""
 
+import errno
 import os
 import secrets
+import shutil
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +16,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.errors import ConfigError
-from octavo.files import check_folder, check_may_write, claimed_folder, replacing, replacing_folder, write_atomically
+from octavo.errors import CheckpointError, ConfigError
+from octavo.files import (
+    check_folder,
+    check_may_write,
+    check_room,
+    claimed_folder,
+    replacing,
+    replacing_folder,
+    write_atomically,
+)
 
 
 def test_writes_and_replaces(tmp_path):
@@ -206,3 +219,98 @@ def test_whoever_may_read_the_folder_may_read_its_files(tmp_path):
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").rglob("*")}
     assert modes == {"inner": 0o750, "model.safetensors": 0o640, "run.sh": 0o750}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from octavo.files import replacing_folder
+with replacing_folder(Path(sys.argv[1])) as temporary:
+    (temporary / "model").write_text("half")
+    print(temporary, flush=True)
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+"""
+
+
+def writer(out, how):
+    """Another process that writes the folder: killed in the middle, or still at it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(out), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+@pytest.mark.parametrize("call", ["write", "claim"])
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, call):
+    process, left = writer(tmp_path / "out", "killed")
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert (left / "model").read_text() == "half"
+    (tmp_path / ".other.0123456789abcdef.writing").mkdir()
+    (tmp_path / ".out.notes").mkdir()
+    if call == "write":
+        fill(tmp_path / "out", "new")
+    else:
+        with claimed_folder(tmp_path / "out"):
+            pass
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names - {"out"} == {".other.0123456789abcdef.writing", ".out.notes"}
+
+
+def test_what_a_living_process_writes_is_not_removed(tmp_path):
+    process, theirs = writer(tmp_path / "out", "lives")
+    fill(tmp_path / "out", "mine")
+    assert (theirs / "model").read_text() == "half"
+    assert (tmp_path / "out" / "own").read_text() == "mine"
+    process.communicate("")
+    assert process.returncode == 1  # it hears that the folder is taken
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_older_folder_without_its_name_gets_it_back(tmp_path):
+    """Killed between two renames: the older one is whole, the new one nobody can vouch for."""
+    older = tmp_path / ".out.0123456789abcdef.older"
+    older.mkdir()
+    (older / "own").write_text("old")
+    (tmp_path / ".out.0123456789abcdee.writing").mkdir()
+
+    def interrupted():
+        with replacing_folder(tmp_path / "out", is_own=is_own):
+            assert (tmp_path / "out" / "own").read_text() == "old"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (tmp_path / "out" / "own").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda file: OSError(errno.ENOSPC, "No space left on device", str(file)),
+        lambda file: OSError(f"{file}: no space"),
+        lambda file: CheckpointError(f"{str(file)!r} cannot be read"),
+    ],
+)
+def test_an_error_names_the_folder_that_was_given(tmp_path, error):
+    def fails():
+        with replacing_folder(tmp_path / "out") as temporary:
+            raise error(temporary / "model")
+
+    with pytest.raises((OSError, CheckpointError)) as caught:
+        fails()
+    assert str(tmp_path / "out" / "model") in str(caught.value)
+    assert "writing" not in str(caught.value)
+
+
+def test_too_little_room_is_said_beforehand(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    check_room(tmp_path / "new" / "out", 1)
+    with pytest.raises(
+        ConfigError, match=r"out' has [\d,]+ MiB free, and the result takes [\d,]+ MiB; free some space"
+    ):
+        check_room(tmp_path / "new" / "out", 2 * free)

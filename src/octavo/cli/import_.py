@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.checksums import SUMS
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export import export
@@ -32,11 +33,11 @@ def import_(
         return
     if format_ is not None:
         raise ConfigError("--format says what --out writes; give --out FOLDER too, or leave --format out")
-    read = load_quantized(folder)
+    read, has_sums = load_quantized(folder), (folder / SUMS).is_file()
     if as_json:
-        print_json(_record(read))
+        print_json(_record(read) | {"checksums": has_sums})
     else:
-        _print(folder, read)
+        _print(folder, read, has_sums=has_sums)
 
 
 def _record(read: QuantizedModel) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def _record(read: QuantizedModel) -> dict[str, Any]:
     }
 
 
-def _print(folder: Path, read: QuantizedModel) -> None:
+def _print(folder: Path, read: QuantizedModel, *, has_sums: bool) -> None:
     counts: dict[str, int] = {}
     for recipe in read.recipes.values():
         counts[recipe.name] = counts.get(recipe.name, 0) + 1
@@ -56,5 +57,10 @@ def _print(folder: Path, read: QuantizedModel) -> None:
     lines = [f"keys and values have scales in {len(read.kv_scales)} layers"] if read.kv_scales else []
     lines.append(
         "every tensor is known, every scale positive and finite; octavo eval and octavo generate take the folder"
+    )
+    lines.append(
+        f"every file is the one that was written ({SUMS})"
+        if has_sums
+        else f"the folder has no checksums ({SUMS}), so a bit that was flipped in codes cannot be seen"
     )
     stdout().print("\n".join(lines), markup=False, soft_wrap=True)

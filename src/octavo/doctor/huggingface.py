@@ -16,7 +16,6 @@ watched, since the Trainer tells nobody; :meth:`DoctorCallback.abandon`, or the 
 look. Needs ``transformers`` and ``accelerate``: octavo[hf].
 """
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
+from octavo.doctor.lines import METRICS, LineWriter, SampleLines, read_lines
 from octavo.doctor.series import Sample
 from octavo.doctor.watch import Watcher, watch
 from octavo.errors import ConfigError
@@ -71,7 +70,7 @@ class DoctorCallback(TrainerCallback):
         self._look = ExitStack()
         self._told: dict[tuple[str, str, str], Severity] = {}
         self._path = Path()
-        self._lines = SampleLines([])
+        self._samples, self._lines = SampleLines([]), LineWriter()
         self._tells = self._writes = False
         self._overflows_told = 0
 
@@ -151,15 +150,15 @@ class DoctorCallback(TrainerCallback):
 
     def _continue_file(self, step: int) -> None:
         kept = [line for line in read_lines(self._path) if line["step"] <= step] if step else []
-        self._lines = SampleLines(kept)
+        self._samples, self._lines = SampleLines(kept), LineWriter()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+            write_atomically(self._path, "".join(map(self._lines.line, kept)))
         except OSError as error:
             self._stop_writing(error)
 
     def _write_sample(self, sample: Sample) -> None:
-        for kind, values in self._lines.of(sample):
+        for kind, values in self._samples.of(sample):
             self._write(kind, sample.step, values)
 
     def _write_overflows(self) -> None:
@@ -171,7 +170,7 @@ class DoctorCallback(TrainerCallback):
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if not self._writes:
             return
-        line = line_of(kind, step, values)
+        line = self._lines.line({"kind": kind, "step": step, **values})
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line)

@@ -2,10 +2,17 @@
 
 What the kinds are is said where they are written: by octavo.training.metrics for a run, by octavo.doctor.huggingface
 for a training of Hugging Face's; how a sample of the doctor's becomes lines, in octavo.doctor.series.
+
+The last key of each is ``sha256``: the first 16 digits of the SHA-256 of the line before's, and of this line without
+its own. So a changed, missing or added line is seen at the next one, while the file is written and after a kill. What a
+cut takes from the end, only somebody who knows how many there were can miss: a checkpoint does (:class:`LinesWritten`).
+A file in which no line has the key is by an octavo before 2026-11-24, and is read unchecked.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +20,20 @@ from octavo.doctor.series import Sample
 from octavo.errors import TrainingError
 from octavo.parsing import parse_json
 
-__all__ = ["METRICS", "SampleLines", "line_of", "read_lines"]
+__all__ = ["METRICS", "LineWriter", "LinesWritten", "SampleLines", "read_lines"]
 
 METRICS = "metrics.jsonl"
 MOST_WHOLE = 2**53  # beyond it float64 skips whole numbers
+SEAL = ', "sha256": "'
+DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinesWritten:
+    """The beginning of a file of lines: how many, and the ``sha256`` of the last of them ("" of none)."""
+
+    lines: int = 0
+    sha256: str = ""
 
 
 class SampleLines:
@@ -45,39 +62,59 @@ class SampleLines:
         yield "statistics", sample.values()
 
 
-def line_of(kind: str, step: int, values: dict[str, Any]) -> str:
-    r"""A line with its end.
+class LineWriter:
+    r"""Makes the lines of a file, each with its ``sha256``.
 
-    Raises:
-        ValueError: a value is NaN or infinite, which JSON has not.
+    Attributes:
+        written: what was made so far.
 
     Example:
-        >>> line_of("step", 1, {"loss": 2.5})
-        '{"kind": "step", "step": 1, "loss": 2.5}\n'
+        >>> lines = LineWriter()
+        >>> lines.line({"kind": "step", "step": 1, "loss": 2.5})
+        '{"kind": "step", "step": 1, "loss": 2.5, "sha256": "0b51d58e740cf744"}\n'
+        >>> lines.written
+        LinesWritten(lines=1, sha256='0b51d58e740cf744')
     """
-    return json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n"
+
+    def __init__(self) -> None:
+        self.written = LinesWritten()
+
+    def line(self, values: dict[str, Any]) -> str:
+        """A line with its end.
+
+        Raises:
+            ValueError: a value is NaN or infinite, which JSON has not.
+        """
+        body = json.dumps(values, allow_nan=False)[:-1]
+        seal = _seal(self.written.sha256, body.encode())
+        self.written = LinesWritten(lines=self.written.lines + 1, sha256=seal)
+        return f'{body}{SEAL}{seal}"}}\n'
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; none where there is no file. A torn last line, left by a kill, is passed over.
+def _seal(before: str, body: bytes) -> str:
+    return hashlib.sha256(before.encode() + body).hexdigest()[:DIGITS]
+
+
+def read_lines(path: Path, *, beginning: LinesWritten | None = None) -> list[dict[str, Any]]:
+    """All whole lines, without their ``sha256``; none where there is no file.
+
+    A torn last line, left by a kill, is passed over.
+
+    Args:
+        path: of the file.
+        beginning: what the file has to begin with.
 
     Raises:
-        TrainingError: another line is not what a run writes: an object with a kind and a step, of which none is smaller
-            than the one before, and numbers that a float64 holds.
+        TrainingError: a line is not what a run writes: an object with a kind and a step, of which none is smaller than
+            the one before, and numbers that a float64 holds; it was changed since; or lines are missing.
     """
-    if not path.exists():
-        return []
+    raw = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    _check_seals(path, raw, beginning or LinesWritten())
     found: list[dict[str, Any]] = []
     newest = 0
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            value = parse_json(line, largest=MOST_WHOLE)
-            step = value["step"]
-            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-                raise ValueError(f"step {step!r}")
-            found.append({**value, "kind": str(value["kind"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
+    for number, line in enumerate(raw, 1):
+        found.append(_parsed(path, number, line))
+        step = found[-1]["step"]
         if step < newest:
             raise TrainingError(
                 f"line {number} of {str(path)!r} has step {step} after step {newest}: two runs wrote there; keep the "
@@ -85,3 +122,36 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             )
         newest = step
     return found
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = parse_json(line, largest=MOST_WHOLE)
+        step = value["step"]
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step {step!r}")
+        value.pop("sha256", None)
+        return {**value, "kind": str(value["kind"])}
+    except (ValueError, TypeError, KeyError) as error:
+        raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
+
+
+def _check_seals(path: Path, raw: list[bytes], beginning: LinesWritten) -> None:
+    """Raise where a line is another than was written, or the file is shorter than its beginning."""
+    seals = [""]
+    is_sealed = any(SEAL.encode() in line for line in raw)
+    for number, line in enumerate(raw if is_sealed else [], 1):
+        body, _, seal = line.rpartition(SEAL.encode())
+        seals.append(_seal(seals[-1], body))
+        if seal != f'{seals[-1]}"}}'.encode():
+            raise TrainingError(
+                f"line {number} of {str(path)!r} is not the one that was written there, or lines before it are missing "
+                "(its sha256 is another); put the file back as it was"
+            )
+    if len(raw) < beginning.lines or (
+        beginning.lines and seals[beginning.lines : beginning.lines + 1] != [beginning.sha256]
+    ):
+        raise TrainingError(
+            f"{str(path)!r} has {len(raw)} lines, and not the {beginning.lines} that it had when the run's newest "
+            "checkpoint was saved; put the file back as it was, or train again in another folder"
+        )

@@ -6,6 +6,7 @@
 | config.json                               | the model's own, and what is quantized how: ``quantization_config``    |
 | tokenizer.json and its companions         | ``octavo.export.companions``                                           |
 | what the format adds                      | hf_quant_config.json (modelopt), recipe-1.toml … (octavo)              |
+| octavo.sha256                             | the SHA-256 of all of them (``octavo.checksums``)                      |
 
 The folder is written beside its place, verified there, and renamed: it is whole and verified, or not there.
 """
@@ -13,17 +14,17 @@ The folder is written beside its place, verified there, and renamed: it is whole
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
+from octavo.checksums import write_sums
 from octavo.errors import ConfigError
 from octavo.export.agreement import Agreement, make_probe
 from octavo.export.companions import Companions, companions_of
 from octavo.export.emulation import emulated
 from octavo.export.verification import reader_of, verify
-from octavo.files import claimed_folder, replacing_folder
+from octavo.files import claimed_folder, hidden_folder, replacing_folder
 from octavo.interchange import (
     FORMATS,
     CodedTable,
@@ -131,7 +132,7 @@ def save_quantized(
         job.write(temporary)
         nbytes = sum(path.stat().st_size for path in temporary.glob("*.safetensors"))
         reader = reader_of(fmt) if verify_folder else ""
-        agreement = job.verified(temporary, reader) if verify_folder else None
+        agreement = job.verified(temporary, reader, beside=folder) if verify_folder else None
     return Saved(
         folder=folder,
         format=format,
@@ -176,8 +177,9 @@ class _Job:
         write_json(folder / "config.json", self._config(companions))
         floats = {name: self.dtype for name, tensor in self.contents.rest.items() if tensor.is_floating_point()}
         write_tensors(folder, self._tensors(), floats, self.most)
+        write_sums(folder)
 
-    def verified(self, folder: Path, reader: str) -> Agreement:
+    def verified(self, folder: Path, reader: str, *, beside: Path) -> Agreement:
         """What a fresh process finds."""
         length = min(PROMPT + GREEDY, self.model.context)
         text = text_windows(self.model, BUILTIN, Split.TEST, count=WINDOWS, length=length)
@@ -192,8 +194,8 @@ class _Job:
                 on_token=lambda done, total: self.on_phase("emulate", done, total),
             )
         self.on_phase("read back", 0, 1)
-        with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}") as scratch:
-            return verify(folder, probe, reader=reader, scratch=Path(scratch))
+        with hidden_folder(beside, "probe") as scratch:
+            return verify(folder, probe, reader=reader, scratch=scratch)
 
     def schemes(self) -> dict[str, int]:
         """How many layers are computed how."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from octavo.checksums import check_sums
 from octavo.convert import convert, guard_save_pretrained
 from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange.contents import attention_path
@@ -74,8 +75,9 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
         folder: with config.json, safetensors and tokenizer.json.
 
     Raises:
-        CheckpointError: a missing, truncated or damaged file, an unknown quant_method, tensors that are missing or that
-            the format does not have, a scale of another shape, or one that is NaN, infinite, zero or negative.
+        CheckpointError: a missing, truncated or damaged file, one that is not what octavo.sha256 says, an unknown
+            quant_method, tensors that are missing or that the format does not have, a scale of another shape, or one
+            that is NaN, infinite, zero or negative.
         ConfigError: the architecture is transformers', which is not installed.
 
     Example:
@@ -85,6 +87,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     path = Path(folder)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{str(folder)!r} holds no model: it has no {CONFIG}; name a folder that has one")
+    check_sums(path)
     fmt, record, given = read_configuration(path)
     files = TensorFiles(path)
     _check_no_experts(path, files, fmt)

@@ -5,7 +5,8 @@
 | model.safetensors       | parameters and buffers under their own names; a tied weight once                         |
 | optimizer.safetensors   | AdamW's moments as ``parameter/exp_avg`` and so on                                       |
 | scaling.safetensors     | ``octavo.scaling_state``: empty unless the recipe is delayed                             |
-| state.json              | step, generators, loss scale, hashes of configuration and data and of the other files    |
+| state.json              | step, generators, loss scale, lines of metrics.jsonl, hashes of configuration, data, the |
+|                         | other files and its own values                                                           |
 
 There is no data position: batches are a function of the step. The files are written into a hidden folder beside the
 others, synced, and the folder is renamed; a full disk or a kill leaves earlier checkpoints as they were. Nothing is
@@ -13,7 +14,6 @@ pickled.
 """
 
 import base64
-import hashlib
 import json
 import re
 import shutil
@@ -27,6 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from octavo.checksums import file_digest, sealed, unsealed
+from octavo.doctor.lines import LinesWritten
 from octavo.errors import CheckpointError, DataError
 from octavo.files import remove_if_empty, sync_file, sync_folder
 from octavo.parsing import read_json, read_tensors
@@ -39,6 +41,7 @@ __all__ = [
     "latest",
     "load_checkpoint",
     "load_model",
+    "newest_lines",
     "read_state",
     "remove_checkpoints",
     "save_checkpoint",
@@ -60,12 +63,14 @@ class CheckpointState:
         config_hash: of the run's configuration.
         data_hash: of the text trained on.
         model: the decoder's shape, for :class:`octavo.models.LlamaConfig`.
+        metrics: the lines of metrics.jsonl when it was saved; None in one by an octavo before 2026-11-24.
     """
 
     step: int
     config_hash: str
     data_hash: str
     model: dict[str, Any]
+    metrics: LinesWritten | None = None
 
 
 def save_checkpoint(
@@ -131,6 +136,23 @@ def read_state(path: Path) -> CheckpointState:
     return _state_from(path, _read_json(path))
 
 
+def newest_lines(run_dir: Path) -> LinesWritten | None:
+    """The lines of metrics.jsonl that the newest checkpoint knows; None where there is none, or it is older than that.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = latest(run_dir)
+    if path is None:
+        return None
+    try:
+        return read_state(path).metrics
+    except CheckpointError:
+        if path.exists():
+            raise
+        return newest_lines(run_dir)  # the run that is watched has saved a newer one meanwhile, and removed this
+
+
 def load_model(path: Path, model: nn.Module) -> None:
     """Put parameters, buffers and scaling state into a model that is already converted.
 
@@ -193,7 +215,7 @@ def _write(
     content = {"format": FORMAT_VERSION, **asdict(state), "files": files, "generators": _generators()}
     if scaler is not None:
         content["loss_scaler"] = scaler.state_dict()
-    (folder / STATE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (folder / STATE).write_text(json.dumps(sealed(content), indent=1) + "\n", encoding="utf-8")
     sync_file(folder / STATE)
 
 
@@ -280,7 +302,10 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{str(file)!r} has checkpoint format {version!r}; this octavo reads {FORMAT_VERSION}; "
             "use the one that wrote it"
         )
-    return dict(raw)
+    try:
+        return unsealed(raw)
+    except DataError as error:
+        raise CheckpointError(f"{str(file)!r} is damaged: {error}; name another checkpoint or delete it") from error
 
 
 def _state_from(path: Path, raw: dict[str, Any]) -> CheckpointState:
@@ -290,16 +315,19 @@ def _state_from(path: Path, raw: dict[str, Any]) -> CheckpointState:
                 raise CheckpointError(
                     f"{str(path / STATE)!r} holds {key} = {raw[key]!r}; delete {str(path)!r} and use an earlier one"
                 )
-        return CheckpointState(**{key: raw[key] for key in ("step", "config_hash", "data_hash", "model")})
-    except KeyError as error:
+        written = raw.get("metrics")
+        metrics = None if written is None else LinesWritten(**written)
+        return CheckpointState(
+            **{key: raw[key] for key in ("step", "config_hash", "data_hash", "model")}, metrics=metrics
+        )
+    except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{str(path / STATE)!r} lacks {error}; delete {str(path)!r} and use an earlier one"
         ) from error
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+    return {"bytes": file.stat().st_size, "sha256": file_digest(file)}
 
 
 def _generators() -> dict[str, str]:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from octavo.checksums import sealed, unsealed
 from octavo.curves import Curve
 from octavo.errors import DataError
 from octavo.parsing import parse_json
@@ -140,17 +141,17 @@ class Study:
 
     def to_json(self) -> str:
         """The study as text that ``from_json`` reads back to an equal study."""
-        return json.dumps({"format": STUDY_FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        return json.dumps(sealed({"format": STUDY_FORMAT, **asdict(self)}), indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Study":
         """Read what ``to_json`` wrote.
 
         Raises:
-            DataError: the text is no study of this version.
+            DataError: the text is no study of this version, or a value in it was changed.
         """
         try:
-            fields = parse_json(text)
+            fields = unsealed(parse_json(text))
             if fields.pop("format") != STUDY_FORMAT:
                 raise KeyError("format")
             fields["runs"] = tuple(run_from_json(run) for run in fields["runs"])

@@ -18,9 +18,7 @@ at positions drawn by a counter-based key, not by an iterator, so a resumed run 
 have read. Evaluation reads the split in order, in windows that do not overlap, so that every token is predicted once.
 """
 
-import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,8 +30,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.checksums import file_digest
 from octavo.errors import ConfigError, DataError
-from octavo.files import hidden_beside, remove_if_empty, replacing, sync_folder, write_atomically
+from octavo.files import hidden_folder, remove_if_empty, replacing, sync_folder, write_atomically
 from octavo.parsing import read_object
 from octavo.training.corpus import Document, Split, content_hash
 from octavo.training.text import BUILTIN, divide, load_documents
@@ -209,17 +208,16 @@ def _check_own(folder: Path) -> None:
 def _replacing_files_of(folder: Path, identity: dict[str, Any]) -> Iterator[Path]:
     """A folder to write to; its files take their places in ``folder``, where others stay, when the block ends."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    temporary = hidden_beside(folder, "tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        yield temporary
-        write_atomically(folder / MANIFEST, json.dumps(identity) + "\n")  # without counts the folder is not complete
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
-            path.replace(folder / path.name)
-        sync_folder(folder)
+        with hidden_folder(folder, "data") as temporary:
+            yield temporary
+            # without counts the folder is not complete
+            write_atomically(folder / MANIFEST, json.dumps(identity) + "\n")
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
+                path.replace(folder / path.name)
+            sync_folder(folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         for path in made:
             remove_if_empty(path)
 
@@ -255,16 +253,11 @@ def _map(path: Path, counts: dict[str, Any], vocab_size: int) -> NDArray[Any]:
         raise ValueError(
             f"{path.name} has {path.stat().st_size} bytes, the manifest promises {tokens * dtype.itemsize}"
         )
-    if _sha256(path) != counts["sha256"]:
+    if file_digest(path) != counts["sha256"]:
         raise ValueError(f"{path.name} is not what was written: its SHA-256 is not the manifest's")
     if not tokens:
         return np.zeros(0, dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _encode_splits(
@@ -282,7 +275,7 @@ def _encode_splits(
                 tokens += len(ids)
                 report("encode", done, total)
         size = sum(len(document.text.encode()) for document in documents)
-        written = _sha256(folder / f"{split}.bin")
+        written = file_digest(folder / f"{split}.bin")
         counts[str(split)] = {"tokens": tokens, "documents": len(documents), "bytes": size, "sha256": written}
     return counts
 

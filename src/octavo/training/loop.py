@@ -170,7 +170,7 @@ class Trainer:
                 if self._is_due(self.training.eval_interval):
                     self._evaluate(log)
                 if self._is_due(self.training.checkpoint_interval) or stop:
-                    self._save()
+                    self._save(log)
         finally:
             log.close()
         return self._result()
@@ -388,12 +388,13 @@ class Trainer:
         log.write("evaluation", self.step, nats=result.nats, perplexity=result.perplexity)
         self.emit(Evaluated(step=self.step, steps=self.training.steps, nats=result.nats, perplexity=result.perplexity))
 
-    def _save(self) -> None:
+    def _save(self, log: MetricsLog) -> None:
         state = CheckpointState(
             step=self.step,
             config_hash=self.config.config_hash(),
             data_hash=self.data.content_hash,
             model=asdict(self.model.config),
+            metrics=log.on_disk(),
         )
         self.checkpoint = save_checkpoint(
             self.run_dir,

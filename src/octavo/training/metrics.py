@@ -22,17 +22,21 @@ have, of one layer under the recipe that it would run without the act of that nu
 ``seconds`` is the one field that depends on the machine's mood; all others of a run that was interrupted and resumed
 with the same number of CPU ``threads`` equal those of an uninterrupted one. Lines after the checkpoint that a run
 resumes from are cut off first.
+
+Each line has the ``sha256`` of octavo.doctor.lines, and each checkpoint says which lines there were when it was saved:
+a line that was changed is refused, and so is a file that a cut has made shorter than the newest checkpoint knows it.
 """
 
-import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from octavo.doctor import Sample
-from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
+from octavo.doctor.lines import METRICS, LinesWritten, LineWriter, SampleLines, read_lines
 from octavo.files import write_atomically
 from octavo.parsing import parse_json
+from octavo.training.checkpoint import newest_lines
 
 __all__ = ["METRICS", "MetricsLog", "lines_up_to", "read_metrics"]
 
@@ -55,7 +59,8 @@ class MetricsLog:
     ) -> None:
         path = run_dir / METRICS
         kept = [] if after_step is None else lines_up_to(run_dir, after_step)
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._lines = LineWriter()
+        write_atomically(path, "".join(map(self._lines.line, kept)))
         self._samples = SampleLines(kept)
         self._on_line = on_line
         self._file = path.open("a", encoding="utf-8")
@@ -66,13 +71,18 @@ class MetricsLog:
         """Whether TensorBoard's events are written."""
         return self._board is not None
 
+    def on_disk(self) -> LinesWritten:
+        """Wait until the lines that are written are on the disk, and say which they are."""
+        os.fsync(self._file.fileno())
+        return self._lines.written
+
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line."""
-        line = line_of(kind, step, values)
+        line = self._lines.line({"kind": kind, "step": step, **values})
         self._file.write(line)
         self._file.flush()
         if self._on_line is not None:
-            self._on_line(parse_json(line))
+            self._on_line({key: value for key, value in parse_json(line).items() if key != "sha256"})
         if self._board is not None:
             for name in CURVES.get(kind, ()):
                 self._board.add_scalar(f"{kind}/{name}", values[name], step)
@@ -96,16 +106,18 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """All whole lines of metrics.jsonl; none where there is no file. A torn last line, left by a kill, is passed over.
 
     Raises:
-        TrainingError: another line is not what a run writes.
+        TrainingError: another line is not what the run wrote, or lines are missing that there were when its newest
+            checkpoint was saved.
+        CheckpointError: that checkpoint is damaged.
     """
-    return read_lines(run_dir / METRICS)
+    return read_lines(run_dir / METRICS, beginning=newest_lines(run_dir))
 
 
 def lines_up_to(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """What a run had written when it saved the checkpoint of a step.
 
     Raises:
-        TrainingError: a line is not what a run writes.
+        TrainingError: see :func:`read_metrics`.
     """
     return [line for line in read_metrics(run_dir) if line["step"] <= step]
 

@@ -11,7 +11,9 @@
 | .lock            | held by the process that trains; released when it ends, however |
 """
 
+import errno
 import fcntl
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -55,6 +57,7 @@ __all__ = [
 
 CONFIG, TOKENIZER, LOCK = "config.toml", "tokenizer.json", ".lock"
 CAPTURES = Path("doctor") / "captures"
+NO_LINK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # neither another's file nor a pipe without reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,8 +231,12 @@ def resumable_state(run_dir: Path, config: RunConfig, data: TokenData) -> tuple[
 def _locked(run_dir: Path) -> Iterator[None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / LOCK).open("w")
+        lock = os.fdopen(os.open(run_dir / LOCK, NO_LINK, 0o666), "w")
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise TrainingError(
+                f"{str(run_dir / LOCK)!r} is a symbolic link, which no run makes; remove it, or name another folder"
+            ) from error
         raise TrainingError(
             f"cannot write into the run folder {str(run_dir)!r}: {error.strerror}; choose a folder you may write"
         ) from error

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from octavo.checksums import sealed, unsealed
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.models import Llama, generate
@@ -175,7 +176,10 @@ def _finished_study(folder: Path, config: RunConfig, recipes: Sequence[str], dat
     """The study in the folder, if it is this one."""
     if not (folder / STUDY).exists():
         return None
-    study = Study.from_json((folder / STUDY).read_text(encoding="utf-8"))
+    try:
+        study = Study.from_json((folder / STUDY).read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, DataError) as error:
+        raise DataError(f"{str(folder / STUDY)!r} cannot be read: {error}") from error
     same = (
         tuple(run.recipe for run in study.runs) == tuple(recipes)
         and study.facts.get("content hash") == data.content_hash
@@ -207,7 +211,9 @@ def _measured(
         peak_memory_bytes=result.peak_memory_bytes,
         threads=_threads(run_dir),
     )
-    write_atomically(run_dir / MEASURES, json.dumps({**identity, "run": asdict(measures)}, allow_nan=False) + "\n")
+    write_atomically(
+        run_dir / MEASURES, json.dumps(sealed({**identity, "run": asdict(measures)}), allow_nan=False) + "\n"
+    )
     return measures
 
 
@@ -215,7 +221,7 @@ def _known_measures(path: Path, identity: Mapping[str, object]) -> RunMeasures |
     if not path.exists():
         return None
     try:
-        content = read_object(path)
+        content = unsealed(read_object(path))
         same = all(content[key] == value for key, value in identity.items())
         return run_from_json(content["run"]) if same else None
     except (OSError, KeyError, TypeError, ValueError) as error:

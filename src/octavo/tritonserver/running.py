@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.checksums import SUMS, check_sums
 from octavo.errors import ConfigError, TritonError
 from octavo.tritonserver.environment import Environment
 
@@ -80,6 +81,7 @@ class TritonServer:
 
         Raises:
             ConfigError: the folder is no repository.
+            CheckpointError: a file of a model in it is not the one that was written.
             TritonError: it ended before it was ready, or was not ready in time; says the end of its log.
         """
         models = repository / MODELS
@@ -88,6 +90,8 @@ class TritonServer:
                 f"{str(repository)!r} is no repository for Triton, which has a folder {MODELS!r}; "
                 "octavo export MODEL --format triton --out REPO"
             )
+        for sums in sorted(models.rglob(SUMS)):
+            check_sums(sums.parent)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*map(str, _command(models, environment, ports))],

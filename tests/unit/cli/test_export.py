@@ -105,6 +105,16 @@ def test_import_says_what_is_there(octavo, folder):
     record = json.loads(octavo("import", folder, "--json").stdout)
     assert record["format"] == "compressed-tensors"
     assert len(record["layers"]) == 14
+    assert record["checksums"] is True
+    assert "every file is the one that was written (octavo.sha256)" in result.stdout
+
+
+def test_import_says_that_it_sees_no_flipped_bit_where_there_are_no_checksums(octavo, folder, tmp_path):
+    foreign = shutil.copytree(folder, tmp_path / "foreign", ignore=shutil.ignore_patterns("octavo.sha256"))
+    result = octavo("import", foreign)
+    assert result.exit_code == 0, result.output
+    assert "no checksums (octavo.sha256), so a bit that was flipped in codes cannot be seen" in result.stdout
+    assert json.loads(octavo("import", foreign, "--json").stdout)["checksums"] is False
 
 
 def test_a_format_for_import_to_write_nowhere(octavo, folder):
@@ -144,7 +154,7 @@ def test_import_writes_the_same_codes(octavo, folder, tmp_path):
 @pytest.mark.parametrize("method", [None, "foo"])
 def test_import_quantizes_nothing(octavo, folder, tmp_path, method):
     copied = tmp_path / "copied"
-    shutil.copytree(folder, copied)
+    shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("octavo.sha256"))
     record = json.loads((copied / "config.json").read_text())
     record["quantization_config"] = method and {"quant_method": method}
     (copied / "config.json").write_text(json.dumps(record))
@@ -271,7 +281,7 @@ def test_a_folder_in_use_is_refused_before_any_work(octavo, tmp_path):
 @pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN"])
 def test_a_configuration_with_a_number_that_json_has_not(octavo, folder, tmp_path, *, number):
     """Python's reader lets them pass; transformers writes some, such as a time_step_limit."""
-    shutil.copytree(folder, tmp_path / "copied")
+    shutil.copytree(folder, tmp_path / "copied", ignore=shutil.ignore_patterns("octavo.sha256"))
     config = tmp_path / "copied" / "config.json"
     config.write_text(config.read_text().replace("{", f'{{"time_step_limit": [0.0, {number}],', 1))
     result = octavo("import", tmp_path / "copied", "--out", tmp_path / "new" / "out")
@@ -287,4 +297,6 @@ def test_import_of_what_is_damaged(octavo, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1])
     result = octavo("import", tmp_path / "m")
     assert result.exit_code == 2
-    assert "cannot be read" in result.stderr
+    assert f"'{weights}' is damaged or was edited" in result.stderr
+    (tmp_path / "m" / "octavo.sha256").unlink()
+    assert "cannot be read" in octavo("import", tmp_path / "m").stderr

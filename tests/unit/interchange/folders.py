@@ -10,6 +10,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
+from octavo.checksums import SUMS
 from octavo.export.agreement import Agreement
 from octavo.export.writing import Saved, save_quantized
 from octavo.language_model import LanguageModel
@@ -70,14 +71,16 @@ def written(folder: Path, name: str) -> LanguageModel:
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Rewrite model.safetensors."""
+    """Rewrite model.safetensors, as a tool would that writes no checksums."""
+    (folder / SUMS).unlink(missing_ok=True)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
 def change_config(folder: Path, change: Callable[[dict], object]) -> None:
-    """Rewrite quantization_config."""
+    """Rewrite quantization_config, as a tool would that writes no checksums."""
+    (folder / SUMS).unlink(missing_ok=True)
     record = json.loads((folder / "config.json").read_text())
     change(record["quantization_config"])
     (folder / "config.json").write_text(json.dumps(record))

@@ -1,4 +1,6 @@
 import json
+import random
+import shutil
 from typing import Any
 
 import ml_dtypes
@@ -8,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from octavo.checksums import SUMS
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export.writing import DTYPES, save_quantized
 from octavo.interchange import load_quantized
@@ -42,11 +45,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def broken(folders, tmp_path):
-    """A copy to break."""
-    import shutil
+    """A copy to break; without checksums, which would see it first, as another tool writes it."""
 
     def copy(kind):
-        shutil.copytree(folders / kind, tmp_path / kind)
+        shutil.copytree(folders / kind, tmp_path / kind, ignore=shutil.ignore_patterns(SUMS))
         return tmp_path / kind
 
     return copy
@@ -464,3 +466,32 @@ def test_written_again_nothing_is_narrowed(tmp_path, dtype):
     assert load_quantized(tmp_path / "m").dtype == DTYPES[dtype]
     change_tensors(tmp_path / "m", lambda tensors: tensors.update({NORM: tensors[NORM].float()}))
     assert load_quantized(tmp_path / "m").dtype == torch.float32
+
+
+def flip(file, bit):
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_flipped_bit_of_an_exported_folder_is_refused(folders, tmp_path, kind):
+    """Of codes too, of which each is a number like any other."""
+    folder = shutil.copytree(folders / kind, tmp_path / "m")
+    file = folder / "model.safetensors"
+    for bit in random.Random(0).sample(range(8 * file.stat().st_size), 60):
+        flip(file, bit)
+        with pytest.raises(CheckpointError, match=rf"{file}' is damaged or was edited"):
+            load_quantized(folder)
+        flip(file, bit)
+    load_quantized(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_changed_file_beside_the_weights_is_refused_until_its_owner_says_so(folders, tmp_path, name):
+    folder = shutil.copytree(folders / KINDS[0], tmp_path / "m")
+    (folder / name).write_text((folder / name).read_text() + "\n")
+    with pytest.raises(CheckpointError, match=rf"{name}' is damaged or was edited.*remove octavo.sha256"):
+        load_language_model(folder)
+    (folder / SUMS).unlink()
+    load_language_model(folder)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo.checksums import SUMS
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export import save_quantized
 from octavo.export.sources import Source
@@ -174,7 +175,7 @@ def widened(tensors):
     ],
 )
 def test_a_damaged_table_is_refused(folder, tmp_path, fault, words):
-    broken = shutil.copytree(folder, tmp_path / "broken")
+    broken = shutil.copytree(folder, tmp_path / "broken", ignore=shutil.ignore_patterns(SUMS))
     tensors = load_file(broken / "model.safetensors")
     fault(tensors)
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
@@ -184,7 +185,7 @@ def test_a_damaged_table_is_refused(folder, tmp_path, fault, words):
 
 @pytest.mark.parametrize("named", [[], ["model.layers.0"], ["model.norm"]])
 def test_a_configuration_and_its_tables_agree(folder, tmp_path, named):
-    broken = shutil.copytree(folder, tmp_path / "broken")
+    broken = shutil.copytree(folder, tmp_path / "broken", ignore=shutil.ignore_patterns(SUMS))
     record = json.loads((broken / "config.json").read_text())
     record["quantization_config"]["tables"] = named
     (broken / "config.json").write_text(json.dumps(record))

@@ -2,12 +2,15 @@
 
 import json
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import octavo
+from octavo.checksums import sealed, unsealed
+from octavo.doctor.lines import LinesWritten
 from octavo.errors import CheckpointError
 from octavo.models import Llama
 from octavo.training.checkpoint import (
@@ -202,9 +205,9 @@ def test_a_forged_file_that_is_missing_a_tensor(saved):
     tensors = load_file(path / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors")
-    raw = json.loads((path / "state.json").read_text())
+    raw = unsealed(json.loads((path / "state.json").read_text()))
     raw["files"]["model.safetensors"] = _fingerprint(path / "model.safetensors")
-    (path / "state.json").write_text(json.dumps(raw))
+    (path / "state.json").write_text(json.dumps(sealed(raw)))
     with pytest.raises(CheckpointError, match=r"has no tensor 'lm_head.weight'"):
         load_model(path, build()[0])
 
@@ -219,6 +222,30 @@ def test_a_state_of_another_type_is_refused(tmp_path):
     model, optimizer = build()
     path = save_checkpoint(tmp_path, state(), model=model, optimizer=optimizer)
     content = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps({**content, "step": "six"}))
+    (path / "state.json").write_text(json.dumps(sealed({**unsealed(content), "step": "six"})))
     with pytest.raises(CheckpointError, match="step = 'six'"):
         read_state(path)
+
+
+@pytest.mark.parametrize("key", ["step", "data_hash", "generators", "files", "metrics"])
+def test_a_changed_value_of_the_state_is_refused(tmp_path, key):
+    model, optimizer = build()
+    saved = replace(state(), metrics=LinesWritten(lines=3, sha256="0123456789abcdef"))
+    path = save_checkpoint(tmp_path, saved, model=model, optimizer=optimizer)
+    assert read_state(path) == saved
+    file = path / "state.json"
+    text = file.read_text()
+    place = text.index(f'"{key}"') + len(key) + 4
+    digit = next(index for index in range(place, len(text)) if text[index].isdigit())
+    file.write_text(text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :])
+    with pytest.raises(CheckpointError, match=r"state\.json' is damaged: a value in it was changed"):
+        read_state(path)
+
+
+def test_a_state_without_a_sum_is_an_older_one_and_read(tmp_path):
+    model, optimizer = build()
+    path = save_checkpoint(tmp_path, state(), model=model, optimizer=optimizer)
+    content = unsealed(json.loads((path / "state.json").read_text()))
+    del content["metrics"]
+    (path / "state.json").write_text(json.dumps(content))
+    assert read_state(path) == state()

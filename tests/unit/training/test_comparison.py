@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from octavo.checksums import unsealed
 from octavo.errors import DataError
 from octavo.training.comparison import Study, paired_gap, steps_to, value_at
 from tests.unit.training.synthetic_study import run, study
@@ -72,8 +73,17 @@ def test_a_damaged_file_is_named(text):
         Study.from_json(text)
 
 
+@pytest.mark.parametrize("key", ["window_nats", "tokens_per_second", "unigram_nats", "validation_curve"])
+def test_a_changed_number_is_refused(key):
+    text = study().to_json()
+    place = text.index(f'"{key}"')
+    digit = next(index for index in range(place, len(text)) if text[index].isdigit())
+    with pytest.raises(DataError, match=r"a value in it was changed.*run the study again"):
+        Study.from_json(text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :])
+
+
 def test_a_study_of_before_threads_were_recorded_is_read():
-    fields = json.loads(study().to_json())
+    fields = unsealed(json.loads(study().to_json()))
     for each in fields["runs"]:
         del each["threads"]
     assert [run.threads for run in Study.from_json(json.dumps(fields)).runs] == [()] * 3

@@ -1,8 +1,10 @@
 """The loop against the same training written out plainly, and its refusals."""
 
 import dataclasses
+import json
 import math
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -348,3 +350,48 @@ def test_another_error_keeps_its_name_and_leaves_no_run(data, tmp_path, monkeypa
     with pytest.raises(RuntimeError, match="a defect"):
         train(tiny_config(), tmp_path / "run", data=data)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("to", ["a file", "nothing"])
+def test_a_lock_that_is_a_link_is_not_opened(tmp_path, data, to):
+    run, thesis = tmp_path / "run", tmp_path / "thesis.txt"
+    run.mkdir()
+    (run / ".lock").symlink_to(thesis)
+    if to == "a file":
+        thesis.write_text("three years")
+    with pytest.raises(TrainingError, match=r"run/\.lock' is a symbolic link.*remove it"):
+        train(tiny_config(), run, data=data)
+    assert thesis.exists() == (to == "a file")
+    assert to == "nothing" or thesis.read_text() == "three years"
+    assert [path.name for path in run.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5])
+def test_a_run_whose_numbers_were_cut_is_not_resumed(tmp_path, data, kept):
+    """It would go on with steps missing, and nothing would say so."""
+    config = tiny_config(steps=4)
+    train(config, tmp_path / "run", data=data)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:kept]))
+    with pytest.raises(TrainingError, match=f"has {kept} lines, and not the {len(lines)} that it had"):
+        train(config, tmp_path / "run", data=data, resume=True)
+    assert metrics.read_text() == "".join(lines[:kept])
+    metrics.write_text("".join(lines))
+    train(config, tmp_path / "run", data=data, resume=True)
+    assert metrics.read_text() == "".join(lines)
+
+
+def test_a_run_of_before_sums_is_resumed_and_has_them_from_then_on(tmp_path, data):
+    config = tiny_config(steps=4, checkpoint_interval=2)
+    train(config, tmp_path / "new", data=data)
+    train(config, tmp_path / "old", data=data)
+    shutil.rmtree(tmp_path / "old" / "checkpoints" / "step-000004")
+    metrics, state = tmp_path / "old" / "metrics.jsonl", tmp_path / "old" / "checkpoints" / "step-000002" / "state.json"
+    raw = json.loads(state.read_text())
+    state.write_text(json.dumps({key: value for key, value in raw.items() if key not in ("sha256", "metrics")}))
+    older = [json.loads(line) for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "sha256"}) + "\n" for line in older))
+    train(config, tmp_path / "old", data=data, resume=True)
+    assert all('"sha256"' in line for line in metrics.read_text().splitlines())
+    assert comparable(read_metrics(tmp_path / "old")) == comparable(read_metrics(tmp_path / "new"))

@@ -201,3 +201,28 @@ def test_every_phase_has_the_threads_that_were_asked_for(data, config, tmp_path,
     run_study(config.with_training(threads=1), tmp_path, data=data, recipes=("fp32",), on_phase=look)
     assert seen == dict.fromkeys(("train fp32", "evaluate fp32", "gradient noise", "generate"), 1)
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("name", ["study.json", "fp32/measures.json"])
+def test_a_changed_number_is_not_reported(finished, data, config, tmp_path, name):
+    folder = shutil.copytree(finished[0], tmp_path / "study")
+    if name != "study.json":
+        (folder / "study.json").unlink()
+    file = folder / name
+    text = file.read_text()
+    place = text.index('"window_nats"')
+    digit = next(index for index in range(place, len(text)) if text[index].isdigit())
+    file.write_text(text[:digit] + str(int(text[digit]) - 1) + text[digit + 1 :])
+    with pytest.raises(DataError, match=rf"{file}' .*a value in it was changed.*delete it and run the study again"):
+        run_study(config, folder, data=data)
+
+
+@pytest.mark.parametrize("name", ["study.json", "fp32/measures.json"])
+def test_a_file_without_a_sum_is_an_older_one_and_read(finished, data, config, tmp_path, name):
+    folder = shutil.copytree(finished[0], tmp_path / "study")
+    fields = json.loads((folder / name).read_text())
+    del fields["sha256"]
+    (folder / name).write_text(json.dumps(fields))
+    if name != "study.json":
+        (folder / "study.json").unlink()
+    assert run_study(config, folder, data=data).runs == finished[1].runs

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.errors import ConfigError, TritonError
+from octavo.checksums import write_sums
+from octavo.errors import CheckpointError, ConfigError, TritonError
 from octavo.server import Address
 from octavo.tritonserver.environment import Environment
 from octavo.tritonserver.running import Ports, TritonServer
@@ -133,5 +134,16 @@ def _runs(pid):
 
 def test_a_folder_without_models_is_refused(start, tmp_path):
     with pytest.raises(ConfigError, match="is no repository for Triton"), start("serves", repository=tmp_path):
+        pass
+    assert not (tmp_path / "log").exists(), "nothing was started"
+
+
+def test_a_model_that_was_changed_is_not_served(start, tmp_path):
+    model = tmp_path / "repository" / "models" / "onnx" / "1"
+    model.mkdir(parents=True)
+    (model / "model.onnx").write_bytes(b"weights")
+    write_sums(model)
+    (model / "model.onnx").write_bytes(b"weighty")
+    with pytest.raises(CheckpointError, match=r"model\.onnx' is damaged or was edited"), start("serves"):
         pass
     assert not (tmp_path / "log").exists(), "nothing was started"

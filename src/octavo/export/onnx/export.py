@@ -7,6 +7,7 @@
 | tokenizer.json    | of a language model                                                                        |
 | report.json       | the layers, bytes and checks (:class:`OnnxReport`)                                         |
 | tensorrt scripts  | where asked for (``tensorrt.py``)                                                          |
+| octavo.sha256     | the SHA-256 of all of them (``octavo.checksums``)                                          |
 
 The folder is there when every check has passed, and not before.
 """
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from octavo.checksums import SUMS, write_sums
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export.agreement import relative_error
 from octavo.export.onnx.agreement import MOST_LAYER_ERROR, coarsest_dtype, layer_errors, lockstep_errors
@@ -139,6 +141,7 @@ def export_onnx(
                 model.tokenizer.save(str(temporary / TOKENIZER))
             report = replace(report, folder=folder, files=_names(temporary))
             (temporary / REPORT).write_text(json.dumps(report.to_record(), indent=2) + "\n", encoding="utf-8")
+            write_sums(temporary)
     return report
 
 
@@ -298,4 +301,4 @@ def _for_tensorrt(folder: Path, ranges: tuple[ShapeRange, ...], calibration: "Ca
 
 
 def _names(folder: Path) -> tuple[str, ...]:
-    return (*sorted(path.name for path in folder.iterdir()), REPORT)
+    return (*sorted(path.name for path in folder.iterdir()), REPORT, SUMS)

@@ -32,6 +32,7 @@ from octavo.quantization.calibration.result import (
     check_holds_no_codes,
     linear_shapes,
     shape_hash,
+    weights_hash,
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod, quantized_weight
 from octavo.recipes import CastSpec, Recipe
@@ -132,6 +133,7 @@ def calibrate(
         left_out=left_out | {path: NEVER_REACHED for path in layers if path not in reached},
         shapes=linear_shapes(module),
         model_hash=shape_hash(module),
+        weights_hash=weights_hash(module),
         seen=SeenData(batches=seen.batches, samples=seen.samples, tokens=seen.tokens, source=source, split=split),
         octavo_version=own_version(),
     )

@@ -4,7 +4,7 @@
 |-----------------------|-----------------------------------------------------------------------------------|
 | recipe.toml           | the static recipe (``octavo.recipes.from_toml``)                                  |
 | scales.safetensors    | float32, decode scales; keys as those of ``octavo.scaling_state``                 |
-| calibration.json      | what was seen, health, groups, shapes; the SHA-256 of both others                 |
+| calibration.json      | what was seen, health, groups, shapes; the SHA-256 of both others and of itself   |
 
 The folder is written beside its place under a hidden name, synced, and renamed: what has its name is whole, an older
 calibration or the new one. One without a calibration.json of this kind, or with another one's files, is not read. One
@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo.checksums import sealed, unsealed
 from octavo.errors import CheckpointError, DataError
 from octavo.files import check_folder, check_may_write, replacing_folder
 from octavo.parsing import parse_tensors, read_object
@@ -49,7 +50,7 @@ def write_folder(folder: Path, recipe: str, scales: dict[str, Tensor], record: d
     check_own_folder(folder)
     contents = {RECIPE: recipe.encode(), SCALES: save(scales)}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    text = json.dumps({"format": FORMAT, "files": hashes, **record}, indent=2, allow_nan=False)
+    text = json.dumps(sealed({"format": FORMAT, "files": hashes, **record}), indent=2, allow_nan=False)
     with replacing_folder(folder, is_own=_holds_calibration) as temporary:
         for name, content in contents.items():
             (temporary / name).write_bytes(content)
@@ -69,6 +70,7 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
             "wrote"
         )
     try:
+        record = unsealed(record)
         contents = {name: (folder / name).read_bytes() for name in (RECIPE, SCALES)}
         for name, content in contents.items():
             if hashlib.sha256(content).hexdigest() != record["files"][name]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.convert import ConversionReport, convert, hold_weights, read_by_others
@@ -42,6 +43,7 @@ __all__ = [
     "linear_shapes",
     "load_calibration",
     "shape_hash",
+    "weights_hash",
 ]
 
 NEVER_REACHED = "no batch reached it"
@@ -88,6 +90,8 @@ class Calibration:
         left_out: path of every other linear layer, and why it stays as it is.
         shapes: [N, K] of the model's linear layers, calibrated or not, by path.
         model_hash: of the names and shapes of all the model's parameters.
+        weights_hash: of the values of all the model's parameters (:func:`weights_hash`); empty in a calibration that an
+            octavo before 2026-11-24 wrote.
         seen: the data.
         octavo_version: that made it.
     """
@@ -104,6 +108,7 @@ class Calibration:
     left_out: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, int]]
     model_hash: str
+    weights_hash: str
     seen: SeenData
     octavo_version: str
 
@@ -119,8 +124,7 @@ class Calibration:
             Which layers were converted, and why others stay as they are.
 
         Raises:
-            CheckpointError: the scales were made for another model, or searched for other weights; it is unchanged
-                then.
+            CheckpointError: the scales were made for another model or other weights; it is unchanged then.
             ConfigError: ``hold_weights=False`` with searched weight scales, such scales of a weight that something else
                 reads too, or a layer that holds codes already.
         """
@@ -129,6 +133,7 @@ class Calibration:
         searched = self.weight_method is not WeightMethod.MAX
         if searched:
             check_can_hold(module, self.input_scales)
+        if searched and not self.weights_hash:
             self._check_weights(module)
         if searched and hold_weights is False:
             raise ConfigError(
@@ -148,7 +153,7 @@ class Calibration:
         """:attr:`key_means`, for ``octavo.serving.ModelRunner`` of the model they were found for.
 
         Raises:
-            CheckpointError: they were found for another model.
+            CheckpointError: they were found for another model or other weights.
             ConfigError: there are none.
         """
         self.check_fit(module_of(model))
@@ -157,7 +162,7 @@ class Calibration:
         return self.key_means
 
     def check_fit(self, module: nn.Module) -> None:
-        """Raise unless the scales were made for a model of these names and shapes, which holds no codes."""
+        """Raise unless the scales were made for a model of these names, shapes and weights, which holds no codes."""
         shapes = linear_shapes(module)
         missing, extra = sorted(self.shapes.keys() - shapes.keys()), sorted(shapes.keys() - self.shapes.keys())
         if missing or extra:
@@ -177,6 +182,11 @@ class Calibration:
                 "parameters are not; calibrate this model"
             )
         check_holds_no_codes(module, self.input_scales)
+        if self.weights_hash and weights_hash(module) != self.weights_hash:
+            raise CheckpointError(
+                "this calibration is of other weights of the same shape, such as another run's or an earlier step's; "
+                "calibrate this model"
+            )
 
     def _check_weights(self, module: nn.Module) -> None:
         """Raise where searched scales do not serve the weights, which may have been trained since, or be another's.
@@ -218,7 +228,7 @@ class Calibration:
 
     def to_record(self) -> dict[str, Any]:
         """All but the recipe and the scales, as JSON has it."""
-        plain = ("groups", "left_out", "shapes", "model_hash", "octavo_version")
+        plain = ("groups", "left_out", "shapes", "model_hash", "weights_hash", "octavo_version")
         return {
             **{name: getattr(self, name) for name in plain},
             "seen": asdict(self.seen),
@@ -261,6 +271,7 @@ def load_calibration(folder: str | Path) -> Calibration:
             left_out=record["left_out"],
             shapes={path: (n, k) for path, (n, k) in record["shapes"].items()},
             model_hash=record["model_hash"],
+            weights_hash=record.get("weights_hash", ""),
             seen=SeenData(**record["seen"]),
             octavo_version=record["octavo_version"],
         )
@@ -312,6 +323,20 @@ def shape_hash(module: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(module.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
+    return digest.hexdigest()
+
+
+def weights_hash(module: nn.Module) -> str:
+    """SHA-256 over the names, shapes and BF16 values of a model's parameters, by name; 64 hexadecimal digits.
+
+    BF16, in little-endian order, so that a model has one hash in FP32 and cast to BF16, and from every file that holds
+    the same weights under the same names: a run, a Hugging Face folder, a .gguf file whose types lose nothing.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)}\n".encode())
+        values = parameter.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        digest.update(values.view(torch.int16).numpy())
     return digest.hexdigest()
 
 

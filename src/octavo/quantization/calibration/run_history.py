@@ -24,6 +24,7 @@ from octavo.quantization.calibration.result import (
     check_can_hold,
     linear_shapes,
     shape_hash,
+    weights_hash,
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod
 from octavo.recipes.specs import check_member
@@ -84,6 +85,7 @@ def calibration_from_run(
         left_out={path: _why_not(layers.get(path)) for path in shapes if path not in amaxes},
         shapes=shapes,
         model_hash=shape_hash(run.model),
+        weights_hash=weights_hash(run.model),
         seen=SeenData(source=run.config.data.source, split=Split.TRAIN, run=f"{run_dir}, step {run.step}"),
         octavo_version=own_version(),
     )

@@ -9,6 +9,7 @@
 | scales.safetensors                    | ``octavo.scaling_state``: the static inputs' scales                 |
 | metrics.jsonl                         | a line for each step and each evaluation                            |
 | qat.json                              | the converted layers, the settings, the model's and text's sources  |
+| octavo.sha256                         | the SHA-256 of all of them (:mod:`octavo.checksums`)                |
 
 The folder is written beside its place under a hidden name, synced, and renamed: it is whole or not there.
 """
@@ -22,6 +23,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from octavo import recipes
+from octavo.checksums import check_sums, write_sums
 from octavo.convert import convert
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.files import replacing_folder
@@ -103,6 +105,7 @@ def _write(folder: Path, result: QATResult, text: dict[str, str]) -> None:
         "settings": _plain(result.settings),
     }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
+    write_sums(folder)
 
 
 def _lines(result: QATResult) -> Iterator[dict[str, Any]]:
@@ -131,6 +134,7 @@ def _read_mark(path: Path) -> dict[str, Any]:
 
 
 def _read_llama(folder: Path) -> LanguageModel:
+    check_sums(folder)
     model = read_llama(folder)
     tokenizer = read_tokenizer(folder)
     return LanguageModel(model=model, tokenizer=tokenizer, context=model.config.max_positions, source=str(folder))

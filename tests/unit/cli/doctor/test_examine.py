@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import shlex
 import shutil
 
@@ -17,8 +18,11 @@ from octavo.training.run_folder import CAPTURES
 
 @pytest.fixture
 def run(finished_run, tmp_path):
-    """A copy to break."""
-    return shutil.copytree(finished_run, tmp_path / "run")
+    """A copy to break: as an octavo wrote it that knew no checksums, so that what breaks is not seen by them."""
+    copy = shutil.copytree(finished_run, tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    (copy / "metrics.jsonl").write_text("".join(re.sub(', "sha256": "[^"]*"}$', "}\n", line) for line in lines))
+    return copy
 
 
 def refusal(octavo, *arguments) -> str:
@@ -320,6 +324,7 @@ def test_a_run_before_its_fp8_phase_is_not_called_healthy(octavo, setting, tmp_p
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     second = next(index for index, line in enumerate(lines) if '"kind": "step", "step": 2' in line)
     (run / "metrics.jsonl").write_text("".join(lines[: second + 1]))
+    shutil.rmtree(run / "checkpoints")  # it has saved none at step 2
     result = octavo("doctor", run)
     assert result.exit_code == 0
     assert result.stdout.strip() == (
@@ -473,3 +478,24 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_computed(oc
     monkeypatch.setattr("octavo.cli.doctor.examine.diagnose", None)
     assert "--html: there is no folder" in refusal(octavo, run, "--html", tmp_path / "no" / "page.html")
     assert "is a folder" in refusal(octavo, run, "--apply", tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "state"])
+def test_numbers_that_were_changed_are_not_diagnosed(octavo, finished_run, tmp_path, damage):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    match damage:
+        case "changed":
+            metrics.write_text("".join(lines).replace('"loss": ', '"loss": 1', 1))
+            assert f"line 2 of '{metrics}' is not the one that was written there" in refusal(octavo, run)
+        case "cut":
+            metrics.write_text("".join(lines[:-1]))
+            assert f"'{metrics}' has {len(lines) - 1} lines, and not the {len(lines)}" in refusal(octavo, run)
+        case "gone":
+            metrics.write_text("")
+            assert "has 0 lines, and not the" in refusal(octavo, run)
+        case "state":
+            state = run / "checkpoints" / "step-000004" / "state.json"
+            state.write_text(state.read_text().replace('"step": 4', '"step": 3'))
+            assert f"'{state}' is damaged: a value in it was changed" in refusal(octavo, run)

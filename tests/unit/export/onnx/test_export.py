@@ -153,7 +153,7 @@ def test_the_report_is_written(exported):
     _, report = exported
     record = json.loads((report.folder / "report.json").read_text())
     assert record["fp8_layers"] == 3
-    assert record["files"] == ["model.onnx", "report.json"]
+    assert record["files"] == ["model.onnx", "report.json", "octavo.sha256"]
     assert 0 < record["bytes"]["fp8_share"] < 1
 
 
@@ -161,6 +161,7 @@ def test_a_decoder_with_everything(decoder):
     _, report = decoder
     assert report.files == (
         "benchmark.sh", "build.sh", "build_engine.py", "model.onnx", "model.onnx.data", "tokenizer.json", "report.json",
+        "octavo.sha256",
     )  # fmt: skip
     assert all((report.folder / name).is_file() for name in report.files)
     assert (report.folder / "model.onnx").stat().st_size < (report.folder / "model.onnx.data").stat().st_size

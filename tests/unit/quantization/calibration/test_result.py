@@ -1,5 +1,7 @@
+import hashlib
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ from torch import nn
 
 import octavo
 from octavo.errors import CheckpointError, ConfigError
+from octavo.models import Llama
 from octavo.quantization import calibrate, load_calibration
+from octavo.quantization.calibration.result import weights_hash
 from tests.unit.quantization.calibration.test_calibrate import mlp, mlp_batches
-from tests.unit.quantization.calibration.test_observing import llama, token_batches
+from tests.unit.quantization.calibration.test_observing import SHAPE, llama, token_batches
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +161,57 @@ def test_a_file_beside_a_calibration_is_somebodys(found, tmp_path):
     with pytest.raises(ConfigError, match="holds other files"):
         found.save(tmp_path / "out")
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def other_weights():
+    """The same shape, of another run."""
+    return replace(llama(), model=Llama(SHAPE, seed=2).eval())
+
+
+@pytest.mark.parametrize("method", ["max", "mse"])
+def test_a_calibration_is_refused_by_the_weights_of_another_run(tmp_path, method):
+    calibrate(llama(), token_batches(), kv_cache=True, weight_method=method).save(tmp_path)
+    loaded = load_calibration(tmp_path)
+    other = other_weights()
+    with pytest.raises(CheckpointError, match=r"is of other weights .* calibrate this model"):
+        loaded.apply(other)
+    with pytest.raises(CheckpointError, match="is of other weights"):
+        loaded.means_of_keys(other)
+    assert not any(isinstance(layer, octavo.nn.Linear) for layer in other.model.modules())
+    loaded.apply(llama())
+
+
+def test_one_changed_weight_is_another_model(tmp_path):
+    calibration = calibrate(llama(), token_batches())
+    model = llama()
+    with torch.no_grad():
+        model.model.model.embed_tokens.weight[3, 5] *= 1.01
+    with pytest.raises(CheckpointError, match="is of other weights"):
+        calibration.apply(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_in_another_dtype_are_the_same_weights(dtype):
+    calibration = calibrate(llama(), token_batches())
+    model = llama()
+    model.model.to(dtype)
+    assert calibration.apply(model).converted
+
+
+def test_an_older_calibration_knows_no_weights_and_is_taken(tmp_path):
+    calibrate(llama(), token_batches()).save(tmp_path)
+    record = json.loads((tmp_path / "calibration.json").read_text())
+    del record["weights_hash"]
+    record.pop("sha256", None)
+    (tmp_path / "calibration.json").write_text(json.dumps(record))
+    assert load_calibration(tmp_path).apply(other_weights()).converted
+
+
+def test_the_hash_of_weights_is_that_of_their_bf16_bytes_by_name():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1))
+    digest = hashlib.sha256()
+    for name in ("0.weight", "1.bias", "1.weight"):
+        parameter = model.get_parameter(name).detach()
+        digest.update(f"{name} {list(parameter.shape)}\n".encode())
+        digest.update(parameter.bfloat16().view(torch.int16).numpy().tobytes())
+    assert weights_hash(model) == digest.hexdigest()

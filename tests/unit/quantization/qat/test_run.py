@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
+from octavo.checksums import SUMS
 from octavo.errors import CheckpointError, ConfigError
 from octavo.files import claimed_folder
 from octavo.language_model import LanguageModel, load_language_model
@@ -301,6 +303,7 @@ def saved(result, tmp_path) -> Path:
     ],
 )
 def test_a_damaged_folder_is_refused(saved, name, content, words):
+    (saved / SUMS).unlink()  # it would see each
     (saved / name).unlink()
     if content is not None:
         (saved / name).write_text(content)
@@ -308,7 +311,29 @@ def test_a_damaged_folder_is_refused(saved, name, content, words):
         load_qat(saved)
 
 
+@pytest.mark.parametrize("load", [load_qat, load_language_model])
+def test_every_flipped_bit_of_the_weights_is_refused(saved, load):
+    file = saved / "model.safetensors"
+    whole = file.read_bytes()
+    for bit in random.Random(0).sample(range(8 * len(whole)), 60):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=rf"{file}' is damaged or was edited"):
+            load(saved)
+    file.write_bytes(whole)
+    load(saved)
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "scales.safetensors", "metrics.jsonl"])
+def test_a_changed_file_beside_the_weights_is_refused(saved, name):
+    (saved / name).write_bytes((saved / name).read_bytes() + b"\n")
+    with pytest.raises(CheckpointError, match=rf"{name}' is damaged or was edited"):
+        load_qat(saved)
+
+
 def test_layers_or_scales_of_another_model_are_refused(saved):
+    (saved / SUMS).unlink()
     mark = json.loads((saved / "qat.json").read_text())
     (saved / "qat.json").write_text(json.dumps(mark | {"layers": [*mark["layers"], "model.layers.7.mlp.up_proj"]}))
     with pytest.raises(CheckpointError, match=r"has no layer 'model\.layers\.7"):
@@ -319,6 +344,7 @@ def test_layers_or_scales_of_another_model_are_refused(saved):
 
 
 def test_weights_of_another_shape_are_refused(saved):
+    (saved / SUMS).unlink()
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(CheckpointError, match="not those of the shape"):

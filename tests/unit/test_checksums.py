@@ -1,0 +1,89 @@
+"""Sums of what is written: what they see, and that other programs read them."""
+
+import hashlib
+import json
+import subprocess
+
+import pytest
+
+from octavo.checksums import SUMS, check_sums, sealed, unsealed, write_sums
+from octavo.errors import CheckpointError, DataError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)))
+    (tmp_path / "deep" / "a name.json").write_text("{}")
+    write_sums(tmp_path)
+    return tmp_path
+
+
+def test_the_list_is_one_of_sha256sum(folder):
+    head, *lines = (folder / SUMS).read_text().splitlines()
+    assert head == "# 2 files; sha256sum -c octavo.sha256"
+    assert lines == [
+        f"{hashlib.sha256(b'{}').hexdigest()}  deep/a name.json",
+        f"{hashlib.sha256(bytes(range(256))).hexdigest()}  model.safetensors",
+    ]
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", SUMS], cwd=folder, check=True)
+    assert check_sums(folder)
+
+
+def test_every_flipped_bit_is_refused_by_the_name_of_its_file(folder):
+    file = folder / "model.safetensors"
+    for bit in range(0, 8 * 256, 37):
+        content = bytearray(range(256))
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors' is damaged or was edited"):
+            check_sums(folder)
+
+
+def test_a_missing_file_is_refused_and_one_more_is_none_of_its_business(folder):
+    (folder / "notes.txt").write_text("mine")
+    assert check_sums(folder)
+    (folder / "deep" / "a name.json").unlink()
+    with pytest.raises(CheckpointError, match=r"deep/a name\.json' cannot be read: No such file"):
+        check_sums(folder)
+
+
+@pytest.mark.parametrize("damage", ["a line less", "no head", "half a line", "empty"])
+def test_a_damaged_list_is_refused(folder, damage):
+    lines = (folder / SUMS).read_text().splitlines(keepends=True)
+    kept = {"a line less": lines[:2], "no head": lines[1:], "half a line": [*lines[:2], lines[2][:50]], "empty": []}
+    (folder / SUMS).write_text("".join(kept[damage]))
+    with pytest.raises(CheckpointError, match=r"octavo\.sha256' is damaged"):
+        check_sums(folder)
+
+
+def test_a_folder_without_a_list_is_not_checked(folder):
+    (folder / SUMS).unlink()
+    (folder / "model.safetensors").write_bytes(b"other")
+    assert not check_sums(folder)
+
+
+RECORD = {"runs": ({"nats": (1 / 3, -0.0, 1e-300, 10**20)},), "threads": {2: None}, "text": "ü\u2028", "yes": True}
+
+
+def test_a_record_survives_its_file_and_its_order():
+    text = json.dumps(sealed(RECORD))
+    read = json.loads(text)
+    assert unsealed(read) == json.loads(json.dumps(RECORD))
+    assert unsealed(dict(reversed(read.items()))).keys() == RECORD.keys()
+
+
+def test_every_changed_digit_of_a_record_is_refused():
+    text = json.dumps(sealed(RECORD))
+    key = text.index('"sha256"')
+    digits = [place for place, letter in enumerate(text) if letter.isdigit() and not key < place < key + 8]
+    for place in digits:
+        changed = json.loads(text[:place] + str(9 - int(text[place])) + text[place + 1 :])
+        if changed == json.loads(text):
+            continue  # beyond the float's last digit
+        with pytest.raises(DataError, match="a value in it was changed"):
+            unsealed(changed)
+
+
+def test_a_record_without_a_sum_is_as_it_is():
+    assert unsealed({"step": 3}) == {"step": 3}
