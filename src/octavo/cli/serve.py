@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from octavo.cli.console import stderr
-from octavo.cli.options import Model, read_api_key
+from octavo.cli.options import Hub, Model, read_api_key
 from octavo.cli.progress import open_display
 from octavo.cli.serve_triton import (
     TRITON_OPTIONS,
@@ -28,6 +28,7 @@ from octavo.cli.serve_triton import (
 )
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, FP32
+from octavo.language_model import located
 from octavo.nn.arguments import check_choice
 from octavo.serving import EngineConfig, ServingRecipe, load_served_model
 
@@ -86,6 +87,7 @@ def serve(
     send_seconds: Annotated[float, _seconds("In which a part of an answer has to be read.")] = 30.0,
     answer_seconds: Annotated[float, _seconds("After which an answer ends.")] = 600.0,
     drain_seconds: Annotated[float, _seconds("For answers to end in after SIGTERM or Ctrl-C.")] = 30.0,
+    hub: Hub = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts, to stderr.")] = False,
     grpc_port: GrpcPort = 8001,
     metrics_port: MetricsPort = 8002,
@@ -133,6 +135,8 @@ def serve(
         on_prompt = _show if log_prompts else _ignore
         with open_display() as display, answer_not_ready(listening, limits=limits):
             display.phase("loading", None)
+            if hub:
+                located(model, hub=True)
             served = load_served_model(model, recipe=recipe, calibration=calibration)
             service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists

@@ -85,13 +85,14 @@ def load_served_model(
         )
     loaded = load_language_model(source)
     model: Any = loaded.model
+    folder = Path(loaded.source)
     own = isinstance(model, Llama)
     return ServedModel(
         runner=_runner(model if own else _as_llama(model, loaded.source), recipe, calibration),
         tokenizer=loaded.tokenizer,
-        end_ids=_ids(_written_end(Path(source)) if own else model.generation_config.eos_token_id, loaded.source),
-        chat_template=_chat_template(Path(source)),
-        template_tokens=_template_tokens(Path(source)),
+        end_ids=_ids(_written_end(folder) if own else model.generation_config.eos_token_id, loaded.source),
+        chat_template=_chat_template(folder),
+        template_tokens=_template_tokens(folder),
     )
 
 
