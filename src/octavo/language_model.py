@@ -15,7 +15,6 @@ All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32:
 weights it was trained to. A folder in FP8 keeps its codes, and computes as its format says.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -11,8 +11,8 @@
 | a data set name of Hugging Face's hub  | one a row, in the data set's own splits                          |
 
 An existing path always wins over a data set of that name, and only a name that could be no path here is looked up:
-OWNER/NAME where OWNER is no folder, or one that begins with "wikitext". Nothing is guessed about encodings: text is UTF-8, and a
-file that is not is refused by name rather than trained on as noise.
+OWNER/NAME where OWNER is no folder, or one that begins with "wikitext". Nothing is guessed about encodings: text is
+UTF-8, and a file that is not is refused by name rather than trained on as noise.
 
 ``divide`` gives every document a split. The built-in corpus divides by file. Other text is first cut into pieces at
 line ends, so that a single file can be held out in part; the pieces whose hashes are lowest are held out until the
