@@ -124,19 +124,20 @@ def logits_of(model: nn.Module, tokens: Tensor, pass_through: KeysAndValues | No
     return logits
 
 
-def load_language_model(source: str | Path, *, device: Device = Device.CPU) -> LanguageModel:
+def load_language_model(source: str | Path, *, device: Device = Device.CPU, hub: bool = False) -> LanguageModel:
     """Read a model.
 
     Args:
         source: see the table above.
         device: where to put it, wherever a run was trained.
+        hub: see :func:`located`.
 
     Raises:
         ConfigError: see :func:`located`; or transformers is needed and not installed.
         CheckpointError: what is there is no language model, or a damaged one.
     """
     target = resolve_device(device)
-    path = located(source)
+    path = located(source, hub=hub)
     loaded = READERS[kind_of(path)](path)
     loaded.model.to(target)
     return loaded

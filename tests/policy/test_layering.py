@@ -8,6 +8,7 @@ ROWS = (
     "errors",
     "files",
     "parsing",
+    "memory",
     "curves",
     "pages",
     "formats",

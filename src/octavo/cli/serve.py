@@ -28,7 +28,6 @@ from octavo.cli.serve_triton import (
 )
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, FP32
-from octavo.language_model import located
 from octavo.nn.arguments import check_choice
 from octavo.serving import EngineConfig, ServingRecipe, load_served_model
 
@@ -135,9 +134,7 @@ def serve(
         on_prompt = _show if log_prompts else _ignore
         with open_display() as display, answer_not_ready(listening, limits=limits):
             display.phase("loading", None)
-            if hub:
-                located(model, hub=True)
-            served = load_served_model(model, recipe=recipe, calibration=calibration)
+            served = load_served_model(model, recipe=recipe, calibration=calibration, hub=hub)
             service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists
         with closing(service):

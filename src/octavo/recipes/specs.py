@@ -35,6 +35,7 @@ class Statistic(StrEnum):
 
 
 _PER_TENSOR = PerTensor()
+MOST_STEPS = 1 << 16  # of a history, which every operand of every layer has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ class History:
     """How delayed scaling turns the amaxes of finished steps into one.
 
     Attributes:
-        length: number of steps kept, 1 or more.
+        length: number of steps kept, 1 to 65,536.
         statistic: what is taken from them.
         update_interval: steps between two changes of the scale, 1 or more.
         backoff: after a step with NaN or ±Inf elements the encode scale becomes this times the last one, instead of
@@ -135,6 +136,8 @@ class History:
 
     def __post_init__(self) -> None:
         _check_whole("a history's length", self.length, least=1)
+        if self.length > MOST_STEPS:
+            raise ConfigError(f"a history's length must be at most {MOST_STEPS:,} steps, not {self.length:,}")
         _check_whole("a history's update_interval", self.update_interval, least=1)
         check_member("a history's statistic", self.statistic, tuple(Statistic))
         check_member("a history's close", self.close, tuple(Close))
