@@ -6,7 +6,10 @@
 | a Hugging Face folder (config.json)            | ``transformers.AutoModelForCausalLM``            |
 | one in FP8 (``octavo export``, and the like)   | ``octavo.load_quantized``                        |
 | a .gguf file of the Llama layout               | ``octavo.models.load_gguf``                      |
-| a model's name on Hugging Face's hub, "org/name" | ``transformers``, which downloads it           |
+| a name on Hugging Face's hub, "org/name"         | as a folder, out of the hub's cache            |
+
+An existing path wins over a name. A network is asked only where :func:`located` is told so (``--hub``): a path with a
+slip is not looked up anywhere. Weights are safetensors or GGUF, never a pickle, and no code of a model is run.
 
 All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32: a run's layers are plain again, with the
 weights it was trained to. A folder in FP8 keeps its codes, and computes as its format says.
@@ -31,15 +34,27 @@ from octavo.models import Llama, load_gguf
 from octavo.training.config import Device
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, has_run, load_run
+from octavo.training.text import HUB_NAME
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["HF_CONFIG", "KeysAndValues", "Kind", "LanguageModel", "kind_of", "load_language_model", "logits_of"]
+__all__ = [
+    "HF_CONFIG",
+    "KeysAndValues",
+    "Kind",
+    "LanguageModel",
+    "kind_of",
+    "load_language_model",
+    "located",
+    "logits_of",
+]
 
 KeysAndValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
-HF_CONFIG = "config.json"
+HF_CONFIG, ADAPTER = "config.json", "adapter_config.json"
 INSTALL = "pip install 'octavo[hf]'"
+FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # of a model's files those that are read
+NOT_FROM_HUB = ("*/*", "consolidated*")  # the same weights again, as other programs name them
 
 
 class Kind(StrEnum):
@@ -110,30 +125,54 @@ def logits_of(model: nn.Module, tokens: Tensor, pass_through: KeysAndValues | No
     return logits
 
 
-def load_language_model(source: str | Path, *, device: Device = Device.CPU) -> LanguageModel:
+def load_language_model(source: str | Path, *, device: Device = Device.CPU, hub: bool = False) -> LanguageModel:
     """Read a model.
 
     Args:
-        source: see the table above; an existing path wins over a name on the hub.
+        source: see the table above.
         device: where to put it, wherever a run was trained.
+        hub: see :func:`located`.
 
     Raises:
-        ConfigError: there is no such path and it is no name, or transformers is needed and not installed.
+        ConfigError: see :func:`located`; or transformers is needed and not installed.
         CheckpointError: what is there is no language model, or a damaged one.
     """
     target = resolve_device(device)
-    loaded = _loaded(source)
+    path = located(source, hub=hub)
+    loaded = READERS[kind_of(path)](path)
     loaded.model.to(target)
     return loaded
 
 
-def _loaded(source: str | Path) -> LanguageModel:
-    """On the CPU."""
-    kind, path = kind_of(source), Path(source)
-    if kind is Kind.HUGGING_FACE:
-        return _from_hugging_face(str(source))
-    read = {Kind.GGUF: _from_gguf, Kind.RUN: _from_run, Kind.QUANTIZED: _from_quantized}
-    return read[kind](path)
+def located(source: str | Path, *, hub: bool = False) -> Path:
+    """Where a model lies: at a path, or in the hub's cache.
+
+    Args:
+        source: a path, or a name on the hub.
+        hub: download a name's files into the cache; without it only those that are there already count.
+
+    Raises:
+        ConfigError: there is no such path, and no model of that name in the cache or on the hub.
+    """
+    path = Path(source)
+    if path.exists() or path.suffix.lower() == ".gguf":
+        return path
+    refused = f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file"
+    if not HUB_NAME.fullmatch(str(source)):
+        raise ConfigError(f"{refused}, or the name of a model on Hugging Face's hub, ORG/NAME")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ConfigError(f"{refused}; a name on Hugging Face's hub needs transformers, {INSTALL}") from error
+    try:
+        folder: str = huggingface_hub.snapshot_download(
+            str(source), local_files_only=not hub, allow_patterns=[*FROM_HUB], ignore_patterns=[*NOT_FROM_HUB]
+        )
+    except Exception as error:  # the hub's, the network's and the disk's errors alike
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        more = f"the hub did not give a model of that name: {reason}" if hub else "--hub downloads a name from the hub"
+        raise ConfigError(f"{refused}; {more}") from error
+    return Path(folder)
 
 
 def kind_of(source: str | Path) -> Kind:
@@ -142,25 +181,20 @@ def kind_of(source: str | Path) -> Kind:
     A Hugging Face folder, of ``octavo qat`` too, may hold files of the names that a run's have; its config.json tells.
 
     Raises:
-        ConfigError: there is no such path and it is no name.
+        ConfigError: see :func:`located`.
         CheckpointError: what is there is no language model.
     """
-    path = Path(source)
+    path = located(source)
     if path.suffix.lower() == ".gguf":
         return Kind.GGUF
     if path.is_dir() and (path / HF_CONFIG).is_file():
         return Kind.QUANTIZED if is_quantized(path) else Kind.HUGGING_FACE
     if has_run(path):
         return Kind.RUN
-    if path.exists():
-        raise CheckpointError(
-            f"{str(source)!r} is no model; give a run's folder (it has a {CONFIG}), a Hugging Face folder (it has a "
-            f"{HF_CONFIG}) or a .gguf file"
-        )
-    is_name = str(source).count("/") == 1 and not str(source).startswith((".", "/", "~"))
-    if is_name and not path.parent.is_dir():  # a folder of that name is here: its owner is no hub's
-        return Kind.HUGGING_FACE
-    raise ConfigError(f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file")
+    raise CheckpointError(
+        f"{str(path)!r} is no model; give a run's folder (it has a {CONFIG}), a Hugging Face folder (it has a "
+        f"{HF_CONFIG}) or a .gguf file"
+    )
 
 
 def _from_gguf(path: Path) -> LanguageModel:
@@ -189,21 +223,26 @@ def _from_quantized(path: Path) -> LanguageModel:
     return LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(path))
 
 
-def _from_hugging_face(source: str) -> LanguageModel:
+def _from_hugging_face(path: Path) -> LanguageModel:
+    source = str(path)
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ConfigError(f"{source!r} is read with transformers, which is not installed; {INSTALL}") from error
-    check_sums(Path(source))
-    check_no_codes(Path(source))
+    check_sums(path)
+    if (path / ADAPTER).is_file():
+        raise CheckpointError(f"{source!r} holds an adapter ({ADAPTER}), whose model may lie elsewhere; merge the two")
+    check_no_codes(path)
+    at_hand: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    weights: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        read: Any = AutoModelForCausalLM.from_pretrained(source, **weights, **at_hand)
         model, report = read
     except Exception as error:  # transformers and its readers raise whatever they like
         raise CheckpointError(f"transformers cannot read {source!r}: {_said(error)}") from error
     _check_report(source, report)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, **at_hand)
     except Exception as error:  # so do its tokenizers
         raise CheckpointError(
             f"transformers finds no tokenizer in {source!r}; put the model's tokenizer.json and tokenizer_config.json "
@@ -221,6 +260,14 @@ def _from_hugging_face(source: str) -> LanguageModel:
 def _said(error: Exception) -> str:
     """An error's text, which may go on over several lines, in one."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+READERS = {
+    Kind.GGUF: _from_gguf,
+    Kind.RUN: _from_run,
+    Kind.QUANTIZED: _from_quantized,
+    Kind.HUGGING_FACE: _from_hugging_face,
+}
 
 
 def _check_report(source: str, report: Mapping[str, Any]) -> None:

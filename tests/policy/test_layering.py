@@ -9,6 +9,7 @@ ROWS = (
     "files",
     "parsing",
     "checksums",
+    "memory",
     "curves",
     "pages",
     "formats",

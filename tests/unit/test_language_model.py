@@ -1,16 +1,18 @@
 import copy
 import json
 import shutil
+import socket
 from dataclasses import replace
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from benchmarks import smollm2
 from octavo.errors import CheckpointError, ConfigError
-from octavo.language_model import Kind, LanguageModel, kind_of, load_language_model
+from octavo.language_model import Kind, LanguageModel, kind_of, load_language_model, located
 from octavo.models import Llama, LlamaConfig
 from octavo.training.config import Device
 from octavo.training.tokenizer import train_tokenizer
@@ -143,13 +145,73 @@ def test_a_folder_without_a_tokenizer_is_refused_in_whole_sentences(tmp_path, ou
     assert "\n" not in str(said.value)
 
 
-def test_a_path_with_a_slip_is_no_name_of_the_hubs(tmp_path, monkeypatch):
-    """Where the folder before the slash is here, nobody is asked over a network."""
+def test_a_path_with_a_slip_is_not_looked_up_on_a_network(tmp_path, monkeypatch):
+    def connect(*_: object) -> None:
+        raise AssertionError("a network was asked")
+
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="there is no 'runs/dmo'; give a run's folder"):
-        load_language_model("runs/dmo")
-    assert kind_of("nobody/model") is Kind.HUGGING_FACE
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    for slip in ("runs/dmo", "urns/demo", "demo", "./runs/dmo", "runs/demo/latest"):
+        with pytest.raises(ConfigError, match=f"there is no '{slip}'; give a run's folder"):
+            load_language_model(slip)
+
+
+def test_the_hub_is_asked_where_it_is_said_so_alone(folder, monkeypatch):
+    """And gives safetensors and text; a path that exists is never asked for."""
+    asked = []
+
+    def snapshot_download(name, *, local_files_only, **patterns):
+        asked.append(name)
+        if local_files_only:
+            raise LocalEntryNotFoundError("not in the cache")
+        assert "*.safetensors" in patterns["allow_patterns"]
+        assert not any(pattern in ("*", "*.bin", "*.pt", "*.pth") for pattern in patterns["allow_patterns"])
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert located(folder, hub=True) == folder
+    assert asked == []
+    with pytest.raises(ConfigError, match=r"there is no 'some/model'; .*; --hub downloads a name"):
+        located("some/model")
+    assert located("some/model", hub=True) == folder
+
+
+def test_a_name_in_the_cache_is_read_without_a_network(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--model"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    shutil.copytree(folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    assert kind_of("some/model") is Kind.HUGGING_FACE
+    loaded = load_language_model("some/model")
+    assert loaded.source == str(snapshot)
+    assert torch.equal(loaded.logits(TOKENS), load_language_model(folder).logits(TOKENS))
+
+
+class Mischief:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_pickle_is_not_opened(folder, tmp_path):
+    copied = changed(folder, tmp_path)
+    (copied / "model.safetensors").unlink()
+    torch.save({"weight": Mischief(tmp_path / "opened")}, copied / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"cannot read .* model.safetensors"):
+        load_language_model(copied)
+    assert not (tmp_path / "opened").exists()
+
+
+def test_an_adapter_is_not_put_onto_a_model_from_elsewhere(folder, tmp_path):
+    copied = changed(folder, tmp_path)
+    (copied / "adapter_config.json").write_text('{"base_model_name_or_path": "another/model"}')
+    with pytest.raises(CheckpointError, match="holds an adapter"):
+        load_language_model(copied)
 
 
 def changed(folder, tmp_path, *, config=None, tensors=lambda _: None):

@@ -13,7 +13,7 @@ from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import LanguageModel, load_language_model, located
 from octavo.quantization import (
     Calibration,
     LayerCoverage,
@@ -76,6 +76,7 @@ def calibrate(
         ),
     ] = None,
     device: options.Device = None,
+    hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
     """Find static FP8 scales for a model's linear layers and write them to a folder."""
@@ -86,6 +87,8 @@ def calibrate(
         _refuse_beside_run(of_text | {"--kv-cache": kv_cache or None, "--skip": skip, "--head": head or None})
     place = options.device_of(device)
     check_own_folder(out)
+    if hub:
+        located(model, hub=True)
     text = Text(
         source=text_to_train_on(from_run or model) if source is None else source,
         split=Split.TRAIN if split is None else split,

@@ -14,7 +14,7 @@ from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
 from octavo.training.data import open_data, preparing
 from octavo.training.loop import build_model
-from octavo.training.memory import check_batch_fits
+from octavo.training.memory import check_run_fits
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, check_start, has_run, is_own_config, remove_runs, resumable_state
 from octavo.training.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
@@ -46,7 +46,7 @@ def compare(
     """
     configs = configs_of(config, recipes)
     check_prompt(prompt or "")
-    check_batch_fits(config.training, SMALLEST_VOCABULARY)  # what no text can change, before it is read
+    check_run_fits(config, SMALLEST_VOCABULARY)  # what no text can change, before it is read
     if force:
         _check_own(out, recipes)
     else:

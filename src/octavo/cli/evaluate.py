@@ -14,7 +14,7 @@ from octavo.cli.progress import open_display, phases
 from octavo.cli.read_before import readers_of, shares_read, warnings_of
 from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
-from octavo.language_model import Kind, kind_of
+from octavo.language_model import Kind, kind_of, located
 from octavo.quantization.comparison.contestants import CENTRED, STATIC, TUNED
 from octavo.quantization.comparison.lineup import FORMATS
 from octavo.training.corpus import Split
@@ -49,6 +49,7 @@ def evaluate(
     tuned: Annotated[Path | None, typer.Option("--qat", help=f"For {TUNED}: a folder of octavo qat.")] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Time a pass of each format too, at batch 1 and 16.")] = False,
     device: options.Device = None,
+    hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
     """Print a model's loss and perplexity on text, or those of several formats of it beside BF16."""
@@ -56,6 +57,8 @@ def evaluate(
     place = options.device_of(device)
     if source == "":
         raise ConfigError("--data is empty; give a file, a folder or a data set, or leave it out")
+    if hub:
+        located(model, hub=True)
     question = Question(
         model=model,
         source=source,

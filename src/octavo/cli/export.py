@@ -14,6 +14,7 @@ from octavo.export.onnx import OPSETS
 from octavo.export.sources import ONNX, Request
 from octavo.export.writing import DTYPES
 from octavo.interchange import FORMATS
+from octavo.language_model import located
 
 __all__ = ["export"]
 
@@ -64,9 +65,12 @@ def export(
     max_length: Annotated[
         int | None, typer.Option(help="--tensorrt: most tokens of a text. [default: 1024, or the model's context]")
     ] = None,
+    hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
     """Write a language model in FP8 for other programs, and make sure that they compute the same."""
+    if hub:
+        located(model, hub=True)
     request = Request(
         recipe=recipe,
         power_of_two=power_of_two,

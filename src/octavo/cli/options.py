@@ -21,6 +21,7 @@ __all__ = [
     "Device",
     "EvalInterval",
     "Head",
+    "Hub",
     "Json",
     "LearningRate",
     "Model",
@@ -54,6 +55,7 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")
 ]
+Hub = Annotated[bool, typer.Option("--hub", help="Download MODEL, a name on Hugging Face's hub, first.")]
 ModelText = Annotated[
     str | None, typer.Option("--data", help=f"{DATA_HELP} [default: a run's own; {LIBRARY_SOURCES} for other models]")
 ]

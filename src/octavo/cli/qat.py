@@ -13,7 +13,7 @@ from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError
 from octavo.files import claimed_folder
-from octavo.language_model import load_language_model
+from octavo.language_model import load_language_model, located
 from octavo.quantization.qat.folder import save_qat
 from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
 from octavo.quantization.qat.tuning import TuneSettings
@@ -71,6 +71,7 @@ def qat(
     eval_windows: Annotated[int, typer.Option(help="Held-out windows to measure on.")] = 32,
     seed: options.WindowSeed = None,
     device: options.Device = None,
+    hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
     """Fine-tune a language model for FP8, and measure it beside one that was not."""
@@ -102,6 +103,8 @@ def qat(
     with claimed_folder(out), open_display() as display:
         show = phases(display)
         show("read the model", 0, 1)
+        if hub:
+            located(model, hub=True)
         loaded = load_language_model(model, device=place)
         if context is None:
             shorter = replace(settings.tuning, context=min(DEFAULTS.context, loaded.context))

@@ -13,7 +13,7 @@ from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, write_atomically
-from octavo.language_model import load_language_model
+from octavo.language_model import load_language_model, located
 from octavo.pages import plotly_script
 from octavo.parsing import read_object
 from octavo.quantization import text_windows
@@ -55,6 +55,7 @@ def show_sensitivity(
     pairs: Annotated[int, typer.Option(help="How many (layer, choice) to run for real, beside the estimates.")] = 24,
     seed: Annotated[int, typer.Option(help="Seed of the windows and of the estimate.")] = 0,
     device: options.Device = None,
+    hub: options.Hub = False,
     as_json: options.Json = False,
 ) -> None:
     """Rank a language model's layers by what FP8 costs them, and find the best mix of precisions for a budget.
@@ -64,6 +65,8 @@ def show_sensitivity(
     place = options.device_of(device)
     budget = _budget(budget_perplexity, budget_bytes)
     _check_numbers(windows=windows, verify_windows=verify_windows, pairs=pairs, seed=seed)
+    if hub:
+        located(source_of_model, hub=True)
     text = text_to_train_on(source_of_model) if source is None else source
     other = text if verify_source is None else verify_source
     _check_apart((text, split), (other, verify_split))

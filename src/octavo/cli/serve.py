@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from octavo.cli.console import stderr
-from octavo.cli.options import Model, read_api_key
+from octavo.cli.options import Hub, Model, read_api_key
 from octavo.cli.progress import open_display
 from octavo.cli.serve_triton import (
     TRITON_OPTIONS,
@@ -86,6 +86,7 @@ def serve(
     send_seconds: Annotated[float, _seconds("In which a part of an answer has to be read.")] = 30.0,
     answer_seconds: Annotated[float, _seconds("After which an answer ends.")] = 600.0,
     drain_seconds: Annotated[float, _seconds("For answers to end in after SIGTERM or Ctrl-C.")] = 30.0,
+    hub: Hub = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Print prompts, to stderr.")] = False,
     grpc_port: GrpcPort = 8001,
     metrics_port: MetricsPort = 8002,
@@ -133,7 +134,7 @@ def serve(
         on_prompt = _show if log_prompts else _ignore
         with open_display() as display, answer_not_ready(listening, limits=limits):
             display.phase("loading", None)
-            served = load_served_model(model, recipe=recipe, calibration=calibration)
+            served = load_served_model(model, recipe=recipe, calibration=calibration, hub=hub)
             service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
         gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists
         with closing(service):

@@ -13,7 +13,7 @@ from octavo.training.data import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import check_data
 from octavo.training.loop import train as run_training
-from octavo.training.memory import check_batch_fits
+from octavo.training.memory import check_run_fits
 from octavo.training.precision_schedule import parse_schedule
 from octavo.training.result import TrainResult
 from octavo.training.run_folder import CONFIG, check_start, resumable_state
@@ -75,11 +75,11 @@ def train(
         device=device,
     )
     check_start(out, run_config, resume=resume)
-    check_batch_fits(run_config.training, SMALLEST_VOCABULARY)  # what no text can change, before it is read
+    check_run_fits(run_config, SMALLEST_VOCABULARY)  # what no text can change, before it is read
     with open_display() as display:
         source, vocab_size = run_config.data.source, run_config.data.vocab_size
         with preparing(source, out / DATA, vocab_size=vocab_size, progress=phases(display)) as tokens:
-            check_data(tokens, run_config.training)
+            check_data(tokens, run_config)
             if resume:
                 resumable_state(out, run_config, tokens)
         data = open_data(out / DATA)

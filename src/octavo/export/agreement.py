@@ -32,6 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from octavo.errors import DataError
 from octavo.functional import cast_operand
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
@@ -201,16 +202,23 @@ def save_probe(probe: Probe, path: Path) -> None:
 
 
 def load_probe(path: Path) -> Probe:
-    """Read what :func:`save_probe` wrote."""
+    """Read what :func:`save_probe` wrote.
+
+    Raises:
+        OSError: the file cannot be opened.
+        DataError: it is damaged.
+    """
     with library_errors(), safe_open(path, framework="pt") as file:
         said = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
-    inputs, given = (
-        {layer: tensors[name] for layer, name in parse_json(said[kind]).items()} for kind in ("inputs", "given")
-    )
-    return Probe(
-        tokens=tensors["tokens"], prompt=int(said["prompt"]), logits=tensors["logits"], inputs=inputs, given=given
-    )
+    try:
+        inputs, given = (
+            {layer: tensors[name] for layer, name in parse_json(said[kind]).items()} for kind in ("inputs", "given")
+        )
+        prompt, tokens, logits = int(said["prompt"]), tensors["tokens"], tensors["logits"]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{str(path)!r} is no probe that octavo wrote: {error!r}; export again") from error
+    return Probe(tokens=tokens, prompt=prompt, logits=logits, inputs=inputs, given=given)
 
 
 @contextmanager

@@ -51,7 +51,9 @@ def _by_octavo(folder: Path, stack: ExitStack) -> tuple[nn.Module, Callable[[Ten
 def _by_transformers(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=False
+    )
     return model.eval(), lambda tokens: logits_of(model, tokens)
 
 

@@ -21,7 +21,7 @@ from octavo import recipes
 from octavo.convert import convert, hold_weights
 from octavo.errors import ConfigError
 from octavo.interchange import FORMATS, CodedTable, is_quantized, load_quantized
-from octavo.language_model import LanguageModel, load_language_model
+from octavo.language_model import LanguageModel, load_language_model, located
 from octavo.nn import Linear
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
 from octavo.quantization.qat.folder import MARK
@@ -113,12 +113,12 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
             an embedding in FP8 for a format that has none.
         CheckpointError: there is no such model, calibration or mix, or it belongs to another model.
     """
-    folder, place = Path(model), resolve_device(device)
+    place, folder = resolve_device(device), located(model)
     if (folder / MARK).is_file():
         return _finished(_trained(folder, request, place))
     if (folder / "config.json").is_file() and is_quantized(folder):
         return _in_fp8(folder, request, place)
-    loaded = load_language_model(model, device=device)
+    loaded = load_language_model(folder, device=device)
     loaded.model.requires_grad_(False)
     if request.calibration is not None:
         return _calibrated(loaded, load_calibration(request.calibration), request)

@@ -10,7 +10,7 @@
 The file is mapped, not read: opening it touches the head and the index alone, and a tensor is decoded a few rows at a
 time into the tensor that is handed out. Encodings, and their decoding, are the library ``gguf``'s. Its own reader makes
 an array object for every token of the vocabulary, which takes seconds and trusts every length in the file; here every
-length is held against the file's end.
+length is held against the file's end, and tensors begin at multiples of the alignment and share no byte.
 
 Reference: the GGUF specification, github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -18,6 +18,7 @@ Reference: the GGUF specification, github.com/ggml-org/ggml, docs/gguf.md.
 import math
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ __all__ = ["GGUFFile", "StoredTensor"]
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # unless the file says otherwise
+SMALLEST_ALIGNMENT = 8  # by the specification; the library and llama.cpp take powers of two alone
 MAX_DIMENSIONS = 4
 DECODED_AT_ONCE = 1 << 20  # numbers
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -88,8 +90,10 @@ class GGUFFile:
         tensors, values = cursor.counts()
         self.values = cursor.named(values, cursor.value)
         index = cursor.named(tensors, cursor.index_entry)
-        first = _aligned(cursor.position, self.get("general.alignment", int, ALIGNMENT))
+        alignment = self._alignment()
+        first = -(-cursor.position // alignment) * alignment
         self.tensors = {name: self._stored(name, *entry, first=first) for name, entry in index.items()}
+        self._check_places(first, alignment)
 
     def get(self, name: str, kind: type[Value], default: Value | None = None) -> Value:
         """A value of the head.
@@ -125,6 +129,28 @@ class GGUFFile:
                 ) from error
             flat[start : start + step] = torch.from_numpy(np.array(decoded))  # a copy: the file's own is read-only
         return out
+
+    def _alignment(self) -> int:
+        alignment = self.get("general.alignment", int, ALIGNMENT)
+        if alignment < SMALLEST_ALIGNMENT or alignment.bit_count() != 1:
+            raise CheckpointError(
+                f"{self.path} is damaged: it has {alignment} as general.alignment, which is a power of two, "
+                f"{SMALLEST_ALIGNMENT} or more"
+            )
+        return alignment
+
+    def _check_places(self, first: int, alignment: int) -> None:
+        """Refuse tensors that begin off the alignment, or share bytes: another reader would see other numbers."""
+        in_order = sorted(self.tensors.items(), key=lambda item: item[1].start)
+        for name, stored in in_order:
+            if (stored.start - first) % alignment:
+                raise CheckpointError(
+                    f"{self.path} is damaged: it stores {name} at offset {stored.start - first}, which is no multiple "
+                    f"of the alignment {alignment}"
+                )
+        for (name, stored), (following, other) in pairwise(in_order):
+            if other.start < stored.end:
+                raise CheckpointError(f"{self.path} is damaged: it stores {name} and {following} in the same bytes")
 
     def _stored(self, name: str, shape: tuple[int, ...], encoding: int, offset: int, *, first: int) -> StoredTensor:
         try:
@@ -232,10 +258,6 @@ class _Cursor:
         dtype = np.dtype(SCALARS[kind]).newbyteorder("<")
         found: list[Any] = np.frombuffer(self.take(length * dtype.itemsize).tobytes(), dtype).tolist()
         return found
-
-
-def _aligned(position: int, alignment: int) -> int:
-    return -(-position // max(1, alignment)) * max(1, alignment)
 
 
 def _ended(path: Path) -> CheckpointError:

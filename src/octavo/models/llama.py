@@ -28,12 +28,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from octavo.errors import ConfigError
+from octavo.memory import check_fits
 from octavo.nn import RMSNorm, rotary_table, rotate
 from octavo.nn.attention import attend
 
-__all__ = ["Llama", "LlamaConfig", "NothingDrawn", "Reread"]
+__all__ = ["LARGEST", "Llama", "LlamaConfig", "NothingDrawn", "Reread"]
 
 INIT_STD = 0.02
+LARGEST = {"num_layers": 10_000, "vocab_size": 1 << 24, "max_positions": 1 << 24}  # modules take time, not memory alone
 Reread = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values [B, T, kv, D] → what attention reads
 
 
@@ -57,7 +59,7 @@ class LlamaConfig:
         mlp_bias: whether the three linears of the MLP have one.
 
     Raises:
-        ConfigError: a size that is no whole number of at least 1, or heads that do not divide.
+        ConfigError: a size that is no whole number of at least 1 or above what is built, or heads that do not divide.
     """
 
     vocab_size: int
@@ -75,15 +77,10 @@ class LlamaConfig:
     mlp_bias: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if field.type is int and not (is_number and isinstance(value, int) and value >= 1):
-                raise ConfigError(f"{field.name} must be a whole number of at least 1, not {value!r}")
-            if field.type is float and not (is_number and 0 < value < math.inf):
-                raise ConfigError(f"{field.name} must be a positive number, not {value!r}")
-            if field.type is bool and not isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be true or false, not {value!r}")
+        _check_values(self)
+        for name, most in LARGEST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} must be at most {most:,}, not {getattr(self, name):,}")
         if self.hidden_size % (2 * self.num_heads):
             raise ConfigError(
                 f"hidden_size must be a multiple of twice num_heads, so that a head can be turned in pairs; "
@@ -98,6 +95,44 @@ class LlamaConfig:
     def head_dim(self) -> int:
         """Width of one head, D."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model of this shape learns.
+
+        Example:
+            >>> LlamaConfig(
+            ...     vocab_size=64,
+            ...     hidden_size=32,
+            ...     intermediate_size=64,
+            ...     num_layers=1,
+            ...     num_heads=2,
+            ...     num_kv_heads=1,
+            ...     max_positions=16,
+            ... ).parameters
+            13408
+        """
+        H, inner, kv = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_dim
+        biases = self.qkv_bias * (H + 2 * kv) + self.out_bias * H + self.mlp_bias * (2 * inner + H)
+        layer = 2 * H * (H + kv) + 3 * H * inner + 2 * H + biases
+        return self.num_layers * layer + H + self.vocab_size * H * (1 if self.tie_embeddings else 2)
+
+    @property
+    def described(self) -> str:
+        """Its sizes, for a sentence."""
+        return f"hidden_size {self.hidden_size:,}, {self.num_layers:,} layers and {self.vocab_size:,} tokens"
+
+
+def _check_values(config: LlamaConfig) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if field.type is int and not (is_number and isinstance(value, int) and value >= 1):
+            raise ConfigError(f"{field.name} must be a whole number of at least 1, not {value!r}")
+        if field.type is float and not (is_number and 0 < value < math.inf):
+            raise ConfigError(f"{field.name} must be a positive number, not {value!r}")
+        if field.type is bool and not isinstance(value, bool):
+            raise ConfigError(f"{field.name} must be true or false, not {value!r}")
 
 
 class Attention(nn.Module):
@@ -201,6 +236,9 @@ class Llama(nn.Module):
         config: its shape.
         seed: the weights depend on this number and the shape alone, not on torch's global generator.
 
+    Raises:
+        ConfigError: its parameters cannot be in the memory.
+
     Example:
         >>> config = LlamaConfig(
         ...     vocab_size=64,
@@ -217,6 +255,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig, *, seed: int = 0) -> None:
         super().__init__()
+        _check_fits(config)
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -252,6 +291,14 @@ class Llama(nn.Module):
                 parameter.normal_(0.0, residual_std if adds_to_residual else INIT_STD, generator=generator)
             elif name.endswith(".bias"):
                 parameter.zero_()
+
+
+def _check_fits(config: LlamaConfig) -> None:
+    """Count BF16: where a file's weights take the places of the first ones, these are never written."""
+    tables = 2 * config.max_positions * config.head_dim * torch.float32.itemsize
+    needed, device = config.parameters * torch.bfloat16.itemsize + tables, torch.get_default_device()
+    if device.type != "meta":
+        check_fits(f"a model of {config.described}", needed, device, remedy="make it smaller")
 
 
 class NothingDrawn(TorchFunctionMode):

@@ -38,6 +38,7 @@ class Statistic(StrEnum):
 
 
 _PER_TENSOR = PerTensor()
+MOST_STEPS = 1 << 16  # of a history, which every operand of every layer has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class History:
     """How delayed scaling turns the amaxes of finished steps into one.
 
     Attributes:
-        length: number of steps kept, 1 or more.
+        length: number of steps kept, 1 to 65,536.
         statistic: what is taken from them; or a function of the window, float32 [roles, length], newest first and -1
             where nothing was recorded, and of the amaxes in force, [roles], that returns the next amaxes, [roles]; one
             that is not above 0 leaves the amax in force. Two histories are equal if their functions are; a file takes
@@ -141,6 +142,8 @@ class History:
 
     def __post_init__(self) -> None:
         _check_whole("a history's length", self.length, least=1)
+        if self.length > MOST_STEPS:
+            raise ConfigError(f"a history's length must be at most {MOST_STEPS:,} steps, not {self.length:,}")
         _check_whole("a history's update_interval", self.update_interval, least=1)
         if not callable(self.statistic):
             check_member("a history's statistic", self.statistic, tuple(Statistic))

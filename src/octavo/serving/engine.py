@@ -41,13 +41,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "EngineConfig"]
 
+MOST_RUNNING = 1 << 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How much an engine takes on.
 
     Attributes:
-        max_running: requests that are answered at once.
+        max_running: requests that are answered at once, at most 65,536.
         max_waiting: requests in the queue, above which more are refused.
         cache_positions: room for the keys and values of all running requests; rounded up to pages.
         step_rows: tokens that a step reads at most, ``max_running`` at least. More read prompts faster and keep answers
@@ -55,7 +57,7 @@ class EngineConfig:
         cache_format: of keys and values: E4M3, BF16 or FP32.
 
     Raises:
-        ConfigError: a number below 1, or fewer rows than running requests.
+        ConfigError: a number below 1 or above the most, or fewer rows than running requests.
     """
 
     max_running: int = 16
@@ -68,6 +70,8 @@ class EngineConfig:
         for own in fields(self):
             if own.type is int:
                 check_whole(own.name, getattr(self, own.name), least=1)
+        if self.max_running > MOST_RUNNING:
+            raise ConfigError(f"max_running must be at most {MOST_RUNNING:,}, not {self.max_running:,}")
         if self.step_rows < self.max_running:
             raise ConfigError(
                 f"a step reads a token of each of {self.max_running} running requests, so step_rows must be at least "
@@ -120,8 +124,11 @@ class Engine:
     ) -> None:
         self.config, self.metrics = config or EngineConfig(), EngineMetrics()
         self._runner, self._tokenizer, self._end_ids, self._clock = runner, tokenizer, frozenset(end_ids), clock
-        self._pool = BlockPool(-(-self.config.cache_positions // PAGE))
-        pages = runner.new_batch(self._pool.pages, PAGE, fmt=self.config.cache_format).tensors
+        count = -(-self.config.cache_positions // PAGE)
+        pages = runner.new_batch(
+            count, PAGE, fmt=self.config.cache_format
+        ).tensors  # refused first, if there is no room
+        self._pool = BlockPool(count)
         longest = min(self._pool.pages, -(-runner.config.max_positions // PAGE))
         self._cache = replace(pages, table=torch.zeros(self.config.max_running, longest, dtype=torch.int32))
         self._rows = list(range(self.config.max_running))  # of the table, those that are free

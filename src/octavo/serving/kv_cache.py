@@ -25,6 +25,7 @@ from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, FP32, Format
 from octavo.kernels import quantize
 from octavo.kernels.decoding import PAGE, CacheTensors
+from octavo.memory import check_fits
 from octavo.nn.arguments import check_sizes
 from octavo.numerics import PerRow
 from octavo.numerics.scale_search import searched_scale
@@ -224,6 +225,13 @@ def _empty(
         raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
     device = torch.device("cpu") if device is None else device
     each = -(-max_positions // PAGE)
+    numbers = 2 * layers * sequences * each * kv_heads * PAGE * head_dim
+    check_fits(
+        f"a cache of {sequences * each * PAGE:,} positions",
+        numbers * fmt.torch_dtype.itemsize,
+        device,
+        remedy="give it fewer (cache_positions)",
+    )
     vectors = (layers, sequences * each, kv_heads, PAGE)
     key_scale, value_scale = (
         torch.zeros(vectors, dtype=BF16.torch_dtype, device=device) if fmt == E4M3 else None for _ in range(2)

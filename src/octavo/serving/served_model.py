@@ -55,7 +55,11 @@ class ServedModel:
 
 
 def load_served_model(
-    source: str | Path, *, recipe: str = ServingRecipe.FP8, calibration: str | Path | None = None
+    source: str | Path,
+    *,
+    recipe: str = ServingRecipe.FP8,
+    calibration: str | Path | None = None,
+    hub: bool = False,
 ) -> ServedModel:
     """Read a model and make its weights what a recipe says.
 
@@ -64,6 +68,7 @@ def load_served_model(
         recipe: of octavo.serving.recipes' table.
         calibration: the folder that ``octavo calibrate`` wrote of this model. "fp8-static" needs it, unless the source
             holds static scales itself (``octavo export``); the means of keys in it are used, too.
+        hub: download a model that is named as on Hugging Face's hub first.
 
     Raises:
         ConfigError: there is no such model or recipe, a library is missing that would read it, or a calibration is
@@ -83,15 +88,16 @@ def load_served_model(
             chat_template=file.chat_template,
             template_tokens={name: str(file.tokenizer.id_to_token(i)) for name, i in ids.items() if i is not None},
         )
-    loaded = load_language_model(source)
+    loaded = load_language_model(source, hub=hub)
     model: Any = loaded.model
+    folder = Path(loaded.source)
     own = isinstance(model, Llama)
     return ServedModel(
         runner=_runner(model if own else _as_llama(model, loaded.source), recipe, calibration),
         tokenizer=loaded.tokenizer,
-        end_ids=_ids(_written_end(Path(source)) if own else model.generation_config.eos_token_id, loaded.source),
-        chat_template=_chat_template(Path(source)),
-        template_tokens=_template_tokens(Path(source)),
+        end_ids=_ids(_written_end(folder) if own else model.generation_config.eos_token_id, loaded.source),
+        chat_template=_chat_template(folder),
+        template_tokens=_template_tokens(folder),
     )
 
 

@@ -26,12 +26,14 @@ from typing import Any
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.models import LlamaConfig
+from octavo.models.llama import LARGEST
 from octavo.parsing import parse_json, read_toml
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
 from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
 from octavo.training.schedules import adjust_for_fp8
 from octavo.training.text import BUILTIN
+from octavo.training.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 
 __all__ = [
     "DataConfig",
@@ -47,8 +49,13 @@ __all__ = [
 ]
 
 AUTO, DYNAMIC = "auto", "dynamic"
-MOST_THREADS = 1024  # thousands more end the process inside OpenMP
 MOST_SEED = 2**63 - 1  # the largest integer of TOML and of torch's generators alike
+MOST = {
+    "threads": 1024,  # thousands more end the process inside OpenMP
+    "seed": MOST_SEED,
+    "context": LARGEST["max_positions"],
+    "grad_accumulation": 1 << 16,  # nothing is seen of an update, and no signal ends it, before all of it is done
+}
 
 
 class Precision(StrEnum):
@@ -94,7 +101,7 @@ class DataConfig:
 
     Attributes:
         source: "builtin", a file, a folder or a data set name (see ``octavo.training.text``).
-        vocab_size: tokens of the byte-pair encoding, 257 or more.
+        vocab_size: tokens of the byte-pair encoding, 257 to 1,048,576.
     """
 
     source: str = BUILTIN
@@ -103,7 +110,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.source:
             raise ConfigError("data.source is empty; name a file, a folder or a data set, or say 'builtin'")
-        check_at_least("data.vocab_size", self.vocab_size, 257)
+        check_at_least("data.vocab_size", self.vocab_size, SMALLEST_VOCABULARY)
+        _check_at_most("data.vocab_size", self.vocab_size, LARGEST_VOCABULARY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +203,8 @@ class TrainingConfig:
             check_at_least(f"training.{name}", getattr(self, name), 0)
         for name in ("checkpoint_interval", "keep_checkpoints", "weight_decay", "clip_norm", "min_lr"):
             check_at_least(f"training.{name}", getattr(self, name), 0)
-        for name, most in (("threads", MOST_THREADS), ("seed", MOST_SEED)):
-            if getattr(self, name) > most:
-                raise ConfigError(f"training.{name} must be at most {most}, not {getattr(self, name)}")
+        for name, most in MOST.items():
+            _check_at_most(f"training.{name}", getattr(self, name), most)
         for name in ("lr", "eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"training.{name} must be a positive number, not {getattr(self, name)}")
@@ -346,6 +353,11 @@ def _check_autopilot(training: TrainingConfig) -> None:
         raise ConfigError(
             "training.autopilot acts on what is seen; give training.statistics_interval at least 1, not 0"
         )
+
+
+def _check_at_most(name: str, value: float, most: int) -> None:
+    if value > most:
+        raise ConfigError(f"{name} must be at most {most:,}, not {value:,}")
 
 
 def _check_loss_scale(value: str | float) -> None:

@@ -36,7 +36,7 @@ from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
 from octavo.training.loss_scaling import LossScaler
-from octavo.training.memory import check_batch_fits, fitting_in_memory, peak_memory_bytes, reset_peak_memory
+from octavo.training.memory import check_run_fits, fitting_in_memory, peak_memory_bytes, reset_peak_memory
 from octavo.training.metrics import MetricsLog, lines_up_to
 from octavo.training.nonfinite import failure_sentence, failure_values, first_nonfinite
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
@@ -71,7 +71,7 @@ def train(
     """
     folder = Path(run_dir)
     training = config.training
-    check_data(data, training)
+    check_data(data, config)
     model, converted = build_model(config, data.vocab_size)  # what is refused here leaves no run behind
     with (
         claimed(folder, config, data, resume=resume),
@@ -83,14 +83,15 @@ def train(
         return trainer.run(stop)
 
 
-def check_data(data: TokenData, training: TrainingConfig) -> None:
-    """Refuse data that is too short for the context, and batches too large for the memory, before anything is written.
+def check_data(data: TokenData, config: RunConfig) -> None:
+    """Refuse data that is too short for the context, and a model or batches too large, before anything is written.
 
     Raises:
         DataError: a split is shorter than the context.
-        ConfigError: the device is not there, or a micro-batch does not fit.
+        ConfigError: the device is not there, or the model or a micro-batch does not fit in its memory.
     """
-    check_batch_fits(training, data.vocab_size)
+    check_run_fits(config, data.vocab_size)
+    training = config.training
     data.batch(0, batch_size=1, context=training.context, seed=training.seed)
     data.windows(training.context, max_tokens=1)
 

@@ -12,7 +12,6 @@ kept.
 """
 
 import ctypes
-import os
 import platform
 import resource
 import sys
@@ -23,19 +22,20 @@ from pathlib import Path
 import torch
 
 from octavo.errors import ConfigError
-from octavo.training.config import TrainingConfig
+from octavo.memory import check_fits, memory_bytes
+from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.precision import resolve_device
 
 __all__ = [
-    "check_batch_fits",
+    "check_run_fits",
     "extra_memory_bytes",
     "fitting_in_memory",
-    "memory_bytes",
     "peak_memory_bytes",
     "reset_peak_memory",
 ]
 
 MIB = 1 << 20
+COPIES = 4  # weights, gradients, two moments
 # What torch raises as a bare RuntimeError: its CPU allocator on Linux and on Windows, the CUDA runtime, cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -85,21 +85,24 @@ def extra_memory_bytes(device: torch.device, run: Callable[[], object]) -> int |
     return peak_memory_bytes(device) - before
 
 
-def memory_bytes(device: torch.device) -> int:
-    """All memory of the device, used or not, in bytes."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def check_run_fits(config: RunConfig, vocab_size: int) -> None:
+    """Refuse a run whose model or whose micro-batch exceeds the device's memory.
 
-
-def check_batch_fits(training: TrainingConfig, vocab_size: int) -> None:
-    """Refuse a micro-batch whose FP32 logits alone, batch_size x context x vocab_size, exceed the device's memory.
+    Of the model, weights, gradients and AdamW's two moments are counted, all FP32; of a micro-batch its FP32 logits
+    alone, batch_size x context x vocab_size.
 
     Raises:
-        ConfigError: they do, or the device is not there.
+        ConfigError: one does, or the device is not there.
     """
-    needed = training.batch_size * training.context * vocab_size * torch.float32.itemsize
-    there = memory_bytes(resolve_device(training.device))
+    training, device = config.training, resolve_device(config.training.device)
+    shape = config.model.llama(vocab_size=vocab_size, max_positions=training.context)
+    check_fits(
+        f"a model of {shape.described}, in training,",
+        COPIES * shape.parameters * torch.float32.itemsize,
+        device,
+        remedy="make it smaller",
+    )
+    needed, there = training.batch_size * training.context * vocab_size * 4, memory_bytes(device)
     if needed > there:
         raise _too_large(training, f"its logits alone take at least {needed // MIB:,} MiB of {there // MIB:,} MiB")
 

@@ -10,14 +10,16 @@
 | a folder                               | all .txt, .md, .jsonl and .parquet files below it, in name order |
 | a data set name of Hugging Face's hub  | one a row, in the data set's own splits                          |
 
-An existing path always wins over a data set of that name. Nothing is guessed about encodings: text is UTF-8, and a
-file that is not is refused by name rather than trained on as noise.
+An existing path always wins over a data set of that name, and only a name that could be no path here is looked up:
+OWNER/NAME where OWNER is no folder, or one that begins with "wikitext". Nothing is guessed about encodings: text is
+UTF-8, and a file that is not is refused by name rather than trained on as noise.
 
 ``divide`` gives every document a split. The built-in corpus divides by file. Other text is first cut into pieces at
 line ends, so that a single file can be held out in part; the pieces whose hashes are lowest are held out until the
 wanted share is reached.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from octavo.training.corpus import (
 __all__ = [
     "ALL",
     "BUILTIN",
+    "HUB_NAME",
     "LIBRARY_SOURCES",
     "TOPICS",
     "divide",
@@ -53,6 +56,7 @@ SUFFIXES = {*PLAIN, ".jsonl", ".parquet"}
 
 # The hub names whole families of text after their configurations; these are the ones people ask for by that name.
 HUB_FAMILIES = {"wikitext": "Salesforce/wikitext"}
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_SPLITS = {Split.TRAIN: "train", Split.VALIDATION: "validation", Split.TEST: "test"}
 
 PIECE_CHARACTERS = 16_384
@@ -104,10 +108,13 @@ def load_documents(source: str | Path) -> list[Document]:
         documents = [document for file in _files_below(path) for document in _read(file, file.relative_to(path))]
     elif path.exists():
         documents = list(_read(path, Path(path.name)))
-    elif _looks_like_path(str(source)):
-        raise DataError(f"there is no file or folder {str(source)!r}; give an existing path, or 'builtin'")
-    else:
+    elif _is_on_hub(str(source)):
         documents = _from_hub(str(source))
+    else:
+        raise DataError(
+            f"there is no file or folder {str(source)!r}; give an existing path, 'builtin', or a data set of Hugging "
+            "Face's hub as OWNER/NAME"
+        )
     if not any(document.text.strip() for document in documents):
         raise DataError(f"{str(source)!r} holds no text; give a file, a folder or a data set with some")
     return documents
@@ -180,8 +187,12 @@ def _files_below(folder: Path) -> list[Path]:
     return files
 
 
-def _looks_like_path(source: str) -> bool:
-    return Path(source).suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.endswith("/")
+def _is_on_hub(name: str) -> bool:
+    """Whether a name is looked up on the hub: a known one, or OWNER/NAME where OWNER is no folder here."""
+    if name.partition("-")[0] in HUB_FAMILIES and "/" not in name:
+        return True
+    path = Path(name)
+    return bool(HUB_NAME.fullmatch(name)) and path.suffix.lower() not in SUFFIXES and not path.parent.is_dir()
 
 
 def _read(path: Path, name: Path) -> Iterator[Document]:

@@ -15,9 +15,17 @@ from octavo.parsing import read_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["END_OF_TEXT", "SMALLEST_VOCABULARY", "end_of_text_id", "load_tokenizer", "train_tokenizer"]
+__all__ = [
+    "END_OF_TEXT",
+    "LARGEST_VOCABULARY",
+    "SMALLEST_VOCABULARY",
+    "end_of_text_id",
+    "load_tokenizer",
+    "train_tokenizer",
+]
 
 END_OF_TEXT = "<|endoftext|>"
+LARGEST_VOCABULARY = 1 << 20  # four times the largest model's; the library takes memory for all at once, and aborts
 SMALLEST_VOCABULARY = 257  # every byte and the mark between documents
 SAMPLE_CHARACTERS = 8_000_000  # more text moves few merges of a small vocabulary, and counting it takes memory
 
@@ -27,15 +35,17 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":
 
     Args:
         texts: documents of the training split.
-        vocab_size: tokens, 257 or more; a short text may yield fewer.
+        vocab_size: tokens, 257 to 1,048,576; a short text may yield fewer.
 
     Raises:
-        ConfigError: vocab_size is too small to hold every byte.
+        ConfigError: vocab_size is too small to hold every byte, or too large.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
             f"vocab_size must be at least {SMALLEST_VOCABULARY}, one token a byte and {END_OF_TEXT}, not {vocab_size}"
         )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise ConfigError(f"vocab_size must be at most {LARGEST_VOCABULARY:,}, not {vocab_size:,}")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

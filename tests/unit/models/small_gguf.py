@@ -83,7 +83,9 @@ def write(
 
 def _add(writer: Any, name: str, value: Any) -> None:
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    if isinstance(value, list):
+    if name == "general.alignment":
+        writer.add_custom_alignment(value)  # which pads the tensors to it too
+    elif isinstance(value, list):
         writer.add_array(name, value)
     elif value is not None:
         adders[type(value)](name, value)

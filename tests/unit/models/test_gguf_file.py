@@ -115,6 +115,39 @@ def test_damage_is_named(path, what):
         GGUFFile(path)
 
 
+def offset_of(name, value):
+    """A change of the offset of a matrix: behind its name, its dimensions and its encoding."""
+    return lambda whole: changed_at(whole.rindex(name) + len(name) + 24, "Q", value)(whole)
+
+
+@pytest.mark.parametrize("offset", [1, 16, 63])
+def test_a_tensor_off_the_alignment_is_refused(tmp_path, offset):
+    path = write(tmp_path / "model.gguf", settings={"general.alignment": 64})
+    path.write_bytes(offset_of(b"blk.1.attn_q.weight", offset)(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=rf"blk.1.attn_q.weight at offset {offset}, .* multiple of .* 64"):
+        GGUFFile(path)
+
+
+def test_tensors_that_share_bytes_are_refused(path):
+    stored = GGUFFile(path).tensors
+    first = min(tensor.start for tensor in stored.values())
+    neighbour = stored["blk.1.attn_k.weight"]
+    whole = path.read_bytes()
+    for start in (neighbour.start, neighbour.start + 32, neighbour.end - 32):
+        path.write_bytes(offset_of(b"blk.1.attn_v.weight", start - first)(whole))
+        with pytest.raises(CheckpointError, match=r"blk.1.attn_[kv].weight and blk.1.attn_[kv].weight in the same byt"):
+            GGUFFile(path)
+
+
+@pytest.mark.parametrize("alignment", [0, 4, 12, 2**31 + 8])
+def test_an_alignment_that_the_format_has_not_is_refused(tmp_path, alignment):
+    path = write(tmp_path / "model.gguf", settings={"general.alignment": 64})
+    whole, name = path.read_bytes(), b"general.alignment"
+    path.write_bytes(changed_at(whole.index(name) + len(name) + 4, "I", alignment)(whole))
+    with pytest.raises(CheckpointError, match=f"{alignment} as general.alignment"):
+        GGUFFile(path)
+
+
 def test_rows_that_are_no_whole_blocks_are_refused(tmp_path):
     path = write(tmp_path / "model.gguf", encoding="Q8_0")
     path.write_bytes(first_tensor(4, "Q", 65)(path.read_bytes()))

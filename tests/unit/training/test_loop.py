@@ -282,7 +282,7 @@ def test_a_refused_start_does_not_block_the_corrected_one(data, tmp_path, monkey
 
 def test_a_model_that_does_not_fit_in_memory_is_named(data, tmp_path):
     config = dataclasses.replace(tiny_config(), model=dataclasses.replace(MODEL, hidden_size=1_000_000_000))
-    with pytest.raises(ConfigError, match=r"hidden_size 1000000000 .* does not fit in the memory"):
+    with pytest.raises(ConfigError, match=r"hidden_size 1,000,000,000,? .* does not fit in the memory"):
         train(config, tmp_path / "run", data=data)
 
 

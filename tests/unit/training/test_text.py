@@ -70,9 +70,14 @@ def test_a_parquet_file_without_the_column(tmp_path):
         load_documents(tmp_path / "x.parquet")
 
 
-@pytest.mark.parametrize("source", ["missing.txt", "./nowhere", "gone/"])
-def test_a_missing_path(tmp_path, monkeypatch, source):
+@pytest.mark.parametrize("source", ["missing.txt", "./nowhere", "gone/", "texts", "here/mised", "a b/c"])
+def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, source):
+    def load(*name):
+        raise AssertionError("the hub was asked")
+
+    (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
+    fake_hub(monkeypatch, load)
     with pytest.raises(DataError, match="there is no file or folder"):
         load_documents(source)
 

@@ -18,7 +18,7 @@ from octavo.doctor import Finding
 from octavo.training.config import RunConfig, load_config
 from octavo.training.data import preparing
 from octavo.training.loop import check_data
-from octavo.training.memory import check_batch_fits, fitting_in_memory
+from octavo.training.memory import check_run_fits, fitting_in_memory
 from octavo.training.run_folder import CONFIG
 from octavo.training.tokenizer import SMALLEST_VOCABULARY
 from octavo.trials import Check, Origin, run_data
@@ -59,14 +59,14 @@ def _origin(config: Path, source: str | None, display: Display) -> Iterator[tupl
         yield Origin(config=own, data=run_data(config)), config
         return
     given: RunConfig = options.configured(config, source=source, vocab_size=None)
-    check_batch_fits(given.training, SMALLEST_VOCABULARY)  # what no text can change, before it is read
+    check_run_fits(given, SMALLEST_VOCABULARY)  # what no text can change, before it is read
     with (
         TemporaryDirectory(prefix="octavo-") as folder,
         preparing(
             given.data.source, Path(folder) / "data", vocab_size=given.data.vocab_size, progress=phases(display)
         ) as data,
     ):
-        check_data(data, given.training)
+        check_data(data, given)
         yield Origin(config=given, data=data), None
 
 

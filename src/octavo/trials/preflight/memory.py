@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.doctor import Finding, Severity
-from octavo.training.memory import memory_bytes
+from octavo.memory import memory_bytes
 from octavo.trials.preflight.check import Check
 from octavo.trials.preflight.probe import Probe
 

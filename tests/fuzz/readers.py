@@ -1,0 +1,311 @@
+"""Every reader of a file or a request, with a whole example that the real writer made.
+
+``LEFT_OUT`` names the public functions that look like a reader and are none, or are reached through another;
+``test_every_reader_is_here`` compares both with the sources.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import nn
+
+import octavo
+from octavo import recipes
+from octavo.bench.reading import load_report
+from octavo.bench.results import PartRecord, Report
+from octavo.cli.options import read_api_key
+from octavo.doctor import Captures, load_capture
+from octavo.errors import DataError
+from octavo.export.agreement import load_probe, make_probe, save_probe
+from octavo.interchange import load_quantized
+from octavo.language_model import load_language_model
+from octavo.models import Llama, load_gguf
+from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
+from octavo.parsing import parse_json, read_tensors
+from octavo.quantization import Mix, load_calibration, load_mix, load_qat, run_qat, save_mix, save_qat
+from octavo.recipes import from_toml, to_toml
+from octavo.server.fields import FieldError, Record
+from octavo.server.refusals import Refusal
+from octavo.server.tensors import INFER, unpack
+from octavo.serving import load_served_model
+from octavo.training.checkpoint import latest, load_checkpoint
+from octavo.training.comparison import Study
+from octavo.training.config import load_config, save_config
+from octavo.training.data import open_data
+from octavo.training.loop import build_optimizer, train
+from octavo.training.precision import apply_recipe
+from octavo.training.run_folder import load_run
+from octavo.training.text import load_documents
+from octavo.training.watched_run import read_run
+from tests.unit.doctor.test_capture import some_capture
+from tests.unit.interchange.folders import ROW, dynamic, written
+from tests.unit.models import small_gguf
+from tests.unit.quantization.qat.test_run import HELD_OUT, TRAINING, settings_of
+from tests.unit.quantization.tiny_model import tiny_language_model
+from tests.unit.quantization.tiny_models import windows
+from tests.unit.training.synthetic_study import study
+from tests.unit.training.tiny_runs import tiny_config, tiny_data
+
+__all__ = ["LEFT_OUT", "READERS", "Reader"]
+
+LEFT_OUT = {
+    "load_name": "no file: the name of a load in bench serve",
+    "load_graph_source": "a model, through load_language_model",
+    "load_source": "a model, through load_language_model and load_quantized",
+    "open_display": "no file",
+    "read_by_others": "no file: modules of other libraries",
+    "read_configuration": "config.json, through load_quantized",
+    "read_extra_state": "no file: tensors at hand",
+    "read_names": "no file: tensors at hand",
+    "read_folder": "a calibration's files, through load_calibration",
+    "read_json": "in every reader of JSON",
+    "read_lines": "metrics.jsonl, through read_run",
+    "read_metrics": "metrics.jsonl, through read_run",
+    "read_object": "in every reader of JSON",
+    "read_state": "a checkpoint's state.json, through load_checkpoint",
+    "read_toml": "in every reader of TOML",
+    "load_model": "a checkpoint's tensors, through load_checkpoint",
+    "load_tokenizer": "tokenizer.json, through load_run",
+    "parse_schedule": "an option's text",
+    "parse_tensors": "in every reader of tensors",
+    "parse_tokenizer": "in every reader of tokenizers",
+    "parse_toml": "in every reader of TOML",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """A reader and what it reads.
+
+    Attributes:
+        functions: of octavo, that are tried here.
+        write: writes a whole example into an empty folder.
+        read: reads it; raises OctavoError or OSError where it is damaged.
+        damage: pattern of the files that are damaged.
+        cost: how many times as long as most it takes, so that it gets fewer cases.
+    """
+
+    functions: tuple[Callable[..., Any], ...]
+    write: Callable[[Path], object]
+    read: Callable[[Path], object]
+    damage: str = "**/*"
+    cost: int = 1
+
+
+def _run(folder: Path) -> None:
+    config = tiny_config(recipe="delayed", steps=2, checkpoint_interval=2, statistics_interval=1, eval_interval=1)
+    train(config, folder / "run", data=tiny_data(folder))
+
+
+def _checkpoint(folder: Path) -> None:
+    config = load_config(folder / "run" / "config.toml")
+    path = latest(folder / "run")
+    assert path is not None or not (folder / "run" / "checkpoints").exists()
+    if path is None:
+        return
+    model = Llama(tiny_config().model.llama(vocab_size=300, max_positions=16))
+    training = tiny_config(recipe="delayed").training
+    apply_recipe(model, training)
+    load_checkpoint(path, model=model, optimizer=build_optimizer(model, config.training))
+
+
+def _hugging_face(folder: Path) -> None:
+    model = tiny_language_model()
+    assert isinstance(model.model, Llama)
+    write_llama(folder, model.model)
+    write_tokenizer(folder, model.tokenizer, context=model.context, bos_id=0, eos_id=1)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def _folder(name: str) -> Callable[[Path], object]:
+    return lambda folder: written(folder / "model", name)
+
+
+def _qat(folder: Path) -> None:
+    result = run_qat(tiny_language_model(), settings_of(), training=TRAINING, held_out=HELD_OUT)
+    save_qat(folder / "qat", result)
+
+
+def _calibration(folder: Path) -> None:
+    model = tiny_language_model()
+    octavo.calibrate(model, [windows()[:, :16] % 300], kv_cache=True).save(folder / "calibration")
+
+
+def _probe(folder: Path) -> None:
+    model = dynamic(ROW)
+    paths = [path for path, layer in model.model.named_modules() if isinstance(layer, octavo.nn.Linear)]
+    save_probe(make_probe(model.logits, model.model, paths, windows(2), prompt=8), folder / "probe.safetensors")
+
+
+def _small() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    octavo.convert(model, "delayed")
+    return model
+
+
+def _documents(folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"row {i}", "n": i}) + "\n" for i in range(20)))
+    (folder / "b.txt").write_text("some text äöü\n" * 20)
+    parquet.write_table(pa.table({"text": ["one", "two", None]}), folder / "c.parquet")
+
+
+BODY = {
+    "id": "a",
+    "inputs": [
+        {"name": "n", "datatype": "INT32", "shape": [1], "data": [7]},
+        {"name": "x", "datatype": "FP32", "shape": [2, 1], "parameters": {"binary_data_size": 8}},
+        {"name": "t", "datatype": "BYTES", "shape": [1], "data": ["text"]},
+    ],
+    "outputs": [{"name": "text", "parameters": {"binary_data": False}}],
+}
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Let the server's two ways to refuse a request leave as octavo's own."""
+    try:
+        yield
+    except (Refusal, FieldError) as error:
+        raise DataError(str(error)) from error
+
+
+def _infer(path: Path) -> None:
+    head, _, behind = path.read_bytes().partition(b"\n")
+    with _refusals():
+        unpack(head + behind, str(len(head)))
+
+
+def _json_record(path: Path) -> None:
+    with _refusals():
+        INFER.read(parse_json(path.read_bytes()))
+
+
+READERS: dict[str, Reader] = {
+    "run configuration": Reader(
+        functions=(load_config,),
+        write=lambda folder: save_config(
+            tiny_config(recipe="delayed", recipe_options={"history_length": 4}, overrides={"*.q_proj": "bf16"}),
+            folder / "config.toml",
+        ),
+        read=lambda folder: load_config(folder / "config.toml"),
+    ),
+    "recipe": Reader(
+        functions=(from_toml,),
+        write=lambda folder: (folder / "recipe.toml").write_text(to_toml(recipes.get("blockwise"))),
+        read=lambda folder: from_toml((folder / "recipe.toml").read_bytes().decode("utf-8", "replace")),
+    ),
+    "run": Reader(
+        functions=(load_run,), write=_run, read=lambda folder: load_run(folder / "run"), damage="run/**/*", cost=8
+    ),
+    "run's metrics": Reader(
+        functions=(read_run,), write=_run, read=lambda folder: read_run(folder / "run"), damage="run/*[lt]"
+    ),
+    "checkpoint": Reader(
+        functions=(load_checkpoint,), write=_run, read=_checkpoint, damage="run/checkpoints/**/*", cost=8
+    ),
+    "tokens": Reader(
+        functions=(open_data,),
+        write=tiny_data,
+        read=lambda folder: open_data(folder / "data").tokenizer(),
+        damage="data/*",
+    ),
+    "text": Reader(
+        functions=(load_documents,), write=_documents, read=lambda folder: load_documents(folder), damage="*"
+    ),
+    "study": Reader(
+        functions=(Study.from_json,),
+        write=lambda folder: (folder / "study.json").write_text(study().to_json()),
+        read=lambda folder: Study.from_json((folder / "study.json").read_bytes().decode("utf-8", "replace")),
+    ),
+    "capture": Reader(
+        functions=(load_capture,),
+        write=lambda folder: Captures(folder).add(some_capture()),
+        read=lambda folder: [load_capture(file) for file in folder.glob("*")],
+    ),
+    "calibration": Reader(
+        functions=(load_calibration,), write=_calibration, read=lambda folder: load_calibration(folder / "calibration")
+    ),
+    "scaling state": Reader(
+        functions=(octavo.load_scaling_state, read_tensors),
+        write=lambda folder: save_file(octavo.scaling_state(_small()), folder / "scaling.safetensors"),
+        read=lambda folder: octavo.load_scaling_state(_small(), read_tensors(folder / "scaling.safetensors")),
+    ),
+    "mix": Reader(
+        functions=(load_mix,),
+        write=lambda folder: save_mix(
+            Mix(overrides={"*.down_proj": "bf16", "*": "rowwise"}, tables={"model.embed_tokens": (0, 3)}),
+            folder / "mix.toml",
+        ),
+        read=lambda folder: load_mix(folder / "mix.toml"),
+    ),
+    "qat folder": Reader(functions=(load_qat,), write=_qat, read=lambda folder: load_qat(folder / "qat"), cost=8),
+    "llama folder": Reader(
+        functions=(read_llama, read_tokenizer),
+        write=_hugging_face,
+        read=lambda folder: (read_llama(folder), read_tokenizer(folder)),
+        cost=2,
+    ),
+    "hugging face folder": Reader(
+        functions=(load_language_model,), write=_hugging_face, read=lambda folder: load_language_model(folder), cost=40
+    ),
+    "served folder": Reader(
+        functions=(load_served_model,),
+        write=_hugging_face,
+        read=lambda folder: load_served_model(folder, recipe="bf16"),
+        damage="[cgt]*[na]",
+        cost=40,
+    ),
+    "gguf": Reader(
+        functions=(load_gguf,),
+        write=lambda folder: small_gguf.write(folder / "model.gguf"),
+        read=lambda folder: load_gguf(folder / "model.gguf"),
+        cost=4,
+    ),
+    **{
+        f"folder of {name}": Reader(
+            functions=(load_quantized,),
+            write=_folder(name),
+            read=lambda folder: load_quantized(folder / "model"),
+            cost=8,
+        )
+        for name in ("rows", "blocks", "modelopt", "own groups")
+    },
+    "probe": Reader(
+        functions=(load_probe,), write=_probe, read=lambda folder: load_probe(folder / "probe.safetensors")
+    ),
+    "bench result": Reader(
+        functions=(load_report,),
+        write=lambda folder: (folder / "result.json").write_text(
+            Report(
+                facts={"device": "H200"},
+                command="octavo",
+                is_rehearsal=False,
+                parts=[PartRecord(name="casts", sections=[], owed=())],
+            ).to_json()
+        ),
+        read=lambda folder: load_report(folder / "result.json"),
+    ),
+    "key": Reader(
+        functions=(read_api_key,),
+        write=lambda folder: (folder / "key").write_text("a key\n"),
+        read=lambda folder: read_api_key(folder / "key"),
+    ),
+    "request": Reader(
+        functions=(Record.read, parse_json),
+        write=lambda folder: (folder / "body.json").write_text(json.dumps(BODY)),
+        read=lambda folder: _json_record(folder / "body.json"),
+    ),
+    "request with tensors": Reader(
+        functions=(unpack,),
+        write=lambda folder: (folder / "body.bin").write_bytes(json.dumps(BODY).encode() + b"\n" + bytes(8)),
+        read=lambda folder: _infer(folder / "body.bin"),
+    ),
+}

@@ -1,0 +1,154 @@
+"""What cannot be in memory is refused before anything is built, and what can is not."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.formats import FP32
+from octavo.memory import check_fits, memory_bytes
+from octavo.models import Llama, LlamaConfig
+from octavo.recipes import get
+from octavo.serving import EngineConfig
+from octavo.serving.engine import Engine
+from octavo.serving.kv_cache import PagedKVCache
+from octavo.serving.model_runner import ModelRunner
+from octavo.training.config import config_from_dict
+from octavo.training.memory import check_run_fits
+from octavo.training.tokenizer import train_tokenizer
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_positions": 32,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_large(monkeypatch):
+    """A machine of 64 MiB: what slips through is built on the real one, and then seen to be."""
+    monkeypatch.setattr("octavo.memory.memory_bytes", lambda _: 64 << 20)
+    monkeypatch.setattr("octavo.training.memory.memory_bytes", lambda _: 64 << 20)
+
+
+def test_what_fits_passes_and_one_byte_more_does_not():
+    check_fits("a thing", 64 << 20, CPU, remedy="shrink it")
+    with pytest.raises(ConfigError, match=r"^a thing does not fit in the memory of 'cpu': it .* 64 MiB of 64; shrink"):
+        check_fits("a thing", (64 << 20) + 1, CPU, remedy="shrink it")
+
+
+def test_memory_is_the_machines_or_a_lower_limit_of_the_process():
+    read = "import torch; from octavo.memory import memory_bytes; print(memory_bytes(torch.device('cpu')))"
+    limit = 3 << 30
+
+    def run(limited):
+        def prepare():
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+        done = subprocess.run(
+            [sys.executable, "-c", read],
+            capture_output=True,
+            text=True,
+            check=True,
+            preexec_fn=prepare if limited else None,
+        )
+        return int(done.stdout)
+
+    assert run(limited=True) == limit
+    assert run(limited=False) > limit or memory_bytes(CPU) <= limit
+
+
+def test_a_containers_limit_counts(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr("octavo.memory.CONTROL_GROUP", tmp_path / "memory.max")
+    free = memory_bytes(CPU)
+    for text, expected in (("max\n", free), ("1048576\n", 1 << 20)):
+        (tmp_path / "memory.max").write_text(text)
+        assert memory_bytes(CPU) == expected
+
+
+@pytest.mark.parametrize("biases", [{}, {"qkv_bias": True}, {"qkv_bias": True, "out_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_model(biases, tied):
+    config = LlamaConfig(**SHAPE, tie_embeddings=tied, **biases)
+    assert config.parameters == sum(p.numel() for p in Llama(config).parameters())
+
+
+LARGE = {
+    "num_layers": (10**9, "num_layers must be at most 10,000, not 1,000,000,000"),
+    "vocab_size": (10**12, "vocab_size must be at most 16,777,216"),
+    "max_positions": (10**12, "max_positions must be at most 16,777,216"),
+    "hidden_size": (10**40 * 8, "does not fit in the memory"),
+    "intermediate_size": (10**9, "does not fit in the memory"),
+}
+
+
+@pytest.mark.parametrize("key", LARGE)
+def test_a_model_is_judged_before_it_is_built(key):
+    value, message = LARGE[key]
+    with pytest.raises(ConfigError, match=message):
+        Llama(LlamaConfig(**SHAPE | {key: value}))
+
+
+def test_rotary_tables_count():
+    with pytest.raises(ConfigError, match="does not fit in the memory"):
+        Llama(LlamaConfig(**SHAPE | {"max_positions": 1 << 22}))
+
+
+RUNS = {
+    "context": ("training", 10**15, "training.context must be at most 16,777,216"),
+    "grad_accumulation": ("training", 10**9, "training.grad_accumulation must be at most 65,536"),
+    "vocab_size": ("data", 10**15, "data.vocab_size must be at most 1,048,576"),
+    "num_layers": ("model", 10**15, "num_layers must be at most 10,000"),
+    "intermediate_size": ("model", 10**15, "in training, does not fit in the memory"),
+    "batch_size": ("training", 10**15, "batch_size 1000000000000000 and context 128 does not fit"),
+}
+
+
+@pytest.mark.parametrize("key", RUNS)
+def test_a_run_is_judged_before_any_text_is_read(key):
+    section, value, message = RUNS[key]
+    with pytest.raises(ConfigError, match=message):
+        check_run_fits(config_from_dict({section: {key: value}}), vocab_size=300)
+
+
+def test_a_run_counts_weights_gradients_and_moments(monkeypatch):
+    config = config_from_dict({"training": {"batch_size": 1}})
+    parameters = config.model.llama(vocab_size=300, max_positions=128).parameters
+    monkeypatch.setattr("octavo.memory.memory_bytes", lambda _: 16 * parameters)
+    check_run_fits(config, vocab_size=300)
+    monkeypatch.setattr("octavo.memory.memory_bytes", lambda _: 16 * parameters - 1)
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_run_fits(config, vocab_size=300)
+
+
+def test_a_vocabulary_is_judged_before_it_is_trained():
+    for size in (10**9, 10**19):
+        with pytest.raises(ConfigError, match="vocab_size must be at most 1,048,576"):
+            train_tokenizer(["some text"], vocab_size=size)
+
+
+def test_a_history_is_judged_before_layers_have_one():
+    with pytest.raises(ConfigError, match="length must be at most 65,536 steps, not 1,000,000,000,000"):
+        get("delayed", history_length=10**12)
+
+
+def test_a_cache_is_judged_before_it_is_filled():
+    with pytest.raises(
+        ConfigError, match=r"a cache of .* positions does not fit in the memory of 'cpu': .*cache_positions"
+    ):
+        PagedKVCache(2, 2, 8, max_positions=10**15, fmt=FP32)
+    runner = ModelRunner(Llama(LlamaConfig(**SHAPE)))
+    tokenizer = train_tokenizer(["some text"], vocab_size=300)
+    with pytest.raises(ConfigError, match="does not fit in the memory"):
+        Engine(runner, tokenizer, config=EngineConfig(cache_positions=10**15))
+    with pytest.raises(ConfigError, match="max_running must be at most 65,536"):
+        EngineConfig(max_running=10**9, step_rows=10**9)
