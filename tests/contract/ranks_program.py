@@ -130,7 +130,8 @@ def _fully_sharded(model: nn.Sequential) -> nn.Sequential:
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def fully_sharded_training(rank: int, _: Path) -> Any:
@@ -143,10 +144,10 @@ def _train_sharded(model: nn.Module, rank: int) -> dict[str, Any]:
         loss = model(batch).square().mean()
         loss.backward()
         losses.append(loss.item())
-        grads.append([_whole(each.grad, average=False) for each in model.parameters()])
+        grads.append([_whole(each.grad, average=False) for each in model.parameters() if each.grad is not None])
         optimizer.step()
         optimizer.zero_grad()
-    weights = [each.full_tensor().detach() for each in model.parameters()]
+    weights = [_whole(each.detach(), average=False) for each in model.parameters()]
     return {"losses": losses, "grads": grads, "weights": weights, "state": octavo.scaling_state(model)}
 
 
