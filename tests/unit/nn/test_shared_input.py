@@ -148,7 +148,7 @@ def _square() -> Tensor:
 def test_another_tensor_of_the_same_values_or_memory_is_cast_for_itself():
     model, x = _branches(), _input()
     with recorded_products() as products:
-        for each in (x, x * 1.0, x.view_as(x), x[:32]):
+        for each in (x, x.view_as(x), x * 1.0, x[:32]):
             model.layers[0](each)
     assert len({product.a.data.untyped_storage().data_ptr() for product in products}) == 4
 
