@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.compat.transformer_engine import pytorch as te
@@ -132,23 +133,29 @@ def _fully_sharded(model: nn.Sequential) -> nn.Sequential:
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def fully_sharded_training(rank: int, _: Path) -> Any:
-    return {recipe: _train_sharded(_fully_sharded(uneven(recipe)), rank) for recipe in RECIPES}
+    return {
+        (recipe, checkpointed): _train_sharded(_fully_sharded(uneven(recipe)), rank, checkpointed=checkpointed)
+        for recipe in RECIPES
+        for checkpointed in (False, True)
+    }
 
 
-def _train_sharded(model: nn.Module, rank: int) -> dict[str, Any]:
+def _train_sharded(model: nn.Module, rank: int, *, checkpointed: bool) -> dict[str, Any]:
     optimizer, losses, grads = momentum_of(model), [], []
     for batch in uneven_batches(rank):
-        loss = model(batch).square().mean()
+        y = checkpoint(model, batch, use_reentrant=False) if checkpointed else model(batch)
+        loss = y.square().mean()
         loss.backward()
         losses.append(loss.item())
-        grads.append([_whole(each.grad, average=False) for each in model.parameters()])
+        grads.append([_whole(each.grad, average=False) for each in model.parameters() if each.grad is not None])
         optimizer.step()
         optimizer.zero_grad()
-    weights = [each.full_tensor().detach() for each in model.parameters()]
+    weights = [_whole(each.detach(), average=False) for each in model.parameters()]
     return {"losses": losses, "grads": grads, "weights": weights, "state": octavo.scaling_state(model)}
 
 

@@ -117,9 +117,11 @@ def _sharded_truth(recipe: str) -> dict[str, Any]:
     return {"losses": losses, "grads": grads, "weights": weights, "state": octavo.scaling_state(model)}
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("recipe", program.RECIPES)
-def test_fsdp2_trains_bit_for_bit_as_one_process(found, recipe):
-    ranks, truth = [each[recipe] for each in _of(found, "fully_sharded_training")], _sharded_truth(recipe)
+def test_fsdp2_trains_bit_for_bit_as_one_process(found, recipe, checkpointed):
+    ranks = [each[recipe, checkpointed] for each in _of(found, "fully_sharded_training")]
+    truth = _sharded_truth(recipe)
     before = [each.detach() for each in program.uneven(recipe).parameters()]
     assert all((one - other).abs().max() > 0.01 for one, other in zip(before, truth["weights"], strict=True))
     for rank in RANKS:
