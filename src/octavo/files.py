@@ -21,6 +21,7 @@ __all__ = [
     "check_may_write",
     "check_room",
     "claimed_folder",
+    "disk_errors",
     "hidden_folder",
     "remove_if_empty",
     "remove_leftovers",
@@ -274,6 +275,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write the whole of a small file."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn what safetensors raises about a disk, with the system's number hidden in its text, into the OSError it is.
+
+    Args:
+        path: what it writes, which the error will name.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 def remove_if_empty(folder: Path) -> None:

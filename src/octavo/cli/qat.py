@@ -1,5 +1,8 @@
 """``octavo qat``: fine-tune a language model so that it loses less in FP8."""
 
+import secrets
+import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +14,10 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import text_to_train_on
-from octavo.errors import ConfigError
-from octavo.files import claimed_folder
+from octavo.errors import ConfigError, OctavoError
+from octavo.files import check_room, claimed_folder
 from octavo.language_model import load_language_model, located
-from octavo.quantization.qat.folder import save_qat
+from octavo.quantization.qat.folder import bytes_of_qat, save_qat
 from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
 from octavo.quantization.qat.tuning import TuneSettings
 from octavo.quantization.windows import text_windows
@@ -106,6 +109,7 @@ def qat(
         if hub:
             located(model, hub=True)
         loaded = load_language_model(model, device=place)
+        check_room(out, bytes_of_qat(loaded))
         if context is None:
             shorter = replace(settings.tuning, context=min(DEFAULTS.context, loaded.context))
             settings = replace(settings, tuning=shorter)
@@ -116,8 +120,33 @@ def qat(
         held_out = text_windows(loaded, text, Split.TEST, count=eval_windows, **size)
         result = run_qat(loaded, settings, training=training, held_out=held_out, on_phase=show)
         show("write", 0, 1)
-        save_qat(out, result, source=text, split=Split.TRAIN)
-    _show(result, out, as_json=as_json)
+        place_of_result, refused = _saved(out, result, source=text, split=Split.TRAIN)
+    _show(result, place_of_result, as_json=as_json)
+    if refused is not None:
+        raise refused
+
+
+def _saved(out: Path, result: QATResult, **text: str) -> tuple[Path, ConfigError | None]:
+    """Write the result; where ``out`` cannot take it any more, to another place: training it again takes hours.
+
+    Returns:
+        Where it is, and what to tell at the end where that is not ``out``.
+
+    Raises:
+        OSError, ConfigError: ``out`` cannot take it, and no other place can.
+    """
+    try:
+        save_qat(out, result, **text)
+    except (OSError, ConfigError) as error:
+        why = f"cannot use {str(out)!r}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        for place in (Path.cwd(), Path.home(), Path(tempfile.gettempdir())):
+            kept = place / f"octavo-qat-{secrets.token_hex(4)}"
+            with suppress(OSError, OctavoError):
+                check_room(kept, bytes_of_qat(result.language_model))
+                save_qat(kept, result, **text)
+                return kept, ConfigError(f"{why}; the result is kept in {str(kept)!r}: move it to another --out")
+        raise
+    return out, None
 
 
 def _scales(recipe: str, given: str | None) -> str:

@@ -9,21 +9,19 @@
 Reading maps the files: a tensor takes memory when it is asked for.
 """
 
-import errno
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo import parsing
 from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.files import disk_errors
 from octavo.parsing import library_errors
 
 __all__ = ["TensorFiles", "check_no_codes", "read_json", "write_json", "write_tensors"]
@@ -206,9 +204,5 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
+    with disk_errors(path):
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # the library hides the system's number in its text
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from error

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from octavo import parsing
 from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.files import disk_errors
 from octavo.models import Llama, LlamaConfig
 from octavo.parsing import read_object, read_tensors
 
@@ -124,14 +125,19 @@ def shape_from_record(record: Mapping[str, Any]) -> LlamaConfig | None:
 
 
 def write_llama(folder: Path, model: Llama) -> None:
-    """Write configuration and weights into an existing folder."""
+    """Write configuration and weights into an existing folder.
+
+    Raises:
+        OSError: the disk is full, or refuses otherwise.
+    """
     config = model.config
     written = config_record(config, model.model.embed_tokens.weight.dtype)
     _write_json(folder / CONFIG, written)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if config.tie_embeddings:
         del tensors[HEAD]
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    with disk_errors(folder / WEIGHTS):
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def read_llama(folder: Path) -> Llama:

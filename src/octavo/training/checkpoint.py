@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.checksums import file_digest, sealed, unsealed
 from octavo.doctor.lines import LinesWritten
 from octavo.errors import CheckpointError, DataError
-from octavo.files import remove_if_empty, sync_file, sync_folder
+from octavo.files import disk_errors, remove_if_empty, sync_file, sync_folder
 from octavo.parsing import read_json, read_tensors
 from octavo.state import load_scaling_state, scaling_state
 from octavo.training.loss_scaling import LossScaler
@@ -44,6 +43,7 @@ __all__ = [
     "newest_lines",
     "read_state",
     "remove_checkpoints",
+    "remove_leftovers",
     "save_checkpoint",
 ]
 
@@ -95,11 +95,11 @@ def save_checkpoint(
         temporary.mkdir(parents=True)
         _write(temporary, state, model, optimizer, scaler)
         _put_in_place(temporary, target)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"cannot save {str(target)!r}: {error}; free some space or choose another disk and resume, "
-            "earlier checkpoints are intact"
+            f"cannot save {str(target)!r}: {error.strerror or error}; free some space or choose another disk and "
+            "resume, earlier checkpoints are intact"
         ) from error
     if keep_last:
         for old in _complete(run_dir)[:-keep_last]:
@@ -125,6 +125,21 @@ def remove_checkpoints(run_dir: Path) -> None:
                 (path / name).unlink(missing_ok=True)
             remove_if_empty(path)
     remove_if_empty(run_dir / FOLDER)
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove the checkpoints that a killed process was writing; the caller holds the run.
+
+    One that was moved aside for another of its step, which has not taken its place, gets its name back.
+    """
+    for path in (run_dir / FOLDER).glob(".step-*"):
+        name, _, kind = path.name.removeprefix(".").partition(".")
+        if not STEP_NAME.fullmatch(name) or kind not in ("writing", "replaced"):
+            continue
+        if kind == "replaced" and not path.with_name(name).exists():
+            path.rename(path.with_name(name))
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(path: Path) -> CheckpointState:
@@ -209,7 +224,8 @@ def _write(
         (OPTIMIZER, moments),
         (SCALING, scaling_state(model)),
     ):
-        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
+        with disk_errors(folder / name):
+            save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
         sync_file(folder / name)
     files = {name: _fingerprint(folder / name) for name in (MODEL, OPTIMIZER, SCALING)}
     content = {"format": FORMAT_VERSION, **asdict(state), "files": files, "generators": _generators()}

@@ -33,6 +33,7 @@ from octavo.training.checkpoint import (
     load_model,
     read_state,
     remove_checkpoints,
+    remove_leftovers,
 )
 from octavo.training.config import Device, RunConfig, load_config, save_config
 from octavo.training.data import TokenData
@@ -174,6 +175,7 @@ def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) 
     with _locked(run_dir):
         check_start(run_dir, config, resume=resume)
         if resume:
+            remove_leftovers(run_dir)
             yield
             return
         try:

@@ -9,6 +9,7 @@ import torch
 
 from octavo.cli import runs
 from octavo.language_model import load_language_model
+from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.quantization import calibrate, coverage, load_calibration, text_windows
 from tests.unit.models import small_gguf
 
@@ -198,3 +199,32 @@ def test_from_a_delayed_run(octavo, setting, text, tmp_path):
     copy.write_text(text.read_text(encoding="utf-8"), encoding="utf-8")
     result = octavo(*arguments, "--check", copy, "--context", 16)
     assert (result.exit_code, "would be checked on text they come from" in result.stderr) == (2, True)
+
+
+def hugging_face(run, place):
+    """The run's weights and tokenizer as a folder of Hugging Face's."""
+    loaded, folder = load_language_model(run), place / f"hf-{run.name}"
+    folder.mkdir()
+    write_llama(folder, loaded.model)  # type: ignore[arg-type]
+    write_tokenizer(folder, loaded.tokenizer, context=loaded.context)
+    return folder
+
+
+def test_no_command_takes_the_scales_of_another_run(octavo, setting, finished_run, text, tmp_path):
+    scales, other = tmp_path / "scales", tmp_path / "other"
+    arguments = ["--data", text, "--samples", 2, "--context", 16, "--kv-cache", "--out", scales]
+    assert octavo("calibrate", finished_run, *arguments).exit_code == 0
+    assert octavo("train", *setting, "--seed", 7, "--out", other).exit_code == 0
+    for command in (
+        ["export", other, "--calibration", scales, "--no-verify", "--out", tmp_path / "served"],
+        ["export", hugging_face(other, tmp_path), "--calibration", scales, "--out", tmp_path / "served"],
+        ["eval", other, "--data", text, "--calibration", scales, "--compare", "bf16,fp8-static"],
+        ["serve", other, "--recipe", "fp8-static", "--calibration", scales, "--port", 0],
+    ):
+        result = octavo(*command)
+        assert result.exit_code == 2, (command[0], result.output)
+        assert "this calibration is of other weights of the same shape" in " ".join(result.stderr.split()), command[0]
+    assert not (tmp_path / "served").exists()
+    own = ["export", hugging_face(finished_run, tmp_path), "--calibration", scales, "--no-verify"]
+    result = octavo(*own, "--out", tmp_path / "served")
+    assert result.exit_code == 0, result.output  # the weights of the run, in another format

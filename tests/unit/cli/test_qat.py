@@ -1,11 +1,21 @@
 """``octavo qat`` on a finished run."""
 
+import importlib
 import json
+import os
+import shutil
+import subprocess
+from contextlib import suppress
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from octavo.models import llama_folder
 from octavo.quantization import load_qat
+from octavo.quantization.qat import folder as qat_folder
+
+command = importlib.import_module("octavo.cli.qat")
 
 SMALL = ["--steps", 3, "--batch-size", 2, "--context", 16, "--eval-windows", 3, "--warmup", 1, "--lr", 1e-3]
 
@@ -81,3 +91,103 @@ def test_a_folder_in_use_is_refused_before_any_work(octavo, tmp_path):
     result = octavo("qat", "no-model.gguf", "--out", tmp_path)
     assert result.exit_code == 2
     assert "is not empty" in " ".join(result.stderr.split())
+
+
+@pytest.fixture
+def tuning(finished_run, text):
+    return ["qat", finished_run, "--data", text, *SMALL]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Where a result is kept that its own disk does not take."""
+    place = tmp_path / "home"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+def check_kept(result, out, home):
+    """One sentence that says where; all numbers; a model that loads; nothing where it should have been."""
+    assert result.exit_code == 2, result.output
+    (kept,) = home.iterdir()
+    sentence = result.stderr.strip().splitlines()[-1]
+    assert f"cannot use '{out}': No space left on device; the result is kept in '{kept}'" in sentence
+    record = json.loads(result.stdout)
+    assert record["out"] == str(kept)
+    assert record["measured"]["fp8-qat"]["perplexity"] > 1
+    assert load_qat(kept).logits(torch.arange(8)[None]).isfinite().all()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("module", [llama_folder, qat_folder])
+def test_a_disk_that_has_become_full_loses_no_result(octavo, tuning, tmp_path, monkeypatch, home, *, module):
+    """At the weights, and at the scales, as the library says it."""
+    save_file, out = module.save_file, tmp_path / "full" / "qat"
+
+    def full(tensors, path, **how):
+        if tmp_path / "full" in path.parents:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, **how)
+
+    monkeypatch.setattr(module, "save_file", full)
+    result = octavo(*tuning, "--out", out, "--json")
+    check_kept(result, out, home)
+    assert not (tmp_path / "full").exists()
+
+
+def test_a_result_that_no_place_takes_is_told_of_in_a_sentence(octavo, tuning, tmp_path, monkeypatch, home):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(llama_folder, "save_file", full)
+    result = octavo(*tuning, "--out", tmp_path / "qat")
+    assert result.exit_code == 2, result.output
+    assert "error: cannot use" in result.stderr
+    assert "qat/model.safetensors: no space left on device" in result.stderr
+    assert ".writing" not in result.stderr
+    assert list(home.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a disk of a size."""
+    place = tmp_path / "small"
+    place.mkdir()
+
+    def mount(size):
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("no file system can be mounted here: it takes root")
+        return place
+
+    yield mount
+    if place.is_mount():
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_room_is_looked_for_before_the_tuning(octavo, tuning, small_disk, home):
+    place = small_disk("100k")
+    result = octavo(*tuning, "--out", place / "qat")
+    assert result.exit_code == 2, result.output
+    assert f"the disk of '{place / 'qat'}' has 0 MiB free, and the result takes" in result.stderr
+    assert "tune" not in result.stderr
+    assert list(place.iterdir()) == list(home.iterdir()) == []
+
+
+def test_a_disk_that_is_really_full_at_the_end(octavo, tuning, small_disk, monkeypatch, home):
+    place = small_disk("8m")
+    run_qat = command.run_qat
+
+    def filling(*arguments, **options):
+        result = run_qat(*arguments, **options)
+        with suppress(OSError), (place / "others").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(shutil.disk_usage(place).free // 2 + 1))
+        return result
+
+    monkeypatch.setattr(command, "run_qat", filling)
+    result = octavo(*tuning, "--out", place / "qat", "--json")
+    check_kept(result, place / "qat", home)
+    assert [path.name for path in place.iterdir()] == ["others"]

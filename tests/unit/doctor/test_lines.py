@@ -43,7 +43,7 @@ def sealed_lines(count=4):
 
 def test_the_sum_of_a_line_is_of_it_and_of_the_sum_before():
     _, (first, second, *_) = sealed_lines()
-    sums = []
+    sums: list[str] = []
     for line in (first, second):
         body = line[: line.index(', "sha256"')]
         sums.append(hashlib.sha256(("".join(sums[-1:]) + body).encode()).hexdigest()[:16])

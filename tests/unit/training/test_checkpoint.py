@@ -138,10 +138,14 @@ def test_a_full_disk_leaves_the_earlier_one_and_nothing_else(tmp_path, saved):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"cannot save .*step-000002.*earlier checkpoints are intact"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot save .*step-000002.*earlier checkpoints are intact"
+        ) as caught:
             save_checkpoint(tmp_path, state(2), model=model, optimizer=optimizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in str(caught.value)
+    assert ".writing" not in str(caught.value)
     assert [each.name for each in path.parent.iterdir()] == ["step-000001"]
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert latest(tmp_path) == path

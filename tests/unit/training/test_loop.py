@@ -395,3 +395,15 @@ def test_a_run_of_before_sums_is_resumed_and_has_them_from_then_on(tmp_path, dat
     train(config, tmp_path / "old", data=data, resume=True)
     assert all('"sha256"' in line for line in metrics.read_text().splitlines())
     assert comparable(read_metrics(tmp_path / "old")) == comparable(read_metrics(tmp_path / "new"))
+
+
+def test_what_a_killed_process_left_among_the_checkpoints_is_removed_when_the_run_goes_on(tmp_path, data):
+    config = tiny_config(steps=4, checkpoint_interval=2)
+    train(config, tmp_path / "run", data=data)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in (".step-000003.writing", ".step-000004.replaced"):
+        shutil.copytree(checkpoints / "step-000002", checkpoints / name)
+    (checkpoints / ".notes").write_text("mine")
+    (checkpoints / "step-000002").rename(checkpoints / ".step-000002.replaced")
+    train(config, tmp_path / "run", data=data, resume=True)
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".notes", "step-000002", "step-000004"]

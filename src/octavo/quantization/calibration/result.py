@@ -335,8 +335,8 @@ def weights_hash(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
-        values = parameter.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-        digest.update(values.view(torch.int16).numpy())
+        values = parameter.detach().to(device="cpu", dtype=torch.bfloat16).flatten()
+        digest.update(values.view(torch.int16).numpy().data)
     return digest.hexdigest()
 
 

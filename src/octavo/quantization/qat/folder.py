@@ -26,7 +26,7 @@ from octavo import recipes
 from octavo.checksums import check_sums, write_sums
 from octavo.convert import convert
 from octavo.errors import CheckpointError, ConfigError, DataError
-from octavo.files import replacing_folder
+from octavo.files import disk_errors, replacing_folder
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
@@ -34,7 +34,7 @@ from octavo.parsing import read_object, read_tensors
 from octavo.quantization.qat.run import QATResult, QATSettings
 from octavo.state import load_scaling_state, scaling_state
 
-__all__ = ["MARK", "load_qat", "save_qat", "text_of_qat"]
+__all__ = ["MARK", "bytes_of_qat", "load_qat", "save_qat", "text_of_qat"]
 
 FORMAT = 1
 MARK, RECIPE, SCALES, METRICS = "qat.json", "recipe.toml", "scales.safetensors", "metrics.jsonl"
@@ -48,9 +48,19 @@ def save_qat(folder: Path, result: QATResult, *, source: str = "", split: str = 
         result: of ``run_qat``.
         source: of the text it was tuned on, where ``octavo.training.text`` finds it.
         split: of that source.
+
+    Raises:
+        ConfigError: something else is in the folder.
+        OSError: the disk is full, or refuses otherwise; nothing is left of it.
     """
     with replacing_folder(folder) as temporary:
         _write(temporary, result, {"source": source, "split": split})
+
+
+def bytes_of_qat(model: LanguageModel) -> int:
+    """Bytes that :func:`save_qat` takes for a model: its weights, its tokenizer, and a MiB for the rest."""
+    weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.model.parameters()}
+    return sum(weights.values()) + len(model.tokenizer.to_str().encode()) + (1 << 20)
 
 
 def text_of_qat(folder: str | Path) -> tuple[str, str]:
@@ -91,10 +101,12 @@ def _write(folder: Path, result: QATResult, text: dict[str, str]) -> None:
         write_llama(folder, model)
     else:
         writer: Any = model
-        writer.save_pretrained(folder)
+        with disk_errors(folder):
+            writer.save_pretrained(folder)
     write_tokenizer(folder, made.tokenizer, context=made.context, bos_id=made.bos_id, eos_id=made.eos_id)
     (folder / RECIPE).write_text(recipes.to_toml(result.settings.recipe), encoding="utf-8")
-    save_file(scaling_state(model), folder / SCALES)
+    with disk_errors(folder / SCALES):
+        save_file(scaling_state(model), folder / SCALES)
     (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in _lines(result)), encoding="utf-8")
     mark = {
         "format": FORMAT,
