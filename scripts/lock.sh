@@ -4,9 +4,10 @@
 #   scripts/lock.sh            with python3
 #   PYTHON=python3.11 scripts/lock.sh
 #
-# torch is pinned here by hand and installed first, so that everything else is resolved against it. Its local version
-# suffix (+cpu, +cu128) and the CUDA wheels that its Linux build brings are left out: which build of torch to use is the
-# machine's business, and pip installs what that build needs.
+# torch is pinned here by hand and installed first, so that everything else is resolved against it. Its build (+cpu, +cu128)
+# and the CUDA wheels that come with one are the machine's business: they have no hash in the lock, where torch stands in a
+# comment that scripts/venv.sh reads. Of everything else the lock has the SHA-256 of each file that pip takes on Linux, on
+# x86_64 and aarch64, with Python 3.11 to 3.13 (scripts/lock_hashes.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,13 +33,13 @@ for requirement in [*project["dependencies"], *extras["report"], *extras["data"]
 PY
 "${pip[@]}" install --quiet -r "$scratch/wanted" "$torch_pin"
 
+"${pip[@]}" freeze --all --exclude pip | sed -E 's/\+[A-Za-z0-9.]+$//' | grep -vE '^(nvidia-|cuda-)' >"$scratch/pins"
+grep -qx "$torch_pin" "$scratch/pins" || { echo "lock: torch was resolved to another version than $torch_pin" >&2; exit 1; }
+grep -q ' @ ' "$scratch/pins" && { echo "lock: a requirement has a path instead of a version" >&2; exit 1; }
 {
-    echo "# Exact versions for CI, the Makefile and the README. Written by scripts/lock.sh; do not edit."
-    "${pip[@]}" freeze --all --exclude pip |
-        sed -E 's/\+[A-Za-z0-9.]+$//' |
-        grep -vE '^(nvidia-|cuda-)'
+    echo "# Exact versions and hashes for CI, the Makefile and the README. Written by scripts/lock.sh; do not edit."
+    echo "# $torch_pin"
+    grep -vx "$torch_pin" "$scratch/pins" | "$scratch/venv/bin/python" scripts/lock_hashes.py
 } >"$scratch/lock"
-grep -qx "$torch_pin" "$scratch/lock" || { echo "lock: torch was resolved to another version than $torch_pin" >&2; exit 1; }
-grep -q ' @ ' "$scratch/lock" && { echo "lock: a requirement has a path instead of a version" >&2; exit 1; }
 mv "$scratch/lock" requirements.lock
-echo "requirements.lock: $(grep -vc '^#' requirements.lock) packages"
+echo "requirements.lock: $(grep -c '^[^#].*==' requirements.lock) packages"

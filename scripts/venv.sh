@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Make or update .venv: torch first, then the rest of requirements.lock, then octavo itself, editable.
+# Make or update .venv: requirements.lock, then torch, then octavo itself, editable.
 #
-# torch goes first and alone because it is by far the largest part, and because everything else is pinned to fit it.
+# A file whose SHA-256 is not in the lock is refused. torch and the CUDA wheels of its build come after it and have none:
+# which build it is, is the machine's business (scripts/lock.sh). What else torch needs is there by then.
 # `make venv` calls this only when the lock, pyproject.toml or this script has changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,14 +28,14 @@ pip_install() {
     .venv/bin/python -m pip --disable-pip-version-check install "${verbosity[@]}" "$@"
 }
 
-torch_pin=$(grep -x 'torch==[0-9.]*' requirements.lock)
+torch_pin=$(sed -nE 's/^# (torch==[0-9.]+)$/\1/p' requirements.lock)
 
 echo "venv: .venv from $("$python" --version 2>&1)"
 "$python" -m venv .venv
+echo "venv: $(grep -c '^[^#].*==' requirements.lock) packages of requirements.lock"
+pip_install --require-hashes --no-deps -r requirements.lock
 echo "venv: $torch_pin"
 pip_install "$torch_pin"
-echo "venv: $(grep -c '==' requirements.lock) packages of requirements.lock"
-pip_install -r requirements.lock
 echo "venv: octavo, whose kernels are compiled"
 # The lock holds every dependency and the build tools, so nothing is resolved or downloaded here.
 PATH="$PWD/.venv/bin:$PATH" pip_install --no-deps --no-build-isolation --editable .
