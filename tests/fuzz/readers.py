@@ -126,6 +126,13 @@ def _folder(name: str) -> Callable[[Path], object]:
     return lambda folder: written(folder / "model", name)
 
 
+def _served(folder: Path) -> None:
+    """With what only a server reads: how messages become text, and which tokens end one."""
+    written(folder / "model", "rows")
+    (folder / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+
+
 def _qat(folder: Path) -> None:
     result = run_qat(tiny_language_model(), settings_of(), training=TRAINING, held_out=HELD_OUT)
     save_qat(folder / "qat", result)
@@ -268,6 +275,13 @@ READERS: dict[str, Reader] = {
         write=lambda folder: small_gguf.write(folder / "model.gguf"),
         read=lambda folder: load_gguf(folder / "model.gguf"),
         cost=4,
+    ),
+    "served fp8 folder": Reader(
+        functions=(load_served_model,),
+        write=_served,
+        read=lambda folder: load_served_model(folder / "model", recipe="fp8"),
+        damage="model/*[na]",
+        cost=20,
     ),
     **{
         f"folder of {name}": Reader(

@@ -164,7 +164,10 @@ def _chat_template(folder: Path) -> str | None:
     """From the file of its own that transformers writes, or from the tokenizer's settings."""
     own = folder / "chat_template.jinja"
     if own.is_file():
-        return own.read_text(encoding="utf-8")
+        try:
+            return own.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{str(own)!r} is not UTF-8 at byte {error.start}; write it again") from error
     found = _tokenizer_settings(folder).get("chat_template")
     return found if isinstance(found, str) else None
 

@@ -22,6 +22,7 @@ from octavo.checksums import sealed, unsealed
 from octavo.curves import Curve
 from octavo.errors import DataError
 from octavo.parsing import parse_json
+from octavo.training.config_values import section
 
 __all__ = [
     "GAP_BAR_NATS",
@@ -154,8 +155,7 @@ class Study:
             fields = unsealed(parse_json(text))
             if fields.pop("format") != STUDY_FORMAT:
                 raise KeyError("format")
-            fields["runs"] = tuple(run_from_json(run) for run in fields["runs"])
-            return cls(**fields)
+            return section(cls, fields, "")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"this is no study of octavo's (format {STUDY_FORMAT}): {error}; delete it and run the study again"
@@ -163,12 +163,12 @@ class Study:
 
 
 def run_from_json(fields: dict[str, Any]) -> RunMeasures:
-    """The measures that ``dataclasses.asdict`` and JSON made plain."""
-    for name in ("train_curve", "validation_curve"):
-        fields[name] = tuple((int(step), float(nats)) for step, nats in fields[name])
-    fields["window_nats"] = tuple(fields["window_nats"])
-    fields["threads"] = tuple(fields.get("threads", ()))
-    return RunMeasures(**fields)
+    """The measures that ``dataclasses.asdict`` and JSON made plain.
+
+    Raises:
+        ConfigError: a value is missing, unknown or of another type, by name.
+    """
+    return section(RunMeasures, fields, "")
 
 
 def paired_gap(run: Sequence[float], base: Sequence[float]) -> Gap:

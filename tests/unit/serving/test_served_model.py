@@ -87,6 +87,15 @@ def test_a_folder_in_fp8_ends_and_chats_as_its_files_say(tmp_path, byte_tokenize
     assert (served.end_ids, served.chat_template) == (ends, "{{ messages }}")
 
 
+def test_a_chat_template_that_is_not_utf8_is_refused(tmp_path, byte_tokenizer):
+    made = LanguageModel(model=Llama(SHAPE, seed=3), tokenizer=byte_tokenizer, context=32, source="made")
+    octavo.convert(made.model, "rowwise")
+    save_quantized(made, tmp_path, verify_folder=False)
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja' is not UTF-8 at byte 3"):
+        load_served_model(tmp_path)
+
+
 def test_an_end_that_is_no_token_is_refused(folder):
     change(folder / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(CheckpointError, match="eos_token_id"):

@@ -82,6 +82,18 @@ def test_a_changed_number_is_refused(key):
         Study.from_json(text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("window_nats", "123"), ("window_nats", ["a"]), ("steps", 1.5), ("train_curve", [[1, 2, 3]]), ("recipe", None)],
+)
+def test_a_value_of_another_type_is_named(name, value):
+    fields = json.loads(study().to_json())
+    fields.pop("sha256", None)
+    fields["runs"][0][name] = value
+    with pytest.raises(DataError, match=rf"{name}.* must .*run the study again"):
+        Study.from_json(json.dumps(fields))
+
+
 def test_a_study_of_before_threads_were_recorded_is_read():
     fields = unsealed(json.loads(study().to_json()))
     for each in fields["runs"]:
