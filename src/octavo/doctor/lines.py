@@ -13,7 +13,7 @@ from octavo.doctor.series import Sample
 from octavo.errors import TrainingError
 from octavo.parsing import parse_json
 
-__all__ = ["METRICS", "SampleLines", "line_of", "read_lines"]
+__all__ = ["METRICS", "SampleLines", "each_line", "line_of", "read_lines"]
 
 METRICS = "metrics.jsonl"
 MOST_WHOLE = 2**53  # beyond it float64 skips whole numbers
@@ -58,24 +58,23 @@ def line_of(kind: str, step: int, values: dict[str, Any]) -> str:
     return json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n"
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; none where there is no file. A torn last line, left by a kill, is passed over.
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole lines, one at a time; none where there is no file. A torn last line, left by a kill, is passed over.
 
     Raises:
         TrainingError: another line is not what a run writes: an object with a kind and a step, of which none is smaller
             than the one before, and numbers that a float64 holds.
     """
     if not path.exists():
-        return []
-    found: list[dict[str, Any]] = []
+        return
     newest = 0
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(_whole_lines(path), 1):
         try:
             value = parse_json(line, largest=MOST_WHOLE)
             step = value["step"]
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 raise ValueError(f"step {step!r}")
-            found.append({**value, "kind": str(value["kind"])})
+            value["kind"] = str(value["kind"])
         except (ValueError, TypeError, KeyError) as error:
             raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
         if step < newest:
@@ -84,4 +83,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 "lines of one"
             )
         newest = step
-    return found
+        yield value
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What :func:`each_line` yields."""
+    return list(each_line(path))
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line[:-1]

@@ -1,6 +1,7 @@
 """A run as the doctor reads it: its lines, and what they lack where there is nothing to diagnose."""
 
 import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ import torch
 from torch import nn
 
 from octavo.doctor import Series, series_of
+from octavo.doctor.lines import METRICS, each_line
 from octavo.errors import ConfigError, TrainingError
 from octavo.models import Llama
 from octavo.training.config import RunConfig, load_config
-from octavo.training.metrics import METRICS, read_metrics
 from octavo.training.recipe_choice import BF16, PLAIN_RECIPES
 from octavo.training.run_folder import CONFIG
 
@@ -106,18 +107,33 @@ def read_run(run_dir: Path) -> WatchedRun:
             f"{str(run_dir)!r} holds no run (no {METRICS}); name the folder that octavo train, or the Hugging Face "
             "callback, wrote"
         )
-    lines = read_metrics(run_dir)
+    progress = _Progress()
+    series = series_of(progress.noting(each_line(run_dir / METRICS)))
     config = load_config(run_dir / CONFIG) if (run_dir / CONFIG).is_file() else None
-    series = series_of(lines)
-    if not any(line["kind"] in ("step", "statistics", "failure") for line in lines):
+    if not progress.has_begun:
         raise ConfigError(f"the run in {str(run_dir)!r} has finished no step yet; ask again when it has")
     return WatchedRun(
         run_dir=run_dir,
         config=config,
         series=series,
-        step=max(line["step"] - (line["kind"] == "failure") for line in lines),  # the step that broke is not finished
+        step=progress.step,
         looks=len(series.casts.steps),
     )
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a run is, noted while its lines are read, of which a long run has more than memory holds."""
+
+    step: int = 0
+    has_begun: bool = False
+
+    def noting(self, lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The lines, as they are."""
+        for line in lines:
+            self.step = max(self.step, line["step"] - (line["kind"] == "failure"))  # the one that broke is not finished
+            self.has_begun |= line["kind"] in ("step", "statistics", "failure")
+            yield line
 
 
 def check_comparable(run: WatchedRun, reference: WatchedRun) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 from octavo.doctor.facts import facts_during
 from octavo.doctor.findings import Finding, Remedy
 from octavo.doctor.gated import gated_linears
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.tables import Floats
 
 __all__ = ["FINENESS", "WORDS", "Case", "fineness", "listed"]
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.losses import SEEN_AT, warmup
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.sliding import sliding_medians
+from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["divergence"]
@@ -74,8 +76,8 @@ def _above_its_best(steps: Floats, losses: Floats, warm: float, limits: Threshol
     since = len(losses) - max(lasting, warming)
     if since < max(warming, 1):
         return None
-    began, best = float(np.median(losses[:EDGE])), float(_medians(losses, lasting).min())
-    level, smooth = best + limits.lost_gain * (began - best), _medians(losses, EDGE)
+    began, best = float(np.median(losses[:EDGE])), float(sliding_medians(losses, lasting).min())
+    level, smooth = best + limits.lost_gain * (began - best), sliding_medians(losses, EDGE)
     gained = began > 0 and began - best >= max(limits.least_gain * began, _noise(losses, EDGE, limits))
     below = np.flatnonzero(smooth < level)
     if not gained or not below.size or below[-1] >= since:
@@ -89,8 +91,3 @@ def _above_its_best(steps: Floats, losses: Floats, warm: float, limits: Threshol
 def _noise(losses: Floats, apart: int, limits: Thresholds) -> float:
     """What a rise must exceed: so many standard deviations of the losses, from those so many steps apart."""
     return limits.loss_noise * float(np.median(np.abs(losses[apart:] - losses[:-apart]))) / OF_A_NORMAL
-
-
-def _medians(losses: Floats, window: int) -> Floats:
-    found: Floats = np.median(np.lib.stride_tricks.sliding_window_view(losses, window), axis=1)
-    return found
