@@ -8,7 +8,6 @@ kept, so that two models can be compared pair by pair on the same windows.
 order: the line a language model has to fall below.
 """
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.curves import perplexity
 from octavo.training.corpus import Split
 from octavo.training.data import TokenData
 
@@ -40,7 +40,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(nats); infinite where that overflows."""
-        return math.exp(self.nats) if self.nats < 700 else math.inf
+        return perplexity(self.nats)
 
 
 def token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:

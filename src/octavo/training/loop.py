@@ -385,7 +385,8 @@ class Trainer:
             raise NonFiniteLossError(
                 f"the validation loss after step {self.step} is {result.nats}; {self._last_good_checkpoint()}"
             )
-        log.write("evaluation", self.step, nats=result.nats, perplexity=result.perplexity)
+        perplexity = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
+        log.write("evaluation", self.step, nats=result.nats, perplexity=perplexity)
         self.emit(Evaluated(step=self.step, steps=self.training.steps, nats=result.nats, perplexity=result.perplexity))
 
     def _save(self) -> None:

@@ -5,6 +5,8 @@ metrics.jsonl has one JSON object a line, written and flushed as it happens:
     {"kind": "evaluation", "step": 0, "nats": 7.6, "perplexity": 2012.3}
     {"kind": "step", "step": 1, "loss": 7.6, "lr": 1e-4, "grad_norm": 2.1, "tokens": 1024, "seconds": 0.4, "threads": 2}
 
+A perplexity that float64 does not hold, of a loss beyond 709 nats, is null.
+
 With a loss scale, a "step" also has ``loss_scale``, and one that had to be made again with a smaller scale leaves a
 line of its own, {"kind": "overflow", "step": 7, "loss_scale": 65536.0}, with the scale that was too large.
 
@@ -74,7 +76,7 @@ class MetricsLog:
         if self._on_line is not None:
             self._on_line(parse_json(line))
         if self._board is not None:
-            for name in CURVES.get(kind, ()):
+            for name in [name for name in CURVES.get(kind, ()) if values[name] is not None]:
                 self._board.add_scalar(f"{kind}/{name}", values[name], step)
 
     def write_sample(self, sample: Sample) -> None:

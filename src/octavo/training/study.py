@@ -13,6 +13,7 @@ all of it is.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError, DataError
+from octavo.errors import ConfigError, DataError, NonFiniteLossError
 from octavo.files import write_atomically
 from octavo.models import Llama, generate
 from octavo.parsing import read_object
@@ -197,6 +198,8 @@ def _measured(
     if result.interrupted:
         raise KeyboardInterrupt
     window_nats = _window_nats(load_run(run_dir), data, test_tokens, report)
+    if not all(map(math.isfinite, window_nats)):
+        raise NonFiniteLossError(f"the held-out loss of {str(run_dir)!r} is not finite; lower the learning rate")
     measures = RunMeasures(
         recipe=recipe,
         steps=result.step,
@@ -299,7 +302,9 @@ def _probe(weights: Llama, config: RunConfig) -> Probe:
 
 
 def _with_noise(run: RunMeasures, noise: GradientNoise) -> RunMeasures:
-    return replace(run, gradient_variance=noise.variance, gradient_error=noise.error)
+    """None for what overflowed, as it may where a loss does not fall."""
+    variance, error = (value if math.isfinite(value) else None for value in (noise.variance, noise.error))
+    return replace(run, gradient_variance=variance, gradient_error=error)
 
 
 def _samples(folder: Path, recipes: Sequence[str], prompt: str, report: OnPhase) -> dict[str, str]:

@@ -11,7 +11,7 @@ from octavo.doctor.lines import each_line
 from octavo.doctor.series import CastKey, Sample
 from octavo.doctor.statistics import CAST_FIELDS
 
-SHORT = 20_000
+SHORT = 10_000
 
 
 def losses(steps):
