@@ -15,7 +15,7 @@ from octavo.errors import ConfigError, TrainingError
 from octavo.models import Llama
 from octavo.training.config import RunConfig, load_config
 from octavo.training.recipe_choice import BF16, PLAIN_RECIPES
-from octavo.training.run_folder import CONFIG
+from octavo.training.run_folder import CONFIG, check_is_run
 
 __all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
 
@@ -99,9 +99,10 @@ def read_run(run_dir: Path) -> WatchedRun:
     """A run that may lack statistics, such as a reference in BF16.
 
     Raises:
-        ConfigError: there is no run, or it has no step yet.
+        ConfigError: there is no run, it has no step yet, or the folder holds a study.
         TrainingError: a line is not a run's.
     """
+    check_is_run(run_dir)
     if not (run_dir / METRICS).is_file():
         raise ConfigError(
             f"{str(run_dir)!r} holds no run (no {METRICS}); name the folder that octavo train, or the Hugging Face "

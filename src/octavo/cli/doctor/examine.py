@@ -12,7 +12,6 @@ from octavo.cli.console import number, print_json, stderr, stdout
 from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.progress import open_display
-from octavo.cli.runs import check_is_run
 from octavo.cli.targets import check_target
 from octavo.doctor import Captures, Finding, Severity, diagnose
 from octavo.doctor.losses import newest_gap
@@ -98,11 +97,9 @@ def _check_targets(targets: Mapping[str, Path | None], run_dirs: Sequence[Path])
 
 
 def _runs(run_dir: Path, against: Path | None) -> tuple[WatchedRun, WatchedRun | None]:
-    check_is_run(run_dir)
     run = watched_run(run_dir)
     if against is None:
         return run, None
-    check_is_run(against)
     reference = read_run(against)
     check_comparable(run, reference)
     return run, reference
