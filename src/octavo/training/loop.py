@@ -173,7 +173,7 @@ class Trainer:
                     self._save()
         finally:
             log.close()
-        return self._result()
+        return self._result(stop)
 
     def train_step(self, log: MetricsLog) -> None:
         """One update, written to ``log``; the doctor looks at it where it is due.
@@ -431,13 +431,13 @@ class Trainer:
             return "there is no checkpoint before it: lower the learning rate, or save earlier with checkpoint_interval"
         return f"the last good checkpoint is {str(path)!r}"
 
-    def _result(self) -> TrainResult:
+    def _result(self, stop: StopRequest) -> TrainResult:
         train_curve, validation_curve = curves_of(self.run_dir)
         typical = statistics.median(self.step_seconds) if self.step_seconds else math.nan
         return TrainResult(
             run_dir=self.run_dir,
             step=self.step,
-            interrupted=self.step < self.training.steps,
+            stopped_by=stop.signal_name if self.step < self.training.steps else None,
             train_curve=train_curve,
             validation_curve=validation_curve,
             tokens_per_second=self.training.tokens_per_step / typical,

@@ -41,6 +41,7 @@ from octavo.training.memory import fitting_in_memory
 from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, has_run, load_run
+from octavo.training.signals import StoppedBySignal
 from octavo.training.text import is_unicode
 from octavo.training.threads import using_threads
 
@@ -100,7 +101,7 @@ def run_study(
     Raises:
         ConfigError: no recipe, one twice, or an unknown one; the folder holds runs of another configuration; or a
             micro-batch does not fit in memory.
-        KeyboardInterrupt: a signal stopped a run; it has saved a checkpoint, and the same call continues.
+        StoppedBySignal: a signal stopped a run; it has saved a checkpoint, and the same call continues.
     """
     folder = Path(out_dir)
     configs = configs_of(config, recipes)
@@ -195,8 +196,8 @@ def _measured(
         return known
     recipe = config.training.recipe
     result = train(config, run_dir, data=data, resume=has_run(run_dir), on_event=_as_phase(f"train {recipe}", report))
-    if result.interrupted:
-        raise KeyboardInterrupt
+    if result.stopped_by is not None:
+        raise StoppedBySignal(result.stopped_by)
     window_nats = _window_nats(load_run(run_dir), data, test_tokens, report)
     if not all(map(math.isfinite, window_nats)):
         raise NonFiniteLossError(f"the held-out loss of {str(run_dir)!r} is not finite; lower the learning rate")
