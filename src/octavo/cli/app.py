@@ -36,6 +36,7 @@ from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.cli.triton import triton
 from octavo.errors import OctavoError
+from octavo.handed_on import own_version
 from octavo.training.signals import StoppedBySignal
 from octavo.training.text import is_unicode
 
@@ -136,9 +137,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"octavo {own_version()}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error; may stand anywhere.")] = False,
+    version: Annotated[  # shown, and the command ended, as soon as it is parsed
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print octavo's version.")
+    ] = False,
 ) -> None:
     """Hold the options that stand before a command's name."""
 

@@ -315,9 +315,15 @@ def _check_line(line: Mapping[str, Any]) -> None:
 
 
 def _look_of(sample: Sample) -> _Look:
-    tables: tuple[Mapping[Any, Floats], ...] = (sample.casts, sample.products, sample.parameters)
-    columns = _Columns(*map(tuple, tables), layers=sample.layers)
-    return _Look(sample.step, columns, *map(_stacked, tables), modules=sample.modules, scalars=sample.scalars)
+    return _Look(
+        sample.step,
+        _Columns(tuple(sample.casts), tuple(sample.products), tuple(sample.parameters), sample.layers),
+        casts=_stacked(sample.casts),
+        products=_stacked(sample.products),
+        parameters=_stacked(sample.parameters),
+        modules=sample.modules,
+        scalars=sample.scalars,
+    )
 
 
 def _stacked(rows: Mapping[Any, Floats]) -> Floats:

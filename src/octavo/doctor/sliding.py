@@ -27,7 +27,8 @@ def sliding_means(values: Floats, window: int) -> Floats:
         [1.5, 4.0]
     """
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.longdouble)])  # what begins alike stays alike
-    return ((sums[window:] - sums[:-window]) / window).astype(np.float64)
+    means: Floats = ((sums[window:] - sums[:-window]) / window).astype(np.float64)
+    return means
 
 
 def sliding_medians(values: Floats, window: int) -> Floats:

@@ -153,14 +153,13 @@ class Trainer:
             self.run_dir,
             after_step=self.step if self.checkpoint else None,
             on_line=self.autopilot.see if self.autopilot else None,
+            on_notice=lambda text: self.emit(Notice(text=text)),
         )
 
     def run(self, stop: StopRequest) -> TrainResult:
         """Train to the last step, or to the end of the step in which ``stop`` is asked for."""
         reset_peak_memory(self.device)
         log = self.open_log()
-        if not log.has_tensorboard:
-            self.emit(Notice(text="TensorBoard events are not written; install octavo[report] for them"))
         try:
             if self.checkpoint is None:
                 self._evaluate(log)

@@ -27,7 +27,7 @@ resumes from are cut off first.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from octavo.doctor import Sample
 from octavo.doctor.lines import METRICS, SampleLines, line_of, read_lines
 from octavo.files import write_atomically
 from octavo.parsing import parse_json
+from octavo.training.tensorboard_events import TensorBoardEvents
 
 __all__ = ["METRICS", "MetricsLog", "lines_up_to", "read_metrics"]
 
@@ -50,10 +51,16 @@ class MetricsLog:
         after_step: the step of the checkpoint that the run continues from, 0 for a new one; later lines are cut off,
             and without a checkpoint (None) all.
         on_line: called with each line as it will be read back.
+        on_notice: called with a sentence where TensorBoard's events cannot be written; the lines are, all the same.
     """
 
     def __init__(
-        self, run_dir: Path, *, after_step: int | None, on_line: Callable[[dict[str, Any]], None] | None = None
+        self,
+        run_dir: Path,
+        *,
+        after_step: int | None,
+        on_line: Callable[[dict[str, Any]], None] | None = None,
+        on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         path = run_dir / METRICS
         kept = [] if after_step is None else lines_up_to(run_dir, after_step)
@@ -61,12 +68,8 @@ class MetricsLog:
         self._samples = SampleLines(kept)
         self._on_line = on_line
         self._file = path.open("a", encoding="utf-8")
-        self._board = _tensorboard(run_dir / TENSORBOARD, purge_step=(after_step or 0) + 1)
-
-    @property
-    def has_tensorboard(self) -> bool:
-        """Whether TensorBoard's events are written."""
-        return self._board is not None
+        folder, first = run_dir / TENSORBOARD, (after_step or 0) + 1
+        self._events = TensorBoardEvents(folder, purge_step=first, on_notice=on_notice)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line."""
@@ -75,23 +78,19 @@ class MetricsLog:
         self._file.flush()
         if self._on_line is not None:
             self._on_line(parse_json(line))
-        if self._board is not None:
-            for name in [name for name in CURVES.get(kind, ()) if values[name] is not None]:
-                self._board.add_scalar(f"{kind}/{name}", values[name], step)
+        shown = {name: values[name] for name in CURVES.get(kind, ()) if values[name] is not None}
+        self._events.add(kind, step, shown)
 
     def write_sample(self, sample: Sample) -> None:
         """Append what a look at the model found: names where they are new, then numbers."""
         for kind, values in self._samples.of(sample):
             self.write(kind, sample.step, **values)
-        if self._board is not None:
-            writer = self._board._get_file_writer()  # noqa: SLF001 (one event for all numbers)
-            writer.add_summary(_summary(sample.scalars_by_name()), sample.step)
+        self._events.add_together(sample.step, sample.scalars_by_name())
 
     def close(self) -> None:
         """Close both files."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._events.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -110,23 +109,3 @@ def lines_up_to(run_dir: Path, step: int) -> list[dict[str, Any]]:
         TrainingError: a line is not what a run writes.
     """
     return [line for line in read_metrics(run_dir) if line["step"] <= step]
-
-
-def _summary(scalars: Iterable[tuple[str, float]]) -> Any:
-    """TensorBoard's record of many numbers of one step."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    summary = Summary()
-    add = summary.value.add
-    for name, value in scalars:
-        add(tag=name, simple_value=value)
-    return summary
-
-
-def _tensorboard(folder: Path, *, purge_step: int) -> Any:
-    """A SummaryWriter, or None where the library is missing."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError:
-        return None
-    return SummaryWriter(str(folder), purge_step=purge_step)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -169,3 +170,8 @@ def test_a_signal_stays_one_whatever_a_library_makes_of_it(octavo, monkeypatch, 
     assert "interrupted; nothing is half-written" in result.stderr
     assert "circular" not in result.stderr
     assert signal.getsignal(number) is before
+
+
+def test_the_version_is_told(octavo):
+    result = octavo("--version")
+    assert (result.exit_code, result.stdout) == (0, f"octavo {version('octavo')}\n")

@@ -353,7 +353,7 @@ def test_the_advised_command_trains_a_reference(octavo, run, tmp_path):
 
 def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, run, tmp_path, finding_what, saturation):
     finding_what(dataclasses.replace(saturation, code="sensitive-module", role=""))
-    fixed = tmp_path / "fixed.toml"
+    fixed = tmp_path / "a fixed one.toml"
     result = octavo("doctor", run, "--apply", fixed)
     assert result.exit_code == 1
     before, after = load_config(run / "config.toml"), load_config(fixed)
@@ -361,6 +361,13 @@ def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, r
     assert dataclasses.replace(after.training, skip=before.training.skip) == before.training
     assert "First remedies" in result.stdout
     assert str(fixed) in result.stderr
+    folders = []
+    for _ in range(2):  # beside the run, and then beside that one
+        said = octavo("doctor", run, "--apply", fixed).stderr.strip().splitlines()[-1]
+        _, *command = shlex.split(said.partition("train with ")[2])
+        assert octavo(*command).exit_code == 0, said
+        folders.append(command[-1])
+    assert folders == [f"{run}-fixed", f"{run}-fixed1"]
 
 
 def test_a_note_changes_no_configuration(octavo, run, tmp_path, finding_what, saturation):
