@@ -84,7 +84,8 @@ class Sample:
         casts: numbers of each cast, CAST_FIELDS, in the order in which the casts ran.
         products: of each GEMM, PRODUCT_FIELDS.
         parameters: of each matrix that is trained, PARAMETER_FIELDS.
-        modules: other numbers by name, then by module path: "alignment", "batch_norm", "rank_scale_ratio".
+        modules: other numbers by name, then by module path: "alignment", "batch_norm", "batch_norm_rows",
+            "rank_scale_ratio".
         scalars: numbers of the whole step: "gradient_to_noise".
         layers: facts of each watched layer: its recipe's name, its casts, its shape, its device's kind.
     """
@@ -148,6 +149,7 @@ class Series:
         layers: the newest facts of each layer.
         periods: of each layer, oldest first.
         events: lines of other kinds ("overflow", "failure", "precision", "autopilot"), as they stand in the file.
+        unigram_nats: the entropy of the training text's token frequencies, where the text is known.
     """
 
     casts: Table[CastKey]
@@ -158,6 +160,7 @@ class Series:
     layers: dict[str, dict[str, Any]]
     periods: dict[str, list[Period]]
     events: tuple[dict[str, Any], ...]
+    unigram_nats: float | None = None
 
     def curve(self, name: str) -> tuple[Floats, Floats]:
         """Steps and values; empty where nothing has that number."""

@@ -219,6 +219,8 @@ class Watcher:
         self._count_nonfinite(of_casts, of_counts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
+        if of_norms:
+            numbers["batch_norm_rows"] = {path: float(x[1]) for path, x in of_norms.items()}
         return Sample(
             step=self.number,
             casts=of_casts,

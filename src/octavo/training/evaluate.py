@@ -91,11 +91,11 @@ def evaluate(
     return Evaluation(nats=by_window.mean().item(), tokens=targets.numel(), window_nats=tuple(by_window.tolist()))
 
 
-def unigram_entropy(data: TokenData, split: Split = Split.VALIDATION) -> float:
-    """−Σ p log p over the token frequencies of the split itself, in nats; 0 for an empty split.
+def unigram_entropy(data: TokenData, split: Split = Split.VALIDATION, *, max_tokens: int | None = None) -> float:
+    """−Σ p log p over the token frequencies of the split itself, or of its beginning, in nats; 0 for an empty split.
 
     Example: two tokens equally often give log 2 = 0.693 nats.
     """
-    counts = np.bincount(data.splits[split])
+    counts = np.bincount(data.splits[split][:max_tokens])
     frequencies = counts[counts > 0] / max(1, counts.sum())
     return float(-(frequencies * np.log(frequencies)).sum())

@@ -2,7 +2,8 @@
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,20 @@ from torch import nn
 
 from octavo.doctor import Series, series_of
 from octavo.doctor.lines import METRICS, each_line
-from octavo.errors import ConfigError, TrainingError
+from octavo.errors import ConfigError, DataError, TrainingError
 from octavo.models import Llama
 from octavo.training.config import RunConfig, load_config
+from octavo.training.corpus import Split
+from octavo.training.data import open_data
+from octavo.training.evaluate import unigram_entropy
 from octavo.training.recipe_choice import BF16, PLAIN_RECIPES
 from octavo.training.run_folder import CONFIG, check_is_run
 
 __all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
 
 HEAD = "lm_head"
+DATA = "data"
+COUNTED_TOKENS = 1 << 22  # frequencies of four million tokens are those of the text
 # What may differ between a run and the reference whose loss it is compared with: how it computes, and who looks.
 OF_PRECISION = {
     "recipe",
@@ -116,10 +122,18 @@ def read_run(run_dir: Path) -> WatchedRun:
     return WatchedRun(
         run_dir=run_dir,
         config=config,
-        series=series,
+        series=replace(series, unigram_nats=_unigram_nats(run_dir)),
         step=progress.step,
         looks=len(series.casts.steps),
     )
+
+
+def _unigram_nats(run_dir: Path) -> float | None:
+    """Of the tokens in the run's folder, or beside it in its study's; None where they are in neither."""
+    for folder in (run_dir / DATA, run_dir.parent / DATA):
+        with suppress(DataError):
+            return unigram_entropy(open_data(folder), Split.TRAIN, max_tokens=COUNTED_TOKENS)
+    return None
 
 
 @dataclass(slots=True)

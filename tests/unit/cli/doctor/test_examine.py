@@ -6,13 +6,17 @@ import json
 import shlex
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from octavo import recipes
 from octavo.doctor import Capture, Captures, Severity
 from octavo.training.config import load_config
+from octavo.training.corpus import Split
+from octavo.training.data import open_data
 from octavo.training.run_folder import CAPTURES
+from octavo.training.watched_run import read_run
 
 
 @pytest.fixture
@@ -480,3 +484,14 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_computed(oc
     monkeypatch.setattr("octavo.cli.doctor.examine.diagnose", None)
     assert "--html: there is no folder" in refusal(octavo, run, "--html", tmp_path / "no" / "page.html")
     assert "is a folder" in refusal(octavo, run, "--apply", tmp_path)
+
+
+def test_the_unigram_entropy_is_that_of_the_runs_own_tokens(run, tmp_path):
+    tokens = np.asarray(open_data(run / "data").splits[Split.TRAIN])
+    shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
+    expected = pytest.approx(-float((shares * np.log(shares)).sum()))
+    assert read_run(run).series.unigram_nats == expected
+    (run / "data").rename(tmp_path / "data")  # where a study has them
+    assert read_run(run).series.unigram_nats == expected
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    assert read_run(run).series.unigram_nats is None
