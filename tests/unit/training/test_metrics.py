@@ -85,7 +85,7 @@ def test_without_tensorboard_it_says_so(tmp_path, monkeypatch):
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    said = []
+    said: list[str] = []
     log = MetricsLog(tmp_path, after_step=None, on_notice=said.append)
     assert said == ["TensorBoard events are not written; install octavo[report] for them"]
     log.write("step", 1, loss=1.0, lr=0.1, grad_norm=2.0)
@@ -107,7 +107,7 @@ def full(folder):
 @pytest.mark.parametrize("when", ["at first", "in between", "at the end"])
 def test_events_that_cannot_be_written_are_said_once_and_lines_go_on(tmp_path, capfd, spoil, when):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed; there are no events to write")
-    said = []
+    said: list[str] = []
     if when == "at first":
         (tmp_path / "tensorboard").write_text("")
     log = MetricsLog(tmp_path, after_step=None, on_notice=said.append)
