@@ -1,13 +1,23 @@
 """octavo: FP8 training for PyTorch, on any CPU and on Hopper GPUs."""
 
+import typing as _typing
+
 from octavo import nn, recipes
 from octavo.context import autocast
 from octavo.convert import convert, restore
 from octavo.formats import E4M3, E5M2
-from octavo.handed_on import __getattr__ as __getattr__
 from octavo.kernels import fake_quantize, quantize, scaled_mm
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize
 from octavo.state import load_scaling_state, nonfinite_counts, scaling_state, update_scales
+
+if _typing.TYPE_CHECKING:  # loaded on first use
+    from octavo.export import load_quantized, save_quantized
+    from octavo.quantization import calibrate, convert_qat, load_calibration, prepare_qat
+
+    __version__: str
+else:
+    from octavo.handed_on import __dir__ as __dir__
+    from octavo.handed_on import __getattr__ as __getattr__
 
 __all__ = [
     "E4M3",

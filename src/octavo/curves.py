@@ -1,10 +1,57 @@
-"""Curves: one number over a run's steps, as reports draw and compare it."""
+"""Losses: curves over a run's steps, as reports draw and compare them, and their exponential, the perplexity."""
 
 import math
 
-__all__ = ["Curve", "difference", "smoothed", "thinned"]
+__all__ = [
+    "MOST_PLAIN",
+    "Curve",
+    "difference",
+    "perplexity",
+    "perplexity_change",
+    "perplexity_text",
+    "smoothed",
+    "thinned",
+]
 
 Curve = tuple[tuple[int, float], ...]  # (step, value), ascending in step
+MOST_PLAIN = 1e6  # beyond it a number's digits are no reader's
+
+
+def perplexity(nats: float) -> float:
+    """exp(nats); infinite beyond 709.78 nats, where float64 ends.
+
+    Example:
+        >>> perplexity(0.0), perplexity(710.0)
+        (1.0, inf)
+    """
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
+def perplexity_change(nats: float) -> float:
+    """The share by which perplexity grows with a loss that grows by ``nats``: exp(nats) - 1; infinite beyond 709.78.
+
+    Example:
+        >>> perplexity_change(0.0), perplexity_change(710.0)
+        (0.0, inf)
+    """
+    try:
+        return math.expm1(nats)
+    except OverflowError:
+        return math.inf
+
+
+def perplexity_text(nats: float, decimals: int = 3) -> str:
+    """The perplexity for a reader.
+
+    Example:
+        >>> perplexity_text(2.0), perplexity_text(20.0), perplexity_text(710.0)
+        ('7.389', '4.85e+08', 'inf')
+    """
+    value = perplexity(nats)
+    return f"{value:.{decimals}f}" if value < MOST_PLAIN else f"{value:.3g}"
 
 
 def smoothed(curve: Curve, span: float) -> Curve:

@@ -1,13 +1,16 @@
-"""Public names from rows below the package itself, loaded when somebody first asks for one.
+"""Public names from rows below the package itself, loaded on first use.
 
 ``import octavo`` brings torch and nothing else; quantization brings language models, tokenizers' readers and the
-training loop's parts. ``octavo.calibrate`` is therefore looked up here (PEP 562: a module's ``__getattr__``).
+training loop's parts. ``octavo.calibrate`` is therefore looked up here (PEP 562: a module's ``__getattr__`` and
+``__dir__``). Type checkers read the same names under ``TYPE_CHECKING`` in ``octavo/__init__.py``.
 """
 
 import importlib
+import importlib.metadata
+import sys
 from typing import Any
 
-__all__ = ["LATER", "__getattr__"]
+__all__ = ["LATER", "__dir__", "__getattr__", "own_version"]
 
 LATER = {  # name → where
     **dict.fromkeys(("calibrate", "convert_qat", "load_calibration", "prepare_qat"), "quantization"),
@@ -17,6 +20,21 @@ LATER = {  # name → where
 
 def __getattr__(name: str) -> Any:
     """``octavo.name`` of a name that is loaded late."""
+    if name == "__version__":
+        return own_version()
     if name not in LATER:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     return getattr(importlib.import_module(f"octavo.{LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """What ``dir(octavo)`` lists: what is loaded, and what will be on first use."""
+    return sorted({*vars(sys.modules["octavo"]), *LATER, "__version__"})
+
+
+def own_version() -> str:
+    """The installed version, or that there is none: code that runs from a checkout."""
+    try:
+        return importlib.metadata.version("octavo")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a checkout"

@@ -33,7 +33,7 @@ from octavo.interchange import check_no_codes, is_quantized, load_quantized
 from octavo.models import Llama, load_gguf
 from octavo.training.config import Device
 from octavo.training.precision import resolve_device
-from octavo.training.run_folder import CONFIG, has_run, load_run
+from octavo.training.run_folder import CONFIG, check_is_run, has_run, load_run
 from octavo.training.text import HUB_NAME
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def kind_of(source: str | Path) -> Kind:
     A Hugging Face folder, of ``octavo qat`` too, may hold files of the names that a run's have; its config.json tells.
 
     Raises:
-        ConfigError: see :func:`located`.
+        ConfigError: see :func:`located`; or it is a study's folder, which has several models.
         CheckpointError: what is there is no language model.
     """
     path = located(source)
@@ -189,6 +189,7 @@ def kind_of(source: str | Path) -> Kind:
         return Kind.GGUF
     if path.is_dir() and (path / HF_CONFIG).is_file():
         return Kind.QUANTIZED if is_quantized(path) else Kind.HUGGING_FACE
+    check_is_run(path)
     if has_run(path):
         return Kind.RUN
     raise CheckpointError(

@@ -66,9 +66,13 @@ def test_packages_hand_names_on_and_define_nothing():
 
 
 def _hands_on(node: ast.stmt) -> bool:
-    """A docstring, an import, or the assignment of ``__all__`` or ``__version__``."""
+    """A docstring, an import, or ``__all__`` or ``__version__``; what type checkers read instead of another import."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test).endswith("TYPE_CHECKING") and all(map(_hands_on, [*node.body, *node.orelse]))
+    if isinstance(node, ast.AnnAssign):
+        return ast.unparse(node) == "__version__: str"
     if isinstance(node, ast.Assign):
         return all(isinstance(t, ast.Name) and t.id in {"__all__", "__version__"} for t in node.targets)
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -18,7 +18,7 @@ from octavo.bench.parts import accumulation, card, casts, decoding, gemms, layer
 from octavo.bench.results import Failure, PartRecord, Report, Section, Verdict
 from octavo.bench.session import OutOfTimeError, Session, failure_of
 from octavo.errors import ConfigError
-from octavo.training.facts import own_version
+from octavo.handed_on import own_version
 
 __all__ = ["PARTS", "Part", "Progress", "check_parts", "facts", "run"]
 

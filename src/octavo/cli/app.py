@@ -36,12 +36,13 @@ from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.cli.triton import triton
 from octavo.errors import OctavoError
+from octavo.handed_on import own_version
+from octavo.training.signals import StoppedBySignal
 from octavo.training.text import is_unicode
 
 __all__ = ["app", "main"]
 
 BAD_INPUT = 2
-INTERRUPTED, TERMINATED = (128 + number for number in (signal.SIGINT, signal.SIGTERM))
 UNHARMED = "interrupted; nothing is half-written, and the same command continues where a checkpoint was saved"
 DEBUG = "--debug"
 
@@ -65,25 +66,32 @@ class _Terminated(BaseException):
 
 
 @contextmanager
-def _unwinding_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the block, so that ``finally`` removes hidden folders and ends processes that were started.
+def _unwinding_on_signals(received: list[int]) -> Iterator[None]:
+    """Let SIGTERM, as Ctrl-C, unwind the block: ``finally`` removes hidden folders and ends started processes.
 
-    A second one ends at once. Where SIGTERM is ignored or handled already, it stays so.
+    What was received is noted, since a library may catch what is raised here and raise something of its own: an import
+    that is broken off in torch's exporter becomes an ImportError that speaks of a circular import. A second signal does
+    what it would have done without this. Where one is ignored or handled already, it stays so.
+
+    Args:
+        received: takes the signals' numbers.
     """
     is_main = threading.current_thread() is threading.main_thread()  # others may set no handler
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: handler for number, handler in usual.items() if is_main and signal.getsignal(number) is handler}
 
-    def unwind(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise _Terminated
+    def unwind(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
 
-    signal.signal(signal.SIGTERM, unwind)
+    for number in before:
+        signal.signal(number, unwind)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class ErrorBoundary(TyperGroup):
@@ -100,20 +108,22 @@ class ErrorBoundary(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command inside the boundary."""
+        received: list[int] = []
         try:
-            with _unwinding_on_sigterm():
+            with _unwinding_on_signals(received):
                 return super().invoke(ctx)
-        except (OctavoError, OSError) as error:
-            if ctx.obj or isinstance(error, BrokenPipeError):
+        except BaseException as error:
+            if isinstance(error, StoppedBySignal):
+                received.append(error.number)
+            elif isinstance(error, KeyboardInterrupt):
+                received.append(signal.SIGINT)
+            if received:
+                complain(UNHARMED)
+                raise typer.Exit(128 + received[0]) from None
+            if ctx.obj or isinstance(error, BrokenPipeError) or not isinstance(error, OctavoError | OSError):
                 raise
             complain(sentence_of(error) if isinstance(error, OSError) else str(error))
             raise typer.Exit(BAD_INPUT) from None
-        except KeyboardInterrupt:
-            complain(UNHARMED)
-            raise typer.Exit(INTERRUPTED) from None
-        except _Terminated:
-            complain(UNHARMED)
-            raise typer.Exit(TERMINATED) from None
 
 
 app = typer.Typer(
@@ -127,9 +137,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"octavo {own_version()}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error; may stand anywhere.")] = False,
+    version: Annotated[  # shown, and the command ended, as soon as it is parsed
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print octavo's version.")
+    ] = False,
 ) -> None:
     """Hold the options that stand before a command's name."""
 

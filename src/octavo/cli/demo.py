@@ -1,19 +1,17 @@
 """``octavo demo``: the study on the built-in corpus, sized for a laptop."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from octavo.cli import options
 from octavo.cli.comparing import compare, print_study
-from octavo.cli.console import stderr, stdout
+from octavo.cli.console import stdout
+from octavo.cli.thread_choice import choose_threads
 from octavo.training.config import demo_config, load_config
 from octavo.training.run_folder import CONFIG
 from octavo.training.study import DEFAULT_RECIPES
-from octavo.training.threads import busy_cores, free_threads
 
 __all__ = ["demo"]
 
@@ -42,7 +40,8 @@ def demo(
     """
     folder = out or (QUICK if quick else FULL)
     if threads is None:
-        threads = chosen_threads(folder, is_new=force or not (folder / CONFIG).exists())
+        begun = not force and (folder / CONFIG).exists()
+        threads = load_config(folder / CONFIG).training.threads if begun else choose_threads()
     config = demo_config(quick=quick).with_training(threads=threads)
     test_tokens = QUICK_TEST_TOKENS if quick else None
     found = compare(config, folder, recipes=DEFAULT_RECIPES, prompt=PROMPT, test_tokens=test_tokens, force=force)
@@ -50,24 +49,6 @@ def demo(
     if quick and not as_json:
         stdout().print("")
         stdout().print(quick_note(config.training.steps), markup=False)
-
-
-def chosen_threads(folder: Path, *, is_new: bool) -> int:
-    """The number that a demo in the folder began with; for a new one, torch's number or the free cores if fewer."""
-    if not is_new:
-        return load_config(folder / CONFIG).training.threads
-    cores, busy, most = os.cpu_count() or 1, busy_cores(), torch.get_num_threads()
-    threads = free_threads(cores=cores, busy=busy, most=most)
-    if threads < most:
-        stderr().print(busy_note(cores=cores, busy=busy, threads=threads), soft_wrap=True, markup=False)
-    return threads
-
-
-def busy_note(*, cores: int, busy: int, threads: int) -> str:
-    """Why fewer threads are used than torch would."""
-    plural = "" if threads == 1 else "s"
-    verb = "is" if busy == 1 else "are"
-    return f"{busy} of {cores} cores {verb} busy; training with {threads} thread{plural} (--threads to choose)"
 
 
 def quick_note(steps: int) -> str:

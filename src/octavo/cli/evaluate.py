@@ -12,7 +12,6 @@ from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.cli.read_before import readers_of, shares_read, warnings_of
-from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
 from octavo.language_model import Kind, kind_of, located
 from octavo.quantization.comparison.contestants import CENTRED, STATIC, TUNED
@@ -53,7 +52,6 @@ def evaluate(
     as_json: options.Json = False,
 ) -> None:
     """Print a model's loss and perplexity on text, or those of several formats of it beside BF16."""
-    check_is_run(Path(model))
     place = options.device_of(device)
     if source == "":
         raise ConfigError("--data is empty; give a file, a folder or a data set, or leave it out")

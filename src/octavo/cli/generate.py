@@ -15,7 +15,6 @@ import torch
 import typer
 from torch import nn
 
-from octavo.cli.runs import check_is_run
 from octavo.errors import ConfigError
 from octavo.interchange.tensor_files import read_json
 from octavo.language_model import HF_CONFIG, load_language_model, logits_of
@@ -72,7 +71,6 @@ def generate(
     elif (model / HF_CONFIG).is_file():
         text = _from_folder(model, prompt, max_new_tokens, sampling, calibration)
     else:
-        check_is_run(model)
         if calibration is not None:
             raise ConfigError("--calibration is not for a run, whose model keeps no keys; leave it out")
         text = _from_run(load_run(model), prompt, max_new_tokens, sampling)

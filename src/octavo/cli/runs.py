@@ -1,25 +1,13 @@
-"""Which folders are runs, for the commands that take one."""
+"""The text that a model was trained on, or may be, for the commands that take one."""
 
 from pathlib import Path
 
-from octavo.errors import ConfigError
 from octavo.language_model import Kind, kind_of
 from octavo.training.config import load_config
 from octavo.training.run_folder import CONFIG
 from octavo.training.text import LIBRARY_SOURCES
 
-__all__ = ["check_is_run", "own_source", "text_to_train_on"]
-
-
-def check_is_run(path: Path) -> None:
-    """Point from a study's folder to its runs.
-
-    Raises:
-        ConfigError: the folder holds a study, which has several models.
-    """
-    inside = sorted(str(child.parent) for child in path.glob(f"*/{CONFIG}"))
-    if inside:
-        raise ConfigError(f"{str(path)!r} holds a study of several runs; name one of {', '.join(inside)}")
+__all__ = ["own_source", "text_to_train_on"]
 
 
 def own_source(model: str | Path) -> str | None:

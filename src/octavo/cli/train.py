@@ -1,6 +1,8 @@
 """``octavo train``: one run with one recipe."""
 
 import math
+import shlex
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,9 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
+from octavo.cli.thread_choice import choose_threads
+from octavo.parsing import read_toml
+from octavo.training.config import load_config
 from octavo.training.data import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import check_data
@@ -22,7 +27,6 @@ from octavo.training.tokenizer import SMALLEST_VOCABULARY
 __all__ = ["train"]
 
 DATA = "data"
-INTERRUPTED = 130
 MIB = 1 << 20
 
 
@@ -74,6 +78,8 @@ def train(
         threads=threads,
         device=device,
     )
+    if threads is None and not _says_threads(config):
+        run_config = run_config.with_training(threads=_threads_of(out, resume=resume))
     check_start(out, run_config, resume=resume)
     check_run_fits(run_config, SMALLEST_VOCABULARY)  # what no text can change, before it is read
     with open_display() as display:
@@ -85,14 +91,26 @@ def train(
         data = open_data(out / DATA)
         on_event = _watch(display, run_config.training.recipe, run_config.training.steps)
         result = run_training(run_config, out, data=data, resume=resume, on_event=on_event)
-    if result.interrupted:
+    if result.stopped_by is not None:
+        again = ["octavo", "train", "--out", str(out), "--resume"]
         stderr().print(
-            f"stopped after step {result.step}, checkpoint saved; continue with: octavo train --out {out} --resume",
+            f"stopped after step {result.step}, checkpoint saved; continue with: {shlex.join(again)}",
             soft_wrap=True,
             markup=False,
         )
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(128 + signal.Signals[result.stopped_by])
     _show(result, as_json=as_json)
+
+
+def _says_threads(config: Path | None) -> bool:
+    """Whether a configuration file, which has been read before, has a number of threads, be it 0 for torch's choice."""
+    return config is not None and "threads" in read_toml(config).get("training", {})
+
+
+def _threads_of(out: Path, *, resume: bool) -> int:
+    """The number that the run in the folder began with; of a new run, what is free."""
+    begun = resume and (out / CONFIG).exists()
+    return load_config(out / CONFIG).training.threads if begun else choose_threads()
 
 
 def _watch(display: Display, recipe: str, steps: int) -> OnEvent:

@@ -42,12 +42,17 @@ def gated_linears(shapes: Mapping[str, tuple[int, int]]) -> tuple[tuple[str, ...
     ]
     candidates += [(name,) for name in shapes if name in FUSED]
     candidates += [alike for alike in _alike(shapes) if len(alike) == 2 and _is_oblong(alike, shapes)]
-    candidates += [(name,) for name in shapes if name not in FUSED_ATTENTION and _is_oblong((name,), shapes)]
+    candidates += [(name,) for name in shapes if _may_be_fused(name, shapes) and _is_oblong((name,), shapes)]
     for names in candidates:
         behind = tuple(name for name in shapes if name not in names and shapes[name] == _down_shape(names, shapes))
         if behind:
             return names, behind
     return (), ()
+
+
+def _may_be_fused(name: str, shapes: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether no name says otherwise, and no layer reads all of what this one gives: then it would not be halved."""
+    return name not in FUSED_ATTENTION and all(shape[1] != shapes[name][0] for shape in shapes.values())
 
 
 def _alike(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:

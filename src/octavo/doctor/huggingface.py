@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from octavo.curves import perplexity
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.lines import METRICS, LineWriter, SampleLines, read_lines
 from octavo.doctor.series import Sample
@@ -129,8 +130,8 @@ class DoctorCallback(TrainerCallback):
             self._watcher().steps.append({"kind": "step", "step": state.global_step, **values})
         if logs and EVALUATION_LOSS in logs:
             nats = _plain(logs[EVALUATION_LOSS])
-            perplexity = None if nats is None else _plain(math.exp(min(nats, 700.0)))
-            self._write("evaluation", state.global_step, {"nats": nats, "perplexity": perplexity})
+            exponential = None if nats is None else _plain(perplexity(nats))
+            self._write("evaluation", state.global_step, {"nats": nats, "perplexity": exponential})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Leave the model as it was."""

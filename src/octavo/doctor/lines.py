@@ -20,7 +20,7 @@ from octavo.doctor.series import Sample
 from octavo.errors import TrainingError
 from octavo.parsing import parse_json
 
-__all__ = ["METRICS", "LineWriter", "LinesWritten", "SampleLines", "read_lines"]
+__all__ = ["METRICS", "LineWriter", "LinesWritten", "SampleLines", "each_line", "read_lines"]
 
 METRICS = "metrics.jsonl"
 MOST_WHOLE = 2**53  # beyond it float64 skips whole numbers
@@ -95,8 +95,8 @@ def _seal(before: str, body: bytes) -> str:
     return hashlib.sha256(before.encode() + body).hexdigest()[:DIGITS]
 
 
-def read_lines(path: Path, *, beginning: LinesWritten | None = None) -> list[dict[str, Any]]:
-    """All whole lines, without their ``sha256``; none where there is no file.
+def each_line(path: Path, *, beginning: LinesWritten | None = None) -> Iterator[dict[str, Any]]:
+    """All whole lines, without their ``sha256``, one at a time; none where there is no file.
 
     A torn last line, left by a kill, is passed over.
 
@@ -108,20 +108,21 @@ def read_lines(path: Path, *, beginning: LinesWritten | None = None) -> list[dic
         TrainingError: a line is not what a run writes: an object with a kind and a step, of which none is smaller than
             the one before, and numbers that a float64 holds; it was changed since; or lines are missing.
     """
-    raw = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    _check_seals(path, raw, beginning or LinesWritten())
-    found: list[dict[str, Any]] = []
     newest = 0
-    for number, line in enumerate(raw, 1):
-        found.append(_parsed(path, number, line))
-        step = found[-1]["step"]
-        if step < newest:
+    for count, line in enumerate(_checked_lines(path, beginning or LinesWritten()), 1):
+        value = _parsed(path, count, line)
+        if value["step"] < newest:
             raise TrainingError(
-                f"line {number} of {str(path)!r} has step {step} after step {newest}: two runs wrote there; keep the "
-                "lines of one"
+                f"line {count} of {str(path)!r} has step {value['step']} after step {newest}: two runs wrote there; keep "
+                "the lines of one"
             )
-        newest = step
-    return found
+        newest = value["step"]
+        yield value
+
+
+def read_lines(path: Path, *, beginning: LinesWritten | None = None) -> list[dict[str, Any]]:
+    """What :func:`each_line` yields."""
+    return list(each_line(path, beginning=beginning))
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -136,22 +137,31 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
 
 
-def _check_seals(path: Path, raw: list[bytes], beginning: LinesWritten) -> None:
-    """Raise where a line is another than was written, or the file is shorter than its beginning."""
-    seals = [""]
-    is_sealed = any(SEAL.encode() in line for line in raw)
-    for number, line in enumerate(raw if is_sealed else [], 1):
-        body, _, seal = line.rpartition(SEAL.encode())
-        seals.append(_seal(seals[-1], body))
-        if seal != f'{seals[-1]}"}}'.encode():
+def _checked_lines(path: Path, beginning: LinesWritten) -> Iterator[bytes]:
+    """Whole lines; raises where one is another than was written, or where the file is not as it began."""
+    count, seal, is_sealed, begins = 0, "", False, not beginning.lines
+    for count, line in enumerate(_whole_lines(path), 1):
+        body, mark, end = line.rpartition(SEAL.encode())
+        is_sealed = bool(mark) if count == 1 else is_sealed
+        seal = _seal(seal, body) if is_sealed else ""
+        if is_sealed != bool(mark) or (is_sealed and end != f'{seal}"}}'.encode()):
             raise TrainingError(
-                f"line {number} of {str(path)!r} is not the one that was written there, or lines before it are missing "
+                f"line {count} of {str(path)!r} is not the one that was written there, or lines before it are missing "
                 "(its sha256 is another); put the file back as it was"
             )
-    if len(raw) < beginning.lines or (
-        beginning.lines and seals[beginning.lines : beginning.lines + 1] != [beginning.sha256]
-    ):
+        begins = begins or (count == beginning.lines and seal == beginning.sha256)
+        yield line
+    if not begins:
         raise TrainingError(
-            f"{str(path)!r} has {len(raw)} lines, and not the {beginning.lines} that it had when the run's newest "
+            f"{str(path)!r} has {count} lines, and not the {beginning.lines} that it had when the run's newest "
             "checkpoint was saved; put the file back as it was, or train again in another folder"
         )
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line[:-1]

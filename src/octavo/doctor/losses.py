@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.tables import Floats
 
 __all__ = ["SEEN_AT", "Gap", "common_losses", "newest_gap", "warmup"]
 

@@ -6,6 +6,8 @@ A finding about such is a note, with the step in its evidence as "mended_at".
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.series import Series
 
@@ -16,8 +18,8 @@ MENDED_AT = "mended_at"
 
 def survived_steps(series: Series) -> set[float]:
     """Steps that broke, and that were finished all the same: made again under other settings."""
-    finished = set(series.curve("loss")[0].tolist())
-    return {event["step"] for event in series.events if event["kind"] == "failure" and event["step"] in finished}
+    failed = [event["step"] for event in series.events if event["kind"] == "failure"]
+    return set(np.intersect1d(failed, series.curve("loss")[0]).tolist()) if failed else set()
 
 
 def mended(finding: Finding, step: float) -> Finding:

@@ -56,11 +56,12 @@ def gated_pairs(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
     """Put into ``found``, by module path, how far each batch norm's batch lies from its running statistics.
 
-    The number is the median over channels of |log2(batch variance / running variance)|, less two standard deviations
-    of what it scatters by where n independent values of one variance are drawn, 0 at least: float64 [1]. The logarithm
-    of a Gaussian sample's variance has the variance trigamma((n - 1) / 2); n is the batch's first dimension, since what
-    stands in one row or image is not independent. A channel whose variance in the batch is below the norm's ``eps``,
-    such as a constant one, has no size to speak of and does not count; NaN where no channel does.
+    The first number is the median over channels of |log2(batch variance / running variance)|, less two standard
+    deviations of what it scatters by where n independent values of one variance are drawn, 0 at least; the second is
+    n, how many rows the batch has: float64 [2]. The logarithm of a Gaussian sample's variance has the variance
+    trigamma((n - 1) / 2); n is the batch's first dimension, since what stands in one row or image is not independent.
+    A channel whose variance in the batch is below the norm's ``eps``, such as a constant one, has no size to speak of
+    and does not count; the first number is NaN where no channel does.
     """
 
     def watch(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -74,7 +75,8 @@ def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator
                 variance = x.detach().float().var(dim=dims)
                 binades = (variance / module.running_var).log2().abs()
                 median = binades.masked_fill(variance < module.eps, math.nan).nanmedian()
-                found[path] = (median - _scatter(x.shape[0])).clamp(min=0).double().reshape(1)
+                distance = (median - _scatter(x.shape[0])).clamp(min=0).double()
+                found[path] = torch.stack([distance, distance.new_tensor(x.shape[0])])
 
         return look
 

@@ -12,18 +12,19 @@ number that does not exist is null; so is the loss of a step where it was NaN or
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.doctor.statistics import CAST_FIELDS, PRODUCT_FIELDS
+from octavo.doctor.tables import CurveRows, Floats, Table, TableRows
 from octavo.errors import TrainingError
 
-__all__ = ["OPERANDS", "PARAMETER_FIELDS", "CastKey", "Period", "ProductKey", "Sample", "Series", "Table", "series_of"]
+__all__ = ["OPERANDS", "PARAMETER_FIELDS", "CastKey", "Period", "ProductKey", "Sample", "Series", "series_of"]
 
 PARAMETER_FIELDS = ("grad_norm", "gradient_variance", "update_ratio")
 OPERANDS = {  # roles of a GEMM's operands, left and right
@@ -43,8 +44,6 @@ _READ: dict[str, Any] = {
 _FACTS: dict[str, Any] = {"recipe": str, "in_features": int, "out_features": int, "casts": Mapping}  # of a layer
 _LAYER_OPTIONS: dict[str, Any] = {"history_length": 1, "statistic": str, "update_interval": 1, "device": str}
 _CAST_OPTIONS: dict[str, Any] = {"format": str, "scaling": str, "scale_rounding": str, "margin": 0, "amax_floor": 0.0}
-Floats = NDArray[np.float64]
-Key = TypeVar("Key")
 
 
 class CastKey(NamedTuple):
@@ -85,7 +84,8 @@ class Sample:
         casts: numbers of each cast, CAST_FIELDS, in the order in which the casts ran.
         products: of each GEMM, PRODUCT_FIELDS.
         parameters: of each matrix that is trained, PARAMETER_FIELDS.
-        modules: other numbers by name, then by module path: "alignment", "batch_norm", "rank_scale_ratio".
+        modules: other numbers by name, then by module path: "alignment", "batch_norm", "batch_norm_rows",
+            "rank_scale_ratio".
         scalars: numbers of the whole step: "gradient_to_noise".
         layers: facts of each watched layer: its recipe's name, its casts, its shape, its device's kind.
     """
@@ -135,27 +135,6 @@ class Sample:
         yield from ((f"step/{name}", value) for name, value in self.scalars.items() if math.isfinite(value))
 
 
-@dataclass(frozen=True, slots=True)
-class Table(Generic[Key]):
-    """Numbers of several things at several steps.
-
-    Attributes:
-        steps: [T], rising.
-        keys: the things, C of them.
-        fields: the numbers, F of them.
-        values: [T, C, F] float64; NaN where one does not exist.
-    """
-
-    steps: Floats
-    keys: tuple[Key, ...]
-    fields: tuple[str, ...]
-    values: Floats
-
-    def of(self, name: str) -> Floats:
-        """One number of everything: [T, C]."""
-        return self.values[:, :, self.fields.index(name)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """A run as the rules read it.
@@ -170,6 +149,7 @@ class Series:
         layers: the newest facts of each layer.
         periods: of each layer, oldest first.
         events: lines of other kinds ("overflow", "failure", "precision", "autopilot"), as they stand in the file.
+        unigram_nats: the entropy of the training text's token frequencies, where the text is known.
     """
 
     casts: Table[CastKey]
@@ -180,6 +160,7 @@ class Series:
     layers: dict[str, dict[str, Any]]
     periods: dict[str, list[Period]]
     events: tuple[dict[str, Any], ...]
+    unigram_nats: float | None = None
 
     def curve(self, name: str) -> tuple[Floats, Floats]:
         """Steps and values; empty where nothing has that number."""
@@ -197,32 +178,109 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
         TrainingError: a "statistics" line has other columns than its "watched" line names, or is not later than the one
             before it; a line has no kind; or what a rule reads of it is missing or no number.
     """
-    taken, others = list(samples), []
-    names: Mapping[str, Any] = {}
+    reading = _Reading()
+    for sample in samples:
+        reading.add(_look_of(sample))
+    columns: _Columns | None = None
+    watched: Mapping[str, Any] = {}
     for line in lines:
         if "kind" not in line:
             raise TrainingError(f"a line of step {line.get('step')} says no kind; it was edited: remove the line")
         if line["kind"] == "watched":
-            names = line
+            watched, columns = line, None
         elif line["kind"] == "statistics":
-            taken.append(_sample(names, line))
+            look, columns = _look(watched, columns, line)
+            reading.add(look)
         else:
             _check_line(line)
-            others.append(dict(line))
-    failed = {line["step"] for line in others if line["kind"] == "failure"}
-    _check_order([one.step for one in taken[len(samples) :]], failed)
-    curves = _curves(others) | _curves([{"kind": "sample", "step": one.step, **one.scalars} for one in taken])
-    modules = {name for one in taken for name in one.modules}
-    return Series(
-        casts=_table(taken, lambda one: one.casts, CAST_FIELDS),
-        products=_table(taken, lambda one: one.products, PRODUCT_FIELDS),
-        parameters=_table(taken, lambda one: one.parameters, PARAMETER_FIELDS),
-        modules={name: _module_table(taken, name) for name in sorted(modules)},
-        curves=curves,
-        layers={path: facts for one in taken for path, facts in one.layers.items()},
-        periods=_periods(taken),
-        events=tuple(line for line in others if line["kind"] not in ("step", "evaluation")),
-    )
+            reading.add_line(line)
+    _check_order(reading.steps[len(samples) :], {line["step"] for line in reading.events if line["kind"] == "failure"})
+    return reading.series()
+
+
+class _Columns(NamedTuple):
+    """What a "watched" line names, read once for all looks that follow it."""
+
+    casts: tuple[CastKey, ...]
+    products: tuple[ProductKey, ...]
+    parameters: tuple[str, ...]
+    layers: dict[str, dict[str, Any]]
+
+
+class _Look(NamedTuple):
+    """A look at the model: of casts, products and parameters the numbers, [F, C]."""
+
+    step: int
+    columns: _Columns
+    casts: Floats
+    products: Floats
+    parameters: Floats
+    modules: Mapping[str, Mapping[str, float]]
+    scalars: Mapping[str, float]
+
+
+class _Reading:
+    """A series while its lines are read, one after the other: only numbers are kept of them, and events."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.events: list[dict[str, Any]] = []
+        self._casts: TableRows[CastKey] = TableRows(CAST_FIELDS)
+        self._products: TableRows[ProductKey] = TableRows(PRODUCT_FIELDS)
+        self._parameters: TableRows[str] = TableRows(PARAMETER_FIELDS)
+        self._modules: dict[str, TableRows[str]] = {}
+        self._of_lines, self._of_looks = CurveRows(), CurveRows()
+        self._periods: dict[str, list[Period]] = {}
+        self._newest: _Columns | None = None
+
+    def add(self, look: _Look) -> None:
+        """A look; later than those before it."""
+        if look.columns is not self._newest:
+            self._newest = look.columns
+            self._note_facts(look)
+        self._casts.add(look.columns.casts, look.casts)
+        self._products.add(look.columns.products, look.products)
+        self._parameters.add(look.columns.parameters, look.parameters)
+        for name in look.modules.keys() - self._modules.keys():
+            self._modules[name] = TableRows((name,), absent=len(self.steps))
+        for name, rows in self._modules.items():
+            found = look.modules.get(name, {})
+            rows.add(tuple(found), np.array([list(found.values())], dtype=np.float64))
+        _add_numbers(self._of_looks, look.step, look.scalars)
+        self.steps.append(look.step)
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """A line of another kind."""
+        if line["kind"] in ("step", "evaluation"):
+            _add_numbers(self._of_lines, line["step"], line)
+        else:
+            self.events.append(dict(line))
+
+    def series(self) -> Series:
+        """All of it."""
+        return Series(
+            casts=self._casts.table(self.steps),
+            products=self._products.table(self.steps),
+            parameters=self._parameters.table(self.steps),
+            modules={name: self._modules[name].table(self.steps) for name in sorted(self._modules)},
+            curves=self._of_lines.curves() | self._of_looks.curves(),
+            layers={path: known[-1].facts for path, known in self._periods.items()},
+            periods=self._periods,
+            events=tuple(self.events),
+        )
+
+    def _note_facts(self, look: _Look) -> None:
+        for path, facts in look.columns.layers.items():
+            known = self._periods.setdefault(path, [])
+            if not known or known[-1].facts != facts:
+                known.append(Period(float(look.step), len(self.steps), facts))
+
+
+def _add_numbers(curves: CurveRows, step: float, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        number = math.nan if name == "loss" and value is None else value
+        if name not in ("kind", "step") and isinstance(number, int | float):
+            curves.add(name, step, number)
 
 
 def _columns(names: tuple[str, ...], rows: Iterable[Floats]) -> dict[str, list[float | None]]:
@@ -259,23 +317,52 @@ def _check_line(line: Mapping[str, Any]) -> None:
             )
 
 
-def _sample(names: Mapping[str, Any], line: Mapping[str, Any]) -> Sample:
+def _look_of(sample: Sample) -> _Look:
+    return _Look(
+        sample.step,
+        _Columns(tuple(sample.casts), tuple(sample.products), tuple(sample.parameters), sample.layers),
+        casts=_stacked(sample.casts),
+        products=_stacked(sample.products),
+        parameters=_stacked(sample.parameters),
+        modules=sample.modules,
+        scalars=sample.scalars,
+    )
+
+
+def _stacked(rows: Mapping[Any, Floats]) -> Floats:
+    """[F, C]; of no things no numbers."""
+    return np.stack(list(rows.values()), axis=1) if rows else np.empty(0)
+
+
+def _look(watched: Mapping[str, Any], columns: _Columns | None, line: Mapping[str, Any]) -> tuple[_Look, _Columns]:
+    """The look of a "statistics" line, and what the line ``watched`` names, which is read where ``columns`` is None."""
     known = {"kind", "step", "casts", "products", "parameters", "modules"}
     try:
-        return Sample(
-            step=int(line["step"]),
-            casts=_rows([CastKey(*key) for key in names["casts"]], CAST_FIELDS, line["casts"]),
-            products=_rows([ProductKey(*key) for key in names["products"]], PRODUCT_FIELDS, line["products"]),
-            parameters=_rows(names["parameters"], PARAMETER_FIELDS, line["parameters"]),
+        columns = columns or _read_columns(watched)
+        look = _Look(
+            int(line["step"]),
+            columns,
+            casts=_rows(columns.casts, CAST_FIELDS, line["casts"]),
+            products=_rows(columns.products, PRODUCT_FIELDS, line["products"]),
+            parameters=_rows(columns.parameters, PARAMETER_FIELDS, line["parameters"]),
             modules={name: {path: _number(x) for path, x in found.items()} for name, found in line["modules"].items()},
             scalars={name: _number(value) for name, value in line.items() if name not in known},
-            layers={path: _facts(path, facts) for path, facts in names["layers"].items()},
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise TrainingError(
             f"the statistics of step {line.get('step')} do not fit the names before them ({error}); "
             "they are another model's or were edited: remove the line"
         ) from error
+    return look, columns
+
+
+def _read_columns(watched: Mapping[str, Any]) -> _Columns:
+    return _Columns(
+        casts=tuple(CastKey(*key) for key in watched["casts"]),
+        products=tuple(ProductKey(*key) for key in watched["products"]),
+        parameters=tuple(watched["parameters"]),
+        layers={path: _facts(path, facts) for path, facts in watched["layers"].items()},
+    )
 
 
 def _facts(path: str, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,54 +391,16 @@ def _check_options(place: str, facts: Mapping[str, Any], known: Mapping[str, Any
             raise ValueError(f"{place}'s {name} is {value!r}")
 
 
-def _rows(
-    keys: Sequence[Key], names: tuple[str, ...], columns: Mapping[str, Sequence[float | None]]
-) -> dict[Key, Floats]:
+def _rows(keys: Sequence[Any], names: tuple[str, ...], columns: Mapping[str, Sequence[float | None]]) -> Floats:
+    """[F, C]."""
     unknown = {name: [None] * len(keys) for name in LATER_FIELDS}
     table = np.array([[_number(x) for x in {**unknown, **columns}[name]] for name in names]).reshape(len(names), -1)
     if table.shape[1] != len(keys):
         raise ValueError(f"{table.shape[1]} columns for {len(keys)} names")
-    return {key: table[:, index] for index, key in enumerate(keys)}
+    if len(set(keys)) != len(keys):
+        raise ValueError("a name stands there twice")
+    return table
 
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
-
-
-def _table(samples: Sequence[Sample], of: Callable[[Sample], dict[Key, Floats]], names: tuple[str, ...]) -> Table[Key]:
-    keys = tuple(dict.fromkeys(key for one in samples for key in of(one)))
-    values = np.full((len(samples), len(keys), len(names)), np.nan)
-    position = {key: index for index, key in enumerate(keys)}
-    for row, one in enumerate(samples):
-        found = of(one)
-        if found:
-            values[row, [position[key] for key in found]] = np.stack(list(found.values()))
-    return Table(np.array([one.step for one in samples], dtype=np.float64), keys, names, values)
-
-
-def _module_table(samples: Sequence[Sample], name: str) -> Table[str]:
-    def of(one: Sample) -> dict[str, Floats]:
-        return {path: np.array([value]) for path, value in one.modules.get(name, {}).items()}
-
-    return _table(samples, of, (name,))
-
-
-def _periods(samples: Sequence[Sample]) -> dict[str, list[Period]]:
-    found: dict[str, list[Period]] = {}
-    for look, one in enumerate(samples):
-        for path, facts in one.layers.items():
-            known = found.setdefault(path, [])
-            if not known or known[-1].facts != facts:
-                known.append(Period(float(one.step), look, facts))
-    return found
-
-
-def _curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Floats, Floats]]:
-    found: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
-        if line["kind"] in ("step", "evaluation", "sample"):
-            for name, value in line.items():
-                number = math.nan if name == "loss" and value is None else value
-                if name not in ("kind", "step") and isinstance(number, int | float):
-                    found.setdefault(name, []).append((line["step"], number))
-    return {name: (np.array(points)[:, 0], np.array(points)[:, 1]) for name, points in found.items()}

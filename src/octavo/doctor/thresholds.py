@@ -80,6 +80,7 @@ class Thresholds:
     batch_norm_steps: float = _ours(20, "running statistics of momentum 0.1 lose 88 % of an error in 20 steps")
     batch_norm_share: float = _ours(0.5, "of the looks; one batch may be unlike the others")
     batch_norm_settling: float = _ours(0.5, "a distance that halves is on its way to being none")
+    batch_norm_sizes: float = _ours(4.0, "a quarter of the rows: the batch's variance scatters twice as far")
     slow_weight_elements: float = _published(
         2.0**24, "torchao: rowwise linears forward and backward, 8192x4096x4096 1.00x BF16, 4096^3 0.84x, 1024^3 0.42x"
     )
@@ -99,6 +100,10 @@ class Thresholds:
     lasting_rise: float = _ours(
         20.0, "steps; a tenth of the run and its warm-up, if longer: healthy spikes come back sooner"
     )
+    settled_loss: float = _ours(
+        0.05, "of a level: by how much a loss that stays there drifts from one half to the next"
+    )
+    unigram_share: float = _ours(0.1, "of the unigram entropy: a model that predicts frequencies alone lies at it")
     loss_noise: float = _ours(
         5.0, "standard deviations; of losses that wander for ten steps but have no trend 1 % seem to rise"
     )

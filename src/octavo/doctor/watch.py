@@ -29,8 +29,9 @@ from octavo.doctor.module_checks import alignments, watching_batch_norms
 from octavo.doctor.optimizer_recorder import OptimizerRecorder
 from octavo.doctor.overflows import Overflows
 from octavo.doctor.ranks import RankComparison
-from octavo.doctor.series import CastKey, Floats, Key, ProductKey, Sample, series_of
+from octavo.doctor.series import CastKey, ProductKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers, product_numbers
+from octavo.doctor.tables import Floats, Key
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
@@ -218,6 +219,8 @@ class Watcher:
         self._count_nonfinite(of_casts, of_counts)
         modules = {"alignment": of_pairs, "batch_norm": of_norms}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
+        if of_norms:
+            numbers["batch_norm_rows"] = {path: float(x[1]) for path, x in of_norms.items()}
         return Sample(
             step=self.number,
             casts=of_casts,

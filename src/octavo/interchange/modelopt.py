@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from octavo.handed_on import own_version
 from octavo.interchange.contents import Contents
 from octavo.interchange.file_format import FileFormat, Layout, damaged, names_in
 from octavo.interchange.names import NAMES
 from octavo.interchange.schemes import Inputs, Scheme
 from octavo.numerics import PerTensor
-from octavo.training.facts import own_version
 
 __all__ = ["HF_QUANT_CONFIG", "MODELOPT", "configuration_from_file"]
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from octavo.checksums import sealed, unsealed
-from octavo.curves import Curve
+from octavo.curves import Curve, perplexity, perplexity_change
 from octavo.errors import DataError
 from octavo.parsing import parse_json
 from octavo.training.config_values import section
@@ -72,8 +72,8 @@ class RunMeasures:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the held-out loss."""
-        return math.exp(self.nats)
+        """The exponential of the held-out loss; infinite where that overflows."""
+        return perplexity(self.nats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Gap:
     @property
     def percent(self) -> float:
         """The same as a change of perplexity."""
-        return 100.0 * math.expm1(self.nats)
+        return 100.0 * perplexity_change(self.nats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

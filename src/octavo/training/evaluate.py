@@ -8,7 +8,6 @@ kept, so that two models can be compared pair by pair on the same windows.
 order: the line a language model has to fall below.
 """
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.curves import perplexity
 from octavo.training.corpus import Split
 from octavo.training.data import TokenData
 
@@ -40,7 +40,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(nats); infinite where that overflows."""
-        return math.exp(self.nats) if self.nats < 700 else math.inf
+        return perplexity(self.nats)
 
 
 def token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -91,11 +91,11 @@ def evaluate(
     return Evaluation(nats=by_window.mean().item(), tokens=targets.numel(), window_nats=tuple(by_window.tolist()))
 
 
-def unigram_entropy(data: TokenData, split: Split = Split.VALIDATION) -> float:
-    """−Σ p log p over the token frequencies of the split itself, in nats; 0 for an empty split.
+def unigram_entropy(data: TokenData, split: Split = Split.VALIDATION, *, max_tokens: int | None = None) -> float:
+    """−Σ p log p over the token frequencies of the split itself, or of its beginning, in nats; 0 for an empty split.
 
     Example: two tokens equally often give log 2 = 0.693 nats.
     """
-    counts = np.bincount(data.splits[split])
+    counts = np.bincount(data.splits[split][:max_tokens])
     frequencies = counts[counts > 0] / max(1, counts.sum())
     return float(-(frequencies * np.log(frequencies)).sum())

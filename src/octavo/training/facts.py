@@ -2,18 +2,18 @@
 
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from octavo.handed_on import own_version
 from octavo.training.config import RunConfig
 from octavo.training.corpus import Split
 from octavo.training.data import TokenData
 from octavo.training.precision import resolve_device
 from octavo.training.text import BUILTIN
 
-__all__ = ["facts_of", "own_version", "processor_name"]
+__all__ = ["facts_of", "processor_name"]
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -28,14 +28,6 @@ def processor_name() -> str:
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def own_version() -> str:
-    """The installed version, or that there is none: code that runs from a checkout."""
-    try:
-        return version("octavo")
-    except PackageNotFoundError:
-        return "from a checkout"
 
 
 def _model_facts(config: RunConfig, data: TokenData, parameters: int) -> dict[str, str]:

@@ -154,14 +154,13 @@ class Trainer:
             self.run_dir,
             after_step=self.step if self.checkpoint else None,
             on_line=self.autopilot.see if self.autopilot else None,
+            on_notice=lambda text: self.emit(Notice(text=text)),
         )
 
     def run(self, stop: StopRequest) -> TrainResult:
         """Train to the last step, or to the end of the step in which ``stop`` is asked for."""
         reset_peak_memory(self.device)
         log = self.open_log()
-        if not log.has_tensorboard:
-            self.emit(Notice(text="TensorBoard events are not written; install octavo[report] for them"))
         try:
             if self.checkpoint is None:
                 self._evaluate(log)
@@ -174,7 +173,7 @@ class Trainer:
                     self._save(log)
         finally:
             log.close()
-        return self._result()
+        return self._result(stop)
 
     def train_step(self, log: MetricsLog) -> None:
         """One update, written to ``log``; the doctor looks at it where it is due.
@@ -386,7 +385,8 @@ class Trainer:
             raise NonFiniteLossError(
                 f"the validation loss after step {self.step} is {result.nats}; {self._last_good_checkpoint()}"
             )
-        log.write("evaluation", self.step, nats=result.nats, perplexity=result.perplexity)
+        perplexity = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
+        log.write("evaluation", self.step, nats=result.nats, perplexity=perplexity)
         self.emit(Evaluated(step=self.step, steps=self.training.steps, nats=result.nats, perplexity=result.perplexity))
 
     def _save(self, log: MetricsLog) -> None:
@@ -432,13 +432,13 @@ class Trainer:
             return "there is no checkpoint before it: lower the learning rate, or save earlier with checkpoint_interval"
         return f"the last good checkpoint is {str(path)!r}"
 
-    def _result(self) -> TrainResult:
+    def _result(self, stop: StopRequest) -> TrainResult:
         train_curve, validation_curve = curves_of(self.run_dir)
         typical = statistics.median(self.step_seconds) if self.step_seconds else math.nan
         return TrainResult(
             run_dir=self.run_dir,
             step=self.step,
-            interrupted=self.step < self.training.steps,
+            stopped_by=stop.signal_name if self.step < self.training.steps else None,
             train_curve=train_curve,
             validation_curve=validation_curve,
             tokens_per_second=self.training.tokens_per_step / typical,

@@ -5,6 +5,8 @@ metrics.jsonl has one JSON object a line, written and flushed as it happens:
     {"kind": "evaluation", "step": 0, "nats": 7.6, "perplexity": 2012.3}
     {"kind": "step", "step": 1, "loss": 7.6, "lr": 1e-4, "grad_norm": 2.1, "tokens": 1024, "seconds": 0.4, "threads": 2}
 
+A perplexity that float64 does not hold, of a loss beyond 709 nats, is null.
+
 With a loss scale, a "step" also has ``loss_scale``, and one that had to be made again with a smaller scale leaves a
 line of its own, {"kind": "overflow", "step": 7, "loss_scale": 65536.0}, with the scale that was too large.
 
@@ -28,17 +30,18 @@ a line that was changed is refused, and so is a file that a cut has made shorter
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from octavo.doctor import Sample
-from octavo.doctor.lines import METRICS, LinesWritten, LineWriter, SampleLines, read_lines
+from octavo.doctor.lines import METRICS, LinesWritten, LineWriter, SampleLines, each_line
 from octavo.files import write_atomically
 from octavo.parsing import parse_json
 from octavo.training.checkpoint import newest_lines
+from octavo.training.tensorboard_events import TensorBoardEvents
 
-__all__ = ["METRICS", "MetricsLog", "lines_up_to", "read_metrics"]
+__all__ = ["METRICS", "MetricsLog", "each_metric", "lines_up_to", "read_metrics"]
 
 TENSORBOARD = "tensorboard"
 CURVES = {"step": ("loss", "lr", "grad_norm"), "evaluation": ("nats", "perplexity"), "overflow": ("loss_scale",)}
@@ -52,10 +55,16 @@ class MetricsLog:
         after_step: the step of the checkpoint that the run continues from, 0 for a new one; later lines are cut off,
             and without a checkpoint (None) all.
         on_line: called with each line as it will be read back.
+        on_notice: called with a sentence where TensorBoard's events cannot be written; the lines are, all the same.
     """
 
     def __init__(
-        self, run_dir: Path, *, after_step: int | None, on_line: Callable[[dict[str, Any]], None] | None = None
+        self,
+        run_dir: Path,
+        *,
+        after_step: int | None,
+        on_line: Callable[[dict[str, Any]], None] | None = None,
+        on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         path = run_dir / METRICS
         kept = [] if after_step is None else lines_up_to(run_dir, after_step)
@@ -64,12 +73,8 @@ class MetricsLog:
         self._samples = SampleLines(kept)
         self._on_line = on_line
         self._file = path.open("a", encoding="utf-8")
-        self._board = _tensorboard(run_dir / TENSORBOARD, purge_step=(after_step or 0) + 1)
-
-    @property
-    def has_tensorboard(self) -> bool:
-        """Whether TensorBoard's events are written."""
-        return self._board is not None
+        folder, first = run_dir / TENSORBOARD, (after_step or 0) + 1
+        self._events = TensorBoardEvents(folder, purge_step=first, on_notice=on_notice)
 
     def on_disk(self) -> LinesWritten:
         """Wait until the lines that are written are on the disk, and say which they are."""
@@ -83,60 +88,43 @@ class MetricsLog:
         self._file.flush()
         if self._on_line is not None:
             self._on_line({key: value for key, value in parse_json(line).items() if key != "sha256"})
-        if self._board is not None:
-            for name in CURVES.get(kind, ()):
-                self._board.add_scalar(f"{kind}/{name}", values[name], step)
+        shown = {name: values[name] for name in CURVES.get(kind, ()) if values[name] is not None}
+        self._events.add(kind, step, shown)
 
     def write_sample(self, sample: Sample) -> None:
         """Append what a look at the model found: names where they are new, then numbers."""
         for kind, values in self._samples.of(sample):
             self.write(kind, sample.step, **values)
-        if self._board is not None:
-            writer = self._board._get_file_writer()  # noqa: SLF001 (one event for all numbers)
-            writer.add_summary(_summary(sample.scalars_by_name()), sample.step)
+        self._events.add_together(sample.step, sample.scalars_by_name())
 
     def close(self) -> None:
         """Close both files."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._events.close()
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines of metrics.jsonl; none where there is no file. A torn last line, left by a kill, is passed over.
+def each_metric(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """All whole lines of metrics.jsonl, one at a time; none where there is no file.
+
+    A torn last line, left by a kill, is passed over.
 
     Raises:
         TrainingError: another line is not what the run wrote, or lines are missing that there were when its newest
             checkpoint was saved.
         CheckpointError: that checkpoint is damaged.
     """
-    return read_lines(run_dir / METRICS, beginning=newest_lines(run_dir))
+    return each_line(run_dir / METRICS, beginning=newest_lines(run_dir))
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """What :func:`each_metric` yields."""
+    return list(each_metric(run_dir))
 
 
 def lines_up_to(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """What a run had written when it saved the checkpoint of a step.
 
     Raises:
-        TrainingError: see :func:`read_metrics`.
+        TrainingError: see :func:`each_metric`.
     """
     return [line for line in read_metrics(run_dir) if line["step"] <= step]
-
-
-def _summary(scalars: Iterable[tuple[str, float]]) -> Any:
-    """TensorBoard's record of many numbers of one step."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    summary = Summary()
-    add = summary.value.add
-    for name, value in scalars:
-        add(tag=name, simple_value=value)
-    return summary
-
-
-def _tensorboard(folder: Path, *, purge_step: int) -> Any:
-    """A SummaryWriter, or None where the library is missing."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError:
-        return None
-    return SummaryWriter(str(folder), purge_step=purge_step)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from octavo.curves import difference, smoothed
+from octavo.curves import difference, perplexity_text, smoothed
 from octavo.pages import MUTED, figure_html, legend, level, line, plotly_script, points, step_figure
 from octavo.training import study_table
 from octavo.training.comparison import GAP_BAR_NATS, RunMeasures, Study
@@ -127,7 +127,7 @@ def _cards(study: Study) -> str:
     return "\n".join(
         f'<div class="card" style="--accent:{colours[run.recipe]}"><div class="name">'
         f"{escape(study_table.title_of(run.recipe))}</div>"
-        f'<div class="figure">{run.perplexity:.3f}</div>'
+        f'<div class="figure">{perplexity_text(run.nats)}</div>'
         f'<div class="unit">held-out perplexity · {run.nats:.4f} nats</div></div>'
         for run in study.runs
     )

@@ -17,7 +17,7 @@ class TrainResult:
     Attributes:
         run_dir: its folder.
         step: finished updates.
-        interrupted: whether it was stopped by a signal before its last update.
+        stopped_by: the signal that stopped it before its last update, such as "SIGTERM"; None if none did.
         train_curve: (step, loss in nats), from metrics.jsonl, earlier parts of a resumed run included.
         validation_curve: (step, nats).
         tokens_per_second: tokens of an update over the median duration of one.
@@ -28,13 +28,18 @@ class TrainResult:
 
     run_dir: Path
     step: int
-    interrupted: bool
+    stopped_by: str | None
     train_curve: Curve
     validation_curve: Curve
     tokens_per_second: float
     peak_memory_bytes: int
     checkpoint: Path | None
     converted: int
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal stopped it before its last update."""
+        return self.stopped_by is not None
 
 
 def curves_of(run_dir: Path) -> tuple[Curve, Curve]:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAPTURES",
     "TrainedRun",
+    "check_is_run",
     "check_start",
     "claimed",
     "has_run",
@@ -83,6 +84,17 @@ class TrainedRun:
 def has_run(run_dir: str | Path) -> bool:
     """Whether a run was started in the folder."""
     return any((Path(run_dir) / name).exists() for name in (CONFIG, TOKENIZER, METRICS, "checkpoints"))
+
+
+def check_is_run(path: Path) -> None:
+    """Point from a study's folder to its runs: it has a configuration, but trains nothing itself.
+
+    Raises:
+        ConfigError: the folder holds a study, which has several models.
+    """
+    inside = sorted(str(child.parent) for child in path.glob(f"*/{CONFIG}"))
+    if inside and not any((path / name).exists() for name in (METRICS, "checkpoints")):
+        raise ConfigError(f"{str(path)!r} holds a study of several runs; name one of {', '.join(inside)}")
 
 
 def is_own_config(path: Path) -> bool:
@@ -134,8 +146,10 @@ def load_run(run_dir: str | Path, *, device: Device | None = None) -> TrainedRun
 
     Raises:
         CheckpointError: there is no run, no checkpoint yet, or a damaged one.
+        ConfigError: the folder holds a study.
     """
     folder = Path(run_dir)
+    check_is_run(folder)
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{str(folder)!r} holds no run (no {CONFIG}); name the folder that octavo train wrote")
     config = load_config(folder / CONFIG)

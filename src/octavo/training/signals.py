@@ -11,10 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["StopRequest", "stopping_on_signals"]
+__all__ = ["StopRequest", "StoppedBySignal", "stopping_on_signals"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEFT_ALONE = (signal.SIG_IGN, None)  # None: a handler that Python did not set and could not put back
+
+
+class StoppedBySignal(KeyboardInterrupt):
+    """What was begun ended early, and whole, because a signal asked for it.
+
+    Args:
+        name: the signal's, such as "SIGTERM".
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.number = signal.Signals[name]
 
 
 class StopRequest:

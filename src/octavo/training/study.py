@@ -13,6 +13,7 @@ all of it is.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.checksums import sealed, unsealed
-from octavo.errors import ConfigError, DataError
+from octavo.errors import ConfigError, DataError, NonFiniteLossError
 from octavo.files import write_atomically
 from octavo.models import Llama, generate
 from octavo.parsing import read_object
@@ -41,6 +42,7 @@ from octavo.training.memory import fitting_in_memory
 from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, has_run, load_run
+from octavo.training.signals import StoppedBySignal
 from octavo.training.text import is_unicode
 from octavo.training.threads import using_threads
 
@@ -100,7 +102,7 @@ def run_study(
     Raises:
         ConfigError: no recipe, one twice, or an unknown one; the folder holds runs of another configuration; or a
             micro-batch does not fit in memory.
-        KeyboardInterrupt: a signal stopped a run; it has saved a checkpoint, and the same call continues.
+        StoppedBySignal: a signal stopped a run; it has saved a checkpoint, and the same call continues.
     """
     folder = Path(out_dir)
     configs = configs_of(config, recipes)
@@ -198,9 +200,11 @@ def _measured(
         return known
     recipe = config.training.recipe
     result = train(config, run_dir, data=data, resume=has_run(run_dir), on_event=_as_phase(f"train {recipe}", report))
-    if result.interrupted:
-        raise KeyboardInterrupt
+    if result.stopped_by is not None:
+        raise StoppedBySignal(result.stopped_by)
     window_nats = _window_nats(load_run(run_dir), data, test_tokens, report)
+    if not all(map(math.isfinite, window_nats)):
+        raise NonFiniteLossError(f"the held-out loss of {str(run_dir)!r} is not finite; lower the learning rate")
     measures = RunMeasures(
         recipe=recipe,
         steps=result.step,
@@ -305,7 +309,9 @@ def _probe(weights: Llama, config: RunConfig) -> Probe:
 
 
 def _with_noise(run: RunMeasures, noise: GradientNoise) -> RunMeasures:
-    return replace(run, gradient_variance=noise.variance, gradient_error=noise.error)
+    """None for what overflowed, as it may where a loss does not fall."""
+    variance, error = (value if math.isfinite(value) else None for value in (noise.variance, noise.error))
+    return replace(run, gradient_variance=variance, gradient_error=error)
 
 
 def _samples(folder: Path, recipes: Sequence[str], prompt: str, report: OnPhase) -> dict[str, str]:

@@ -4,10 +4,10 @@ The rows are those of the article octavo started from (GPTs of 7 to 13 billion p
 stand beside ours as a reference for the *differences*. The absolute values belong to another model and another text.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.curves import MOST_PLAIN, perplexity_text
 from octavo.training.comparison import GAP_BAR_NATS, TARGET_FRACTION, Gap, RunMeasures, Study
 
 __all__ = [
@@ -68,8 +68,8 @@ def target_note(study: Study) -> str:
     """What the target of the steps row is."""
     steps = round(TARGET_FRACTION * study.baseline.steps)
     return (
-        f"Target perplexity {_perplexity_of(study.target_nats)}: what {title_of(study.baseline.recipe)} reads on the "
-        f"validation text after {steps:,} of its {study.baseline.steps:,} steps."
+        f"Target perplexity {perplexity_text(study.target_nats, 2)}: what {title_of(study.baseline.recipe)} reads on "
+        f"the validation text after {steps:,} of its {study.baseline.steps:,} steps."
     )
 
 
@@ -107,7 +107,7 @@ def verdict(study: Study) -> str:
         side, outcome = "above", ": within" if gap.nats <= GAP_BAR_NATS else ": outside"
     return (
         f"{title_of(fp8.recipe)} ends {abs(gap.nats):.4f} ± {_error(gap)} nats {side} BF16 on held-out text "
-        f"({gap.percent:+.2f} % perplexity){outcome} the bar of {GAP_BAR_NATS:.4f} nats."
+        f"({_percent(gap)} perplexity){outcome} the bar of {GAP_BAR_NATS:.4f} nats."
     )
 
 
@@ -136,8 +136,8 @@ def _perplexity(study: Study) -> Row:
     gap = _gap(study)
     return Row(
         name="Final perplexity",
-        cells=tuple(f"{run.perplexity:.3f}" for run in study.runs),
-        difference=NOTHING if gap is None else f"{gap.percent:+.2f} %",
+        cells=tuple(perplexity_text(run.nats) for run in study.runs),
+        difference=NOTHING if gap is None else _percent(gap),
         article="9.42/9.51/9.58 +0.74 %",
     )
 
@@ -155,7 +155,7 @@ def _loss(study: Study) -> Row:
 def _steps(study: Study) -> Row:
     steps = {run.recipe: study.steps_to_target(run.recipe) for run in study.runs}
     return Row(
-        name=f"Steps to perplexity {_perplexity_of(study.target_nats)}",
+        name=f"Steps to perplexity {perplexity_text(study.target_nats, 2)}",
         cells=tuple("not reached" if count is None else f"{count:,.0f}" for count in steps.values()),
         difference=_relative(study, [steps[run.recipe] for run in study.runs]),
         article="8000/8200/8400 +2.4 %",
@@ -225,5 +225,5 @@ def _error(gap: Gap) -> str:
     return rounded if float(rounded) or not gap.standard_error else f"{gap.standard_error:.0e}"
 
 
-def _perplexity_of(nats: float) -> str:
-    return f"{math.exp(nats):.2f}"
+def _percent(gap: Gap) -> str:
+    return f"{gap.percent:+.2f} %" if gap.percent < MOST_PLAIN else f"{gap.percent:+.3g} %"

@@ -1,7 +1,9 @@
 """A run as the doctor reads it: its lines, and what they lack where there is nothing to diagnose."""
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,21 @@ import torch
 from torch import nn
 
 from octavo.doctor import Series, series_of
-from octavo.errors import ConfigError, TrainingError
+from octavo.errors import ConfigError, DataError, TrainingError
 from octavo.models import Llama
 from octavo.training.config import RunConfig, load_config
-from octavo.training.metrics import METRICS, read_metrics
+from octavo.training.corpus import Split
+from octavo.training.data import open_data
+from octavo.training.evaluate import unigram_entropy
+from octavo.training.metrics import METRICS, each_metric
 from octavo.training.recipe_choice import BF16, PLAIN_RECIPES
-from octavo.training.run_folder import CONFIG
+from octavo.training.run_folder import CONFIG, check_is_run
 
 __all__ = ["WatchedRun", "check_comparable", "read_run", "watched_run"]
 
 HEAD = "lm_head"
+DATA = "data"
+COUNTED_TOKENS = 1 << 22  # frequencies of four million tokens are those of the text
 # What may differ between a run and the reference whose loss it is compared with: how it computes, and who looks.
 OF_PRECISION = {
     "recipe",
@@ -98,26 +105,50 @@ def read_run(run_dir: Path) -> WatchedRun:
     """A run that may lack statistics, such as a reference in BF16.
 
     Raises:
-        ConfigError: there is no run, or it has no step yet.
+        ConfigError: there is no run, it has no step yet, or the folder holds a study.
         TrainingError: a line is not a run's.
     """
+    check_is_run(run_dir)
     if not (run_dir / METRICS).is_file():
         raise ConfigError(
             f"{str(run_dir)!r} holds no run (no {METRICS}); name the folder that octavo train, or the Hugging Face "
             "callback, wrote"
         )
-    lines = read_metrics(run_dir)
+    progress = _Progress()
+    series = series_of(progress.noting(each_metric(run_dir)))
     config = load_config(run_dir / CONFIG) if (run_dir / CONFIG).is_file() else None
-    series = series_of(lines)
-    if not any(line["kind"] in ("step", "statistics", "failure") for line in lines):
+    if not progress.has_begun:
         raise ConfigError(f"the run in {str(run_dir)!r} has finished no step yet; ask again when it has")
     return WatchedRun(
         run_dir=run_dir,
         config=config,
-        series=series,
-        step=max(line["step"] - (line["kind"] == "failure") for line in lines),  # the step that broke is not finished
+        series=replace(series, unigram_nats=_unigram_nats(run_dir)),
+        step=progress.step,
         looks=len(series.casts.steps),
     )
+
+
+def _unigram_nats(run_dir: Path) -> float | None:
+    """Of the tokens in the run's folder, or beside it in its study's; None where they are in neither."""
+    for folder in (run_dir / DATA, run_dir.parent / DATA):
+        with suppress(DataError):
+            return unigram_entropy(open_data(folder), Split.TRAIN, max_tokens=COUNTED_TOKENS)
+    return None
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a run is, noted while its lines are read, of which a long run has more than memory holds."""
+
+    step: int = 0
+    has_begun: bool = False
+
+    def noting(self, lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The lines, as they are."""
+        for line in lines:
+            self.step = max(self.step, line["step"] - (line["kind"] == "failure"))  # the one that broke is not finished
+            self.has_begun |= line["kind"] in ("step", "statistics", "failure")
+            yield line
 
 
 def check_comparable(run: WatchedRun, reference: WatchedRun) -> None:

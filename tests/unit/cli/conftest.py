@@ -18,6 +18,7 @@ num_kv_heads = 1
 [data]
 vocab_size = 300
 [training]
+threads = 1
 steps = 4
 batch_size = 4
 context = 32

@@ -6,11 +6,12 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
 
-from octavo.cli.app import app
+from octavo.cli.app import _Terminated, app
 from octavo.errors import ConfigError
 from octavo.files import claimed_folder, replacing_folder
 
@@ -148,3 +149,29 @@ def test_the_module_is_the_command():
     assert result.stdout == ""
     assert result.stderr.startswith("error: training.recipe must be one of")
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stays_one_whatever_a_library_makes_of_it(octavo, monkeypatch, number, code):
+    """As where an import is broken off while torch's exporter traces a graph."""
+
+    def told_to_end():
+        try:
+            os.kill(os.getpid(), number)
+        except (KeyboardInterrupt, _Terminated):
+            raise ImportError(
+                "cannot import name 'a' from partially initialized module 'b' (circular import)"
+            ) from None
+
+    monkeypatch.setattr("octavo.cli.formats.errata", told_to_end)
+    before = signal.getsignal(number)
+    result = octavo("formats", "--errata")
+    assert result.exit_code == code
+    assert "interrupted; nothing is half-written" in result.stderr
+    assert "circular" not in result.stderr
+    assert signal.getsignal(number) is before
+
+
+def test_the_version_is_told(octavo):
+    result = octavo("--version")
+    assert (result.exit_code, result.stdout) == (0, f"octavo {version('octavo')}\n")

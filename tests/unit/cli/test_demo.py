@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 import octavo.cli.demo as command
+from octavo.cli import thread_choice
 from octavo.cli.app import app
 from octavo.training.config import demo_config, load_config, save_config
 
@@ -30,7 +31,7 @@ def demo(monkeypatch, tmp_path):
 
         monkeypatch.setattr(command, "compare", compare)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
-        monkeypatch.setattr(command, "busy_cores", lambda: busy)
+        monkeypatch.setattr(thread_choice, "busy_cores", lambda: busy)
         monkeypatch.setattr(torch, "get_num_threads", lambda: own)
         result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "run"), *arguments])
         assert isinstance(result.exception, ReachedError), result.output

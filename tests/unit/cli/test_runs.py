@@ -1,4 +1,8 @@
-"""What text a model may be calibrated and tuned on where nobody names one."""
+"""What text a model may be calibrated and tuned on where nobody names one; which folders are studies and no runs."""
+
+import shutil
+
+import pytest
 
 from octavo.cli.runs import own_source, text_to_train_on
 from octavo.training.corpus import Split, library_documents, split_of, topic_documents
@@ -19,3 +23,38 @@ def test_another_models_has_nothing_of_what_it_is_evaluated_on(tmp_path):
     assert topics.isdisjoint(document.path for document in library_documents())
     in_training = sum(split_of(path) is Split.TRAIN for path in topics)
     assert in_training > 0.8 * len(topics), "why builtin is no default"
+
+
+COMMANDS = ["calibrate", "export", "serve", "generate", "eval", "qat", "sensitivity", "doctor", "doctor bisect"]
+MORE = {
+    "generate": ["--prompt", "a"],
+    "export": ["--out", "new"],
+    "calibrate": ["--out", "new"],
+    "qat": ["--out", "new"],
+}
+
+
+@pytest.fixture
+def study_folder(tmp_path, monkeypatch, tiny):
+    """What a study's folder looks like from its first second on: a configuration, and runs inside."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("demo", "demo/bf16", "demo/fp32"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.toml").write_text(tiny.read_text())
+    return tmp_path / "demo"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_study_is_told_from_an_unfinished_run(octavo, study_folder, command):
+    result = octavo(*command.split(), study_folder.name, *MORE.get(command, []))
+    assert result.exit_code == 2
+    assert "'demo' holds a study of several runs; name one of demo/bf16, demo/fp32" in result.stderr
+    assert not (study_folder.parent / "new").exists()
+
+
+def test_a_run_with_another_in_its_folder_is_still_a_run(octavo, finished_run, tmp_path, tiny):
+    folder = tmp_path / "run"
+    shutil.copytree(finished_run, folder)
+    (folder / "inner").mkdir()
+    (folder / "inner" / "config.toml").write_text(tiny.read_text())
+    assert octavo("eval", folder).exit_code == 0

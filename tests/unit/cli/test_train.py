@@ -2,12 +2,15 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 
 import pytest
+import torch
 
 import octavo.cli.train as command
+from octavo.cli import thread_choice
 from octavo.training.config import load_config
 
 
@@ -33,7 +36,8 @@ def test_options_override_the_file(octavo, setting, tmp_path):
     assert (training.lr, training.seed, training.recipe, training.batch_size) == (0.001, 5, "bf16", 2)
 
 
-def test_an_interrupted_run_resumes_to_the_same_digits(octavo, setting, tmp_path, finished_run, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_resumes_to_the_same_digits(octavo, setting, tmp_path, finished_run, monkeypatch, *, number):
     watch = command._watch
 
     def interrupting(display, recipe, steps):
@@ -42,18 +46,18 @@ def test_an_interrupted_run_resumes_to_the_same_digits(octavo, setting, tmp_path
         def on_event(event):
             inner(event)
             if getattr(event, "loss", None) is not None and event.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
 
         return on_event
 
     monkeypatch.setattr(command, "_watch", interrupting)
-    first = octavo("train", *setting, "--out", tmp_path / "run")
-    assert first.exit_code == 130
-    assert "--resume" in first.stderr
+    first = octavo("train", *setting, "--out", tmp_path / "my run")
+    assert first.exit_code == 128 + number
+    again = first.stderr.strip().splitlines()[-1].rpartition(": octavo ")[2]
     monkeypatch.setattr(command, "_watch", watch)
-    second = octavo("train", "--out", tmp_path / "run", "--resume")
+    second = octavo(*shlex.split(again))
     assert second.exit_code == 0, second.output
-    assert losses(tmp_path / "run") == losses(finished_run)
+    assert losses(tmp_path / "my run") == losses(finished_run)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +117,35 @@ def test_a_finished_run_that_is_resumed_has_no_speed(octavo, finished_run, tmp_p
     result = octavo("train", "--out", tmp_path / "run", "--resume")
     assert result.exit_code == 0, result.output
     assert "nan" not in result.stdout.split()
+
+
+@pytest.fixture
+def busy_machine(monkeypatch):
+    """Four cores, of which three are busy."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(thread_choice, "busy_cores", lambda: 3)
+
+
+def threads_of(octavo, run, *options):
+    result = octavo("train", "--out", run, *options)
+    assert result.exit_code == 0, result.output
+    return load_config(run / "config.toml").training.threads, result.stderr
+
+
+NOTE = "3 of 4 cores are busy; training with 1 thread (--threads to choose)"
+
+
+def test_free_cores_are_counted_where_nothing_says_a_number(octavo, busy_machine, tiny, text, tmp_path):
+    silent = tmp_path / "silent.toml"
+    silent.write_text(tiny.read_text().replace("threads = 1\n", ""))
+    options = ["--config", silent, "--data", text]
+    threads, said = threads_of(octavo, tmp_path / "run", *options)
+    assert (threads, NOTE in said) == (1, True)
+    threads, said = threads_of(octavo, tmp_path / "run", *options, "--resume")
+    assert (threads, NOTE in said) == (1, False), "a begun run keeps its number"
+    threads, said = threads_of(octavo, tmp_path / "given", *options, "--threads", 2)
+    assert (threads, NOTE in said) == (2, False)
+    silent.write_text(tiny.read_text().replace("threads = 1\n", "threads = 0\n"))
+    threads, said = threads_of(octavo, tmp_path / "zero", *options)
+    assert (threads, NOTE in said) == (0, False)

@@ -44,3 +44,9 @@ def test_gated(shapes, pair, down):
 )
 def test_not_gated(shapes):
     assert gated_linears(shapes) == ((), ())
+
+
+def test_a_layer_that_another_reads_whole_is_no_fused_gate():
+    """A plain MLP of three layers that narrows by half has the shapes of a fused gate, up and down projection."""
+    assert gated_linears({"fc1": (48, 8), "fc2": (24, 48), "fc3": (8, 24)}) == ((), ())
+    assert gated_linears({"fc1": (48, 8), "fc3": (8, 24)}) == (("fc1",), ("fc3",))

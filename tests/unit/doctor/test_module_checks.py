@@ -67,7 +67,7 @@ def looked_at(model, *batches):
     with watching_batch_norms(model, found):
         for x in batches:
             model(x)
-    return {path: value.item() for path, value in found.items()}
+    return {path: value[0].item() for path, value in found.items()}
 
 
 def scatter(n):
@@ -128,3 +128,11 @@ def test_batches_of_one_distribution_are_near_their_running_statistics(batch):
         x[:, 7] = 1.0
         assert looked_at(norm, x)[""] < 0.5
     assert looked_at(norm, 30 * torch.randn(batch, 512))[""] > 2
+
+
+def test_the_rows_of_a_batch_are_told():
+    found: dict[str, torch.Tensor] = {}
+    norm = torch.nn.BatchNorm2d(4)
+    with watching_batch_norms(norm, found):
+        norm(torch.randn(6, 4, 3, 3))
+    assert found[""][1].item() == 6

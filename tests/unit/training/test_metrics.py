@@ -2,6 +2,8 @@
 
 import builtins
 import json
+import shutil
+import threading
 
 import pytest
 
@@ -83,8 +85,50 @@ def test_without_tensorboard_it_says_so(tmp_path, monkeypatch):
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    log = MetricsLog(tmp_path, after_step=None)
-    assert not log.has_tensorboard
+    said: list[str] = []
+    log = MetricsLog(tmp_path, after_step=None, on_notice=said.append)
+    assert said == ["TensorBoard events are not written; install octavo[report] for them"]
     log.write("step", 1, loss=1.0, lr=0.1, grad_norm=2.0)
     log.close()
     assert len(read_metrics(tmp_path)) == 1
+
+
+def removed(folder):
+    shutil.rmtree(folder)
+
+
+def full(folder):
+    """A file where the folder was takes no events, as a full disk takes none."""
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+@pytest.mark.parametrize("spoil", [removed, full])
+@pytest.mark.parametrize("when", ["at first", "in between", "at the end"])
+def test_events_that_cannot_be_written_are_said_once_and_lines_go_on(tmp_path, capfd, spoil, when):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; there are no events to write")
+    said: list[str] = []
+    if when == "at first":
+        (tmp_path / "tensorboard").write_text("")
+    log = MetricsLog(tmp_path, after_step=None, on_notice=said.append)
+    for step in range(1, 200):
+        log.write("step", step, loss=1.0, lr=0.1, grad_norm=2.0)
+        if step == {"at first": 0, "in between": 5, "at the end": 199}[when]:
+            spoil(tmp_path / "tensorboard")
+    log.close()
+    (sentence,) = said
+    assert sentence.startswith("TensorBoard events are not written from here on (")
+    assert sentence.endswith("); metrics.jsonl has every number")
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 200))
+    assert capfd.readouterr().err == "", "no traceback of the writer's thread"
+
+
+def test_another_threads_error_is_still_shown(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: shown.append(args.exc_type))
+    log = MetricsLog(tmp_path, after_step=None)
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    log.close()
+    assert shown == [ZeroDivisionError]

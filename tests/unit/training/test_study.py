@@ -9,12 +9,18 @@ import signal
 import pytest
 import torch
 
+from octavo.doctor import diagnose
 from octavo.errors import ConfigError, DataError
+from octavo.training import loop, report, study_table
+from octavo.training.comparison import Gap, Study
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from octavo.training.corpus import Split
 from octavo.training.data import prepare
+from octavo.training.loop import build_model
+from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
 from octavo.training.study import Phase, run_study
+from octavo.training.watched_run import watched_run
 
 RECIPES = ("fp32", "bf16", "tensorwise")
 
@@ -226,3 +232,41 @@ def test_a_file_without_a_sum_is_an_older_one_and_read(finished, data, config, t
     if name != "study.json":
         (folder / "study.json").unlink()
     assert run_study(config, folder, data=data).runs == finished[1].runs
+
+
+@pytest.fixture
+def hopeless(monkeypatch):
+    """Models whose losses lie far beyond the 709 nats at which their exponential leaves float64."""
+
+    def build(config, vocab_size):
+        model, converted = build_model(config, vocab_size)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1e5)
+        return model, converted
+
+    monkeypatch.setattr(loop, "build_model", build)
+
+
+def test_a_loss_whose_perplexity_overflows_is_trained_measured_and_shown(data, config, tmp_path, hopeless):
+    """JSON has no infinity: metrics.jsonl, study.json, the table, both pages and the doctor take it for what it is."""
+    config = config.with_training(lr=1e-9, min_lr=0.0, statistics_interval=1)
+    study = run_study(config, tmp_path / "runs", data=data)
+    assert min(run.nats for run in study.runs) > 710
+    assert Study.from_json((tmp_path / "runs/study.json").read_text()) == study
+    lines = read_metrics(tmp_path / "runs/tensorwise")
+    found = [line["perplexity"] for line in lines if line["kind"] == "evaluation"]
+    assert found == [None] * 4
+    table = {row.name: row for row in study_table.rows(study, "cpu")}
+    assert table["Final perplexity"].cells == ("inf", "inf", "inf")
+    assert "Steps to perplexity inf" in table
+    assert study_table.verdict(study)
+    assert study_table.target_note(study).startswith("Target perplexity inf")
+    assert ">inf<" in report.render(study)
+    run = watched_run(tmp_path / "runs/tensorwise")
+    assert run.series.curve("nats")[1].min() > 710
+    diagnose(run.series)
+
+
+def test_a_gap_whose_percents_overflow_is_infinite():
+    assert Gap(nats=1000.0, standard_error=1.0).percent == math.inf
+    assert Gap(nats=-1000.0, standard_error=1.0).percent == -100.0

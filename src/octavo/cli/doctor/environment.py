@@ -9,12 +9,13 @@ import torch
 
 from octavo.cli.console import print_json, print_table
 from octavo.formats import E4M3
+from octavo.handed_on import own_version
 from octavo.kernels import cpu, explain, gpu
 from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.dispatch import BACKENDS
 from octavo.kernels.threads import count_threads
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor
-from octavo.training.facts import own_version, processor_name
+from octavo.training.facts import processor_name
 
 __all__ = ["PROBLEMS", "show_environment"]
 

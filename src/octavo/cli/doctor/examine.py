@@ -1,5 +1,7 @@
 """``octavo doctor RUN``: what a run's statistics show, worst first; ``octavo doctor --env``: what this machine has."""
 
+import itertools
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +14,6 @@ from octavo.cli.console import number, print_json, stderr, stdout
 from octavo.cli.doctor.environment import show_environment
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.progress import open_display
-from octavo.cli.runs import check_is_run
 from octavo.cli.targets import check_target
 from octavo.doctor import Captures, Finding, Severity, diagnose
 from octavo.doctor.losses import newest_gap
@@ -21,7 +22,7 @@ from octavo.doctor.report import histograms_of, render
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.training.config import RunConfig, config_from_dict, save_config
-from octavo.training.run_folder import CAPTURES, CONFIG
+from octavo.training.run_folder import CAPTURES, CONFIG, has_run
 from octavo.training.watched_run import WatchedRun, check_comparable, read_run, watched_run
 
 __all__ = ["examine"]
@@ -66,7 +67,7 @@ def examine(
     if page is not None:
         _write_page(run, reference, findings, page)
     if fixed is not None and config is not None:
-        _write_mended(config, findings, fixed)
+        _write_mended(config, findings, fixed, run_dir)
     raise typer.Exit(exit_code_of(findings))
 
 
@@ -98,11 +99,9 @@ def _check_targets(targets: Mapping[str, Path | None], run_dirs: Sequence[Path])
 
 
 def _runs(run_dir: Path, against: Path | None) -> tuple[WatchedRun, WatchedRun | None]:
-    check_is_run(run_dir)
     run = watched_run(run_dir)
     if against is None:
         return run, None
-    check_is_run(against)
     reference = read_run(against)
     check_comparable(run, reference)
     return run, reference
@@ -132,8 +131,8 @@ def _config_to_mend(run: WatchedRun) -> RunConfig:
     return run.config
 
 
-def _write_mended(config: RunConfig, findings: list[Finding], fixed: Path) -> None:
-    """Write what the first remedies of whatever is more than a note make of a configuration."""
+def _write_mended(config: RunConfig, findings: list[Finding], fixed: Path, run_dir: Path) -> None:
+    """Write what the first remedies of warnings and failures make of a configuration; say how to train it."""
     serious = [finding for finding in findings if finding.severity is not Severity.NOTE]
     remedies = [finding.remedies[0] for finding in serious if finding.remedies]
     mended = config_from_dict(applied(config.to_dict(), remedies))
@@ -141,8 +140,15 @@ def _write_mended(config: RunConfig, findings: list[Finding], fixed: Path) -> No
         line = f"{fixed} is not written: nothing was found that a configuration mends"
     else:
         save_config(mended, fixed)
-        line = f"{fixed} holds the remedies; train with octavo train --config {fixed}"
+        command = ["octavo", "train", "--config", str(fixed), "--out", str(_free_folder(run_dir))]
+        line = f"{fixed} holds the remedies; train with {shlex.join(command)}"
     stderr().print(line, markup=False, soft_wrap=True)
+
+
+def _free_folder(run_dir: Path) -> Path:
+    """Beside the run, where no other is yet."""
+    names = (f"{run_dir}-fixed{number or ''}" for number in itertools.count())
+    return next(path for path in map(Path, names) if not has_run(path))
 
 
 def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Finding], page: Path) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 from octavo.doctor.facts import facts_during
 from octavo.doctor.findings import Finding, Remedy
 from octavo.doctor.gated import gated_linears
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.tables import Floats
 
 __all__ = ["FINENESS", "WORDS", "Case", "fineness", "listed"]
 
@@ -122,6 +123,22 @@ class Case:
             if name.startswith(beginning)
         }
         return [f"{beginning}{name}" for name in gated_linears(shapes)[1]]
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether a layer of the finding's reads what a gated MLP's gate and up projection make."""
+        paths = self.finding.places or (self.path,)
+        return any(self._is_behind_a_gate(path) for path in paths)
+
+    def _is_behind_a_gate(self, path: str) -> bool:
+        parent = path.rpartition(".")[0]
+        beginning = f"{parent}." if parent else ""
+        shapes = {
+            name.removeprefix(beginning): (int(facts.get("out_features", 0)), int(facts.get("in_features", 0)))
+            for name, facts in self.series.layers.items()
+            if name.rpartition(".")[0] == parent
+        }
+        return path.removeprefix(beginning) in gated_linears(shapes)[1]
 
     def noisiest(self) -> str | None:
         """The layer whose grad_weight GEMM adds more than half of the noise in the finding's steps, if one does.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from octavo.doctor.findings import Finding, Remedy
+from octavo.doctor.findings import Finding, Remedy, Severity
 from octavo.doctor.remedies.case import WORDS, Case, fineness, listed
 from octavo.doctor.series import Series
 
@@ -118,7 +118,10 @@ def _outlier_growth(case: Case) -> Iterable[Remedy]:
     places = case.down_projections() or [case.pattern]
     for name in ("bf16", "blockwise"):
         yield Remedy(text=f"Run {listed(places)} {WORDS[name]}.", changes={"overrides": dict.fromkeys(places, name)})
-    yield Remedy(text="Raise the weight decay of gate and up projection, or normalise their product.")
+    if "alignment" in case.finding.evidence or case.has_gate:
+        yield Remedy(text="Raise the weight decay of gate and up projection, or normalise their product.")
+    else:
+        yield Remedy(text="Raise the weight decay of the layers before it, or normalise what they give it.")
 
 
 def _biased_accumulation(case: Case) -> Iterable[Remedy]:
@@ -166,7 +169,13 @@ def _divergence(case: Case) -> Iterable[Remedy]:
     _, rates = case.series.curve("lr")
     if rates.size and rates.max() > 0:
         lr = float(rates.max()) / 2
-        yield Remedy(text=f"Peak at a learning rate of {lr:.3g}.", changes={"lr": lr})
+        beside = ", and train BF16 beside it" if case.finding.severity is Severity.FAIL else ""
+        text = (
+            f"Lower the learning rate: peak at {lr:.3g}{beside}." if beside else f"Peak at a learning rate of {lr:.3g}."
+        )
+        yield Remedy(text=text, changes={"lr": lr})
+    elif case.finding.severity is Severity.FAIL:
+        yield Remedy(text="Lower the learning rate, and train BF16 beside it.")
     yield Remedy(text="Lower the learning rate, clip the gradient, and look at the batches before the loss rose.")
 
 

@@ -120,7 +120,7 @@ STATISTIC_OF_CODE = {
     "outlier-growth": ("modules.alignment", "casts.kurtosis"),
     "biased-accumulation": ("products.accumulation_bias",),
     "sensitive-module": ("casts.underflow_fraction",),
-    "batch-norm": ("modules.batch_norm",),
+    "batch-norm": ("modules.batch_norm", "modules.batch_norm_rows"),
     "gradient-below-noise": ("products.sqnr_db",),
     "learning-rate": ("parameters.update_ratio",),
     "slow-layer": ("casts.amax",),
@@ -152,6 +152,9 @@ def module_statistic(name: str, thresholds: Thresholds) -> Statistic:
         case "batch_norm":
             title, kind, high = "Batch norm distance", Kind.NUMBER, thresholds.batch_norm_binades
             meaning = "the batch's variance against the running one, in binades beyond what a batch scatters"
+        case "batch_norm_rows":
+            title, kind, high = "Batch norm rows", Kind.NUMBER, None
+            meaning = "rows of the batch whose statistics it took"
         case "rank_scale_ratio":
             title, kind, high = "Scales across ranks", Kind.RATIO, thresholds.rank_ratio
             meaning = "the largest scale of any rank over the smallest"

@@ -11,12 +11,15 @@ import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.losses import SEEN_AT, warmup
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.sliding import sliding_medians
+from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["divergence"]
 
 EDGE = 5  # steps whose median stands for the beginning or the end
+COLLAPSED = 1e5  # weighs more than what follows from it, and less than NaN
 OF_A_NORMAL = 0.954  # the median of the distance of two, in standard deviations
 
 
@@ -36,24 +39,45 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
     if len(losses) < 3 * EDGE:
         return
-    rise = _above_its_beginning(steps, losses, limits) or _above_its_best(steps, losses, warmup(series), limits)
+    unigram, warm = series.unigram_nats, warmup(series)
+    rise = _above_its_beginning(steps, losses, limits) or _above_its_best(steps, losses, (warm, unigram), limits)
     if rise is None:
         return
+    level = _collapsed(losses[steps >= rise.left], unigram, limits)
     looks = series.casts.steps
     yield Finding(
         code="divergence",
-        severity=Severity.WARN,
+        severity=Severity.WARN if level is None else Severity.FAIL,
         first_step=int(rise.left),
         last_step=int(steps[-1]),
         evidence={
             "loss_began": rise.began,
             "loss_ended": rise.ended,
             SEEN_AT: float(min(looks[looks >= rise.left], default=rise.left)),
-        },
-        cause=f"{rise.story} since step {rise.left:.0f}; what FP8 shows from there on follows from it, so look at the "
-        "learning rate and the data",
-        weight=rise.ended / rise.began,
+        }
+        | ({} if unigram is None else {"unigram_nats": unigram}),
+        cause=f"{rise.story} since step {rise.left:.0f}{level or ''}; what FP8 shows from there on follows from it, so "
+        "look at the learning rate and the data",
+        weight=rise.ended / rise.began if level is None else COLLAPSED,
     )
+
+
+def _collapsed(losses: Floats, unigram: float | None, limits: Thresholds) -> str | None:
+    """What to call the level at which the losses stay, where a model has unlearned all but token frequencies.
+
+    Without the text any level above the earlier loss counts, if the losses stay there.
+    """
+    if len(losses) < limits.lasting_rise:
+        return None
+    half = len(losses) // 2
+    first, level = float(np.median(losses[:half])), float(np.median(losses[half:]))
+    if abs(level - first) > limits.settled_loss * level:
+        return None
+    if unigram is None:
+        return f", and stays at {level:.3g}"
+    if abs(level - unigram) > limits.unigram_share * unigram:
+        return None
+    return f", and stays at the unigram entropy of {unigram:.3g}: the model predicts token frequencies and no more"
 
 
 def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _Rise | None:
@@ -67,16 +91,23 @@ def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _
     return _Rise(began, ended, left, f"the loss began at {began:.3g} and ends at {ended:.3g}, above its beginning")
 
 
-def _above_its_best(steps: Floats, losses: Floats, warm: float, limits: Thresholds) -> _Rise | None:
-    """Where a share of what was gained is lost for as long as the warm-up took, or a tenth of the run."""
+def _above_its_best(
+    steps: Floats, losses: Floats, known: tuple[float, float | None], limits: Thresholds
+) -> _Rise | None:
+    """Where a share of what was gained is lost for as long as the warm-up took, or a tenth of the run.
+
+    ``known``: the step at which the warm-up ends, and the unigram entropy, above which only frequencies are gained.
+    """
+    warm, unigram = known
     lasting = max(int(limits.lasting_rise), len(losses) // 10)
     warming = int((steps <= warm).sum())
     since = len(losses) - max(lasting, warming)
     if since < max(warming, 1):
         return None
-    began, best = float(np.median(losses[:EDGE])), float(_medians(losses, lasting).min())
-    level, smooth = best + limits.lost_gain * (began - best), _medians(losses, EDGE)
-    gained = began > 0 and began - best >= max(limits.least_gain * began, _noise(losses, EDGE, limits))
+    began, best = float(np.median(losses[:EDGE])), float(sliding_medians(losses, lasting).min())
+    above = began if unigram is None or unigram <= best else min(began, unigram)
+    level, smooth = best + limits.lost_gain * (above - best), sliding_medians(losses, EDGE)
+    gained = began > 0 and above - best >= max(limits.least_gain * above, _noise(losses, EDGE, limits))
     below = np.flatnonzero(smooth < level)
     if not gained or not below.size or below[-1] >= since:
         return None
@@ -89,8 +120,3 @@ def _above_its_best(steps: Floats, losses: Floats, warm: float, limits: Threshol
 def _noise(losses: Floats, apart: int, limits: Thresholds) -> float:
     """What a rise must exceed: so many standard deviations of the losses, from those so many steps apart."""
     return limits.loss_noise * float(np.median(np.abs(losses[apart:] - losses[:-apart]))) / OF_A_NORMAL
-
-
-def _medians(losses: Floats, window: int) -> Floats:
-    found: Floats = np.median(np.lib.stride_tricks.sliding_window_view(losses, window), axis=1)
-    return found

@@ -6,7 +6,8 @@ import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.losses import common_losses, warmup
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.sliding import sliding_means
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["loss_gap"]
@@ -26,7 +27,7 @@ def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[
     if len(steps) < limits.gap_steps:
         return
     window = max(3, len(steps) // 10)
-    gap = _smoothed(ours, window) / _smoothed(theirs, window) - 1
+    gap = sliding_means(ours, window) / sliding_means(theirs, window) - 1
     third = len(gap) // 3
     early, late = float(np.mean(gap[:third])), float(np.mean(gap[-third:]))
     if late > limits.loss_gap and late > early:
@@ -39,7 +40,3 @@ def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[
             cause=f"the loss lies {late:.2%} above the reference's and the gap grows: it was {early:.2%} after warm-up",
             weight=late,
         )
-
-
-def _smoothed(values: Floats, window: int) -> Floats:
-    return np.convolve(values, np.ones(window) / window, mode="valid")

@@ -105,7 +105,40 @@ def _place(path: str) -> tuple[str, str]:
 
 
 def batch_norm(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Batch norms whose batches lie far from their running statistics, again and again, and do not come closer."""
+    """Batch norms whose batches lie far from their running statistics and do not come closer, or differ in size."""
+    yield from _far_batches(series, limits)
+    yield from _batches_of_many_sizes(series, limits)
+
+
+def _batches_of_many_sizes(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """What a channel's variance is, and so what FP8 layers behind the norm see, hangs on how many rows it is taken of.
+
+    A note where few are small, as the last batch of an epoch; a warning where half of them are.
+    """
+    table = series.modules.get("batch_norm_rows")
+    if table is None:
+        return
+    for column, path in enumerate(table.keys):
+        known = np.isfinite(table.values[:, column, 0])
+        steps, rows = table.steps[known], table.values[known, column, 0]
+        if len(rows) < limits.persistent_looks or rows.max() < limits.batch_norm_sizes * rows.min():
+            continue
+        small = rows * limits.batch_norm_sizes <= rows.max()
+        yield Finding(
+            code="batch-norm",
+            severity=Severity.WARN if small.mean() >= limits.batch_norm_share else Severity.NOTE,
+            path=path,
+            first_step=int(steps[small][0]),
+            last_step=int(steps[small][-1]),
+            evidence={"least_rows": float(rows.min()), "most_rows": float(rows.max()), "looks": float(small.sum())},
+            cause=f"its batches have from {rows.min():.0f} to {rows.max():.0f} rows, a quarter of the most or fewer at "
+            f"{small.sum()} of {len(small)} looks: statistics of so few scatter, and FP8 layers beside it see other "
+            "ranges from step to step",
+            weight=rows.max() / rows.min(),
+        )
+
+
+def _far_batches(series: Series, limits: Thresholds) -> Iterator[Finding]:
     table = series.modules.get("batch_norm")
     if table is None:
         return

@@ -38,17 +38,11 @@ def nonfinite(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 def _absorbed(series: Series) -> Mask:
     """Looks before which a loss scale was lowered because gradients overflowed, and the step made again: [T]."""
-    overflows = np.array([event["step"] for event in series.events if event["kind"] == "overflow"])
-    failures = {event["step"] for event in series.events if event["kind"] == "failure"}
+    overflows = np.sort([event["step"] for event in series.events if event["kind"] == "overflow"])
+    failures = [event["step"] for event in series.events if event["kind"] == "failure"]
     steps = series.casts.steps
-    since = np.concatenate([[-np.inf], steps])[: len(steps)]
-    return np.array(
-        [
-            step not in failures and bool(((overflows > before) & (overflows <= step)).any())
-            for before, step in zip(since, steps, strict=True)
-        ],
-        dtype=bool,
-    )
+    until = np.searchsorted(overflows, steps, side="right")  # how many came before each look
+    return (np.diff(until, prepend=0) > 0) & ~np.isin(steps, failures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.rules.tracks import Track, longest, tracks
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["bulk_underflow", "gradient_underflow", "saturation", "zero_tensor"]

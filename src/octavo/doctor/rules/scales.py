@@ -10,7 +10,8 @@ import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.rules.tracks import Mask, Track, longest, tracks
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["frozen_scale", "inexact_amax", "rank_mismatch", "scale_oscillation", "stale_scale"]

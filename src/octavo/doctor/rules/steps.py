@@ -9,7 +9,8 @@ import numpy as np
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.mended import mended, survived_steps
 from octavo.doctor.rules.tracks import longest, tracks
-from octavo.doctor.series import Floats, Series
+from octavo.doctor.series import Series
+from octavo.doctor.tables import Floats
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["gradient_below_noise", "learning_rate", "loss_scale"]
@@ -43,7 +44,7 @@ def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
     overflows = _overflows(series)
     broke = [event for event in series.events if event["kind"] == "failure" and _broke_in_gradients(event)]
     is_final = any(event["step"] not in survived_steps(series) for event in broke)
-    steps = max([1.0, *series.curve("loss")[0]])
+    steps = _newest_step(series, 1.0)
     often = len(overflows) >= limits.overflows and len(overflows) / steps >= limits.overflow_rate
     if not broke and not often:
         return
@@ -63,6 +64,10 @@ def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
         weight=math.log2(max(scale, 1.0)),
     )
     yield found if is_final or often else mended(found, broke[-1]["step"])
+
+
+def _newest_step(series: Series, least: float) -> float:
+    return float(series.curve("loss")[0].max(initial=least))
 
 
 def _overflows(series: Series) -> list[dict[str, Any]]:
@@ -140,7 +145,7 @@ def _jump(
         code="learning-rate",
         severity=severity,
         first_step=int(start),
-        last_step=int(max([start, *series.curve("loss")[0]])),
+        last_step=int(_newest_step(series, start)),
         evidence={"lr_ratio": rate, "update_ratio_jump": updates, "loss_rise": rise or 0.0},
         cause=f"{by} since {name}{then}",
         weight=max(rate, updates),
@@ -184,9 +189,9 @@ def _rise(series: Series, switch: float, limits: Thresholds, *, newest: bool = F
     """
     steps, losses = series.curve("loss")
     window = limits.switch_window
-    before = losses[(steps < switch) & (steps >= switch - window)]
     end = float(steps[-1]) + 1 if newest and steps.size else switch + window
-    after = losses[(steps >= max(switch, end - window)) & (steps < end)]
+    bounds = np.searchsorted(steps, [switch - window, switch, max(switch, end - window), end])
+    before, after = losses[bounds[0] : bounds[1]], losses[bounds[2] : bounds[3]]
     if len(before) < 3 or len(after) < 3:
         return None
     rise = float(after[len(after) // 2 :].mean() - before.mean())

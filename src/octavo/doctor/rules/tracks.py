@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.series import CastKey, Floats, Period, Series
+from octavo.doctor.series import CastKey, Period, Series
 from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.tables import Floats
 from octavo.kernels.summing import least_judged_amax
 
 __all__ = ["Track", "longest", "tracks"]

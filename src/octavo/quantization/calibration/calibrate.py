@@ -17,6 +17,7 @@ from octavo.convert import choose_layers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.formats import Format
+from octavo.handed_on import own_version
 from octavo.language_model import LanguageModel
 from octavo.numerics import QuantizedTensor, sqnr_db
 from octavo.observers import INPUT, ROLES
@@ -37,7 +38,6 @@ from octavo.quantization.calibration.result import (
 from octavo.quantization.calibration.weight_scales import WeightMethod, quantized_weight
 from octavo.recipes import CastSpec, Recipe
 from octavo.recipes.specs import check_member
-from octavo.training.facts import own_version
 
 __all__ = ["LayerCoverage", "calibrate", "check_choices", "coverage", "weights_of"]
 

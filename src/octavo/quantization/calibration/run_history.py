@@ -11,6 +11,7 @@ import torch
 
 from octavo import recipes
 from octavo.errors import ConfigError
+from octavo.handed_on import own_version
 from octavo.nn import Linear
 from octavo.numerics import scale_from_amax
 from octavo.observers import INPUT
@@ -29,7 +30,6 @@ from octavo.quantization.calibration.result import (
 from octavo.quantization.calibration.weight_scales import WeightMethod
 from octavo.recipes.specs import check_member
 from octavo.training.corpus import Split
-from octavo.training.facts import own_version
 from octavo.training.run_folder import load_run
 
 __all__ = ["calibration_from_run"]

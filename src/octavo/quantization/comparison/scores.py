@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.curves import perplexity
 from octavo.errors import ConfigError
 
 __all__ = ["Scores", "WindowScore", "score_window"]
@@ -53,7 +54,7 @@ class Scores:
     @property
     def perplexity(self) -> float:
         """exp(nats); infinite where that overflows."""
-        return math.exp(self.nats) if not self.nats >= 700 else math.inf
+        return perplexity(self.nats)
 
     @property
     def agreement(self) -> float:

@@ -15,6 +15,7 @@ The folder is written beside its place under a hidden name, synced, and renamed:
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -124,7 +125,9 @@ def _lines(result: QATResult) -> Iterator[dict[str, Any]]:
     for name, steps in result.steps.items():
         yield from ({"kind": "step", "model": name, **asdict(step)} for step in steps)
     for name, losses in result.windows.items():
-        yield {"kind": "evaluation", "model": name, "perplexity": result.perplexity(name), "window_nats": losses}
+        perplexity = result.perplexity(name)
+        known = perplexity if math.isfinite(perplexity) else None
+        yield {"kind": "evaluation", "model": name, "perplexity": known, "window_nats": losses}
 
 
 def _plain(settings: QATSettings) -> dict[str, Any]:

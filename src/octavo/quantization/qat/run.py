@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import ConversionReport, convert, read_by_others, restore
+from octavo.curves import perplexity
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
 from octavo.nn import Linear
@@ -120,9 +121,9 @@ class QATResult:
         return BASELINE if BASELINE in self.windows else BEFORE
 
     def perplexity(self, name: str) -> float:
-        """The exponential of a mean held-out loss."""
+        """The exponential of a mean held-out loss; infinite where that overflows."""
         losses = self.windows[name]
-        return math.exp(min(math.fsum(losses) / len(losses), 700))
+        return perplexity(math.fsum(losses) / len(losses))
 
     def gap(self, name: str, beside: str | None = None) -> Gap:
         """How much more it loses than another, by default the reference, window by window."""

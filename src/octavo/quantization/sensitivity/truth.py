@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from octavo.curves import perplexity_change
 from octavo.language_model import logits_of
 from octavo.quantization.comparison.scores import WindowScore, score_window
 from octavo.quantization.sensitivity.screen import Key
@@ -47,7 +48,7 @@ class Increase:
     @property
     def perplexity_increase(self) -> float:
         """As a share: 0.01 is one percent."""
-        return math.expm1(min(self.nats, 700.0))
+        return perplexity_change(self.nats)
 
 
 def increase_of(changed: Sequence[WindowScore], known: Sequence[float]) -> Increase:

@@ -7,13 +7,17 @@ import re
 import shlex
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from octavo import recipes
 from octavo.doctor import Capture, Captures, Severity
 from octavo.training.config import load_config
+from octavo.training.corpus import Split
+from octavo.training.data import open_data
 from octavo.training.run_folder import CAPTURES
+from octavo.training.watched_run import read_run
 
 
 @pytest.fixture
@@ -358,7 +362,7 @@ def test_the_advised_command_trains_a_reference(octavo, run, tmp_path):
 
 def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, run, tmp_path, finding_what, saturation):
     finding_what(dataclasses.replace(saturation, code="sensitive-module", role=""))
-    fixed = tmp_path / "fixed.toml"
+    fixed = tmp_path / "a fixed one.toml"
     result = octavo("doctor", run, "--apply", fixed)
     assert result.exit_code == 1
     before, after = load_config(run / "config.toml"), load_config(fixed)
@@ -366,6 +370,13 @@ def test_remedies_are_written_into_a_configuration_that_can_be_trained(octavo, r
     assert dataclasses.replace(after.training, skip=before.training.skip) == before.training
     assert "First remedies" in result.stdout
     assert str(fixed) in result.stderr
+    folders = []
+    for _ in range(2):  # beside the run, and then beside that one
+        said = octavo("doctor", run, "--apply", fixed).stderr.strip().splitlines()[-1]
+        _, *command = shlex.split(said.partition("train with ")[2])
+        assert octavo(*command).exit_code == 0, said
+        folders.append(command[-1])
+    assert folders == [f"{run}-fixed", f"{run}-fixed1"]
 
 
 def test_a_note_changes_no_configuration(octavo, run, tmp_path, finding_what, saturation):
@@ -478,3 +489,14 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_computed(oc
     monkeypatch.setattr("octavo.cli.doctor.examine.diagnose", None)
     assert "--html: there is no folder" in refusal(octavo, run, "--html", tmp_path / "no" / "page.html")
     assert "is a folder" in refusal(octavo, run, "--apply", tmp_path)
+
+
+def test_the_unigram_entropy_is_that_of_the_runs_own_tokens(run, tmp_path):
+    tokens = np.asarray(open_data(run / "data").splits[Split.TRAIN])
+    shares = np.unique(tokens, return_counts=True)[1] / len(tokens)
+    expected = pytest.approx(-float((shares * np.log(shares)).sum()))
+    assert read_run(run).series.unigram_nats == expected
+    (run / "data").rename(tmp_path / "data")  # where a study has them
+    assert read_run(run).series.unigram_nats == expected
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    assert read_run(run).series.unigram_nats is None

@@ -3,7 +3,7 @@ import pytest
 
 from octavo import recipes
 from octavo.doctor import Remedy, Sample, Severity, Thresholds, diagnose, series_of
-from octavo.doctor.findings import CAUSES
+from octavo.doctor.findings import CAUSES, Finding
 from octavo.doctor.remedies import remedies_for
 from octavo.doctor.rules import slow_layers
 from octavo.doctor.series import ProductKey
@@ -140,6 +140,31 @@ def test_the_down_projection_of_a_gated_mlp_is_meant():
         },
     )
     assert changes_of("outlier-growth", series_of([], [sample]), path="mlp")[0] == {"overrides": {"mlp.down": "bf16"}}
+
+
+def outlier_advice(shapes, path, **evidence):
+    """What is said of outliers that grow at a path, in a model of layers of such shapes, (in, out)."""
+    layers = {
+        name: {"recipe": "tensorwise", "in_features": inputs, "out_features": outputs}
+        for name, (inputs, outputs) in shapes.items()
+    }
+    series = series_of([], [Sample(step=1, casts={}, products={}, parameters={}, layers=layers)])
+    grown = Finding(code="outlier-growth", severity=Severity.WARN, path=path, role="input", evidence=evidence)
+    return " ".join(remedy.text for remedy in remedies_for(grown, series))
+
+
+GATED = {"mlp.gate": (8, 24), "mlp.up": (8, 24), "mlp.down": (24, 8)}
+PLAIN = {"mlp.fc1": (8, 32), "mlp.fc2": (32, 8)}
+
+
+def test_gates_are_spoken_of_where_there_is_one():
+    """An input whose peak climbs may be anybody's: only what gate and up projection make hangs on them."""
+    assert "gate and up" in outlier_advice(GATED, "mlp", alignment=0.99)
+    assert "gate and up" in outlier_advice(GATED, "mlp.down")
+    for shapes, path in ((GATED, "mlp.gate"), (PLAIN, "mlp.fc2"), (PLAIN, "mlp.fc1")):
+        advice = outlier_advice(shapes, path)
+        assert "gate" not in advice.replace(path, "")
+        assert "Raise the weight decay of the layers before it" in advice
 
 
 def noisy(*ratios):

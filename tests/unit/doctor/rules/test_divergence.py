@@ -1,5 +1,7 @@
 """A loss that leaves its beginning or loses its gain: both sides of each threshold, and what it explains."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -97,7 +99,7 @@ def test_its_story():
     (one,) = found(falling() + [8.0] * 24)
     assert (one.first_step, one.last_step) == (61, 84)  # no look is later
     assert one.cause.startswith(
-        "the loss fell from 6.3 to 3 and ends at 8, having lost what it had gained since step 61;"
+        "the loss fell from 6.3 to 3 and ends at 8, having lost what it had gained since step 61, and stays at 8;"
     )
 
 
@@ -140,3 +142,50 @@ def test_what_fails_in_the_very_step_in_which_the_loss_leaves_is_said_beside_it(
     casts = {(FIRST, "input"): {"stale_ratio": [1.0] * (since - 1) + [16.0] * (26 - since)}}
     series = looks("delayed", count=25, interval=1, lines=steps(BLOWN), casts=casts)
     assert {one.code for one in diagnose(series)} == codes
+
+
+def collapsing(level, *, of=84, at=60, seed=0):
+    """A loss that falls to 3, jumps at a step and stays at a level."""
+    losses = np.array(falling(length=at) + [level] * (of - at))
+    return list(losses + 0.02 * np.random.default_rng(seed).normal(size=of))
+
+
+def with_unigram(series, nats):
+    return dataclasses.replace(series, unigram_nats=nats)
+
+
+FOLLOWING = {
+    (FIRST, "input"): {"stale_ratio": [1.0] * 12 + [16.0] * 5},
+    (SECOND, "grad_output"): {"underflow_fraction": [0.0] * 12 + [0.9] * 5},
+}
+
+
+@pytest.mark.parametrize("unigram", [None, 6.3])
+def test_a_loss_that_jumps_to_the_unigram_entropy_and_stays_comes_first(unigram):
+    """Looks are at 5, 10, …, 85; the loss jumps at step 61; scales are stale and gradients vanish from 65 on."""
+    lines = steps(collapsing(6.25), lr=4e-3)
+    series = with_unigram(looks("delayed", count=17, lines=lines, casts=FOLLOWING), unigram)
+    first, *others = diagnose(series)
+    assert (first.code, first.severity, first.first_step) == ("divergence", Severity.FAIL, 61)
+    assert first.remedies[0].text == "Lower the learning rate: peak at 0.002, and train BF16 beside it."
+    assert first.remedies[0].changes == {"lr": 2e-3}
+    assert [one.code for one in others] == ["stale-scale"], "at the look that shows the jump; it explains the rest"
+    where = "stays at 6.2" if unigram is None else "stays at the unigram entropy of 6.3"
+    assert where in first.cause
+
+
+def test_the_unigram_entropy_bounds_what_there_was_to_lose():
+    """From 6.9 to 5.2 and back to 6.0: 46 % of the fall, and 72 % of what was learned beyond frequencies."""
+    losses = falling(least=5.2) + [6.0] * 24
+    series = looks(lines=steps(losses))
+    assert not list(divergence(series, LIMITS))
+    (one,) = divergence(with_unigram(series, 6.3), LIMITS)
+    assert one.severity is Severity.FAIL
+
+
+@pytest.mark.parametrize(
+    "losses", [falling() + list(np.linspace(5.6, 8.0, 24)), collapsing(9.0), falling(length=200)], ids=str
+)
+def test_what_goes_on_moving_or_lies_elsewhere_has_not_collapsed(losses):
+    series = with_unigram(looks(lines=steps(losses)), 6.3)
+    assert all(one.severity is Severity.WARN for one in divergence(series, LIMITS))

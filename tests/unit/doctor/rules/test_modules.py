@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from octavo.doctor import Severity, Thresholds
+import octavo
+from octavo.doctor import Severity, Thresholds, watch
 from octavo.doctor.rules.modules import batch_norm, sensitive_module, slow_layer, slow_layers
 from tests.unit.doctor.synthetic_series import FIRST, SECOND, healthy_sample, looks, renamed
 
@@ -130,6 +132,38 @@ def test_a_head_whose_gradient_vanishes(lost, severity):
 def test_a_batch_norm_that_does_not_settle(distance, interval, found):
     series = looks(count=len(distance), interval=interval, modules={"batch_norm": {"norm": distance}})
     assert len(list(batch_norm(series, LIMITS))) == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "severity"),
+    [
+        ([64, 16, 64, 64], Severity.NOTE),
+        ([64, 17, 64, 64], None),
+        ([64, 2, 64, 2], Severity.WARN),
+        ([64, 64, 2], Severity.NOTE),
+        ([64, 2], None),
+        ([np.nan, 64, 2, 64], Severity.NOTE),
+    ],
+)
+def test_a_batch_norm_whose_batches_differ_in_size(rows, severity):
+    series = looks(count=len(rows), modules={"batch_norm_rows": {"norm": rows}})
+    assert [one.severity for one in batch_norm(series, LIMITS)] == [severity] * (severity is not None)
+
+
+@pytest.mark.parametrize(("sizes", "severity"), [((64, 2), Severity.NOTE), ((64, 64), None)])
+def test_a_watched_training_with_batches_of_many_sizes_says_so(sizes, severity):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8))
+    octavo.convert(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    watcher = watch(model, optimizer, interval=7)
+    for step in range(60):
+        with watcher.step():
+            model(torch.randn(sizes[step % 2], 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [one for one in watcher.findings() if one.code == "batch-norm"]
+    assert [(one.path, one.severity) for one in found] == [("1", severity)] * (severity is not None)
 
 
 def test_a_batch_norm_that_learns_its_statistics():
