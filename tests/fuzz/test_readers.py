@@ -42,7 +42,7 @@ def public_readers():
             and ast.unparse(node.targets[0]) == "__all__"
             and isinstance(node.value, ast.List)
             for item in node.value.elts
-            if isinstance(item, ast.Constant)
+            if isinstance(item, ast.Constant) and isinstance(item.value, str)
         }
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         found |= {each for each in exported & defined if each.startswith(PREFIXES)}

@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from octavo.training.memory import check_run_fits
 from octavo.training.tokenizer import train_tokenizer
 
 CPU = torch.device("cpu")
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -164,7 +164,7 @@ def check_study_data(data: TokenData, config: RunConfig) -> None:
     Raises:
         DataError: which split, and what is allowed.
     """
-    check_data(data, config.training)
+    check_data(data, config)
     data.windows(config.training.context, split=Split.TEST, max_tokens=1)
 
 
