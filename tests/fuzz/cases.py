@@ -1,6 +1,7 @@
 """One case: a whole example, damaged, and read within bounds of memory and time."""
 
 import hashlib
+import json
 import random
 import resource
 import shutil
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
+from octavo.checksums import SUMS
 from octavo.errors import OctavoError
 from tests.fuzz.mutations import damaged
 from tests.fuzz.readers import READERS
@@ -20,6 +22,7 @@ __all__ = ["ReaderError", "run_case"]
 
 MORE_BYTES = 2 << 30  # than the process has when a case begins
 SECONDS = 20
+SEAL = "sha256"  # the key of octavo.checksums.sealed
 
 
 class ReaderError(AssertionError):
@@ -36,7 +39,7 @@ def run_case(name: str, seed: int) -> bool:
     with TemporaryDirectory(prefix="octavo-fuzz-") as temporary:
         folder = Path(temporary) / "case"
         shutil.copytree(_example(name), folder)
-        files = sorted(path for path in folder.glob(reader.damage) if path.is_file())
+        files = sorted(path for path in folder.glob(reader.damage) if path.is_file() and path.name != SUMS)
         what = [_damaged(folder, rng.choice(files), rng) for _ in range(rng.choice((1, 1, 1, 2)))]
         try:
             with _bounded(), warnings.catch_warnings():
@@ -55,15 +58,41 @@ def run_case(name: str, seed: int) -> bool:
 
 
 def _damaged(folder: Path, path: Path, rng: random.Random) -> str:
-    """Damage a file; in three of four cases the record that holds its SHA-256 is put right, to reach what reads it."""
-    before = hashlib.sha256(path.read_bytes()).hexdigest().encode()
+    """Damage a file; in three of four cases without the sums that would refuse it, to reach what reads it."""
+    trusted = rng.random() < 0.75
+    if trusted:
+        for record in folder.rglob(SUMS):
+            record.unlink()
+        _put(folder, path, _unsealed(path))
+    before = path.read_bytes()
     what = damaged(path, rng)
-    after = hashlib.sha256(path.read_bytes()).hexdigest().encode()
-    if rng.random() < 0.75:
-        for record in (*folder.rglob("*.json"), *folder.rglob("*.toml")):
-            if before in (content := record.read_bytes()):
-                record.write_bytes(content.replace(before, after))
+    if trusted:
+        _put(folder, path, path.read_bytes(), before)
     return what
+
+
+def _unsealed(path: Path) -> bytes:
+    """The content of a JSON file, or of lines of it, without its key ``sha256``; of another file as it is."""
+    content = path.read_bytes()
+    if path.suffix not in {".json", ".jsonl"} or SEAL.encode() not in content:
+        return content
+    try:
+        values = [json.loads(part) for part in ([content] if path.suffix == ".json" else content.splitlines())]
+    except ValueError:  # damaged already
+        return content
+    for value in values:
+        if isinstance(value, dict):
+            value.pop(SEAL, None)
+    return "\n".join(json.dumps(value) for value in values).encode()
+
+
+def _put(folder: Path, path: Path, content: bytes, before: bytes | None = None) -> None:
+    """Write a file, and its SHA-256 into the records that have the one of before."""
+    old, new = (hashlib.sha256(x).hexdigest().encode() for x in (before or path.read_bytes(), content))
+    path.write_bytes(content)
+    for record in (*folder.rglob("*.json"), *folder.rglob("*.toml")):
+        if old in (text := record.read_bytes()):
+            record.write_bytes(text.replace(old, new))
 
 
 @cache

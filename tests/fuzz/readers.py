@@ -18,6 +18,7 @@ import octavo
 from octavo import recipes
 from octavo.bench.reading import load_report
 from octavo.bench.results import PartRecord, Report
+from octavo.checksums import write_sums
 from octavo.cli.options import read_api_key
 from octavo.doctor import Captures, load_capture
 from octavo.errors import DataError
@@ -131,6 +132,7 @@ def _served(folder: Path) -> None:
     written(folder / "model", "rows")
     (folder / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    write_sums(folder / "model")
 
 
 def _qat(folder: Path) -> None:
