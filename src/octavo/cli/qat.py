@@ -16,7 +16,7 @@ from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError, OctavoError
 from octavo.files import check_room, claimed_folder
-from octavo.language_model import load_language_model, located
+from octavo.language_model import load_language_model
 from octavo.quantization.qat.folder import bytes_of_qat, save_qat
 from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
 from octavo.quantization.qat.tuning import TuneSettings
@@ -106,9 +106,7 @@ def qat(
     with claimed_folder(out), open_display() as display:
         show = phases(display)
         show("read the model", 0, 1)
-        if hub:
-            located(model, hub=True)
-        loaded = load_language_model(model, device=place)
+        loaded = load_language_model(model, device=place, hub=hub)
         check_room(out, bytes_of_qat(loaded))
         if context is None:
             shorter = replace(settings.tuning, context=min(DEFAULTS.context, loaded.context))

@@ -113,8 +113,8 @@ def each_line(path: Path, *, beginning: LinesWritten | None = None) -> Iterator[
         value = _parsed(path, count, line)
         if value["step"] < newest:
             raise TrainingError(
-                f"line {count} of {str(path)!r} has step {value['step']} after step {newest}: two runs wrote there; keep "
-                "the lines of one"
+                f"line {count} of {str(path)!r} has step {value['step']} after step {newest}: two runs wrote there; "
+                "keep the lines of one"
             )
         newest = value["step"]
         yield value
