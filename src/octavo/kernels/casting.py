@@ -64,7 +64,7 @@ def quantize(
             part then.
         scale_rounding: which numbers the scale may be; the rules stand in numerics/scaling.py.
         scale_format: FP32, or E8M0 for one byte a scale, which must be a power of two.
-        amax_floor: smaller amaxes count as this.
+        amax_floor: smaller amaxes count as this; torchao's is 1e-12.
         margin: binades to leave free above amax.
         nonfinite: what an infinite element becomes; NaN stays NaN. Neither changes any other element.
 

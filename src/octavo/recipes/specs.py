@@ -51,7 +51,7 @@ class CastSpec:
         scaling: where the scale comes from; delayed and static need one scale for the tensor.
         scale_rounding: which numbers the scale may be (numerics/scaling.py).
         scale_format: FP32, or E8M0 for one byte a scale.
-        amax_floor: smaller amaxes count as this.
+        amax_floor: smaller amaxes count as this; 0 leaves every tensor a scale of its own.
         margin: binades left free above amax, 0 or more.
         nonfinite: what an infinite element becomes.
     """
