@@ -45,6 +45,7 @@ Pair = tuple[Operand | None, Operand] | None  # None: in high precision
 TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
     "tensorwise": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
     "delayed": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
+    "article": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
     "delayed_te": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
     "rowwise": ((_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW)),
     "rowwise_hp_grad_weight": ((_ROW, _ROW), (_ROW, _T4_POWER), None),
@@ -61,7 +62,7 @@ TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
     "weight_only, tensor": ((None, _T4), None, None),
     "weight_only, blocks": ((None, _FP32_BLOCK), None, None),
 }
-DELAYED = ("delayed", "delayed_te")
+DELAYED = ("delayed", "delayed_te", "article")
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise, any scale": {"power_of_two": False},
     "mxfp8, floor": {"scale_rounding": "floor"},

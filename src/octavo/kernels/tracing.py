@@ -74,10 +74,10 @@ def is_traced(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # noqa: SLF001
         return True
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise BackendError(
-            "torch.jit.trace, which TensorBoard's add_graph calls, cannot record octavo's FP8 kernels; record the model "
-            "with torch.export.export, or inside octavo.autocast(enabled=False), which runs it in high precision"
+            "torch.jit.trace, which TensorBoard's add_graph calls, cannot record octavo's FP8 kernels; record the "
+            "model with torch.export.export, or inside octavo.autocast(enabled=False), which runs it in high precision"
         )
     return not all(x is None or is_plain(x) for x in tensors)
 

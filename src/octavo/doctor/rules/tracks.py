@@ -40,7 +40,7 @@ class Track:
         return self.values[:, CAST_FIELDS.index(name)]
 
     def spec(self, name: str) -> Any:
-        """A fact of the cast: "format", "scaling", "scale_rounding", "margin" or "amax_floor"; None where unknown."""
+        """A fact of the cast: "format", "scaling", "scale_rounding", "margin", "amax_floor" or "rounding"."""
         return self.facts.get("casts", {}).get(f"{self.key.role} {self.key.gemm}", {}).get(name)
 
     @property
