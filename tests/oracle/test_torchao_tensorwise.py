@@ -78,11 +78,15 @@ def _floored(recipe: Recipe) -> Recipe:
     """With torchao's EPS as the smallest amax."""
 
     def changed(gemm: GemmSpec) -> GemmSpec:
-        sides = {name: side and replace(side, amax_floor=1e-12) for name, side in (("a", gemm.a), ("b", gemm.b))}
-        return replace(gemm, **sides)
+        a, b = (side and replace(side, amax_floor=1e-12) for side in (gemm.a, gemm.b))
+        return replace(gemm, a=a, b=b)
 
-    gemms = {name: changed(getattr(recipe, name)) for name in ("output", "grad_input", "grad_weight")}
-    return replace(recipe, **gemms)
+    return replace(
+        recipe,
+        output=changed(recipe.output),
+        grad_input=changed(recipe.grad_input),
+        grad_weight=changed(recipe.grad_weight),
+    )
 
 
 def _pair(recipe: str, K: int, N: int, dtype: torch.dtype, *, floored: bool) -> tuple[Linear, torch.nn.Module]:

@@ -136,7 +136,8 @@ def test_every_rule_of_a_scale(rounding, device):
         ScaleRule(rounding, 8.0, 3),
         ScaleRule(rounding, 1e-12, 300),
     )
-    for rule, granularity in itertools.product(rules, (PerTensor(), PerRow(), PerBlock(1, 32))):
+    granularities: tuple[Granularity, ...] = (PerTensor(), PerRow(), PerBlock(1, 32))
+    for rule, granularity in itertools.product(rules, granularities):
         # Without subnormal BF16 numbers, which Triton's interpreter widens wrongly.
         for x in (ordinary, tiny, normal.bfloat16(), torch.zeros_like(ordinary)):
             found = gpu.quantize(x.to(device), E5M2, granularity, rule)

@@ -205,7 +205,7 @@ def smallest_scaled_amax(fmt: Format, amax_floor: float = AMAX_FLOOR) -> float:
     Example:
         >>> from octavo.formats import E4M3
         >>> smallest_scaled_amax(E4M3), smallest_scaled_amax(E4M3, 1e-12)
-        (1.3165538136494305e-36, 1e-12)
+        (1.3165537513936807e-36, 1e-12)
     """
     return max(amax_floor, fmt.max / torch.finfo(torch.float32).max)
 

@@ -117,6 +117,7 @@ def test_small_gradients_do_not_underflow():
 def small_gradients(floor, size):
     """Three looks at a layer whose gradients are that small, and their amax."""
     recipe = octavo.recipes.get("tensorwise")
+    assert recipe.grad_input.a is not None
     backward = replace(recipe.grad_input.a, amax_floor=floor)
     recipe = replace(
         recipe, grad_input=replace(recipe.grad_input, a=backward), grad_weight=replace(recipe.grad_weight, a=backward)
