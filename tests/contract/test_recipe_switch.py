@@ -42,7 +42,8 @@ def test_another_autocast_is_told_once(caplog):
 def test_another_recipe_of_its_own_is_told_once(caplog):
     model = _model()
     _train(model)
-    for layer in model:
+    for layer in model.children():
+        assert isinstance(layer, octavo.nn.Linear)
         layer.set_recipe(octavo.recipes.get("rowwise"), layer.scale_updates, path=layer.path)
     _train(model)
     _train(model)
