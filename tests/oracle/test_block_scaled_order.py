@@ -13,7 +13,7 @@ from torch import Tensor
 
 import octavo
 from octavo.formats import E4M3
-from octavo.numerics import PerBlock, QuantizedTensor, ScaleRounding, hopper_sums, quantize
+from octavo.numerics import Accumulate, PerBlock, QuantizedTensor, ScaleRounding, hopper_sums, quantize
 
 TILE, BLOCK = PerBlock(1, 128), PerBlock(128, 128)
 ORDERS = {"1D x 2D": (TILE, BLOCK), "2D x 1D": (BLOCK, TILE), "1D x 1D": (TILE, TILE)}
@@ -39,7 +39,7 @@ def _published(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     scales = [q.granularity.expand(q.scale, q.shape).broadcast_to(q.shape).numpy() for q in (a, b)]
     for first in range(0, SHAPE[2], 128):
         part = slice(first, first + 128)
-        chain = hopper_sums(a.data[:, part], b.data[:, part], accumulate=octavo.numerics.Accumulate.HOPPER_SLOW).numpy()
+        chain = hopper_sums(a.data[:, part], b.data[:, part], accumulate=Accumulate.HOPPER_SLOW).numpy()
         of_a, of_b = scales[0][:, first, None], scales[1][None, :, first]
         inner, outer = (of_b, of_a) if a.granularity == BLOCK else (of_a, of_b)
         total = ((chain * inner).astype(np.float64) * outer + total).astype(np.float32)
@@ -49,13 +49,15 @@ def _published(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 @pytest.mark.parametrize("order", ORDERS)
 def test_powers_of_two_give_the_published_bits(order: str) -> None:
     a, b = _operands(order, ScaleRounding.RCEIL)
-    assert torch.equal(octavo.scaled_mm(a, b, out_dtype=torch.float32, accumulate="hopper-slow"), _published(a, b))
+    assert torch.equal(
+        octavo.scaled_mm(a, b, out_dtype=torch.float32, accumulate=Accumulate.HOPPER_SLOW), _published(a, b)
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_other_scales_round_once_more_a_block_at_most(order: str) -> None:
     a, b = _operands(order, ScaleRounding.FP32)
-    found, wanted = octavo.scaled_mm(a, b, out_dtype=torch.float32, accumulate="hopper-slow"), _published(a, b)
+    found, wanted = octavo.scaled_mm(a, b, out_dtype=torch.float32, accumulate=Accumulate.HOPPER_SLOW), _published(a, b)
     magnitudes = a.dequantize().double().abs() @ b.dequantize().double().abs().t()
     blocks = -(-SHAPE[2] // 128)
     assert ((found.double() - wanted.double()).abs() <= 2 * blocks * 2.0**-24 * magnitudes).all()
