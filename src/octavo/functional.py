@@ -174,6 +174,7 @@ def _options(spec: CastSpec, tap: RoleTap) -> dict[str, Any]:
         "rule": ScaleRule(spec.scale_rounding, spec.amax_floor, spec.margin),
         "scale_format": spec.scale_format,
         "nonfinite": spec.nonfinite,
+        "rounding": spec.rounding,
         "amax": tap.amax if spec.scaling == Scaling.DELAYED else None,
         "scale": tap.scale if spec.scaling == Scaling.STATIC else None,
         "zero_is_unknown": True,

@@ -73,6 +73,7 @@ class ScaleUpdates:
         state_read: whether the scaling state was read since then.
         reminded_of_state: whether the user has been told of a checkpoint without scaling state.
         optimizer_steps: how many an optimizer has taken that ended steps of these layers.
+        told_switch: whether the user has been told that a layer goes on in another recipe.
     """
 
     manual: bool = False
@@ -90,6 +91,7 @@ class ScaleUpdates:
     state_read: bool = field(default=False, init=False)
     reminded_of_state: bool = field(default=False, init=False)
     optimizer_steps: int = field(default=0, init=False)
+    told_switch: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":

@@ -32,7 +32,7 @@ class Operand:
     granularity: Granularity = field(default_factory=PerTensor)
     rounding: ScaleRounding = ScaleRounding.FP32
     scale_format: Format = FP32
-    amax_floor: float = 1e-12
+    amax_floor: float = 0.0
     margin: int = 0
 
 

@@ -6,7 +6,7 @@ Runs every check below, in their order, and saves what each one returned, or its
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import ConfigError
 from octavo.integrations import ScalingState
+from octavo.training.loop import Trainer, build_model
+from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 STEPS, RATIO = 4, 64.0
 RECIPE = octavo.recipes.get("delayed", history_length=3)
@@ -325,6 +327,22 @@ def _windows(blocks: list[dict[str, Any]]) -> list[float]:
     return octavo.scaling_state(layer)["linear.input.amax_history"].tolist()
 
 
+def trainer(rank: int, folder: Path) -> dict[str, Tensor]:
+    """A step of ``octavo train``'s loop; each rank has its own seed, and so weights and text."""
+    return trained_state(folder / f"trainer{rank}", seed=rank)
+
+
+def trained_state(folder: Path, *, seed: int) -> dict[str, Tensor]:
+    """The scaling state after one step of a tiny run."""
+    folder.mkdir()
+    config, data = tiny_config(recipe="delayed", seed=seed), tiny_data(folder)
+    model, converted = build_model(config, data.vocab_size)
+    running = Trainer(config, folder, model, data=data, on_event=lambda _: None, converted=converted)
+    with closing(running.open_log()) as log:
+        running.train_step(log)
+    return octavo.scaling_state(model)
+
+
 CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     ddp,
     ddp_accumulating,
@@ -341,6 +359,7 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     distributed_checkpoint,
     compiled_blocks,
     transformer_engine_blocks,
+    trainer,
 )
 
 

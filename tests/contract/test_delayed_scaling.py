@@ -65,7 +65,8 @@ def _evaluate(layer: Linear, amax: float) -> tuple[float, float]:
 
 def _scale(amax: float, fmt: Format, margin: int = 0) -> float:
     """The documented formula in numpy: float64 division, one rounding, float32 reciprocal."""
-    encode_scale = np.float32(np.float64(fmt.max * 2.0**-margin) / np.maximum(np.float64(np.float32(amax)), 1e-12))
+    quotient = np.float64(fmt.max * 2.0**-margin) / np.float64(np.float32(amax))
+    encode_scale = np.float32(np.minimum(quotient, np.finfo(np.float32).max))
     return float(np.float32(1) / encode_scale)
 
 

@@ -208,3 +208,12 @@ def test_a_graph_whose_steps_end_with_blocks_is_refused(found):
 def test_the_ranks_of_a_blocks_amax_reduction_group_scale_alike(found, check, expected):
     for window, amaxes in zip(_of(found, "transformer_engine_blocks"), expected, strict=True):
         assert window[check] == amaxes + [EMPTY] * (4 - len(amaxes))
+
+
+def test_the_trainer_s_steps_end_on_all_ranks_together(found, tmp_path):
+    """After a step every amax is the larger of what each rank's seed gives alone."""
+    alone = [program.trained_state(tmp_path / str(rank), seed=rank) for rank in RANKS]
+    ranks = _of(found, "trainer")
+    assert any(not torch.equal(one, other) for one, other in zip(*(each.values() for each in alone), strict=True))
+    for state in ranks:
+        _assert_same_state(state, {key: torch.maximum(value, alone[1][key]) for key, value in alone[0].items()})

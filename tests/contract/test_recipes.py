@@ -45,6 +45,7 @@ Pair = tuple[Operand | None, Operand] | None  # None: in high precision
 TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
     "tensorwise": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
     "delayed": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
+    "article": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
     "delayed_te": ((_T4, _T4), (_T5, _T4), (_T5, _T4)),
     "rowwise": ((_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW)),
     "rowwise_hp_grad_weight": ((_ROW, _ROW), (_ROW, _T4_POWER), None),
@@ -61,7 +62,7 @@ TABLE: dict[str, tuple[Pair, Pair, Pair]] = {
     "weight_only, tensor": ((None, _T4), None, None),
     "weight_only, blocks": ((None, _FP32_BLOCK), None, None),
 }
-DELAYED = ("delayed", "delayed_te")
+DELAYED = ("delayed", "delayed_te", "article")
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise, any scale": {"power_of_two": False},
     "mxfp8, floor": {"scale_rounding": "floor"},
@@ -203,15 +204,34 @@ def test_operands_output_and_gradients(recipe, shape, dtype):
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_tensors_below_the_amax_floor(recipe):
-    """Amaxes that count as 1e-12, but for a recipe whose floor is 0."""
+@pytest.mark.parametrize("size", [1e-14, 1e-30, 1e-37])
+def test_small_tensors_have_scales_of_their_own(recipe, size):
+    """Down to amaxes that no FP32 scale brings to the format's maximum: of those the encode scale is the largest."""
     layer = Linear(40, 24, recipe=_recipe(recipe))
     if recipe.startswith("static"):
         octavo.load_scaling_state(layer, {"input.scale": STATIC_SCALE})
-    torch.nn.init.normal_(layer.weight, std=1e-14)
-    x = torch.randn(9, 40) * 1e-14
+    torch.nn.init.normal_(layer.weight, std=size)
+    x = torch.randn(9, 40) * size
     x[3:6] *= 1e-6
-    _check(recipe, layer, x.requires_grad_(), torch.randn(9, 24) * 1e-14)
+    _check(recipe, layer, x.requires_grad_(), torch.randn(9, 24) * size)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_gradients_of_size_1e_30_do_not_vanish(recipe):
+    """A power of two moves no code, so that all gradients are moved by it, but for a product of scales below 2^-126."""
+    results = []
+    for size in (1.0, 2.0**-100):  # 8e-31
+        torch.manual_seed(0)
+        layer, x = Linear(64, 48, recipe=_recipe(recipe)), torch.randn(32, 64, requires_grad=True)
+        if recipe.startswith("static"):
+            octavo.load_scaling_state(layer, {"input.scale": STATIC_SCALE})
+        layer(x).backward(torch.randn(32, 48) * size)
+        assert layer.weight.grad is not None
+        assert x.grad is not None
+        results.append((layer.weight.grad / size, x.grad / size))
+    for ordinary, small in zip(*results, strict=True):
+        assert ordinary.any()
+        assert (ordinary - small).norm() <= 2.0**-20 * ordinary.norm()
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)

@@ -13,6 +13,7 @@ from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 import octavo
+from octavo.errors import BackendError
 from octavo.kernels.dispatch import BACKENDS
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
@@ -320,6 +321,56 @@ def test_compiled_with_dynamic_shapes_layers_may_share_a_recipe():
     for rows in (3, 5, 9):
         x = torch.randn(rows, 16)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "delayed_te"])
+def test_compiled_with_dynamic_shapes_delayed_layers_train(recipe):
+    eager = nn.Sequential(_linear(32, 16, recipe), _linear(16, 32, recipe))
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, dynamic=True)
+    for rows in (3, 16, 5):
+        x = torch.randn(rows, 32)
+        for model in (eager, compiled):
+            model(x).square().sum().backward()
+        octavo.update_scales(eager)
+        octavo.update_scales(traced)
+    for one, other in zip(traced.parameters(), eager.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5 * other.grad.abs().max().item())
+    state, same = octavo.scaling_state(eager), octavo.scaling_state(traced)
+    assert state.keys() == same.keys()
+    for key, value in state.items():
+        torch.testing.assert_close(same[key], value, rtol=1e-5, atol=0, msg=key)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
+def test_exported_and_compiled_ahead_of_time_it_computes_the_same(tmp_path):
+    """AOTInductor, all recipes in one package: it hands a scale a tensor's block, [], over as None."""
+    model, x = Parallel().eval(), torch.randn(16, 32)
+    exported = torch.export.export(model, (x,))
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    for _ in range(2):
+        x = torch.randn(16, 32)
+        found, wanted = loaded(x), model(x)
+        assert found.keys() == wanted.keys()
+        for recipe, y in wanted.items():
+            torch.testing.assert_close(found[recipe], y, rtol=1e-5, atol=1e-5 * y.abs().max().item(), msg=recipe)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please switch:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "bf16"])
+def test_jit_trace_is_told_what_records_a_model(recipe, training):
+    """TensorBoard's add_graph traces so; in high precision it can, and torch.export can."""
+    model, x = nn.Sequential(_linear(32, 16, recipe)).train(training), torch.randn(4, 32)
+    with pytest.raises(BackendError, match=r"record the model with torch\.export\.export, or inside octavo\.autocast"):
+        torch.jit.trace(model, (x,))
+    with octavo.autocast(enabled=False):
+        traced = torch.jit.trace(model, (x,))
+        assert torch.equal(traced(x), model(x))
+    assert torch.equal(torch.export.export(model.eval(), (x,)).module()(x), model(x))
 
 
 class NormThenTwoLinears(nn.Module):

@@ -18,7 +18,7 @@ def nearest_float32(exact: Fraction) -> float:
 
 
 def encode_scale(
-    amax: float, maximum: float, *, rounding: str = "fp32", amax_floor: float = 1e-12, margin: int = 0
+    amax: float, maximum: float, *, rounding: str = "fp32", amax_floor: float = 0.0, margin: int = 0
 ) -> float:
     largest = max(amax, amax_floor)
     if rounding in ("floor", "even"):

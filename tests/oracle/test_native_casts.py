@@ -12,6 +12,7 @@ from octavo.kernels import cpu
 from octavo.numerics import Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure, quantize
 from octavo.numerics.granularity import granularity_as_list
 from octavo.numerics.quantized import dequantize_by_torch
+from octavo.numerics.scaling import AMAX_FLOOR
 
 FORMATS = (E4M3, E5M2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,7 +20,7 @@ GRANULARITIES = (
     PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(32, 1), PerBlock(128, 1),
     PerBlock(3, 7), PerBlock(1000, 1),
 )  # fmt: skip
-RULE = cpu.ScaleRule(ScaleRounding.FP32, 1e-12, 0)
+RULE = cpu.ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0)
 needs_extension = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
 pytestmark = needs_extension
 
@@ -146,11 +147,12 @@ def test_what_is_not_finite_takes_no_part_in_the_scale(granularity, dtype):
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 def test_magnitudes_at_both_ends(granularity):
     info = torch.finfo(torch.float32)
-    for value in (info.max, info.tiny, 2.0**-149, 2.0**-140, 448.0, 449.0, 2.0**-127 * 448):
-        for rounding in ScaleRounding:
+    for value in (info.max, info.tiny, 2.0**-149, 2.0**-140, 6.6e-37, 1e-30, 448.0, 449.0, 2.0**-127 * 448):
+        for rounding, fmt, margin in itertools.product(ScaleRounding, FORMATS, (0, 9)):
             x = numbers(9, 40).clamp(-1, 1) * value
             x[2, 3] = value
-            assert_same_cast(x, E4M3, granularity, cpu.ScaleRule(rounding, 0.0, 0))
+            assert_same_cast(x, fmt, granularity, cpu.ScaleRule(rounding, AMAX_FLOOR, margin))
+            assert_same_cast(x.bfloat16(), fmt, granularity, cpu.ScaleRule(rounding, AMAX_FLOOR, margin))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import octavo
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
+from octavo.recipes import GemmSpec, Recipe
 from tests.contract.gemm_oracle import Product, recorded_products
 
 with warnings.catch_warnings():
@@ -72,8 +74,24 @@ def casts(monkeypatch):
     return made
 
 
-def _pair(recipe: str, K: int, N: int, dtype: torch.dtype) -> tuple[Linear, torch.nn.Module]:
-    ours = Linear(K, N, bias=False, recipe=recipe, dtype=dtype)
+def _floored(recipe: Recipe) -> Recipe:
+    """With torchao's EPS as the smallest amax."""
+
+    def changed(gemm: GemmSpec) -> GemmSpec:
+        a, b = (side and replace(side, amax_floor=1e-12) for side in (gemm.a, gemm.b))
+        return replace(gemm, a=a, b=b)
+
+    return replace(
+        recipe,
+        output=changed(recipe.output),
+        grad_input=changed(recipe.grad_input),
+        grad_weight=changed(recipe.grad_weight),
+    )
+
+
+def _pair(recipe: str, K: int, N: int, dtype: torch.dtype, *, floored: bool) -> tuple[Linear, torch.nn.Module]:
+    specified = octavo.recipes.get(recipe)
+    ours = Linear(K, N, bias=False, recipe=_floored(specified) if floored else specified, dtype=dtype)
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     plain = torch.nn.Linear(K, N, bias=False, dtype=dtype)
     plain.load_state_dict(ours.state_dict())
@@ -102,7 +120,7 @@ def _compare(products: list[Product], casts: list[Cast]) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_codes_scales_and_products(casts, recipe, shape, dtype):
     leading, K, N = SHAPES[shape]
-    ours, theirs = _pair(recipe, K, N, dtype)
+    ours, theirs = _pair(recipe, K, N, dtype, floored=False)
     x, grad = torch.randn(*leading, K).to(dtype), (torch.randn(*leading, N) * 1e-3).to(dtype)
     with recorded_products() as products:
         results = _step(ours, x, grad)
@@ -117,8 +135,8 @@ def test_codes_scales_and_products(casts, recipe, shape, dtype):
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-4, 1e4, 1e30], ids=str)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_codes_and_scales_over_magnitudes(casts, recipe, scale):
-    """From below the amax floor to near float32's end; heavy tails, and a row of zeros."""
-    ours, theirs = _pair(recipe, 40, 24, torch.float32)
+    """From below torchao's EPS, which our casts then have too, to near float32's end; heavy tails, a row of zeros."""
+    ours, theirs = _pair(recipe, 40, 24, torch.float32, floored=True)
     x, grad = torch.randn(17, 40).exp() * scale, torch.randn(17, 24) ** 5 * min(scale, 1e4)
     x[3], grad[5] = 0.0, 0.0
     with recorded_products() as products:

@@ -103,7 +103,7 @@ def test_an_amax_gets_the_scale_of_the_definition(fmt: Format, rounding: ScaleRo
     amaxes = torch.cat(
         [bits.view(torch.float32), edges, *floors, torch.logspace(-149, 127, 277, base=2, dtype=torch.float64).float()]
     )
-    for floor, margin in ((AMAX_FLOOR, 0), (0.0, 0), (0.25, 3), (0.3, 1), (AMAX_FLOOR, 140)):
+    for floor, margin in ((AMAX_FLOOR, 0), (1e-12, 0), (0.25, 3), (0.3, 1), (AMAX_FLOOR, 9), (AMAX_FLOOR, 140)):
         wanted = encode_scale_from_amax(amaxes, fmt, rounding=rounding, amax_floor=floor, margin=margin)
         out = torch.empty(2, len(amaxes), device=device)
         constants = {"MAX": fmt.max, "MANTISSA": fmt.mantissa_bits, "ROUNDING": str(rounding), "FLOOR": floor}

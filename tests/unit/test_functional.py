@@ -211,6 +211,7 @@ FAST, SLOW = "hopper-fast", "hopper-slow"
 TENSOR_CORE_SUMS = {  # of output, grad_input and grad_weight, where they are in FP8
     "tensorwise": [FAST, SLOW, SLOW],
     "delayed": [FAST, SLOW, SLOW],
+    "article": [FAST, SLOW, SLOW],
     "delayed_te": [FAST, SLOW, SLOW],
     "rowwise": [FAST, SLOW, SLOW],
     "rowwise_hp_grad_weight": [FAST, SLOW],

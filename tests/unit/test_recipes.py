@@ -7,7 +7,7 @@ import pytest
 import octavo
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, E4M3_FNUZ, E5M2, E8M0
-from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, ScaleRounding
+from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, Rounding, ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling, Statistic, from_toml, get, names, to_toml
 
 
@@ -17,6 +17,7 @@ def test_the_presets():
         "tensorwise",
         "delayed",
         "delayed_te",
+        "article",
         "rowwise",
         "rowwise_hp_grad_weight",
         "blockwise",
@@ -98,7 +99,38 @@ def test_static_takes_the_granularity_of_the_weight_alone(word, granularity):
         get("static", power_of_two=2)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "delayed", "delayed_te", "rowwise", "blockwise", "mxfp8"])
+def test_article_is_the_delayed_scaling_of_the_source_article():
+    recipe = get("article")
+    assert recipe.history == History(length=32, statistic=Statistic.MEAN, update_interval=4, backoff=0.99)
+    assert replace(recipe, history=get("delayed").history, name="delayed") == get("delayed")
+    assert get("article", update_interval=8).history == replace(recipe.history, update_interval=8)
+    assert from_toml(to_toml(recipe)) == recipe
+
+
+GRADIENT_PRESETS = ("tensorwise", "delayed", "delayed_te", "article", "rowwise", "blockwise", "mxfp8")
+
+
+@pytest.mark.parametrize("name", GRADIENT_PRESETS)
+def test_gradients_and_nothing_else_may_be_rounded_stochastically(name):
+    plain, recipe = get(name), get(name, gradient_rounding="stochastic")
+    assert plain.grad_input.a is not None
+    fmt = plain.grad_input.a.format
+    assert recipe.name == f"{name}, {fmt} stochastic gradients"
+    assert [str(cast.rounding) for cast in recipe.casts] == ["nearest", "nearest", *["stochastic", "nearest"] * 2]
+    assert replace(recipe.with_gradients_in(fmt, Rounding.NEAREST), name=name) == plain
+    assert from_toml(to_toml(recipe)) == recipe
+    other = recipe.with_gradients_in(E4M3 if fmt is E5M2 else E5M2)
+    assert other.grad_weight.a is not None
+    assert other.grad_weight.a.rounding == "stochastic"
+    with pytest.raises(ConfigError, match="gradient_rounding must be one of nearest, stochastic, not 'up'"):
+        get(name, gradient_rounding="up")
+    with pytest.raises(ConfigError, match=r"only gradients, .* can be rounded stochastically"):
+        replace(plain, output=replace(plain.output, b=recipe.grad_input.a))
+    with pytest.raises(ConfigError, match="rounding must be one of nearest, stochastic, not 'up'"):
+        from_toml(to_toml(recipe).replace('"stochastic"', '"up"'))
+
+
+@pytest.mark.parametrize("name", GRADIENT_PRESETS)
 def test_the_gradient_takes_either_format_and_nothing_else_changes(name):
     plain = get(name)
     assert plain.grad_input.a is not None

@@ -186,6 +186,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
                 module.weight_cache,
                 module.shared_input,
                 module.last_recipe,
+                module.trained_recipe,
                 module.recipe,
                 module.path,
                 module.scale_updates,

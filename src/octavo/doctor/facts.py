@@ -64,5 +64,6 @@ def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
                     "scale_rounding": str(spec.scale_rounding),
                     "margin": spec.margin,
                     "amax_floor": spec.amax_floor,
+                    "rounding": str(spec.rounding),
                 }
     return found

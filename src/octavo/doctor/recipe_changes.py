@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo import recipes
 from octavo.formats import E4M3, E5M2, E8M0
-from octavo.numerics import ScaleRounding
+from octavo.numerics import Rounding, ScaleRounding
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling, Statistic
 
 __all__ = ["changed_recipe", "same_casts", "with_options"]
@@ -58,8 +58,10 @@ def with_options(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
         >>> with_options(recipes.get("bf16"), {"margin": 1}) == recipes.get("bf16")
         True
     """
-    if "gradient_format" in options:
-        recipe = recipe.with_gradients_in(_FORMATS[options["gradient_format"]])
+    gradient = recipe.grad_input.a
+    if gradient is not None and options.keys() & {"gradient_format", "gradient_rounding"}:
+        fmt = _FORMATS[options.get("gradient_format", gradient.format.name)]
+        recipe = recipe.with_gradients_in(fmt, Rounding(options.get("gradient_rounding", gradient.rounding)))
     if "margin" in options:
         recipe = _with_casts(recipe, lambda cast: cast.scaling == Scaling.DELAYED, margin=options["margin"])
     if "scale_rounding" in options:

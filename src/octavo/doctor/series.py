@@ -43,7 +43,14 @@ _READ: dict[str, Any] = {
 }
 _FACTS: dict[str, Any] = {"recipe": str, "in_features": int, "out_features": int, "casts": Mapping}  # of a layer
 _LAYER_OPTIONS: dict[str, Any] = {"history_length": 1, "statistic": str, "update_interval": 1, "device": str}
-_CAST_OPTIONS: dict[str, Any] = {"format": str, "scaling": str, "scale_rounding": str, "margin": 0, "amax_floor": 0.0}
+_CAST_OPTIONS: dict[str, Any] = {
+    "format": str,
+    "scaling": str,
+    "scale_rounding": str,
+    "margin": 0,
+    "amax_floor": 0.0,
+    "rounding": str,
+}
 
 
 class CastKey(NamedTuple):

@@ -22,6 +22,7 @@ from octavo.numerics import (
     PerTensor,
     QuantizedTensor,
     Record,
+    Rounding,
     ScaleRounding,
     dequantize,
     measure,
@@ -64,7 +65,7 @@ def quantize(
             part then.
         scale_rounding: which numbers the scale may be; the rules stand in numerics/scaling.py.
         scale_format: FP32, or E8M0 for one byte a scale, which must be a power of two.
-        amax_floor: smaller amaxes count as this.
+        amax_floor: smaller amaxes count as this; torchao's is 1e-12.
         margin: binades to leave free above amax.
         nonfinite: what an infinite element becomes; NaN stays NaN. Neither changes any other element.
 
@@ -101,6 +102,7 @@ def quantize_and_measure(
     amax: Tensor | None = None,
     scale: Tensor | None = None,
     zero_is_unknown: bool = False,
+    rounding: Rounding = Rounding.NEAREST,
     into: Record | None = None,
 ) -> tuple[QuantizedTensor, Measurement | None]:
     """:func:`quantize` without its checks, and what was found in ``x`` on the way.
@@ -115,11 +117,13 @@ def quantize_and_measure(
         amax: as there.
         scale: as there.
         zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
+        rounding: a stochastic cast is octavo.numerics' own, and draws its seed from torch's default generator.
         into: where to record what was found, unless ``x`` is empty. A kernel on a GPU records as it casts, and then
             what was found is not given back.
     """
-    on_gpu = gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)
-    if not on_gpu and not cpu.supports(x, fmt, granularity):
+    by_kernel = rounding == Rounding.NEAREST
+    on_gpu = by_kernel and gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)
+    if not on_gpu and not (by_kernel and cpu.supports(x, fmt, granularity)):
         found = measure(x.detach(), granularity)
         if amax is not None and zero_is_unknown:
             amax = torch.where(amax > 0, amax, found.amax)
@@ -134,6 +138,7 @@ def quantize_and_measure(
             amax_floor=rule.amax_floor,
             margin=rule.margin,
             nonfinite=nonfinite,
+            rounding=rounding,
             measurement=found,
         )
         return quantized, _recorded(x, found, into)
@@ -170,6 +175,7 @@ def quantize_both_ways(
     amax: Tensor | None = None,
     scale: Tensor | None = None,
     zero_is_unknown: bool = False,
+    rounding: Rounding = Rounding.NEAREST,
     into: Record | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor, Measurement | None]:
     """A matrix and its transpose, each cast by itself, and what was found; arguments as :func:`quantize_and_measure`.
@@ -180,15 +186,13 @@ def quantize_both_ways(
     options: dict[str, Any] = {
         "nonfinite": nonfinite, "amax": amax, "scale": scale, "zero_is_unknown": zero_is_unknown
     }  # fmt: skip
-    if not gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None):
-        quantized, found = quantize_and_measure(
-            x, fmt, granularity, rule, scale_format=scale_format, into=into, **options
-        )
+    by_kernel = rounding == Rounding.NEAREST
+    if not (by_kernel and gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)):
+        options |= {"scale_format": scale_format, "rounding": rounding}
+        quantized, found = quantize_and_measure(x, fmt, granularity, rule, into=into, **options)
         if granularity.orientation_free:
             return quantized, quantized.t(), found
-        turned, _ = quantize_and_measure(
-            x.t(), fmt, granularity, rule, scale_format=scale_format, into=Record(), **options
-        )
+        turned, _ = quantize_and_measure(x.t(), fmt, granularity, rule, into=Record(), **options)
         return quantized, turned, found
     if is_traced(x):
         codes, made, codes_t, made_t, measured, count = torch.ops.octavo.cast_both_ways(

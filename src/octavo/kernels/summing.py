@@ -11,28 +11,27 @@ from octavo.formats import Format
 from octavo.kernels import cpu
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import QuantizedTensor
-from octavo.numerics.scaling import AMAX_FLOOR
+from octavo.numerics.scaling import AMAX_FLOOR, smallest_scaled_amax
 
 __all__ = ["cast_sums", "least_judged_amax", "least_stale_ratio", "sums"]
 
 CLEAR_OF_FLOOR = 10  # a tenth of an amax is not what its scale was made for, however roughly the amax was measured
 
 
-def least_judged_amax(amax_floor: float) -> float:
+def least_judged_amax(form: Format, amax_floor: float) -> float:
     """What an amax must exceed for its scale to be its own, and not that of the floor below it.
 
-    Without a floor it is that of the default one: what lies below it is as good as zero.
-
     Example:
-        >>> least_judged_amax(0.0), least_judged_amax(0.5)
-        (1e-11, 5.0)
+        >>> from octavo.formats import E4M3
+        >>> f"{least_judged_amax(E4M3, 0.0):.3g}", least_judged_amax(E4M3, 0.5)
+        ('1.32e-35', 5.0)
     """
-    return CLEAR_OF_FLOOR * max(amax_floor, AMAX_FLOOR)
+    return CLEAR_OF_FLOOR * smallest_scaled_amax(form, amax_floor)
 
 
 def least_stale_ratio(amaxes: Tensor, scale: Tensor, form: Format, *, amax_floor: float) -> Tensor:
     """The smallest g of scaling groups whose amax is clear of the floor: [], infinite where none is."""
-    return (amaxes / (scale * form.max)).where(amaxes > least_judged_amax(amax_floor), torch.inf).amin()
+    return (amaxes / (scale * form.max)).where(amaxes > least_judged_amax(form, amax_floor), torch.inf).amin()
 
 
 def sums(x: Tensor, made: QuantizedTensor) -> bool:

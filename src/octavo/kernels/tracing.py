@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from octavo.errors import BackendError
+
 __all__ = ["PLAIN_TENSORS", "SOURCES", "distinct", "is_plain", "is_traced", "show_kernels"]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
@@ -65,9 +67,18 @@ def show_kernels(operator: str, run: Callable[..., Any]) -> None:
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether one is a stand-in, or operations are watched: then there is no address, and operators are called."""
+    """Whether one is a stand-in, or operations are watched: then there is no address, and operators are called.
+
+    Raises:
+        BackendError: ``torch.jit.trace`` watches, to which sizes are tensors, and no kernel's call is an operation.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # noqa: SLF001
         return True
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise BackendError(
+            "torch.jit.trace, which TensorBoard's add_graph calls, cannot record octavo's FP8 kernels; record the "
+            "model with torch.export.export, or inside octavo.autocast(enabled=False), which runs it in high precision"
+        )
     return not all(x is None or is_plain(x) for x in tensors)
 
 

@@ -1,6 +1,7 @@
 """``octavo.nn.Linear``: ``torch.nn.Linear`` with a recipe."""
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -76,6 +77,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     input_scale: Tensor  # [] float32, of a static recipe; 0 until it is loaded
     amax_history: AmaxHistory | None
     last_recipe: Recipe | None  # of the last call in training
+    trained_recipe: Recipe | None  # of the last call that was to be differentiated; None: a switch goes unsaid
     weight_cache: WeightCache | None
     held: HeldWeight | None  # where the weight is codes; their scale is the buffer ``weight_scale``
     weight_scale: Tensor
@@ -110,7 +112,8 @@ class Linear(StatefulModule, torch.nn.Linear):
         self.scale_updates, self.path = scale_updates or ScaleUpdates(), path
         if "nonfinite_counts" not in self._buffers:
             self.start_state(torch.device("cpu") if self.weight.is_meta else self.weight.device)
-            self.held, self.weight_cache, self.last_recipe, self.shared_input = None, None, None, None
+            self.held, self.weight_cache, self.shared_input = None, None, None
+            self.last_recipe, self.trained_recipe = None, None
             probe_cpu()
         known = getattr(self, "amax_history", None)
         if known is None or known.spec != recipe.history:
@@ -171,11 +174,29 @@ class Linear(StatefulModule, torch.nn.Linear):
         if inside_backward() and self.last_recipe is not None:
             return self.last_recipe
         recipe = active_recipe(self.recipe)
-        if torch.compiler.is_compiling() or recipe is self.last_recipe:  # a module's attributes are slow to set
+        if torch.compiler.is_compiling():
+            return recipe
+        if recipe is not self.trained_recipe and self._is_learning:
+            self._tell_switch(recipe)
+        if recipe is self.last_recipe:  # a module's attributes are slow to set
             return recipe
         if self.training or torch.is_grad_enabled():
             self.last_recipe = recipe
         return recipe
+
+    def _tell_switch(self, recipe: Recipe) -> None:
+        """Log once a model that a layer trains on with another recipe than before."""
+        before, self.trained_recipe = self.trained_recipe, recipe
+        if before is None or before == recipe or self.scale_updates.told_switch:
+            return
+        self.scale_updates.told_switch = True
+        logging.getLogger("octavo").warning(
+            "%s was trained with recipe %r and now runs %r: scales and rounding change in mid-training, and a delayed "
+            "recipe begins without a past; this is said once a model",
+            self._called,
+            before.name,
+            recipe.name,
+        )
 
     @torch.no_grad()
     def hold_weight_as_codes(self, *, scale: Tensor | None = None) -> None:

@@ -1,7 +1,7 @@
 """Pure tensor maths: casts, scales, granularities, metrics. No modules, no state, no devices chosen."""
 
 from octavo.numerics.accumulate import Accumulate, hopper_chains, hopper_sums
-from octavo.numerics.cast import Nonfinite, Overflow, cast_nearest, cast_stochastic
+from octavo.numerics.cast import Nonfinite, Overflow, Rounding, cast_nearest, cast_stochastic
 from octavo.numerics.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_fraction, sqnr_db, underflow_fraction
 from octavo.numerics.quantized import QuantizedTensor, dequantize, quantize
@@ -27,6 +27,7 @@ __all__ = [
     "PerTensor",
     "QuantizedTensor",
     "Record",
+    "Rounding",
     "ScaleRounding",
     "amax",
     "cast_nearest",

@@ -28,6 +28,7 @@ __all__ = [
     "NONFINITE_POLICIES",
     "Nonfinite",
     "Overflow",
+    "Rounding",
     "can_be_asked",
     "cast_nearest",
     "cast_stochastic",
@@ -54,6 +55,13 @@ class Nonfinite(StrEnum):
 
     PROPAGATE = "propagate"
     SATURATE = "saturate"
+
+
+class Rounding(StrEnum):
+    """To which of its two neighbours a number goes."""
+
+    NEAREST = "nearest"  # ties to even
+    STOCHASTIC = "stochastic"  # either, so that the expected value is the number: see cast_stochastic
 
 
 _OVERFLOW_POLICIES, NONFINITE_POLICIES = tuple(Overflow), tuple(Nonfinite)  # no graph traces how they are made
@@ -141,6 +149,9 @@ def round_stochastic_by_torch(scaled: Tensor, random: Tensor, dtype: torch.dtype
         scaled: float32; finite numbers lie within ±maximum, others become what ``dtype`` has for them.
         random: 20 bits for each.
         dtype: of the codes.
+
+    Returns:
+        Codes shaped like ``scaled``, contiguous.
     """
     fmt = format_of(dtype)
     exact = torch.where(scaled.isfinite(), scaled, 0).double()
@@ -149,12 +160,17 @@ def round_stochastic_by_torch(scaled: Tensor, random: Tensor, dtype: torch.dtype
     rounded = (exact.abs() / quantum + random.double() / (1 << STOCHASTIC_BITS)).floor() * quantum
     limited = rounded.copysign(exact).float()  # within ±maximum, which is exact and so does not move
     others = scaled if fmt.inf_codes else torch.full_like(scaled, math.nan).copysign(scaled)
-    return torch.where(scaled.isfinite(), limited, others).to(dtype)
+    return torch.where(scaled.isfinite(), limited, others).to(dtype).contiguous()
+
+
+def _round_stochastic_shape(scaled: Tensor, _: Tensor, dtype: torch.dtype) -> Tensor:
+    return scaled.new_empty(scaled.shape, dtype=dtype)
 
 
 # An operator, for which a device may have a faster kernel than this formula.
 torch.library.define("octavo::round_stochastic", "(Tensor scaled, Tensor random, ScalarType dtype) -> Tensor")
 torch.library.impl("octavo::round_stochastic", "CompositeExplicitAutograd")(round_stochastic_by_torch)
+torch.library.register_fake("octavo::round_stochastic")(_round_stochastic_shape)
 
 
 def may_hold_nonfinite(x: Tensor) -> bool:

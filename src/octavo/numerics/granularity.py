@@ -192,9 +192,11 @@ def granularity_as_list(granularity: Granularity) -> list[int]:
     return [1] if isinstance(granularity, PerRow) else []
 
 
-def granularity_from_list(values: list[int]) -> Granularity:
-    """What :func:`granularity_as_list` wrote."""
-    return PerBlock(*values) if len(values) == 2 else PerRow() if values else PerTensor()
+def granularity_from_list(values: list[int] | None) -> Granularity:
+    """What :func:`granularity_as_list` wrote; AOTInductor's loader hands an empty list over as None."""
+    if not values:
+        return PerTensor()
+    return PerBlock(*values) if len(values) == 2 else PerRow()
 
 
 def stacks(granularity: Granularity, shape: torch.Size) -> bool:

@@ -16,8 +16,10 @@ from octavo.formats import E8M0, FP8_FORMATS, FP32, Format, format_of
 from octavo.numerics.cast import (
     NONFINITE_POLICIES,
     Nonfinite,
+    Rounding,
     can_be_asked,
     cast_nearest,
+    cast_stochastic,
     check_float,
     check_fp8_format,
     check_policy,
@@ -137,11 +139,13 @@ def quantize(
     amax_floor: float = AMAX_FLOOR,
     margin: int = 0,
     nonfinite: Nonfinite = Nonfinite.PROPAGATE,
+    rounding: Rounding = Rounding.NEAREST,
     measurement: Measurement | None = None,
 ) -> QuantizedTensor:
     """What ``octavo.quantize`` must give, by torch's operations alone; its arguments and errors are described there.
 
     Args:
+        rounding: stochastic draws its seed from torch's default generator of the CPU.
         measurement: what :func:`octavo.numerics.measure` found in ``x`` at this granularity, for callers that have
             looked already.
 
@@ -170,7 +174,8 @@ def quantize(
         assert amax is not None
         encode_scale = encode_scale_from_amax(amax, fmt, rounding=scale_rounding, amax_floor=amax_floor, margin=margin)
         stored = encode_scale.reciprocal()
-    data = cast_nearest(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
+    cast = cast_stochastic if rounding == Rounding.STOCHASTIC else cast_nearest
+    data = cast(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
     return QuantizedTensor(data, stored_scale(stored, scale_format), groups, x.dtype)
 
 

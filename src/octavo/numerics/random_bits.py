@@ -87,5 +87,5 @@ def random_bits_by_torch(seed: Tensor, count: int) -> Tensor:
 
 
 # An operator, for which a device may have a faster kernel than this formula.
-torch.library.define("octavo::random_bits", "(Tensor seed, int count) -> Tensor")
+torch.library.define("octavo::random_bits", "(Tensor seed, SymInt count) -> Tensor")
 torch.library.impl("octavo::random_bits", "CompositeExplicitAutograd")(random_bits_by_torch)

@@ -6,12 +6,16 @@
 | amax                        | encode_scale                                                                          |
 |-----------------------------|---------------------------------------------------------------------------------------|
 | 0                           | that of ``amax_floor``: codes are 0 and decode to exact 0, never NaN                  |
-| so small that it overflows  | the largest finite float32                                                            |
+| so small that it overflows  | the largest finite float32; its reciprocal is a subnormal number with 22 digits       |
 | a margin that underflows it | the smallest normal float32, whose reciprocal is still finite                         |
 | Inf, NaN elements           | do not take part: the amax is that of the finite elements                             |
 
-The division is FP64 and rounded once; this is bit for bit what torchao's tensorwise recipe computes. Dividing by
-``amax / maximum`` instead would change codes of one bfloat16 tensor in fifty, up to 2 % of them.
+By default there is no floor: the limit of the encode scale is one, maximum / FLT_MAX, and the smallest under which the
+quotient is finite. A larger floor is for equality with libraries that have one.
+
+The division is FP64 and rounded once; with an ``amax_floor`` of 1e-12, its EPS, this is bit for bit what torchao's
+tensorwise recipe computes, and without one from that amax on. Dividing by ``amax / maximum`` instead would change codes
+of one bfloat16 tensor in fifty, up to 2 % of them.
 
 A scale may be a power of two, by bits and not by logarithms (``exp2(floor(log2(s)))`` rounds up just below powers of
 two). Three rules are in use, for the decode scale of a block with largest magnitude amax:
@@ -52,9 +56,10 @@ __all__ = [
     "power_of_two_floor",
     "scale_from_amax",
     "scale_from_e8m0",
+    "smallest_scaled_amax",
 ]
 
-AMAX_FLOOR = 1e-12  # torchao's EPS; below it a tensor is treated as that small
+AMAX_FLOOR = 0.0  # none but that of the encode scale's own limit
 
 
 class ScaleRounding(StrEnum):
@@ -169,7 +174,7 @@ def encode_scale_from_amax(
         amax: non-negative and finite float32 of any shape, as :func:`amax` gives it.
         fmt: the format to fill.
         rounding: which numbers the scale may be.
-        amax_floor: smaller amaxes count as this.
+        amax_floor: smaller amaxes count as this; what is larger than :func:`smallest_scaled_amax` costs range.
         margin: binades to leave free above amax; 0 or more.
 
     Raises:
@@ -177,7 +182,7 @@ def encode_scale_from_amax(
 
     Example:
         >>> from octavo.formats import E4M3
-        >>> encode_scale_from_amax(torch.tensor([448.0, 0.5, 0.0]), E4M3, amax_floor=0.0)
+        >>> encode_scale_from_amax(torch.tensor([448.0, 0.5, 0.0]), E4M3)
         tensor([1.0000e+00, 8.9600e+02, 3.4028e+38])
         >>> encode_scale_from_amax(torch.tensor(500.0), E4M3, rounding="rceil")  # 500 / 448, up to 2, and over
         tensor(0.5000)
@@ -192,6 +197,17 @@ def encode_scale_from_amax(
     quotient = fmt.max * 2.0**-margin / largest
     encode_scale = quotient.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max).float()
     return power_of_two_floor(encode_scale) if rounding == ScaleRounding.RCEIL else encode_scale
+
+
+def smallest_scaled_amax(fmt: Format, amax_floor: float = AMAX_FLOOR) -> float:
+    """The smallest amax that a scale brings to the format's maximum; smaller ones share its scale.
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> smallest_scaled_amax(E4M3), smallest_scaled_amax(E4M3, 1e-12)
+        (1.3165537513936807e-36, 1e-12)
+    """
+    return max(amax_floor, fmt.max / torch.finfo(torch.float32).max)
 
 
 def check_scale_options(rounding: ScaleRounding, amax_floor: float, margin: int) -> None:

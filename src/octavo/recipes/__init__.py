@@ -14,7 +14,8 @@ The presets (sources: the published recipes named in each docstring):
 |--------------------------|--------|------------------|-------------|----------------------------------------------|
 | `bf16`                   | –      | –                | –           | none: the surrounding precision              |
 | `tensorwise`             | E4M3   | E4M3             | E5M2        | tensor, from this tensor                     |
-| `delayed`, `delayed_te`  | E4M3   | E4M3             | E5M2        | tensor, from finished steps                  |
+| `delayed`, `delayed_te`, | E4M3   | E4M3             | E5M2        | tensor, from finished steps                  |
+| `article`                |        |                  |             |                                              |
 | `rowwise`                | E4M3   | E4M3             | E4M3        | row of each GEMM's operand, a power of two   |
 | `rowwise_hp_grad_weight` | E4M3   | E4M3             | E4M3        | row; the weight's in grad_input is the       |
 |                          |        |                  |             | tensor's; grad_weight in high precision      |

@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0
-from octavo.numerics import Accumulate, Granularity, PerBlock, PerRow, PerTensor, ScaleRounding
+from octavo.numerics import Accumulate, Granularity, PerBlock, PerRow, PerTensor, Rounding, ScaleRounding
 from octavo.recipes.specs import CastSpec, Close, GemmSpec, History, Recipe, Scaling, Statistic, check_member
 
 __all__ = ["get", "names"]
@@ -59,11 +59,13 @@ def _bf16() -> Recipe:
     return Recipe(name="bf16", output=_PLAIN, grad_input=_PLAIN, grad_weight=_PLAIN)
 
 
-def _tensorwise(*, emulate_tensor_cores: bool = False, gradient_format: str = "E5M2") -> Recipe:
+def _tensorwise(
+    *, emulate_tensor_cores: bool = False, gradient_format: str = "E5M2", gradient_rounding: str = "nearest"
+) -> Recipe:
     """One dynamic scale a tensor; fast accumulation for the output only (torchao's tensorwise recipe)."""
     forward, backward = CastSpec(format=E4M3), CastSpec(format=E5M2)
     recipe = _one_cast_per_tensor("tensorwise", forward, backward, emulate_tensor_cores=emulate_tensor_cores)
-    return _with_gradients_in(recipe, gradient_format)
+    return _with_gradients_in(recipe, gradient_format, gradient_rounding)
 
 
 def _delayed(
@@ -75,13 +77,16 @@ def _delayed(
     backoff: float = 1.0,
     emulate_tensor_cores: bool = False,
     gradient_format: str = "E5M2",
+    gradient_rounding: str = "nearest",
 ) -> Recipe:
     """One scale a tensor from finished steps (arXiv 2209.05433 §3)."""
     check_member("statistic", statistic, tuple(Statistic))
     history = History(
         length=history_length, statistic=Statistic(statistic), update_interval=update_interval, backoff=backoff
     )
-    return _with_gradients_in(_from_history("delayed", history, margin, emulate_tensor_cores), gradient_format)
+    return _with_gradients_in(
+        _from_history("delayed", history, margin, emulate_tensor_cores), gradient_format, gradient_rounding
+    )
 
 
 def _delayed_te(
@@ -91,14 +96,39 @@ def _delayed_te(
     margin: int = 0,
     emulate_tensor_cores: bool = False,
     gradient_format: str = "E5M2",
+    gradient_rounding: str = "nearest",
 ) -> Recipe:
     """Transformer Engine's DelayedScaling: a window of 1024 steps, each ended by leaving the outermost autocast."""
     check_member("statistic", statistic, (Statistic.MAX, Statistic.LATEST))
     history = History(length=history_length, statistic=Statistic(statistic), close=Close.AUTOCAST)
-    return _with_gradients_in(_from_history("delayed_te", history, margin, emulate_tensor_cores), gradient_format)
+    return _with_gradients_in(
+        _from_history("delayed_te", history, margin, emulate_tensor_cores), gradient_format, gradient_rounding
+    )
 
 
-def _rowwise(*, power_of_two: bool = True, emulate_tensor_cores: bool = False, gradient_format: str = "E4M3") -> Recipe:
+def _article(
+    *,
+    update_interval: int = 4,
+    emulate_tensor_cores: bool = False,
+    gradient_format: str = "E5M2",
+    gradient_rounding: str = "nearest",
+) -> Recipe:
+    """The delayed scaling of octavo's source article: a mean of 32 scales, taken every 4 to 8 steps; 0.99 on overflow.
+
+    The mean of the encode scales lags while amaxes grow, and what lies beyond saturates; "delayed" takes the maximum.
+    """
+    history = History(length=32, statistic=Statistic.MEAN, update_interval=update_interval, backoff=0.99)
+    recipe = _from_history("article", history, 0, emulate_tensor_cores)
+    return _with_gradients_in(recipe, gradient_format, gradient_rounding)
+
+
+def _rowwise(
+    *,
+    power_of_two: bool = True,
+    emulate_tensor_cores: bool = False,
+    gradient_format: str = "E4M3",
+    gradient_rounding: str = "nearest",
+) -> Recipe:
     """A scale for each row of each GEMM's operand, E4M3 throughout (torchao's rowwise recipe: powers of two)."""
     check_member("power_of_two", power_of_two, (False, True))
     rounding = ScaleRounding.RCEIL if power_of_two else ScaleRounding.FP32
@@ -110,7 +140,7 @@ def _rowwise(*, power_of_two: bool = True, emulate_tensor_cores: bool = False, g
         grad_weight=GemmSpec(a=row, b=row),
         emulate_tensor_cores=emulate_tensor_cores,
     )
-    return _with_gradients_in(recipe, gradient_format)
+    return _with_gradients_in(recipe, gradient_format, gradient_rounding)
 
 
 def _rowwise_hp_grad_weight(*, emulate_tensor_cores: bool = False) -> Recipe:
@@ -127,7 +157,11 @@ def _rowwise_hp_grad_weight(*, emulate_tensor_cores: bool = False) -> Recipe:
 
 
 def _blockwise(
-    *, power_of_two: bool = True, emulate_tensor_cores: bool = False, gradient_format: str = "E4M3"
+    *,
+    power_of_two: bool = True,
+    emulate_tensor_cores: bool = False,
+    gradient_format: str = "E4M3",
+    gradient_rounding: str = "nearest",
 ) -> Recipe:
     """1x128 tiles of input and gradient, 128x128 blocks of the weight (DeepSeek-V3, arXiv 2412.19437 §3.3.2)."""
     check_member("power_of_two", power_of_two, (False, True))
@@ -141,10 +175,12 @@ def _blockwise(
         grad_weight=GemmSpec(a=tile, b=tile),
         emulate_tensor_cores=emulate_tensor_cores,
     )
-    return _with_gradients_in(recipe, gradient_format)
+    return _with_gradients_in(recipe, gradient_format, gradient_rounding)
 
 
-def _mxfp8(*, scale_rounding: str = "rceil", gradient_format: str = "E4M3") -> Recipe:
+def _mxfp8(
+    *, scale_rounding: str = "rceil", gradient_format: str = "E4M3", gradient_rounding: str = "nearest"
+) -> Recipe:
     """A power-of-two byte for every 32 along K (OCP Microscaling Formats 1.0; rounded up as in arXiv 2506.08027)."""
     check_member("scale_rounding", scale_rounding, tuple(ScaleRounding)[1:])
     group = CastSpec(
@@ -155,7 +191,9 @@ def _mxfp8(*, scale_rounding: str = "rceil", gradient_format: str = "E4M3") -> R
         amax_floor=0.0,
     )
     gemm = GemmSpec(a=group, b=group)
-    return _with_gradients_in(Recipe(name="mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm), gradient_format)
+    return _with_gradients_in(
+        Recipe(name="mxfp8", output=gemm, grad_input=gemm, grad_weight=gemm), gradient_format, gradient_rounding
+    )
 
 
 def _static(
@@ -212,9 +250,10 @@ def _one_cast_per_tensor(
     )
 
 
-def _with_gradients_in(recipe: Recipe, gradient_format: str) -> Recipe:
+def _with_gradients_in(recipe: Recipe, gradient_format: str, gradient_rounding: str) -> Recipe:
     check_member("gradient_format", gradient_format, tuple(GRADIENT_FORMATS))
-    return recipe.with_gradients_in(GRADIENT_FORMATS[gradient_format])
+    check_member("gradient_rounding", gradient_rounding, tuple(Rounding))
+    return recipe.with_gradients_in(GRADIENT_FORMATS[gradient_format], Rounding(gradient_rounding))
 
 
 _PLAIN = GemmSpec(a=None, b=None)
@@ -223,6 +262,7 @@ _PRESETS: dict[str, Callable[..., Recipe]] = {
     "tensorwise": _tensorwise,
     "delayed": _delayed,
     "delayed_te": _delayed_te,
+    "article": _article,
     "rowwise": _rowwise,
     "rowwise_hp_grad_weight": _rowwise_hp_grad_weight,
     "blockwise": _blockwise,

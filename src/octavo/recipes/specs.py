@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
-from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerTensor, ScaleRounding
+from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerTensor, Rounding, ScaleRounding
 from octavo.numerics.accumulate import CHAIN
 from octavo.numerics.cast import check_fp8_format
 from octavo.numerics.granularity import granularity_or_default
@@ -51,9 +51,11 @@ class CastSpec:
         scaling: where the scale comes from; delayed and static need one scale for the tensor.
         scale_rounding: which numbers the scale may be (numerics/scaling.py).
         scale_format: FP32, or E8M0 for one byte a scale.
-        amax_floor: smaller amaxes count as this.
+        amax_floor: smaller amaxes count as this; 0 leaves every tensor a scale of its own.
         margin: binades left free above amax, 0 or more.
         nonfinite: what an infinite element becomes.
+        rounding: to the nearest code, or, of gradients, to either neighbour by chance; its seeds are drawn from torch's
+            default generator of the CPU.
     """
 
     format: Format
@@ -64,12 +66,14 @@ class CastSpec:
     amax_floor: float = AMAX_FLOOR
     margin: int = 0
     nonfinite: Nonfinite = Nonfinite.PROPAGATE
+    rounding: Rounding = Rounding.NEAREST
 
     def __post_init__(self) -> None:
         check_fp8_format(self.format)
         granularity_or_default(self.granularity)
         check_member("a cast's scaling", self.scaling, tuple(Scaling))
         check_member("a cast's nonfinite", self.nonfinite, tuple(Nonfinite))
+        check_member("a cast's rounding", self.rounding, tuple(Rounding))
         check_member("a cast's scale_rounding", self.scale_rounding, tuple(ScaleRounding))
         check_member("a cast's scale_format", self.scale_format, (FP32, E8M0))
         if self.scale_format == E8M0 and self.scale_rounding == ScaleRounding.FP32:
@@ -187,14 +191,21 @@ class Recipe:
         others = self.casts if self.output.a is None else self.casts[1:]
         if any(cast.scaling == Scaling.STATIC for cast in others):
             raise ConfigError("only the input of the output GEMM can be static; use dynamic scaling for the others")
+        tensors = (self.output.a, self.output.b, self.grad_input.b, self.grad_weight.b)
+        if any(cast is not None and cast.rounding == Rounding.STOCHASTIC for cast in tensors):
+            raise ConfigError("only gradients, grad_input.a and grad_weight.a, can be rounded stochastically")
         delayed = any(cast.scaling == Scaling.DELAYED for cast in self.casts)
         if delayed != self.is_delayed:
             raise ConfigError(f"recipe {self.name!r} must have a history if, and only if, one of its casts is delayed")
         if self.emulate_tensor_cores:
             self._check_tensor_cores_take_it()
 
-    def with_gradients_in(self, fmt: Format) -> "Recipe":
-        """This recipe with the casts of grad_output in another format; under another name if that changes it.
+    def with_gradients_in(self, fmt: Format, rounding: Rounding | None = None) -> "Recipe":
+        """This recipe with other casts of grad_output; under another name if that changes it.
+
+        Args:
+            fmt: their format.
+            rounding: None leaves theirs.
 
         Example:
             >>> from octavo import formats, recipes
@@ -203,10 +214,17 @@ class Recipe:
         """
 
         def changed(gemm: GemmSpec) -> GemmSpec:
-            return gemm if gemm.a is None else replace(gemm, a=replace(gemm.a, format=fmt))
+            if gemm.a is None:
+                return gemm
+            return replace(gemm, a=replace(gemm.a, format=fmt, rounding=rounding or gemm.a.rounding))
 
         found = replace(self, grad_input=changed(self.grad_input), grad_weight=changed(self.grad_weight))
-        return self if found == self else replace(found, name=f"{self.name.partition(', ')[0]}, {fmt} gradients")
+        if found == self:
+            return self
+        gradients = (found.grad_input.a, found.grad_weight.a)
+        stochastic = any(cast is not None and cast.rounding == Rounding.STOCHASTIC for cast in gradients)
+        how = f"{fmt} stochastic" if stochastic else fmt
+        return replace(found, name=f"{self.name.partition(', ')[0]}, {how} gradients")
 
     def _check_tensor_cores_take_it(self) -> None:
         if self.output.a is None and self.output.b is not None:

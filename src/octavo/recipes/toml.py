@@ -22,7 +22,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, DataError
 from octavo.formats import FORMATS, Format
-from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
+from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, PerTensor, Rounding, ScaleRounding
 from octavo.parsing import parse_toml
 from octavo.recipes.specs import CastSpec, Close, GemmSpec, History, Recipe, Scaling, Statistic
 
@@ -171,6 +171,7 @@ _CAST_READERS: dict[str, Callable[[object], object]] = {
     "format": _format,
     "granularity": _granularity,
     "scaling": lambda value: _one_of(Scaling, value, "scaling"),
+    "rounding": lambda value: _one_of(Rounding, value, "rounding"),
     "scale_rounding": lambda value: _one_of(ScaleRounding, value, "scale_rounding"),
     "scale_format": _format,
     "nonfinite": lambda value: _one_of(Nonfinite, value, "nonfinite"),

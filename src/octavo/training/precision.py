@@ -59,6 +59,9 @@ def apply_recipe(model: nn.Module, training: TrainingConfig, *, step: int = 1) -
             scale_updates="manual",
             cache_weights=training.cache_weights,
         )
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.trained_recipe = None  # a phase's recipe has a line of its own in the run's metrics
     plain = _leave_rest_plain(model, training, taken=report.converted if report else ())
     return report or plain
 

@@ -10,8 +10,8 @@ from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import blocks, casts, rows, values
 from octavo.numerics import Record, ScaleRounding
 
-_FP32 = ScaleRule(ScaleRounding.FP32, 1e-12, 0)
-_POWERS = ScaleRule(ScaleRounding.RCEIL, 1e-12, 0)
+_FP32 = ScaleRule(ScaleRounding.FP32, 0.0, 0)
+_POWERS = ScaleRule(ScaleRounding.RCEIL, 0.0, 0)
 _x, _master = torch.empty(1024, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096)
 _long = torch.empty(64, 16384, dtype=torch.bfloat16)
 _amax = torch.ones(())

@@ -10,10 +10,10 @@ from octavo.kernels.result_cast import NormSpec, ResultCast
 from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
 
 ROWS, COLUMNS = 8192, 4096
-TENSOR = ResultCast(format=E4M3, granularity=PerTensor(), rule=ScaleRule(ScaleRounding.FP32, 1e-12, 0), transpose=True)
-ROW = ResultCast(format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.RCEIL, 1e-12, 0), transpose=True)
+TENSOR = ResultCast(format=E4M3, granularity=PerTensor(), rule=ScaleRule(ScaleRounding.FP32, 0.0, 0), transpose=True)
+ROW = ResultCast(format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0), transpose=True)
 BLOCK = ResultCast(
-    format=E4M3, granularity=PerBlock(1, 128), rule=ScaleRule(ScaleRounding.RCEIL, 1e-12, 0), transpose=True
+    format=E4M3, granularity=PerBlock(1, 128), rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0), transpose=True
 )
 MX = ResultCast(
     format=E4M3,

@@ -11,6 +11,9 @@ from octavo.numerics import PerBlock, PerRow, QuantizedTensor
 LAYOUTS = {E4M3.torch_dtype: (3, 7, 126), E5M2.torch_dtype: (2, 15, 123)}  # mantissa bits, bias, largest finite code
 
 
+FORMAT_MAX = {E4M3.torch_dtype: 448.0, E5M2.torch_dtype: 57344.0}
+
+
 def values_of(dtype: torch.dtype) -> NDArray[np.float64]:
     """All 256 values of a format, NaN and ±Inf included."""
     mantissa_bits, bias, largest = LAYOUTS[dtype]
@@ -49,13 +52,13 @@ def least_ratio(
     for row in range(0, rows, height):
         for column in range(0, columns, width):
             amax = magnitudes[row : row + height, column : column + width].max()
-            if amax > max(1e-11, 10 * floor):
+            if amax > 10 * max(floor, FORMAT_MAX[made.data.dtype] / float(np.finfo(np.float32).max)):
                 found.append(amax / limits[row, column])
     return float(np.nanmin(found)) if len(found) > 1 else np.nan
 
 
 def numbers_of(
-    x: Tensor, made: QuantizedTensor, sampled: tuple[slice, slice], *, floor: float = 1e-12
+    x: Tensor, made: QuantizedTensor, sampled: tuple[slice, slice], *, floor: float = 0.0
 ) -> dict[str, float]:
     """CAST_FIELDS by name; the sampled ones from ``x[sampled]``."""
     given, scale, table = x.float().numpy().astype(np.float64), scales_of(made), values_of(made.data.dtype)

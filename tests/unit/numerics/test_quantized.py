@@ -109,7 +109,7 @@ def test_tiny_tensors_keep_their_values(fmt, dtype):
     """A scale computed in float16 would be 0 or infinite here."""
     smallest = torch.finfo(dtype).smallest_normal
     x = torch.tensor([1.0, -0.5, 0.25, 0.0], dtype=dtype) * smallest
-    q = quantize(x, fmt, amax_floor=0.0)
+    q = quantize(x, fmt)
     if dtype is torch.float16:  # elsewhere the encode scale is cut at float32's largest
         assert q.data.float().abs().max() == fmt.max
     assert torch.equal(q.dequantize()[:1].abs() > 0, torch.tensor([True]))
@@ -203,10 +203,30 @@ def test_a_given_scale_is_stored_as_float32():
     assert (q.scale.dtype, q.scale.requires_grad) == (torch.float32, False)
 
 
+@pytest.mark.parametrize("margin", [0, 1, 9])
+@pytest.mark.parametrize("scale_rounding", ROUNDINGS)
+@every_format
+def test_amaxes_from_the_smallest_number_up(fmt, scale_rounding, margin):
+    """Every binade from 2^-149 to where max / amax is finite, against the formula in fractions."""
+    for exponent in range(-149, -100, 3):
+        x = torch.tensor([1.5, -1.0, 0.375, 0.0]) * 2.0**exponent
+        q = quantize(x, fmt, scale_rounding=scale_rounding, margin=margin)
+        encode = encode_scale(x.max().item(), fmt.max, rounding=scale_rounding, margin=margin)
+        assert_same_codes(q.data, expected_codes(x.numpy(), fmt, np.float32(encode)), fmt)
+        assert q.scale.item() == decode_scale(encode)
+
+
+def test_a_tensor_whose_scale_would_overflow_keeps_its_values():
+    """448 / 6.6e-37 is beyond FP32: the encode scale is FP32's largest number, under which 6.6e-37 is 224.6."""
+    q = quantize(torch.tensor([6.6e-37, -3.3e-37]), E4M3)
+    assert q.scale.item() == float(np.float32(1) / np.finfo(np.float32).max)
+    torch.testing.assert_close(q.dequantize(), torch.tensor([6.6e-37, -3.3e-37]), rtol=2.0**-4, atol=0)
+
+
 def test_the_smallest_scale_octavo_makes_can_be_given_back():
     """Its reciprocal rounds to infinity; zeros would become NaN."""
     x = torch.tensor([0.0, 1e-38, 1e-37])
-    q = quantize(x, E4M3, amax_floor=0.0)
+    q = quantize(x, E4M3)
     again = quantize(q.dequantize(), E4M3, scale=q.scale)
     assert torch.equal(again.data.view(torch.uint8), q.data.view(torch.uint8))
 

@@ -11,7 +11,13 @@ from octavo.formats import E4M3, E5M2, E8M0, FP8_FORMATS
 from octavo.numerics import PerBlock, PerRow, PerTensor, amax, encode_scale_from_amax, scale_from_amax
 from octavo.numerics.cast import cast_nearest
 from octavo.numerics.quantized import quantize
-from octavo.numerics.scaling import ScaleRounding, e8m0_from_scale, power_of_two_floor, scale_from_e8m0
+from octavo.numerics.scaling import (
+    ScaleRounding,
+    e8m0_from_scale,
+    power_of_two_floor,
+    scale_from_e8m0,
+    smallest_scaled_amax,
+)
 from tests.oracle.scale_formula import FLOAT32_MAX, FLOAT32_MIN_NORMAL, bits, decode_scale, encode_scale
 
 ROUNDINGS = list(ScaleRounding)
@@ -33,7 +39,7 @@ def bits_of(x):
 
 @every_format
 @pytest.mark.parametrize("scale_rounding", ROUNDINGS)
-@pytest.mark.parametrize(("amax_floor", "margin"), [(1e-12, 0), (0.0, 0), (1e-12, 3), (1.0, 60)])
+@pytest.mark.parametrize(("amax_floor", "margin"), [(0.0, 0), (1e-12, 0), (0.0, 3), (0.0, 40), (1.0, 60)])
 def test_formula_in_fractions(fmt, scale_rounding, amax_floor, margin):
     options = {"rounding": scale_rounding, "amax_floor": amax_floor, "margin": margin}
     measured = amaxes()
@@ -46,7 +52,8 @@ def test_formula_in_fractions(fmt, scale_rounding, amax_floor, margin):
 @every_format
 def test_formula_in_numpy(fmt):
     measured = amaxes()
-    quotient = fmt.max / np.maximum(measured.numpy().astype(np.float64), 1e-12)
+    with np.errstate(divide="ignore"):
+        quotient = fmt.max / measured.numpy().astype(np.float64)
     encode = np.minimum(quotient, FLOAT32_MAX).astype(np.float32)
     assert np.array_equal(encode_scale_from_amax(measured, fmt).numpy(), encode)
     assert np.array_equal(scale_from_amax(measured, fmt).numpy(), np.float32(1) / encode)
@@ -68,10 +75,21 @@ def test_table_of_special_amaxes(fmt):
     def one(value, **options):
         return encode_scale_from_amax(torch.tensor(value), fmt, **options).item()
 
-    assert one(0.0) == one(1e-20) == one(1e-12)
-    assert one(0.0, amax_floor=0.0) == one(1e-40, amax_floor=0.0) == FLOAT32_MAX
+    assert one(0.0) == one(1e-40) == one(6e-37) == one(3e-37, margin=1) == FLOAT32_MAX
+    assert one(0.0, amax_floor=1e-12) == one(1e-20, amax_floor=1e-12) == one(1e-12)
     assert one(FLOAT32_MAX, margin=200) == FLOAT32_MIN_NORMAL
     assert one(1.0, margin=4) == one(1.0) / 16
+
+
+@every_format
+def test_the_smallest_scaled_amax_is_where_the_quotient_becomes_finite(fmt):
+    edge = np.float32(smallest_scaled_amax(fmt))  # rounded to nearest
+    below, above = np.nextafter(edge, np.float32(0)), np.nextafter(edge, np.float32(1))
+    encode = encode_scale_from_amax(torch.from_numpy(np.array([below, above])), fmt)
+    assert encode[0] == FLOAT32_MAX
+    assert encode[1] < FLOAT32_MAX
+    assert cast_nearest(torch.tensor(float(above)), fmt, encode[1]).float() == fmt.max
+    assert smallest_scaled_amax(fmt, 1e-12) == 1e-12
 
 
 @every_dtype
@@ -101,9 +119,10 @@ def test_margin_leaves_binades_free(fmt):
 def test_torchao_computes_the_same_scales(fmt):
     float8_utils = pytest.importorskip("torchao.float8.float8_utils", reason="torchao, the peer, is not installed")
     measured = amaxes()
-    assert bits_of(float8_utils.amax_to_scale(measured, fmt.torch_dtype)) == bits_of(
-        encode_scale_from_amax(measured, fmt)
-    )
+    theirs = float8_utils.amax_to_scale(measured, fmt.torch_dtype)
+    assert bits_of(theirs) == bits_of(encode_scale_from_amax(measured, fmt, amax_floor=1e-12))
+    above = measured >= 1e-12  # their EPS: from here on the floor is nothing to either
+    assert bits_of(theirs[above]) == bits_of(encode_scale_from_amax(measured[above], fmt))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.randn(33, 65).mul(torch.rand(33, 1) * 50).to(dtype)
         ours = encode_scale_from_amax(amax(x), fmt)

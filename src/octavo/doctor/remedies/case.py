@@ -15,6 +15,7 @@ from octavo.doctor.tables import Floats
 __all__ = ["FINENESS", "WORDS", "Case", "fineness", "listed"]
 
 WORDS = {  # from the coarsest recipe to the finest
+    "article": "with the mean of its past scales (article)",
     "delayed_te": "with scales from its past steps (delayed_te)",
     "delayed": "with scales from its past steps (delayed)",
     "tensorwise": "with scales from the tensors themselves (tensorwise)",

@@ -55,7 +55,9 @@ def _saturation(case: Case) -> Iterable[Remedy]:
 
 
 def _gradient_underflow(case: Case) -> Iterable[Remedy]:
-    if case.gradient_format == "E4M3" and case.recipe and fineness(case.recipe) < 0:  # a recipe of one's own
+    if "amax_floor" in case.finding.evidence:
+        yield from _floored(case)
+    elif case.gradient_format == "E4M3" and case.recipe and fineness(case.recipe) < 0:  # a recipe of one's own
         yield case.override("tensorwise")
     elif case.gradient_format == "E4M3":
         yield _options("Cast gradients to E5M2, which reaches 2^14 times as far down.", gradient_format="E5M2")
@@ -63,7 +65,17 @@ def _gradient_underflow(case: Case) -> Iterable[Remedy]:
     yield from case.finer("bf16")  # finer presets than those with E5M2 gradients cast them to E4M3
 
 
+def _floored(case: Case) -> Iterable[Remedy]:
+    if case.evidence("amax_floor", 0.0):
+        yield Remedy(text="Leave amax_floor at 0 in the recipe's casts, so that small tensors get scales of their own.")
+    else:
+        yield Remedy(text=f"Find why the {case.finding.role} of {case.path} is so small; in BF16 it is near zero too.")
+
+
 def _bulk_underflow(case: Case) -> Iterable[Remedy]:
+    if "amax_floor" in case.finding.evidence:
+        yield from _floored(case)
+        return
     yield from case.finer("rowwise_hp_grad_weight", "blockwise", "mxfp8", "bf16")
 
 

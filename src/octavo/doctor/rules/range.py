@@ -85,19 +85,33 @@ def _underflow(
     gemms = [] if series is None else _gemms(track, where, series)
     if energy <= limits.harmless_flush and sqnr >= limits.healthy_cast_db and _are_healthy(gemms, limits):
         severity, spared = Severity.WARN if most else Severity.NOTE, f"; they carried {energy:.2g} of the energy"
-    reach = f" of {track.spec('format')}" if track.spec("format") else ""
+    look = where.start + int(lost[where].argmax())
+    is_floored = bool(track.is_floored[look])
+    why = _by_the_floor(track, look) if is_floored else _by_the_range(track, peak, what)
     yield track.finding(
         where,
         code,
         severity,
-        cause=f"{worst:.0%} of the nonzero elements become zero: amax is {_times(peak)} the rms, "
-        f"and {what} lie below the range{reach} under the scale that it sets{spared}",
+        cause=f"{worst:.0%} of the nonzero elements become zero: {why}{spared}",
         weight=worst,
         underflow_fraction=worst,
         flushed_energy=energy,
         sqnr_db=sqnr,
         peak=peak,
+        amax_floor=track.amax_floor if is_floored else np.nan,
     )
+
+
+def _by_the_range(track: Track, peak: float, what: str) -> str:
+    reach = f" of {track.spec('format')}" if track.spec("format") else ""
+    return f"amax is {_times(peak)} the rms, and {what} lie below the range{reach} under the scale that it sets"
+
+
+def _by_the_floor(track: Track, look: int) -> str:
+    amax = f"amax is {track.of('amax')[look]:.3g}"
+    if track.of("amax")[look] < track.amax_floor:
+        return f"{amax}, which the recipe's amax_floor takes for {track.amax_floor:.3g}"
+    return f"{amax}, too small for any FP32 scale to bring to the format's range"
 
 
 def _times(peak: float) -> str:

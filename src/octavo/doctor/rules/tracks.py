@@ -11,7 +11,9 @@ from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.series import CastKey, Period, Series
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.doctor.tables import Floats
+from octavo.formats import E5M2, FP8_FORMATS, Format
 from octavo.kernels.summing import least_judged_amax
+from octavo.numerics.scaling import smallest_scaled_amax
 
 __all__ = ["Track", "longest", "tracks"]
 
@@ -39,7 +41,7 @@ class Track:
         return self.values[:, CAST_FIELDS.index(name)]
 
     def spec(self, name: str) -> Any:
-        """A fact of the cast: "format", "scaling", "scale_rounding", "margin" or "amax_floor"; None where unknown."""
+        """A fact of the cast: "format", "scaling", "scale_rounding", "margin", "amax_floor" or "rounding"."""
         return self.facts.get("casts", {}).get(f"{self.key.role} {self.key.gemm}", {}).get(name)
 
     @property
@@ -58,13 +60,29 @@ class Track:
 
         What is not has the floor's scale, or may have it, whatever the tensor does.
         """
-        return self.of("amax") > least_judged_amax(self.spec("amax_floor") or 0.0)
+        return self.of("amax") > least_judged_amax(self._format, self.amax_floor)
+
+    @property
+    def is_floored(self) -> Mask:
+        """Where the amax lies below the recipe's floor or FP32's, and has not the scale that it should have, [T]."""
+        amax = self.of("amax")
+        return (amax > 0) & (amax < smallest_scaled_amax(self._format, self.amax_floor))
+
+    @property
+    def amax_floor(self) -> float:
+        """As which smaller amaxes count by the recipe; 0 where it has none, or none is known."""
+        return float(self.spec("amax_floor") or 0.0)
 
     @property
     def memory(self) -> int:
         """Steps for which a delayed scale may stay what it is though its tensor moves."""
         window = self.facts.get("history_length", 1) if self.facts.get("statistic") == "max" else 1
         return int(window + self.facts.get("update_interval", 1) - 1)
+
+    @property
+    def _format(self) -> Format:
+        """Of the cast; the one that reaches farthest where it is unknown."""
+        return next((known for known in FP8_FORMATS if known.name == self.spec("format")), E5M2)
 
     @property
     def _room(self) -> float:

@@ -13,8 +13,10 @@ __all__ = ["stale_weight"]
 
 
 def stale_weight(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Codes that are not those of the tensor under the very scale they stand beside."""
+    """Codes that are not those of the tensor under the very scale they stand beside; stochastic ones are drawn."""
     for track in tracks(series):
+        if track.spec("rounding") == "stochastic":
+            continue
         mismatch = track.of("code_mismatch")
         wrong = np.flatnonzero(mismatch > limits.code_mismatch)
         if not wrong.size:

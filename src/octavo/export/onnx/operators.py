@@ -33,6 +33,7 @@ __all__ = ["encode_scale", "from_codes", "in_dtype", "to_codes", "translations"]
 
 _LIBRARY = "octavo"
 _SMALLEST, _LARGEST = (getattr(torch.finfo(torch.float32), name) for name in ("tiny", "max"))
+_SUBNORMAL = _SMALLEST * torch.finfo(torch.float32).eps  # the smallest amax but 0
 
 
 def to_codes(x: Tensor, encode_scale: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
     def encode_scale(x: Any, per_row: bool, power_of_two: bool, amax_floor: float, margin: int) -> Any:
         last = [op.Constant(value_ints=[-1])] if per_row else []
         amax = op.Cast(op.ReduceMax(op.Abs(x), *last, keepdims=1), to=fp32)
-        quotient = op.Div(constant(E4M3.max * 2.0**-margin), op.Max(amax, constant(max(amax_floor, _SMALLEST))))
+        quotient = op.Div(constant(E4M3.max * 2.0**-margin), op.Max(amax, constant(max(amax_floor, _SUBNORMAL))))
         made = op.Clip(quotient, constant(_SMALLEST), constant(_LARGEST))
         if power_of_two:
             powers = constant(*_powers_of_two(), shape=(len(_powers_of_two()),))

@@ -1,6 +1,7 @@
 """Values that the format does not reach: each rule on both sides of each of its thresholds."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import octavo
 from octavo.doctor import Severity, Thresholds, series_of, watch
+from octavo.doctor.remedies import remedies_for
 from octavo.doctor.rules.range import bulk_underflow, gradient_underflow, saturation, zero_tensor
 from tests.unit.doctor.synthetic_series import FIRST, looks
 
@@ -90,6 +92,43 @@ def test_what_no_gemm_misses_is_less_severe(place, numbers, gemm, severity):
     products = {(FIRST, name): {"sqnr_db": value} for name, value in gemm.items()}
     (found,) = bulk_underflow(looks(casts=changes, products=products), LIMITS)
     assert found.severity is severity
+
+
+@pytest.mark.parametrize(
+    ("floor", "size", "cause", "remedy"),
+    [
+        (1e-12, 1e-30, "amax is {:.3g}, which the recipe's amax_floor takes for 1e-12", "Leave amax_floor at 0"),
+        (0.0, 2.0**-147, "amax is {:.3g}, too small for any FP32 scale to bring to the format's range", "Find why"),
+    ],
+)
+def test_what_a_floor_flushes_is_not_the_format_s_fault(floor, size, cause, remedy):
+    """Real looks: at gradients of 1e-30 under torchao's floor, and at FP32's smallest numbers under none."""
+    series, amax = small_gradients(floor, size)
+    (found,) = gradient_underflow(series, LIMITS)
+    assert found.cause == "100% of the nonzero elements become zero: " + cause.format(amax)
+    assert found.evidence["amax_floor"] == floor
+    assert [one.text.startswith(remedy) for one in remedies_for(found, series)] == [True, False]
+
+
+def test_small_gradients_do_not_underflow():
+    assert not list(gradient_underflow(small_gradients(0.0, 1e-30)[0], LIMITS))
+
+
+def small_gradients(floor, size):
+    """Three looks at a layer whose gradients are that small, and their amax."""
+    recipe = octavo.recipes.get("tensorwise")
+    assert recipe.grad_input.a is not None
+    backward = replace(recipe.grad_input.a, amax_floor=floor)
+    recipe = replace(
+        recipe, grad_input=replace(recipe.grad_input, a=backward), grad_weight=replace(recipe.grad_weight, a=backward)
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    octavo.convert(model, recipe, convert_head=True)
+    watcher, grad_output = watch(model, interval=1), torch.randn(256, 64).clamp(-2, 2) * size
+    for _ in range(3):
+        with watcher.step():
+            model(torch.randn(256, 64)).backward(grad_output)
+    return series_of([], list(watcher.samples)), grad_output.abs().max().item()
 
 
 def test_a_gradient_that_no_gemm_misses_is_missed_all_the_same():

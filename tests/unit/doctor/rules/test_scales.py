@@ -198,9 +198,10 @@ class TestInexact:
         assert not list(inexact_amax(looks("rowwise", casts={place: {"least_stale_ratio": np.nan}}), LIMITS))
         assert not list(inexact_amax(looks("rowwise", casts={place: {"least_stale_ratio": 0}}), LIMITS))
 
-    def test_an_amax_near_the_floor_is_not_judged(self):
-        series = looks("tensorwise", casts={PLACE: {"stale_ratio": 0.5, "amax": 5e-13}})
-        assert not list(inexact_amax(series, LIMITS))
+    @pytest.mark.parametrize(("amax", "found"), [(1.3e-35, 0), (1.4e-35, 1), (5e-13, 1)])
+    def test_an_amax_near_the_smallest_that_a_scale_fits_is_not_judged(self, amax, found):
+        series = looks("tensorwise", casts={PLACE: {"stale_ratio": 0.5, "amax": amax}})
+        assert len(list(inexact_amax(series, LIMITS))) == found
 
     @pytest.mark.parametrize(("amax", "found"), [(5e-3, 0), (0.009, 0), (0.02, 1)])
     def test_near_a_recipe_s_own_floor_nothing_is_judged(self, amax, found):

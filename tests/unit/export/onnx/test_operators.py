@@ -14,7 +14,16 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 MAX, TINY, LARGEST = np.float32(448), np.finfo(np.float32).tiny, np.finfo(np.float32).max
 ROWS = np.array(
-    [[0.0, -0.0, 0.0], [1e-3, -7.0, 3.0], [448.0, 1.0, 0.0], [1e-5, -2e-5, 0.0], [1e-38, 0.0, 0.0], [3e38, 1.0, 2.0]],
+    [
+        [0.0, -0.0, 0.0],
+        [1e-3, -7.0, 3.0],
+        [448.0, 1.0, 0.0],
+        [1e-5, -2e-5, 0.0],
+        [1e-38, 0.0, 0.0],
+        [3e38, 1.0, 2.0],
+        [1e-45, 0.0, 0.0],
+        [6.6e-37, 3e-37, 0.0],
+    ],
     dtype=np.float32,
 )
 
@@ -49,8 +58,8 @@ def in_onnxruntime(tmp_path, x, **options):
 
 def by_hand(amax, *, power_of_two, amax_floor, margin):
     """448 · 2^-margin over the largest magnitude, which counts as no less than the floor; 1 where all is zero."""
-    with np.errstate(over="ignore"):
-        quotient = MAX * np.float32(2.0**-margin) / np.maximum(amax, max(np.float32(amax_floor), TINY))
+    with np.errstate(over="ignore", divide="ignore"):
+        quotient = MAX * np.float32(2.0**-margin) / np.maximum(amax, np.float32(amax_floor))
     scale = np.clip(quotient.astype(np.float32), TINY, LARGEST)
     if power_of_two:
         scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1).astype(np.float32)
@@ -63,6 +72,7 @@ def by_hand(amax, *, power_of_two, amax_floor, margin):
         (True, False, 0.0, 0),
         (True, False, 1e-4, 0),
         (True, False, 0.0, 3),
+        (True, False, 0.0, 12),
         (True, True, 1e-4, 2),
         (True, True, 0.0, 0),
         (False, False, 1e-4, 2),

@@ -11,7 +11,7 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.formats import E4M3
 from octavo.numerics import ScaleRounding, scale_from_amax
-from octavo.numerics.scaling import AMAX_FLOOR
+from octavo.numerics.scaling import smallest_scaled_amax
 from octavo.quantization.calibration.magnitudes import MagnitudeCounts
 from octavo.quantization.calibration.ranges import Method, RangeRule, chosen_scale
 
@@ -109,7 +109,7 @@ def test_percentile_is_the_quantile_within_a_bin(values, percentile):
     x = torch.tensor(values)
     rank = math.ceil(len(values) * percentile / 100)
     ordered = [each if each >= FIRST else 0.0 for each in sorted(x.abs().tolist())]
-    expected = max(ordered[rank - 1] or float(x.abs().max()), AMAX_FLOOR)
+    expected = max(ordered[rank - 1] or float(x.abs().max()), smallest_scaled_amax(E4M3))
     got = float(found(x, "percentile", percentile=percentile)) * E4M3.max
     if x.abs().max() > 0:
         beyond = got / expected - 1  # upwards a whole bin, where amax stands for the last one
