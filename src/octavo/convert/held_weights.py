@@ -117,8 +117,7 @@ def _read_by_fast_path(model: torch.nn.Module) -> set[torch.nn.Module]:
     """Layers whose weights torch's encoder reads for itself in evaluation, and what stands inside them (adapters)."""
     return {
         inner
-        for layer in model.modules()
-        if isinstance(layer, torch.nn.TransformerEncoderLayer) and has_fast_path(layer)
+        for layer in filter(has_fast_path, model.modules())
         for linear in (layer.linear1, layer.linear2)
         for inner in linear.modules()
     }

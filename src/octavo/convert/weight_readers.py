@@ -21,7 +21,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -102,7 +102,7 @@ def weight_readers(model: torch.nn.Module) -> dict[torch.nn.Module, WeightReader
     return readers
 
 
-def has_fast_path(module: torch.nn.Module) -> bool:
+def has_fast_path(module: torch.nn.Module) -> TypeGuard[torch.nn.TransformerEncoderLayer]:
     """Whether a module is an encoder layer that torch evaluates on a fast path, which asks for an ``in_proj_bias``."""
     return isinstance(module, torch.nn.TransformerEncoderLayer) and module.self_attn.in_proj_bias is not None
 

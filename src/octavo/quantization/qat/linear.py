@@ -69,6 +69,7 @@ class QATLinear(Linear):
         """Start on what was an ``octavo.nn.Linear``; a scale that it has already is where its own begins."""
         self.scales = scales if self.recipe.has_static_input else Scales.FROZEN
         self.decay, self.clip_gradients = decay, clip_gradients
+        self.shared_input = None  # its backward needs the input itself
         self.register_buffer("seen_amax", self.fresh_state(self.weight.device)["seen_amax"], persistent=False)
         learned = torch.nn.Parameter(self._log2_of_scale()) if self.scales == Scales.LEARNED else None
         self.register_parameter("log2_scale", learned)
