@@ -11,6 +11,7 @@ GPU, whose GEMM reads both operands along the dimension that it sums over, for e
 make the layer keep more than it does in bfloat16.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -225,7 +226,7 @@ def casts_weight_again(weight: Tensor, x: Tensor, recipe: Recipe, kept_input: Ke
     in_bfloat16 = 0 if kept_input is None else _BFLOAT16_BYTES * x.numel()
     if weight.itemsize > x.itemsize:  # as under torch.autocast, which keeps its copy of the weight
         in_bfloat16 += _BFLOAT16_BYTES * weight.numel()
-    return _bytes_kept(kept_input) + _bytes_of_codes(weight.shape, spec) > in_bfloat16
+    return _holds(_bytes_kept(kept_input) + _bytes_of_codes(weight.shape, spec) > in_bfloat16)
 
 
 _BFLOAT16_BYTES = torch.bfloat16.itemsize
@@ -241,7 +242,17 @@ def _bytes_kept(kept: Kept | None) -> int:
 
 def _bytes_of_codes(shape: torch.Size, spec: CastSpec) -> int:
     """Bytes of a tensor's codes and scales."""
-    return shape.numel() + spec.granularity.scale_shape(shape).numel() * spec.scale_format.torch_dtype.itemsize
+    scales = math.prod(spec.granularity.scale_shape(shape))  # Size.numel() would make constants of symbols
+    return math.prod(shape) + scales * spec.scale_format.torch_dtype.itemsize
+
+
+def _holds(comparison: bool) -> bool:
+    """A comparison of sizes; of symbolic ones whether it holds for all that they stand for, so that no guard is added."""
+    if not torch.compiler.is_compiling():
+        return comparison
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second
+
+    return statically_known_true(comparison)
 
 
 class WeightOperands:
@@ -438,7 +449,7 @@ def _high_precision(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 def _codes_are_larger(x: Tensor, wanted: CastSpec) -> bool:
     """Whether the transpose's codes and scales outweigh ``x`` itself: of few rows each column has a scale."""
-    return not wanted.granularity.orientation_free and _bytes_of_codes(x.t().shape, wanted) > _bytes_kept(x)
+    return not wanted.granularity.orientation_free and _holds(_bytes_of_codes(x.t().shape, wanted) > _bytes_kept(x))
 
 
 def _transpose_of(inputs: InputOperands) -> Kept:

@@ -344,14 +344,26 @@ def test_compiled_with_dynamic_shapes_delayed_layers_train(recipe):
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight"])
+def test_what_backward_keeps_bounds_no_exported_size(recipe, dtype):
+    """What is kept depends on the number of rows, 2 to 512; an exported graph decides for all of them."""
+    model = nn.Sequential(_linear(64, 128, recipe), _linear(128, 64, recipe)).to(dtype)
+    rows = torch.export.Dim("rows", min=2, max=512)
+    exported = torch.export.export(model, (torch.randn(8, 64, dtype=dtype),), dynamic_shapes={"input": {0: rows}})
+    for count in (2, 300):
+        assert exported.module()(torch.randn(count, 64, dtype=dtype)).shape == (count, 64)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
 def test_exported_and_compiled_ahead_of_time_it_computes_the_same(tmp_path):
     """AOTInductor, all recipes in one package: it hands a scale a tensor's block, [], over as None."""
     model, x = Parallel().eval(), torch.randn(16, 32)
-    exported = torch.export.export(model, (x,))
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
     package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
     loaded = torch._inductor.aoti_load_package(package)
-    for _ in range(2):
-        x = torch.randn(16, 32)
+    for rows in (16, 5):
+        x = torch.randn(rows, 32)
         found, wanted = loaded(x), model(x)
         assert found.keys() == wanted.keys()
         for recipe, y in wanted.items():
