@@ -247,7 +247,7 @@ def _bytes_of_codes(shape: torch.Size, spec: CastSpec) -> int:
 
 
 def _holds(comparison: bool) -> bool:
-    """Whether a comparison of sizes holds; of symbolic ones, whether it holds for all of them: a graph gets no guard."""
+    """Whether a comparison of sizes holds; of symbolic ones, whether for all of them, so that a graph gets no guard."""
     if not torch.compiler.is_compiling():
         return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second
