@@ -20,7 +20,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,7 +41,9 @@ __all__ = [
     "default_group",
     "follow_optimizers",
     "is_written",
+    "named_group",
     "reduce_amaxes",
+    "reduce_over_groups",
     "reduces",
     "stop_following",
 ]
@@ -110,10 +112,13 @@ def reduces(updates: ScaleUpdates) -> bool:
     return _group_of(updates) is not None
 
 
+def named_group(updates: ScaleUpdates) -> "distributed.ProcessGroup | None":
+    """The group that ``convert`` was given, if it was."""
+    return None if updates.group is None or updates.group == "rank" else updates.group
+
+
 def _group_of(updates: ScaleUpdates) -> "distributed.ProcessGroup | None":
-    if updates.group == "rank":
-        return None
-    return default_group() if updates.group is None else updates.group
+    return default_group() if updates.group is None else named_group(updates)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001 (a compiled optimizer step calls it too; torch.compiler.disable imports dynamo)
@@ -221,14 +226,19 @@ def close_block_over_ranks(layer: DelayedLayer, region: Tensor) -> None:
 @torch.no_grad()
 def close_over_ranks(layers: Sequence[DelayedLayer], *, over: Tensor | None = None) -> None:
     """Close the steps of models together, on all ranks."""
+    reduce_over_groups(layers, _group_of)
+    close_steps(layers, over=over)
+
+
+def reduce_over_groups(layers: Sequence[DelayedLayer], group_of: Callable[[ScaleUpdates], Any]) -> None:
+    """Reduce the running step's amaxes, of the layers of each group together; of None they stay each rank's own."""
     groups: dict[int, tuple[Any, list[DelayedLayer]]] = {}
     for layer in layers:
-        group = _group_of(layer.scale_updates)
+        group = group_of(layer.scale_updates)
         groups.setdefault(id(group), (group, []))[1].append(layer)
     for group, members in groups.values():
         if group is not None:
             reduce_amaxes(members, group)
-    close_steps(layers, over=over)
 
 
 @torch.no_grad()

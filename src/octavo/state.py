@@ -23,7 +23,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import Linear
 from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, AmaxHistory
 from octavo.recipes import Recipe
-from octavo.scale_updates import close_steps, is_written, reduce_amaxes
+from octavo.scale_updates import close_steps, is_written, named_group, reduce_over_groups
 
 if TYPE_CHECKING:
     from torch import distributed
@@ -60,7 +60,8 @@ def update_scales(model: torch.nn.Module, *, group: "distributed.ProcessGroup | 
         model: the converted model.
         group: ranks that take the largest of their amaxes first, so that all of them cast alike: one MAX all-reduce
             for all tensors of the step, such as ``torch.distributed.group.WORLD``. Every rank of it calls this with
-            the same layers; a tensor that ran on one of them counts as run. None leaves each rank its own.
+            the same layers; a tensor that ran on one of them counts as run. None takes the ``amax_group`` that
+            ``octavo.convert`` was given; without one each rank keeps its own.
 
     Example:
         >>> import octavo
@@ -72,8 +73,7 @@ def update_scales(model: torch.nn.Module, *, group: "distributed.ProcessGroup | 
         3.0
     """
     layers = list(_layers(model).values())
-    if group is not None:
-        reduce_amaxes(layers, group)
+    reduce_over_groups(layers, lambda updates: named_group(updates) if group is None else group)
     close_steps(layers)
     _forget_cached_weights(model)
 

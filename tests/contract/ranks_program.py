@@ -220,12 +220,13 @@ def named_groups(rank: int, _: Path) -> Any:
     return {
         "rank": train(build(amax_group="rank"), rank)["state"],
         "group": train(build(amax_group=both), rank)["state"],
-        "manual": _manual(rank, both),
+        "manual": _manual(rank, group=both),
+        "manual, named": _manual(rank, amax_group=both),
     }
 
 
-def _manual(rank: int, group: Any) -> Any:
-    model = build(scale_updates="manual")
+def _manual(rank: int, *, group: Any = None, amax_group: Any = None) -> Any:
+    model = build(scale_updates="manual", amax_group=amax_group)
     for (batch,) in batches(rank):
         model(batch).square().mean().backward()
         octavo.update_scales(model, group=group)

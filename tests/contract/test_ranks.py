@@ -158,7 +158,7 @@ def test_a_group_or_this_rank_alone_can_be_named(found):
     for rank in RANKS:
         own = [batch.abs().max().item() for (batch,) in program.batches(rank)]
         assert ranks[rank]["rank"]["0.input.amax_history"].tolist() == own[:0:-1]
-        for named in ("group", "manual"):
+        for named in ("group", "manual", "manual, named"):
             joint = [batch.abs().max().item() for (batch,) in program.batches(1)]
             assert ranks[rank][named]["0.input.amax_history"].tolist() == joint[:0:-1]
 

@@ -144,6 +144,10 @@ class History:
     backoff: float = 1.0
     close: Close = Close.OPTIMIZER
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "History":
+        """A copy with the same function, which histories are compared by."""
+        return replace(self)
+
     def __post_init__(self) -> None:
         _check_whole("a history's length", self.length, least=1)
         if self.length > MOST_STEPS:

@@ -180,6 +180,22 @@ def test_another_dtype_of_autocast_or_recipe_is_another_cast():
     assert len({product.a.data.untyped_storage().data_ptr() for product in products}) == 3
 
 
+def test_another_recipe_on_the_same_dtype_is_another_cast():
+    model, alone, x = _branches(), _branches(shared=False), _input()
+
+    def run(each: Branches) -> list[Tensor]:
+        found = [each.layers[0](x)]
+        with octavo.autocast("rowwise"):
+            found += [each.layers[0](x)]
+        with octavo.autocast("tensorwise"):
+            return [*found, each.layers[1](x)]
+
+    with recorded_products() as products:
+        found = run(model)
+    assert all(_same_bits(*pair) for pair in zip(found, run(alone), strict=True))
+    assert len({product.a.data.untyped_storage().data_ptr() for product in products}) == 3
+
+
 def _delayed() -> Branches:
     model = _branches("delayed")
     model(_input()).sum().backward()
