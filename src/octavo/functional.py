@@ -93,7 +93,7 @@ def fp8_linear(
         >>> torch.allclose(y, torch.full((2, 3), 4.0)), torch.allclose(weight.grad, torch.full((3, 4), 2.0))
         (True, True)
     """
-    rows = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 would not do for K = 0
+    rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 would not do for K = 0
     computed = rows.float() if x.dtype is torch.float64 else rows
     if input_operands is not None:
         learning = weight.requires_grad and torch.is_grad_enabled()

@@ -56,6 +56,8 @@ class DelayedLayer(Protocol):
     """A layer that may keep an amax history."""
 
     path: str
+    in_features: int
+    out_features: int
     weight: Tensor
     scale_updates: ScaleUpdates
     amax_history: AmaxHistory | None
@@ -171,9 +173,9 @@ def is_written(layer: DelayedLayer) -> bool:
     """Whether a model without an optimizer had this layer's weight updated since the last training forward."""
     updates, history = layer.scale_updates, layer.amax_history
     seen = None if history is None else updates.weights_seen.get(history)
-    if updates.has_optimizer or updates.manual or seen is None:
-        return False
     weight = layer.weight
+    if updates.has_optimizer or updates.manual or seen is None or not _is_readable(weight):
+        return False
     return weight._version != seen.version or not torch.equal(_sample(weight), seen.sample)  # noqa: SLF001
 
 
@@ -196,7 +198,7 @@ def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
 
 def _is_readable(weight: Tensor) -> bool:
     """Whether elements can be compared now: of a plain tensor, and not while a CUDA graph is captured."""
-    plain = type(weight) is torch.nn.Parameter and not weight.is_meta
+    plain = type(weight) is torch.nn.Parameter and weight.ndim == 2 and not weight.is_meta  # FSDP1 leaves flat slices
     return plain and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -285,7 +287,7 @@ def _check_same_layers(layers: Sequence[DelayedLayer], group: Any, device: torch
 
     Every rank sees a difference, since a maximum of numbers and of their negatives shows whether they are alike.
     """
-    names = "\n".join(f"{layer.path} {tuple(layer.weight.shape)}" for layer in layers)
+    names = "\n".join(f"{layer.path} {layer.in_features} {layer.out_features}" for layer in layers)
     digest = zlib.crc32(names.encode())
     if digest in _agreed.setdefault(group, set()):
         return

@@ -190,12 +190,15 @@ def _kept_bytes(model: nn.Module, rows: int) -> int:
 
 
 def fsdp1(rank: int, _: Path) -> Any:
-    """Flat parameters: the optimizer holds none of the layers' own. Losses alone can be compared."""
+    """Flat parameters: the optimizer holds none of the layers' own, or slices of them. Losses can be compared."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
-    found = train(model, rank)
-    return {"losses": found["losses"], "state": octavo.scaling_state(model.module)}
+    results = {}
+    for use_orig_params in (False, True):
+        model = FullyShardedDataParallel(build(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        results[use_orig_params] = train(model, rank) | {"state": octavo.scaling_state(model.module)}
+        del results[use_orig_params]["grads"]
+    return results
 
 
 def under_autocast(rank: int, _: Path) -> Any:

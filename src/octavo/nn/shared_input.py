@@ -4,15 +4,17 @@ The layers of a converted model share a :class:`SharedInput`, which holds the la
 until that input is gone. The next layer takes them if it is given the same tensor, unchanged, and casts it alike; then
 backward keeps the codes once for all of these layers. Each layer counts NaN and ±Inf for itself as if it had cast.
 
-Whether a tensor is unchanged is known from its version counter and address. So only an input that takes a gradient is
-shared: autograd itself relies on its counter. Nothing guards data that are read into one buffer again and again, nor an
-input in evaluation; there each layer casts. So does
+Whether a tensor is unchanged is known from its version counter and address. So only an input that was computed and
+takes a gradient is shared: autograd itself relies on its counter. Nothing guards a parameter, which fused optimizers
+write without raising it, data that are read into one buffer again and again, nor an input in evaluation; there each
+layer casts. So does
 
 - a layer whose input has a delayed or static scale, which is its own;
 - a compiled graph, where equal casts become one without help;
 - a layer that the doctor watches, whose operands are measured as its own.
 """
 
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +69,7 @@ class SharedInput:
         """
         if not _is_shared(source, recipe):
             return None
-        rows = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
+        rows = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
         rows = rows.float() if rows.dtype is torch.float64 else rows
         key = (*_state(source), x.dtype, recipe.output.a, recipe.grad_weight.b)
         last = self._last
@@ -103,7 +105,7 @@ def _is_shared(source: Tensor, recipe: Recipe) -> bool:
     spec, wanted = recipe.output.a, recipe.grad_weight.b
     if spec is None or recipe.is_delayed or any(each.scaling != Scaling.DYNAMIC for each in (spec, wanted or spec)):
         return False
-    if not (torch.is_grad_enabled() and source.requires_grad) or is_traced(source):
+    if source.is_leaf or not (torch.is_grad_enabled() and source.requires_grad) or is_traced(source):
         return False
     return not (source.is_cuda and torch.cuda.is_current_stream_capturing())  # a replay must cast anew
 

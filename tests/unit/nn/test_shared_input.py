@@ -180,6 +180,42 @@ def test_another_dtype_of_autocast_or_recipe_is_another_cast():
     assert len({product.a.data.untyped_storage().data_ptr() for product in products}) == 3
 
 
+class Latents(nn.Module):
+    """A parameter that two layers multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.latents = nn.Parameter(torch.randn(4, K))
+        self.branches = _branches()
+
+    def forward(self) -> Tensor:
+        return self.branches(self.latents)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("update", ["fused", "data"])
+def test_a_parameter_is_cast_anew_however_it_was_written(recipe, update):
+    """Fused optimizers and ``.data`` raise no version counter; the last cast may be of the parameter itself."""
+    losses = {}
+    for shared in (True, False):
+        model = Latents()
+        model.branches = _branches(recipe, shared=shared)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        losses[shared] = []
+        for _ in range(4):
+            loss = model().square().mean()
+            losses[shared].append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            if update == "fused":
+                optimizer.step()
+            else:
+                model.latents.data.mul_(0.5)
+    assert losses[True] == losses[False]
+    assert len(set(losses[True])) == 4
+
+
 def test_another_recipe_on_the_same_dtype_is_another_cast():
     model, alone, x = _branches(), _branches(shared=False), _input()
 
