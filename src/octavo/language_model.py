@@ -159,7 +159,7 @@ def located(source: str | Path, *, hub: bool = False) -> Path:
         return path
     refused = f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file"
     if not HUB_NAME.fullmatch(str(source)):
-        raise ConfigError(f"{refused}, or the name of a model on Hugging Face's hub, ORG/NAME")
+        raise ConfigError(f"{refused}, or ORG/NAME with --hub, which downloads a model from Hugging Face's hub")
     try:
         import huggingface_hub
     except ImportError as error:
@@ -170,7 +170,11 @@ def located(source: str | Path, *, hub: bool = False) -> Path:
         )
     except Exception as error:  # the hub's, the network's and the disk's errors alike
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        more = f"the hub did not give a model of that name: {reason}" if hub else "--hub downloads a name from the hub"
+        more = (
+            f"the hub did not give a model of that name: {reason}"
+            if hub
+            else "--hub downloads ORG/NAME from Hugging Face's hub"
+        )
         raise ConfigError(f"{refused}; {more}") from error
     return Path(folder)
 

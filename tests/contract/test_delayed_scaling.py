@@ -4,10 +4,7 @@ The general check drives a layer through random sequences of training steps, eva
 in plain Python that knows only lists of numbers.
 """
 
-import copy
 from collections.abc import Collection
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -484,30 +481,3 @@ class TestLossScale:
     def test_a_factor_that_no_loss_scale_changes_by_is_refused(self, factor):
         with pytest.raises(ConfigError, match="a positive, finite factor"):
             rescale_gradient_history(_layer(), factor)
-
-
-class HalfOfTheNewest:
-    def __call__(self, window, amax):
-        return window[:, 0] / 2
-
-    def method(self, window, amax):
-        return self(window, amax)
-
-
-STATISTICS = {
-    "object": HalfOfTheNewest(),
-    "method": HalfOfTheNewest().method,
-    "partial": partial(lambda window, amax, by: window[:, 0] / by, by=2),
-}
-
-
-@pytest.mark.parametrize("name", STATISTICS)
-def test_a_statistic_may_be_any_callable_and_a_copied_layer_keeps_it(name):
-    delayed = octavo.recipes.get("delayed")
-    recipe = replace(delayed, history=History(statistic=STATISTICS[name]))
-    layer = octavo.nn.Linear(4, 4, recipe=recipe, manual_scale_updates=True)
-    for each in (layer, copy.deepcopy(layer)):
-        for size in (1.0, 6.0):
-            each(torch.full((1, 4), size)).sum().backward()
-            octavo.update_scales(each)
-        assert octavo.scaling_state(each)["input.amax"].item() == 3.0

@@ -172,7 +172,7 @@ def test_the_hub_is_asked_where_it_is_said_so_alone(folder, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert located(folder, hub=True) == folder
     assert asked == []
-    with pytest.raises(ConfigError, match=r"there is no 'some/model'; .*; --hub downloads a name"):
+    with pytest.raises(ConfigError, match=r"there is no 'some/model'; .*; --hub downloads ORG/NAME"):
         located("some/model")
     assert located("some/model", hub=True) == folder
 

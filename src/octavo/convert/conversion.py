@@ -148,7 +148,7 @@ def _warn_if_nothing_changed(report: ConversionReport, recipe: Recipe) -> None:
         return
     why = report.skipped | report.parameters
     largest = max(why, key=lambda path: report.shares.by_path.get(path, 0.0), default=None)
-    example = "it has no such weight" if largest is None else f"{shown(largest)}, the largest: {why[largest]}"
+    example = "it has no linear layer" if largest is None else f"{shown(largest)}, the largest: {why[largest]}"
     warnings.warn(
         f"convert changed nothing: no layer of this model can run {recipe.name!r} ({example}); print the report for "
         "every weight and its reason",

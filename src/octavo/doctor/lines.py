@@ -128,13 +128,17 @@ def read_lines(path: Path, *, beginning: LinesWritten | None = None) -> list[dic
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = parse_json(line, largest=MOST_WHOLE)
+        if not isinstance(value, dict) or not {"kind", "step"} <= value.keys():
+            raise ValueError("no kind and step")
         step = value["step"]
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step {step!r}")
         value.pop("sha256", None)
         return {**value, "kind": str(value["kind"])}
-    except (ValueError, TypeError, KeyError) as error:
-        raise TrainingError(f"line {number} of {str(path)!r} is not a run's; remove the line") from error
+    except ValueError as error:
+        raise TrainingError(
+            f"line {number} of {str(path)!r} is not a run's ({error}); put the file back as it was"
+        ) from error
 
 
 def _checked_lines(path: Path, beginning: LinesWritten) -> Iterator[bytes]:
@@ -153,8 +157,8 @@ def _checked_lines(path: Path, beginning: LinesWritten) -> Iterator[bytes]:
         yield line
     if not begins:
         raise TrainingError(
-            f"{str(path)!r} has {count} lines, and not the {beginning.lines} that it had when the run's newest "
-            "checkpoint was saved; put the file back as it was, or train again in another folder"
+            f"{str(path)!r} has {count} lines, and not the {beginning.lines} that the run's newest checkpoint knows: "
+            "lines are missing, or their checksums were removed; put the file back as it was, or train again elsewhere"
         )
 
 

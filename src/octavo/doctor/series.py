@@ -192,7 +192,9 @@ def series_of(lines: Iterable[Mapping[str, Any]], samples: Sequence[Sample] = ()
     watched: Mapping[str, Any] = {}
     for line in lines:
         if "kind" not in line:
-            raise TrainingError(f"a line of step {line.get('step')} says no kind; it was edited: remove the line")
+            raise TrainingError(
+                f"a line of step {line.get('step')} says no kind; it was edited: put the file back as it was"
+            )
         if line["kind"] == "watched":
             watched, columns = line, None
         elif line["kind"] == "statistics":
@@ -314,13 +316,13 @@ def _check_line(line: Mapping[str, Any]) -> None:
     for name in ("step", *_NEEDED.get(line["kind"], ())):
         if name not in line:
             raise TrainingError(
-                f"the {line['kind']} line of step {line.get('step')} has no {name}; it was edited: remove the line"
+                f"the {line['kind']} line of step {line.get('step')} has no {name}; it was edited: put the file back as it was"
             )
     for name, kinds in _READ.items():
         if not isinstance(line.get(name), kinds):
             raise TrainingError(
                 f"the {line['kind']} line of step {line['step']} has {name} = {line[name]!r}, which no run writes; "
-                "it was edited: remove the line"
+                "it was edited: put the file back as it was"
             )
 
 
@@ -358,7 +360,7 @@ def _look(watched: Mapping[str, Any], columns: _Columns | None, line: Mapping[st
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise TrainingError(
             f"the statistics of step {line.get('step')} do not fit the names before them ({error}); "
-            "they are another model's or were edited: remove the line"
+            "they are another model's or were edited: put the file back as it was"
         ) from error
     return look, columns
 

@@ -208,6 +208,7 @@ def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
     Raises:
         ConfigError: which of them.
     """
+    check_is_run(run_dir)
     if has_run(run_dir) and not resume:
         raise ConfigError(f"{str(run_dir)!r} already holds a run; continue it with --resume or name another folder")
     if resume and not (run_dir / CONFIG).is_file():

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from octavo.cli.runs import own_source, text_to_train_on
+from octavo.errors import ConfigError
 from octavo.training.corpus import Split, library_documents, split_of, topic_documents
 from octavo.training.text import LIBRARY_SOURCES
 
@@ -16,9 +17,11 @@ def test_a_runs_is_its_own(finished_run, text):
 def test_another_models_has_nothing_of_what_it_is_evaluated_on(tmp_path):
     (tmp_path / "tokenizer.json").touch()  # a Hugging Face folder has one, as a run has
     (tmp_path / "config.json").write_text("{}")
-    for model in (tmp_path, "model.gguf", "org/name"):
+    for model in (tmp_path, "model.gguf"):
         assert own_source(model) is None
         assert text_to_train_on(model) == LIBRARY_SOURCES
+    with pytest.raises(ConfigError, match="there is no 'org/name'"):  # in the hub's cache
+        own_source("org/name")
     topics = {document.path for document in topic_documents()}
     assert topics.isdisjoint(document.path for document in library_documents())
     in_training = sum(split_of(path) is Split.TRAIN for path in topics)
@@ -31,6 +34,7 @@ MORE = {
     "export": ["--out", "new"],
     "calibrate": ["--out", "new"],
     "qat": ["--out", "new"],
+    "sensitivity": ["--out", "new"],
 }
 
 
@@ -50,6 +54,14 @@ def test_a_study_is_told_from_an_unfinished_run(octavo, study_folder, command):
     assert result.exit_code == 2
     assert "'demo' holds a study of several runs; name one of demo/bf16, demo/fp32" in result.stderr
     assert not (study_folder.parent / "new").exists()
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_no_run_is_trained_into_a_studys_folder(octavo, study_folder, resume):
+    result = octavo("train", "--out", study_folder.name, *resume)
+    assert result.exit_code == 2
+    assert "'demo' holds a study of several runs; name one of demo/bf16, demo/fp32" in result.stderr
+    assert sorted(path.name for path in study_folder.iterdir()) == ["bf16", "config.toml", "fp32"]
 
 
 def test_a_run_with_another_in_its_folder_is_still_a_run(octavo, finished_run, tmp_path, tiny):

@@ -26,13 +26,13 @@ def test_steps_that_fall_are_two_runs(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "3", None, 10**400, float("inf")])
 def test_a_step_is_a_whole_number_from_0_on(tmp_path, step):
-    with pytest.raises(TrainingError, match=r"line 2 of .* is not a run's; remove the line"):
+    with pytest.raises(TrainingError, match=r"line 2 of .* is not a run's \(.*\); put the file back"):
         read_lines(written(tmp_path, 1, step))
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 10**4000])
 def test_a_number_is_one_that_a_float_holds(tmp_path, value):
-    with pytest.raises(TrainingError, match=r"line 1 of .* is not a run's; remove the line"):
+    with pytest.raises(TrainingError, match=r"line 1 of .* is not a run's \(.*\); put the file back"):
         read_lines(written(tmp_path, 1, loss=value))
 
 
@@ -96,12 +96,14 @@ def test_a_file_that_is_written_is_read_at_any_moment_and_a_cut_one_is_not(tmp_p
     path.write_text("".join(lines[:kept]) + '{"kind": "st')
     assert len(read_lines(path)) == kept
     if kept < 4:
-        with pytest.raises(TrainingError, match=f"has {kept} lines, and not the 4 that it had"):
+        with pytest.raises(
+            TrainingError, match=f"has {kept} lines, and not the 4 that the run's newest checkpoint knows"
+        ):
             read_lines(path, beginning=writer.written)
     else:
         assert len(read_lines(path, beginning=writer.written)) == 4
 
 
 def test_lines_of_another_file_are_not_those_of_a_checkpoint(tmp_path):
-    with pytest.raises(TrainingError, match="has 3 lines, and not the 2 that it had"):
+    with pytest.raises(TrainingError, match="has 3 lines, and not the 2 that the run's newest checkpoint knows"):
         read_lines(written(tmp_path, 1, 2, 3), beginning=LinesWritten(lines=2, sha256="0123456789abcdef"))

@@ -171,7 +171,7 @@ def test_a_number_that_older_files_lack_is_unknown():
 
 @pytest.mark.parametrize("change", EDITS.values(), ids=EDITS.keys())
 def test_an_edited_line_is_refused_in_words(change):
-    with pytest.raises(TrainingError, match="remove the line"):
+    with pytest.raises(TrainingError, match="put the file back"):
         series_of(edited(change))
 
 

@@ -197,7 +197,7 @@ class Latents(nn.Module):
 @pytest.mark.parametrize("update", ["fused", "data"])
 def test_a_parameter_is_cast_anew_however_it_was_written(recipe, update):
     """Fused optimizers and ``.data`` raise no version counter; the last cast may be of the parameter itself."""
-    losses = {}
+    losses: dict[bool, list[float]] = {}
     for shared in (True, False):
         model = Latents()
         model.branches = _branches(recipe, shared=shared)

@@ -165,7 +165,7 @@ def test_numbers_of_any_size_are_read_without_a_warning(octavo, run, value, recw
 def test_bytes_that_are_no_lines_are_refused_by_number(octavo, run, garbage):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(garbage)
-    assert "is not a run's; remove the line" in refusal(octavo, run)
+    assert re.search(r"is not a run's \(.+\); put the file back", refusal(octavo, run))
 
 
 def test_statistics_of_another_model_are_refused(octavo, run):
