@@ -158,7 +158,7 @@ def _locked(folder: Path, stack: ExitStack) -> bool | None:
 
 
 def _tell_of(folder: Path, temporary: Path, error: Exception) -> None:
-    """Let an error name ``folder`` where it names the temporary one: nobody has named that."""
+    """Let an error name ``folder`` where it names the temporary one, a name that the caller never gave."""
 
     def told(value: object) -> object:
         is_name = isinstance(value, str | Path)

@@ -7,31 +7,29 @@ are estimated, from below, and compared first.
 
 import os
 import resource
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
+from octavo.control_groups import read_limits
 from octavo.errors import ConfigError
 
 __all__ = ["check_fits", "memory_bytes"]
 
 MIB = 1 << 20
-CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")  # of a container: a number or "max"
 
 
 def memory_bytes(device: torch.device) -> int:
     """All memory that this process may have of the device, used or not, in bytes.
 
-    On a CPU the machine's, its container's or the process's own limit (``ulimit -v``), whichever is lowest.
+    On a CPU the machine's, its containers' or the process's own limit (``ulimit -v``), whichever is lowest.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     process, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits += [] if process == resource.RLIM_INFINITY else [process]
-    with suppress(OSError, ValueError):  # no container, or one without a limit
-        limits.append(int(CONTROL_GROUP.read_text()))
+    groups = read_limits("memory", "memory.max", "memory.limit_in_bytes")
+    limits += [int(limit) for (limit,) in groups if limit != "max"]  # version 1 writes nearly 2^63
     return min(limits)
 
 

@@ -10,6 +10,7 @@ ROWS = (
     "files",
     "parsing",
     "checksums",
+    "control_groups",
     "memory",
     "curves",
     "pages",

@@ -67,13 +67,26 @@ def test_memory_is_the_machines_or_a_lower_limit_of_the_process():
     assert run(limited=False) > limit or memory_bytes(CPU) <= limit
 
 
-def test_a_containers_limit_counts(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr("octavo.memory.CONTROL_GROUP", tmp_path / "memory.max")
-    free = memory_bytes(CPU)
-    for text, expected in (("max\n", free), ("1048576\n", 1 << 20)):
-        (tmp_path / "memory.max").write_text(text)
-        assert memory_bytes(CPU) == expected
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "found"),
+    [
+        ("0::/\n", {"memory.max": f"{MIB}\n"}, MIB),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("0::/a/b\n", {"a/b/memory.max": f"{MIB}\n", "a/memory.max": "max\n"}, MIB),
+        ("0::/a/b\n", {"a/b/memory.max": f"{2 * MIB}\n", "a/memory.max": f"{MIB}\n"}, MIB),
+        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": f"{MIB}\n"}, MIB),
+        ("4:memory:/outside\n", {"memory/memory.limit_in_bytes": f"{MIB}\n"}, MIB),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}, None),
+        ("4:cpu:/\n", {"memory/memory.limit_in_bytes": f"{MIB}\n"}, None),
+    ],
+)
+def test_the_lowest_limit_of_control_groups_counts(groups, own, files, found):
+    free = memory_bytes(CPU)  # of a machine without control groups
+    groups(own, files)
+    assert memory_bytes(CPU) == (free if found is None else found)
 
 
 @pytest.mark.parametrize("biases", [{}, {"qkv_bias": True}, {"qkv_bias": True, "out_bias": True, "mlp_bias": True}])

@@ -4,8 +4,8 @@ What the kinds are is said where they are written: by octavo.training.metrics fo
 for a training of Hugging Face's; how a sample of the doctor's becomes lines, in octavo.doctor.series.
 
 The last key of each is ``sha256``: the first 16 digits of the SHA-256 of the line before's, and of this line without
-its own. So a changed, missing or added line is seen at the next one, while the file is written and after a kill. What a
-cut takes from the end, only somebody who knows how many there were can miss: a checkpoint does (:class:`LinesWritten`).
+its own. So a changed, missing or added line is seen at the next one, while the file is written and after a kill. Lines
+cut off at the end are missed only by a reader that knows how many there were: a checkpoint's (:class:`LinesWritten`).
 A file in which no line has the key is by an octavo before 2026-11-24, and is read unchecked.
 """
 

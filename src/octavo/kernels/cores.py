@@ -5,12 +5,10 @@ period's time at once, and all of them stand still until the next one begins.
 """
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+
+from octavo.control_groups import read_limits
 
 __all__ = ["allowed_cores", "quota_cores", "usable_cores"]
-
-CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
@@ -29,38 +27,9 @@ def allowed_cores() -> set[int]:
 def quota_cores() -> int | None:
     """Cores' worth of time that the smallest quota over this process pays for, rounded, at least 1; None without one.
 
-    Read from control groups of version 2 (``cpu.max``) and of version 1 (``cpu.cfs_quota_us``), from the process's own
-    group upwards.
+    A quota is the time in microseconds that a control group has in each period.
     """
-    try:
-        lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    quotas = [quota for line in lines for quota in _quotas(*line.split(":", 2)[1:])]
+    limits = read_limits("cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    unlimited = ("max", "-1")  # in version 2, in version 1
+    quotas = [int(quota) / int(period) for quota, period in limits if quota not in unlimited]
     return max(1, round(min(quotas))) if quotas else None
-
-
-def _quotas(controllers: str, group: str) -> Iterator[float]:
-    """The quotas of a group and those above it; a container may see its own group as the root."""
-    if controllers and "cpu" not in controllers.split(","):
-        return
-    root = CGROUPS / "cpu" if controllers else CGROUPS
-    folder = root / group.lstrip("/")
-    for place in (folder, *folder.parents):
-        if place.is_relative_to(root):
-            yield from _quota(place)
-
-
-def _quota(folder: Path) -> Iterator[float]:
-    """A group's quota in cores: of the time in microseconds that it has in each period."""
-    try:
-        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-    except OSError:
-        try:
-            quota, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
-            )
-        except OSError:
-            return
-    if quota != "max" and int(quota) > 0:  # version 1 writes -1
-        yield int(quota) / int(period)

@@ -59,8 +59,8 @@ class Linear(StatefulModule, torch.nn.Linear):
         out_features: N.
         bias: whether there is a bias [N].
         recipe: a preset's name or a recipe.
-        manual_scale_updates: with a delayed recipe, leave closing a step to ``octavo.update_scales``; otherwise a
-            training forward that follows a backward pass closes it.
+        manual_scale_updates: with a delayed recipe, leave closing a step to ``octavo.update_scales``; otherwise the
+            optimizer's step closes it.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -104,7 +104,7 @@ class Linear(StatefulModule, torch.nn.Linear):
 
         Args:
             recipe: the casts and GEMMs.
-            scale_updates: who closes a delayed step; layers of one model share it. None: the next forward.
+            scale_updates: when a delayed step ends; layers of one model share it. None: with the optimizer's step.
             path: where the layer stands in its model.
         """
         # A copy: torch.compile(dynamic=True) fails on two layers that share the floats of one object.

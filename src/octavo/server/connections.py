@@ -3,7 +3,7 @@
 - A request's head has to arrive within ``Limits.head_s``, counted from the first moment in which the connection had
   nothing to be answered; a body that a request of another method than POST brings, too. (guard.py times POST's.)
 - Where one more comes than there may be, the connection that has been waiting longest without a request is closed for
-  it, so that idle clients keep nobody out. Where all are being answered, the new one gets 503.
+  it, so that idle clients cannot shut others out. Where all are being answered, the new one gets 503.
 - There are no more than the descriptors that the process may open (RLIMIT_NOFILE, raised as far as needed and allowed),
   and fewer requests than connections, so that ``/health`` answers in a flood.
 

@@ -17,10 +17,10 @@ class ReachedError(Exception):
 
 
 @pytest.fixture
-def demo(monkeypatch, tmp_path):
+def demo(monkeypatch, tmp_path, groups):
     """Call the demo on a machine of so many cores, some of them busy, up to the study: its threads and what it said."""
 
-    def demo(*arguments, cores=2, busy=0, own=2):
+    def demo(*arguments, cores=2, busy=0, own=2, allowed=None, quota=None):
         taken = []
 
         def compare(config, out, **_):
@@ -31,6 +31,8 @@ def demo(monkeypatch, tmp_path):
 
         monkeypatch.setattr(command, "compare", compare)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed or cores)), raising=False)
+        groups("0::/\n", {"cpu.max": f"{quota * 100000 if quota else 'max'} 100000\n"})
         monkeypatch.setattr(thread_choice, "busy_cores", lambda: busy)
         monkeypatch.setattr(torch, "get_num_threads", lambda: own)
         result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "run"), *arguments])
@@ -55,6 +57,25 @@ def test_two_busy_cores_of_four(demo):
         2,
         "2 of 4 cores are busy; training with 2 threads (--threads to choose)\n",
     )
+
+
+def test_a_busy_core_is_left_alone_where_the_process_may_run_on_two_of_64(demo):
+    assert demo(cores=64, allowed=2, busy=1) == (
+        1,
+        "1 of 2 cores is busy; training with 1 thread (--threads to choose)\n",
+    )
+
+
+def test_no_more_threads_than_a_quota_pays_for(demo):
+    assert demo(cores=64, busy=10, own=64, quota=2) == (
+        2,
+        "2 of 64 cores may be used; training with 2 threads (--threads to choose)\n",
+    )
+    assert demo("--force", cores=64, own=2, quota=2) == (2, "")
+
+
+def test_cores_beyond_a_quota_may_be_busy(demo):
+    assert demo(cores=64, busy=63, own=64, quota=2)[0] == 1
 
 
 @pytest.mark.parametrize("threads", [0, 2])

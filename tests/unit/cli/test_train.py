@@ -120,9 +120,10 @@ def test_a_finished_run_that_is_resumed_has_no_speed(octavo, finished_run, tmp_p
 
 
 @pytest.fixture
-def busy_machine(monkeypatch):
+def busy_machine(monkeypatch, groups):
     """Four cores, of which three are busy."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    groups("0::/\n", {})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(thread_choice, "busy_cores", lambda: 3)
 

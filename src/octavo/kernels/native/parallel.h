@@ -21,7 +21,7 @@ bool has_threads();
 void release_threads();
 
 // How many the calling thread may use: torch.set_num_threads' number if it was called there, or torch has worked there since,
-// else OMP_NUM_THREADS'. Where that is the number of cores, which nobody chose, at most limit_threads'. 1 without a runtime
+// else OMP_NUM_THREADS'. Where that is the number of cores, the default, at most limit_threads'. 1 without a runtime
 // and inside another parallel region.
 int max_threads();
 

@@ -45,7 +45,7 @@ private:
 
     // Read only by who has claimed a part: the caller changes it when none is left and all are done.
     Region* region_ = nullptr;
-    std::atomic<int64_t> left_{0}, unfinished_{0};  // parts that nobody has claimed; that are not done
+    std::atomic<int64_t> left_{0}, unfinished_{0};  // unclaimed parts; parts that are not done
     std::atomic<int> helpers_{0}, asleep_{0};
     std::mutex mutex_;  // of both:
     std::condition_variable begun_, finished_;
