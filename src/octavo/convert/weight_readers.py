@@ -300,9 +300,17 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """``layer = self.a``: the name stands for the layer from here on."""
+        self._assign(node.targets, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """The same with a type."""
+        if node.value is not None:
+            self._assign([node.target], node.value)
+
+    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
         bound: dict[str, list[Chain]] = {}
-        for target in node.targets:
-            self._bind(target, node.value, bound)
+        for target in targets:
+            self._bind(target, value, bound)
             self.visit(target)
         self.names |= bound
 

@@ -205,6 +205,7 @@ LOOPS = {  # statements that read the weights of the layers named
     ],
     "x = sum({i: x @ layer.weight for i, layer in enumerate(self.layers)}.values())": ["layers.0", "layers.1"],
     "q, k = self.q, self.k; x = x @ q.weight @ k.weight": ["q", "k"],
+    "layer: nn.Linear = self.q; x = x @ layer.weight": ["q"],
     "a = b = self.q; x = x @ a.weight @ b.weight": ["q"],
     "a = b = self.q; x = b(x) @ a.weight": [],
     "for layer in self.layers: x = layer(x)": [],
@@ -243,9 +244,10 @@ def _loops(statement: str, folder: Path) -> nn.Module:
 class Stack(nn.Sequential):
     """Goes through itself."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any
         for layer in self:
-            x = x @ layer.weight.t()
+            x = F.linear(x, layer.weight)
         return x
 
 
