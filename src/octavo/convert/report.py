@@ -15,12 +15,33 @@ import torch
 
 from octavo.nn import Linear
 
-__all__ = ["BareWeight", "ConversionReport", "Shares", "bare_weights", "packed_weights", "shares_of", "shown"]
+__all__ = [
+    "BareWeight",
+    "ConversionReport",
+    "Shares",
+    "WeightShare",
+    "bare_weights",
+    "packed_weights",
+    "shares_of",
+    "shown",
+]
 
 LOOK_UPS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 LAYERS = (torch.nn.Linear, torch.nn.Embedding)
 PERCENT = 100
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole word of a path, as in "layers.0.fc1"
+
+
+class WeightShare(NamedTuple):
+    """How much of a model one weight is, as fractions of 1.
+
+    Attributes:
+        parameters: of the model's parameters.
+        multiplications: of those of one token; a look-up has none.
+    """
+
+    parameters: float
+    multiplications: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +51,12 @@ class Shares:
     Attributes:
         parameters: of the model's parameters, the weights of layers whose recipe casts.
         multiplications: of those of one token, if each weight multiplies it once; see this module's head.
-        by_path: of the model's parameters, each weight that stays as it is.
+        by_path: of both, each weight that stays as it is.
     """
 
     parameters: float = 0.0
     multiplications: float = 0.0
-    by_path: Mapping[str, float] = field(default_factory=dict)
+    by_path: Mapping[str, WeightShare] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """The two totals."""
@@ -160,15 +181,22 @@ def shares_of(
     taken = [model.get_submodule(path) for path in converted]
     others = {path: model.get_submodule(path) for path in skipped}
     total = _sum(model.parameters())
+    multiplying = {path: layer.weight for path, layer in others.items() if not isinstance(layer, LOOK_UPS)}
+    multiplying |= {weight.path: weight.parameter for weight in bare if weight.multiplies}
+    products = _sum(layer.weight for layer in taken) + _sum(multiplying.values())
     cast = _sum(layer.weight for layer in taken if _casts(layer))
-    products = _sum(layer.weight for layer in (*taken, *others.values()) if not isinstance(layer, LOOK_UPS))
-    products += _sum(weight.parameter for weight in bare if weight.multiplies)
     staying = {path: layer.weight for path, layer in others.items()}
     staying |= {weight.path: weight.parameter for weight in bare}
     return Shares(
         parameters=_fraction(cast, total),
         multiplications=_fraction(cast, products),
-        by_path={path: _fraction(_elements(weight), total) for path, weight in staying.items()},
+        by_path={
+            path: WeightShare(
+                _fraction(_elements(weight), total),
+                _fraction(_elements(weight), products) if path in multiplying else 0.0,
+            )
+            for path, weight in staying.items()
+        },
     )
 
 
@@ -194,17 +222,23 @@ def _percent(fraction: float) -> str:
     return f"{PERCENT * fraction:.1f} %"
 
 
-def _grouped(reasons: Mapping[str, str], shares: Mapping[str, float] | None = None) -> Iterator[tuple[str, str]]:
-    """Paths that have one reason and differ in numbers alone as one, with their number; reasons with their share."""
+def _grouped(reasons: Mapping[str, str], shares: Mapping[str, WeightShare] | None = None) -> Iterator[tuple[str, str]]:
+    """Paths that have one reason and differ in numbers alone as one, with their number; reasons with their shares."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, reason in reasons.items():
         groups.setdefault((INDEX.sub("#", path), reason), []).append(path)
     for (_, reason), paths in groups.items():
-        share = sum((shares or {}).get(path, 0.0) for path in paths)
         yield (
             _pattern(paths) + (f" ({len(paths)})" if len(paths) > 1 else ""),
-            reason + (f" ({_percent(share)} of the parameters)" if shares else ""),
+            reason + (f" ({_of_both([shares[path] for path in paths if path in shares])})" if shares else ""),
         )
+
+
+def _of_both(shares: list[WeightShare]) -> str:
+    """The shares of several weights together."""
+    parameters = _percent(sum(share.parameters for share in shares))
+    multiplications = _percent(sum(share.multiplications for share in shares))
+    return f"{parameters} of the parameters, {multiplications} of the multiplications"
 
 
 def _pattern(paths: list[str]) -> str:

@@ -10,16 +10,18 @@ never runs there. The source of the owner's ``forward``, and of its own methods 
 | ``self.a.weight.dtype`` and other facts of it    | nothing                 |
 | ``self.a(x)``, ``self.a`` handed on              | a call of a             |
 
-A name that is assigned one of these stands for it. Where a module's own flags and absent parameters decide an ``if``
+A name that is assigned one of these stands for it, and the target of a loop or a comprehension for all that it goes
+through, also in ``enumerate``, ``zip`` and ``reversed``, ``.values()`` and ``.items()``. A layer that another module
+holds too may be called there; only where all of them read its weight and none calls it does it never run. Where a
+module's own flags and absent parameters decide an ``if``
 (``self.q_bias is None``), the branch that it takes counts; a read in the other is still one that may come. What no
-source shows (a function that is given the whole module, C
-code) is found when the model runs: :func:`layers_not_run`.
+source shows (a function that is given the whole module, C code) is found when the model runs: :func:`layers_not_run`.
 """
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard
 
@@ -30,11 +32,15 @@ from octavo.nn import Linear
 __all__ = ["WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
 
 Chain = tuple[str, ...]  # attribute names after self; ITEM for an index
+Trail = tuple[torch.nn.Module, ...]  # from an owner to a layer
 ITEM = "[]"
 WEIGHT = "weight"
 FACTS = {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "is_meta", "is_cuda", "requires_grad", "grad"}
 NOT_A_CALL = {WEIGHT, "bias", "in_features", "out_features", *FACTS}
-NO_VALUES = ("isinstance", "hasattr")
+NO_VALUES = ("isinstance", "hasattr", "len")
+SAME_ITEMS = ("reversed", "list", "tuple", "iter")
+ITEM_METHODS = ("values", "children")
+PAIR_METHODS = ("items", "named_children")
 UNKNOWN = object()
 
 
@@ -45,7 +51,7 @@ class WeightReader(NamedTuple):
         path: of the module.
         module: itself.
         reads: whether it does as its flags stand; otherwise only where they are changed.
-        calls: whether it calls the layer too, on another of its ways.
+        calls: whether it calls the layer too, on another of its ways, or another module that holds the layer may.
     """
 
     path: str
@@ -61,10 +67,17 @@ class WeightReader(NamedTuple):
 
 @dataclass(slots=True)
 class _Uses:
-    """What the source of a class does with its children."""
+    """What the source of a class does with its children.
+
+    Attributes:
+        read: layers whose weight it reads.
+        mentioned: what it calls or hands on.
+        iterated: what it goes through, item by item; each item counts by what is done with it.
+    """
 
     read: set[Chain] = field(default_factory=set)
     mentioned: set[Chain] = field(default_factory=set)
+    iterated: set[Chain] = field(default_factory=set)
 
     def calls(self, layer: Chain) -> bool:
         """Whether the layer, or a module that holds it, is called or handed on."""
@@ -85,8 +98,16 @@ def weight_readers(model: torch.nn.Module) -> dict[torch.nn.Module, WeightReader
         >>> weight_readers(mixer)[mixer.out_proj].replaces
         True
     """
+    found: dict[torch.nn.Module, list[tuple[WeightReader, Trail]]] = {}
+    for reader, trail in _reads(model):
+        found.setdefault(trail[-1], []).append((reader, trail))
+    holders = _holders(model)
+    return {layer: _first_that_replaces(layer, reads, holders) for layer, reads in found.items()}
+
+
+def _reads(model: torch.nn.Module) -> Iterator[tuple[WeightReader, Trail]]:
+    """All readers, each with the modules that lead from it to the layer."""
     sources, whole = _Sources(), dict[type, _Uses]()
-    readers: dict[torch.nn.Module, WeightReader] = {}
     for path, owner in model.named_modules():
         if type(owner) not in whole:
             has_children = next(owner.children(), None) is not None
@@ -96,10 +117,41 @@ def weight_readers(model: torch.nn.Module) -> dict[torch.nn.Module, WeightReader
         uses = _uses_in(type(owner), sources, owner)
         for chain in sorted(whole[type(owner)].read):
             reader = WeightReader(path, owner, chain in uses.read, uses.calls(chain))
-            for layer in _at(owner, chain):
-                if layer not in readers or not readers[layer].replaces:
-                    readers[layer] = reader
-    return readers
+            for trail in _trails(owner, chain):
+                yield reader, trail
+
+
+def _first_that_replaces(
+    layer: torch.nn.Module,
+    reads: list[tuple[WeightReader, Trail]],
+    holders: Mapping[torch.nn.Module, list[torch.nn.Module]],
+) -> WeightReader:
+    """The reader that counts; none replaces a layer that a module above it holds by another way than theirs."""
+    replacing = [(reader, trail) for reader, trail in reads if reader.replaces]
+    if not replacing:
+        return reads[0][0]
+    first = replacing[0][0]
+    owners = {reader.module for reader, _ in replacing}
+    between = {module for _, trail in replacing for module in trail[1:-1]}
+    waiting, seen = [layer], {layer}
+    while waiting:
+        for holder in holders[waiting.pop()]:
+            if holder in owners or holder in seen:
+                continue
+            if holder not in between:
+                return first._replace(calls=True)
+            seen.add(holder)
+            waiting.append(holder)
+    return first
+
+
+def _holders(model: torch.nn.Module) -> dict[torch.nn.Module, list[torch.nn.Module]]:
+    """The modules that have a module among their children."""
+    holders: dict[torch.nn.Module, list[torch.nn.Module]] = {module: [] for module in model.modules()}
+    for module in model.modules():
+        for child in module.children():
+            holders[child].append(module)
+    return holders
 
 
 def has_fast_path(module: torch.nn.Module) -> TypeGuard[torch.nn.TransformerEncoderLayer]:
@@ -123,12 +175,24 @@ def layers_not_run(model: torch.nn.Module) -> tuple[str, ...]:
     )
 
 
-def _at(owner: torch.nn.Module, chain: Chain) -> list[torch.nn.Module]:
-    """The linear layers that a chain of attributes leads to; an index leads to all children."""
-    modules = [owner]
+def _trails(owner: torch.nn.Module, chain: Chain) -> Iterator[Trail]:
+    """The modules on the ways from an owner to the linear layers that a chain of attributes leads to."""
+    ways: list[tuple[object, ...]] = [(owner,)]
     for name in chain:
-        modules = [child for each in modules for key, child in each.named_children() if name in (key, ITEM)]
-    return [each for each in modules if isinstance(each, torch.nn.Linear) and each is not owner]
+        ways = [(*way, inner) for way in ways for inner in _inside(way[-1], name)]
+    for way in ways:
+        if isinstance(way[-1], torch.nn.Linear) and len(way) > 1:
+            yield tuple(each for each in way if isinstance(each, torch.nn.Module))
+
+
+def _inside(place: object, name: str) -> list[object]:
+    """A child, or a plain list of them; an index leads to all."""
+    if isinstance(place, torch.nn.Module):
+        children = [child for key, child in place._modules.items() if name in (key, ITEM)]  # noqa: SLF001
+        return [*children, vars(place)[name]] if isinstance(vars(place).get(name), list | tuple | dict) else [*children]
+    if name != ITEM or not isinstance(place, list | tuple | dict):
+        return []
+    return list(place.values() if isinstance(place, dict) else place)
 
 
 class _Sources:
@@ -171,7 +235,7 @@ def _uses_in(kind: type, sources: _Sources, owner: torch.nn.Module | None = None
         for function in sources.definitions(kind, name):
             visitor = _Visitor(function, uses, owner)
             visitor.visit_block(function.body)
-            waiting += [chain[0] for chain in uses.mentioned if chain[0] not in seen]
+            waiting += [chain[0] for chain in uses.mentioned | uses.iterated if chain and chain[0] not in seen]
             if not visitor.uses_super:
                 break
     return uses
@@ -183,7 +247,7 @@ class _Visitor(ast.NodeVisitor):
     def __init__(self, function: ast.FunctionDef, uses: _Uses, owner: torch.nn.Module | None) -> None:
         self.uses, self.owner, self.uses_super = uses, owner, False
         arguments = [*function.args.posonlyargs, *function.args.args]
-        self.names: dict[str, Chain] = {arguments[0].arg: ()} if arguments else {}
+        self.names: dict[str, list[Chain]] = {arguments[0].arg: [()]} if arguments else {}
 
     def visit_block(self, statements: list[ast.stmt]) -> bool:
         """Visit statements up to one after which nothing follows; returns whether there is such a one."""
@@ -227,27 +291,97 @@ class _Visitor(ast.NodeVisitor):
 
     def _attribute(self, node: ast.expr) -> object:
         """The module's own attribute, parameter, buffer or child that an expression names."""
-        chain = self._chain(node)
-        if self.owner is None or not chain or len(chain) > 1 or chain == ("training",):
+        chains = self._chains(node)
+        if self.owner is None or len(chains) != 1 or len(chains[0]) != 1 or chains[0] == ("training",):
             return UNKNOWN
-        owner = self.owner
+        owner, chain = self.owner, chains[0]
         places = (vars(owner), owner._parameters, owner._buffers, owner._modules)  # noqa: SLF001
         return next((place[chain[0]] for place in places if chain[0] in place), UNKNOWN)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """``layer = self.a``: the name stands for the layer from here on."""
-        chain, target = self._chain(node.value), node.targets[0]
-        if chain and WEIGHT not in chain and len(node.targets) == 1 and isinstance(target, ast.Name):
-            self.names[target.id] = chain
-        else:
-            self.generic_visit(node)
+        self._assign(node.targets, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """The same with a type."""
+        if node.value is not None:
+            self._assign([node.target], node.value)
+
+    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
+        bound: dict[str, list[Chain]] = {}
+        for target in targets:
+            self._bind(target, value, bound)
+            self.visit(target)
+        self.names |= bound
+
+    def visit_For(self, node: ast.For) -> None:
+        """``for layer in self.layers``: the name stands for all of them."""
+        self._loop(node.target, node.iter)
+        self.visit_block(node.body)
+        self.visit_block(node.orelse)
+
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        """The same, with names of their own."""
+        outside = dict(self.names)
+        for each in node.generators:
+            self._loop(each.target, each.iter)
+            for condition in each.ifs:
+                self.visit(condition)
+        for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
+            self.visit(part)
+        self.names = outside
+
+    visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp  # noqa: N815 (names that ast asks for)
+
+    def _loop(self, target: ast.expr, iterable: ast.expr) -> None:
+        bound: dict[str, list[Chain]] = {}
+        self._bind_items(target, iterable, bound)
+        self.names |= bound
+
+    def _bind(self, target: ast.expr, value: ast.expr, bound: dict[str, list[Chain]]) -> None:
+        """Add what the target's names stand for to ``bound``; a value that is no child counts as it does elsewhere."""
+        match target, value:
+            case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
+                for each, inner in zip(targets, values, strict=True):
+                    self._bind(each, inner, bound)
+            case ast.Name(id=name), _ if children := self._children(value):
+                bound.setdefault(name, []).extend(children)
+            case _:
+                self.visit(value)
+
+    def _bind_items(self, target: ast.expr, iterable: ast.expr, bound: dict[str, list[Chain]]) -> None:
+        """The same for a target that goes through what is in a container."""
+        match iterable, target:
+            case ast.Call(func=ast.Name(id=name), args=[inner]), _ if name in SAME_ITEMS:
+                self._bind_items(target, inner, bound)
+            case ast.Call(func=ast.Attribute(value=inner, attr=name), args=[]), _ if name in ITEM_METHODS:
+                self._bind_items(target, inner, bound)
+            case ast.Call(func=ast.Attribute(value=inner, attr=name)), ast.Tuple(elts=[_, item]) if (
+                name in PAIR_METHODS
+            ):
+                self._bind_items(item, inner, bound)
+            case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]), ast.Tuple(elts=[_, item]):
+                self._bind_items(item, inner, bound)
+            case ast.Call(func=ast.Name(id="zip"), args=args), ast.Tuple(elts=items) if len(args) == len(items):
+                for item, inner in zip(items, args, strict=True):
+                    self._bind_items(item, inner, bound)
+            case ast.Tuple(elts=values) | ast.List(elts=values), _:
+                for value in values:
+                    self._bind(target, value, bound)
+            case _, ast.Name(id=name) if (chains := self._chains(iterable)) and not any(WEIGHT in c for c in chains):
+                bound.setdefault(name, []).extend((*chain, ITEM) for chain in chains)
+                self.uses.iterated.update(chains)
+            case _:
+                self.visit(iterable)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """``super()`` leads to the base's method; a question about a type reads no values."""
+        """``super()`` leads to the base's method; ``len`` and questions about a type read no values."""
         if isinstance(node.func, ast.Name):
             self.uses_super = self.uses_super or node.func.id == "super"
             if node.func.id in NO_VALUES:
                 return
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in (*ITEM_METHODS, *PAIR_METHODS):
+            self.uses.mentioned.update(self._chains(node.func.value))  # the items are handed on
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -264,29 +398,36 @@ class _Visitor(ast.NodeVisitor):
         self._use(node)
 
     def visit_Name(self, node: ast.Name) -> None:
-        """A name that stands for a child."""
-        self._use(node)
+        """A name that stands for a child, where it is used."""
+        if isinstance(node.ctx, ast.Load):
+            self._use(node)
 
     def _use(self, node: ast.expr) -> None:
-        chain = self._chain(node)
-        if chain is None:
+        chains = self._chains(node)
+        if not chains:
             self.generic_visit(node)
-        elif WEIGHT in chain[1:]:
-            place = chain.index(WEIGHT, 1)
-            if not FACTS & set(chain[place + 1 : place + 2]):
-                self.uses.read.add(chain[:place])
-        elif chain:
-            self.uses.mentioned.add(chain)
+        for chain in chains:
+            if WEIGHT in chain[1:]:
+                place = chain.index(WEIGHT, 1)
+                if not FACTS & set(chain[place + 1 : place + 2]):
+                    self.uses.read.add(chain[:place])
+            elif chain:
+                self.uses.mentioned.add(chain)
 
-    def _chain(self, node: ast.expr) -> Chain | None:
-        """Attribute names from ``self`` on; None where the expression begins elsewhere."""
+    def _children(self, value: ast.expr) -> list[Chain]:
+        """What a name that is assigned a value stands for."""
+        chains = self._chains(value)
+        return chains if all(chain and WEIGHT not in chain for chain in chains) else []
+
+    def _chains(self, node: ast.expr) -> list[Chain]:
+        """Attribute names from ``self`` on, of each child that an expression may be; none where it begins elsewhere."""
         match node:
             case ast.Name(id=name):
-                return self.names.get(name)
+                return self.names.get(name, [])
             case ast.Attribute(value=value, attr=name):
-                chain = self._chain(value)
-                return None if chain is None else (*chain, name)
+                return [(*chain, name) for chain in self._chains(value)]
+            case ast.Subscript(value=value, slice=ast.Slice()):
+                return self._chains(value)
             case ast.Subscript(value=value):
-                chain = self._chain(value)
-                return None if chain is None else (*chain, ITEM)
-        return None
+                return [(*chain, ITEM) for chain in self._chains(value)]
+        return []

@@ -193,8 +193,10 @@ def test_every_layer_that_stays_has_its_reason():
     assert lines[0] == "1 layers run tensorwise, 8 stay as they are"
     assert lines[1].startswith("in FP8: ")
     assert lines[2:] == [
-        f"  {path}: {reason} ({100 * report.shares.by_path[path]:.1f} % of the parameters)"
+        f"  {path}: {reason} ({100 * parameters:.1f} % of the parameters, "
+        f"{100 * products:.1f} % of the multiplications)"
         for path, reason in (report.skipped | report.parameters).items()
+        for parameters, products in [report.shares.by_path[path]]
     ]
 
 
@@ -235,7 +237,8 @@ def test_the_model_itself_may_be_the_layer():
         UserWarning, match=r"changed nothing.*\(the model itself\), the largest: shape: 4 weights, fewer"
     ):
         small = octavo.convert(nn.Linear(2, 2), min_weight_elements=5)
-    assert "  (the model itself): shape: 4 weights, fewer than 5 (66.7 % of the parameters)" in str(small).splitlines()
+    shares = "66.7 % of the parameters, 100.0 % of the multiplications"
+    assert str(small).splitlines()[2:] == [f"  (the model itself): shape: 4 weights, fewer than 5 ({shares})"]
 
 
 def test_models_on_the_meta_device_convert():
@@ -315,5 +318,6 @@ def test_the_projections_that_torchs_attention_has_as_parameters_are_in_the_repo
     )
     report = octavo.convert(nn.TransformerEncoderLayer(8, 2, 12))
     total = sum(parameter.numel() for parameter in nn.TransformerEncoderLayer(8, 2, 12).parameters())
-    share = f"({100 * 24 * 8 / total:.1f} % of the parameters)"
+    products = 24 * 8 + 8 * 8 + 2 * 8 * 12  # in_proj, out_proj, linear1 and linear2
+    share = f"({100 * 24 * 8 / total:.1f} % of the parameters, {100 * 24 * 8 / products:.1f} % of the multiplications)"
     assert f"  self_attn.in_proj_weight: {PARAMETER} {share}" in str(report).splitlines()

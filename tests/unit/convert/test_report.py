@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.convert import ConversionReport
-from octavo.convert.report import Shares
+from octavo.convert.report import Shares, WeightShare
 
 
 class Experts(nn.Module):
@@ -63,14 +63,20 @@ def test_shares_are_those_counted_by_hand():
     model = _model()
     report = octavo.convert(model)
     total = sum(parameter.numel() for parameter in model.parameters())
+    products = 32 * 8 + 8 * 8 + sum(STAYS.values())  # no look-ups, no norms
     assert report.shares.by_path == {
-        **{name: elements / total for name, elements in STAYS.items()},
-        "table": 30 * 8 / total,
-        "bag.weight": 10 * 8 / total,
-        "attention.out_proj": 8 * 8 / total,
+        **{name: WeightShare(elements / total, elements / products) for name, elements in STAYS.items()},
+        "table": WeightShare(30 * 8 / total, 0.0),
+        "bag.weight": WeightShare(10 * 8 / total, 0.0),
+        "attention.out_proj": WeightShare(8 * 8 / total, 8 * 8 / products),
     }
     assert report.shares.parameters == 32 * 8 / total
-    assert report.shares.multiplications == 32 * 8 / (32 * 8 + 8 * 8 + sum(STAYS.values())), "no look-ups, no norms"
+    assert report.shares.multiplications == 32 * 8 / products
+    lines = str(report).splitlines()
+    assert (
+        f"  table: embedding: a look-up, not a product ({100 * 240 / total:.1f} % of the parameters, 0.0 % of the "
+        "multiplications)" in lines
+    )
 
 
 def test_a_head_that_shares_the_tables_weight_multiplies():
@@ -81,6 +87,7 @@ def test_a_head_that_shares_the_tables_weight_multiplies():
     shares = octavo.convert(model).shares
     assert shares.parameters == 80 / (240 + 80 + 10)
     assert shares.multiplications == 80 / (240 + 80)
+    assert shares.by_path == {"table": WeightShare(240 / 330, 0.0), "lm_head": WeightShare(240 / 330, 240 / 320)}
 
 
 def test_layers_in_high_precision_are_not_in_fp8():
@@ -111,15 +118,16 @@ def test_the_printed_form_has_a_line_for_all_layers_that_differ_in_numbers_alone
         shares=Shares(
             parameters=0.5,
             multiplications=0.75,
-            by_path={f"h.{i}.fc1": 0.1 for i in (0, 1, 2, 5)} | {"h.3.experts.0.up": 0.004},
+            by_path={f"h.{i}.fc1": WeightShare(0.1, 0.05) for i in (0, 1, 2, 5)}
+            | {"h.3.experts.0.up": WeightShare(0.004, 0.006)},
         ),
     )
     assert str(report).splitlines() == [
         "1 layers run rowwise, 8 stay as they are",
         "in FP8: 50.0 % of the parameters and 75.0 % of the multiplications, counting each weight once a token",
-        "  h.[0-2,5].fc1 (4): filter (40.0 % of the parameters)",
-        "  h.[0-2,5].fc2 (4): filter (0.0 % of the parameters)",
-        "  h.[3,7].experts.[0-1].up (4): bare (0.4 % of the parameters)",
+        "  h.[0-2,5].fc1 (4): filter (40.0 % of the parameters, 20.0 % of the multiplications)",
+        "  h.[0-2,5].fc2 (4): filter (0.0 % of the parameters, 0.0 % of the multiplications)",
+        "  h.[3,7].experts.[0-1].up (4): bare (0.4 % of the parameters, 0.6 % of the multiplications)",
         "note: x.[0-1] (2) is read",
         "note: x.y is read",
     ]

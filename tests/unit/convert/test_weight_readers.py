@@ -1,7 +1,9 @@
 """Layers whose owner multiplies by their weight itself: left alone, named, and never held as codes."""
 
+import re
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +172,132 @@ def test_octavos_own_modules_read_no_weight_of_their_layers():
     model = octavo.nn.TransformerLayer(16, 32, 2)
     assert weight_readers(model) == {}
     assert weight_readers(octavo.nn.LayerNormMLP(16, 32)) == {}
+
+
+class Loops(nn.Module):
+    """Layers in containers, for a forward that goes through them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.keyed = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.plain = [self.q, self.k]
+
+
+LOOPS = {  # statements that read the weights of the layers named
+    "for layer in self.layers: x = x @ layer.weight.t()": ["layers.0", "layers.1"],
+    "for layer in self.layers[:1]: x = x @ layer.weight.t()": ["layers.0", "layers.1"],
+    "for layer in reversed(self.layers): x = x @ layer.weight.t()": ["layers.0", "layers.1"],
+    "for i, layer in enumerate(self.layers): x = x @ layer.weight.t() + i": ["layers.0", "layers.1"],
+    "for a, b in zip(self.layers, self.keyed.values()): x = b(x @ a.weight)": ["layers.0", "layers.1"],
+    "for i, (a, b) in enumerate(zip(self.layers, self.plain)): x = a(x) @ b.weight": ["q", "k"],
+    "for layer in self.keyed.values(): x = x @ layer.weight.t()": ["keyed.a", "keyed.b"],
+    "for key, layer in self.keyed.items(): x = x @ layer.weight.t()": ["keyed.a", "keyed.b"],
+    "for i in range(len(self.layers)): x = x @ self.layers[i].weight": ["layers.0", "layers.1"],
+    "for layer in self.plain: x = x @ layer.weight": ["q", "k"],
+    "for layer in (self.q, self.k): x = x @ layer.weight": ["q", "k"],
+    "for name, layer in [('q', self.q), ('k', self.k)]: x = x @ layer.weight": ["q", "k"],
+    "x = sum(x @ layer.weight.t() for layer in self.layers)": ["layers.0", "layers.1"],
+    "x = sum([F.linear(x, layer.weight) for _, layer in self.keyed.items() if layer is not None])": [
+        "keyed.a",
+        "keyed.b",
+    ],
+    "x = sum({i: x @ layer.weight for i, layer in enumerate(self.layers)}.values())": ["layers.0", "layers.1"],
+    "q, k = self.q, self.k; x = x @ q.weight @ k.weight": ["q", "k"],
+    "layer: nn.Linear = self.q; x = x @ layer.weight": ["q"],
+    "a = b = self.q; x = x @ a.weight @ b.weight": ["q"],
+    "a = b = self.q; x = b(x) @ a.weight": [],
+    "for layer in self.layers: x = layer(x)": [],
+    "for layer in [*self.children()][0]: x = layer(x) @ self.layers[0].weight": [],
+    "for layer in self.layers: x = layer(x) @ layer.weight": [],
+    "for layer in self.keyed.values(): x = layer(x) @ self.keyed['a'].weight": [],
+    "x = sum(layer(x) for layer in self.layers) @ self.layers[0].weight": [],
+    "for pair in enumerate(self.layers): x = pair[1](x) @ self.layers[0].weight": [],
+    "x = sum(map(lambda f: f(x), self.keyed.values())) @ self.keyed['a'].weight": [],
+}
+
+
+@pytest.mark.parametrize("statement", LOOPS)
+def test_reads_are_followed_through_loops(statement, tmp_path):
+    model, x = _loops(statement, tmp_path), torch.randn(4, 4)
+    report = octavo.convert(model, "rowwise")
+    assert [path for path, reason in report.skipped.items() if reason.endswith("never calls the layer")] == LOOPS[
+        statement
+    ]
+    model(x)
+    named = set(re.findall(r"self\.(\w+)", statement))
+    not_run = [path for path in layers_not_run(model) if path.split(".")[0] in named]
+    assert not_run == [], "what the loop names and convert takes, runs"
+
+
+def _loops(statement: str, folder: Path) -> nn.Module:
+    """A module whose forward is the statement, with a source file, as a user's has."""
+    file = folder / "loops.py"
+    file.write_text(f"class Given(Loops):\n    def forward(self, x):\n        {statement}\n        return x\n")
+    names: dict[str, Any] = {"Loops": Loops, "F": F, "torch": torch}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    model: nn.Module = names["Given"]()
+    return model
+
+
+class Stack(nn.Sequential):
+    """Goes through itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any
+        for layer in self:
+            x = F.linear(x, layer.weight)
+        return x
+
+
+def test_a_container_that_reads_its_own_layers_never_calls_them():
+    model = nn.Sequential(Stack(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    assert octavo.convert(model, "rowwise").converted == ("1",)
+
+
+class Caller(nn.Module):
+    """Calls a layer that it shares, alone or in a list."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer[0](x) if isinstance(self.layer, nn.ModuleList) else self.layer(x)
+        return y
+
+
+class Reader(nn.Module):
+    """Reads the weight of a layer, alone or in a list, and hands the input to another module."""
+
+    def __init__(self, layer: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.head: Any = layer
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        head = self.head
+        if isinstance(head, nn.ModuleList):
+            return self.other(x) @ self.head[0].weight
+        return self.other(x) @ head.weight
+
+
+@pytest.mark.parametrize("shared", [nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])])
+def test_a_layer_that_another_module_holds_too_is_converted(shared):
+    model = Reader(shared, Caller(shared))
+    report = octavo.convert(model, "rowwise")
+    assert len(report.converted) == 1
+    assert "reads the weights of" in report.notes[""]
+    model(torch.randn(2, 4))
+    assert layers_not_run(model) == ()
+
+
+def test_a_layer_that_all_modules_that_hold_it_only_read_stays():
+    shared = nn.Linear(4, 4)
+    model = Reader(shared, Reader(shared, nn.Linear(4, 4)))
+    report = octavo.convert(model, "rowwise")
+    assert (report.converted, list(report.skipped)) == (("other.other",), ["head"])
 
 
 def test_a_forward_that_hooks_replaced_is_named():
