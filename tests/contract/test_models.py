@@ -19,7 +19,7 @@ STATIC_SCALE = torch.tensor(0.02)  # inputs up to 9
 SQNR_BARS = {"tensorwise": (28.5, 24.5, 24.4), "delayed": (28.5, 24.5, 24.4), "rowwise": (28.8, 28.8, 28.3)}
 
 # Of what bfloat16 autocast keeps for backward. One byte an element is half; blocks and weights add their scales.
-BYTES_BARS = dict.fromkeys(("tensorwise", "delayed", "delayed_te", "rowwise"), 0.505)
+BYTES_BARS = dict.fromkeys(("tensorwise", "delayed", "delayed_te", "article", "rowwise"), 0.505)
 BYTES_BARS |= dict.fromkeys(("blockwise", "mxfp8"), 0.52)
 # grad_weight needs the input itself
 BYTES_BARS |= dict.fromkeys(("rowwise_hp_grad_weight", "static", "weight_only"), 1.0)

@@ -14,7 +14,7 @@ from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
 from octavo.convert.held_weights import allow_save_pretrained, hold_weights
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
-from octavo.convert.weight_readers import has_fast_path, weight_readers
+from octavo.convert.weight_readers import FAST_PATH_OWNERS, has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear
@@ -246,7 +246,7 @@ def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         if has_fast_path(module) and type(module.linear1) is Linear:
             yield path, _FAST_PATH
     for layer, reader in weight_readers(model).items():
-        if type(layer) is Linear and reader.reads and not isinstance(reader.module, torch.nn.TransformerEncoderLayer):
+        if type(layer) is Linear and reader.reads and not isinstance(reader.module, FAST_PATH_OWNERS):
             around.setdefault(reader.path, []).append(layer.path.removeprefix(f"{reader.path}."))
     for path, names in around.items():
         yield path, f"reads the weights of {', '.join(names)} itself on some of its ways, which run no recipe there"

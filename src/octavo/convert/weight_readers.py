@@ -29,7 +29,7 @@ import torch
 
 from octavo.nn import Linear
 
-__all__ = ["WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
+__all__ = ["FAST_PATH_OWNERS", "WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
 
 Chain = tuple[str, ...]  # attribute names after self; ITEM for an index
 Trail = tuple[torch.nn.Module, ...]  # from an owner to a layer
@@ -152,6 +152,9 @@ def _holders(model: torch.nn.Module) -> dict[torch.nn.Module, list[torch.nn.Modu
         for child in module.children():
             holders[child].append(module)
     return holders
+
+
+FAST_PATH_OWNERS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)  # see has_fast_path
 
 
 def has_fast_path(module: torch.nn.Module) -> TypeGuard[torch.nn.TransformerEncoderLayer]:

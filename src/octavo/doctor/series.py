@@ -316,8 +316,8 @@ def _check_line(line: Mapping[str, Any]) -> None:
     for name in ("step", *_NEEDED.get(line["kind"], ())):
         if name not in line:
             raise TrainingError(
-                f"the {line['kind']} line of step {line.get('step')} has no {name}; it was edited: put the file back as it "
-                "was"
+                f"the {line['kind']} line of step {line.get('step')} has no {name}; it was edited: put the file "
+                "back as it was"
             )
     for name, kinds in _READ.items():
         if not isinstance(line.get(name), kinds):

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from octavo import recipes
-from octavo.convert import convert, hold_weights
+from octavo.convert import choose_layers, convert, hold_weights
 from octavo.errors import ConfigError
 from octavo.interchange import FORMATS, CodedTable, is_quantized, load_quantized
+from octavo.interchange.contents import nothing_in_fp8
 from octavo.language_model import LanguageModel, load_language_model, located
 from octavo.nn import Linear
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
@@ -128,6 +129,8 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
     if name == STATIC:
         return _from_history(loaded, folder, fmt, request)
     recipe = _recipe(name, power_of_two=request.power_of_two)
+    if not choose_layers(loaded.model, skip=request.skip, convert_head=request.convert_head)[0]:
+        raise ConfigError(nothing_in_fp8(loaded.model))
     convert(loaded.model, recipe, skip=request.skip, convert_head=request.convert_head)
     return _finished(loaded)
 

@@ -90,7 +90,8 @@ def test_a_repository_for_triton(octavo, finished_run, tmp_path):
     record = json.loads(done.stdout)
     assert record["models"] == ["octavo", "octavo_whole", "onnx"]
     assert (record["checkpoint"]["agreement"], record["graph"]["dtype"]) == (None, "fp16")
-    assert sorted(path.name for path in (tmp_path / "repo").iterdir()) == ["README.md", "models", "other_backends"]
+    files = ["README.md", "client.py", "models", "other_backends"]
+    assert sorted(path.name for path in (tmp_path / "repo").iterdir()) == files
     again = octavo(*triton, "--out", tmp_path / "repo")
     assert "is not empty" in again.stderr
     for option in (["--tensorrt"], ["--dtype", "bf16"]):

@@ -125,7 +125,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown setting": ({"llama.logit_scale": 0.5}, "does not know .*: llama.logit_scale"),
     "missing tensor": ({"tensors": changed(blk__1__ffn_up__weight=None)}, "has no blk.1.ffn_up.weight; it is not"),
     "missing layer": ({"llama.block_count": 3}, "no blk.2.attn_norm.weight, .* and 6 more; it is not a whole"),
-    "layers without end": ({"llama.block_count": 2**32 - 1}, "4294967295 layers and has 20 tensors"),
+    "many missing layers": ({"llama.block_count": 5000}, "5000 layers and has 20 tensors"),
+    "layers without end": ({"llama.block_count": 2**32 - 1}, "num_layers must be at most 10,000, not 4,294,967,295"),
     "wrong shape": (
         {"tensors": changed(blk__1__ffn_up__weight=np.zeros((95, 64), np.float32))},
         r"ffn_up.* \(95, 64\)",
@@ -139,7 +140,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "token_embd.weight of sh",
     ),
     "wrong token types": ({f"{NAME}token_type": [1]}, "damaged tokenizer: 263 tokens and 1 token types"),
-    "too many positions": ({"llama.context_length": 2**32 - 1}, "4294967295 positions"),
+    "too many positions": ({"llama.context_length": 2**22}, "4194304 positions"),
+    "positions without end": (
+        {"llama.context_length": 2**32 - 1},
+        "max_positions must be at most 16,777,216, not 4,294,",
+    ),
     "missing setting": ({"llama.embedding_length": None}, "says nothing of llama.embedding_length"),
     "setting of a kind": ({"llama.embedding_length": "wide"}, "'wide' as llama.embedding_length, where int belongs"),
     "heads that differ": (

@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import convert, restore
+from octavo.convert import choose_layers, convert, restore
 from octavo.language_model import KeysAndValues, LanguageModel
 from octavo.nn import Linear
 from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
@@ -129,6 +129,7 @@ def high_precision(model: LanguageModel, name: str) -> Contestant:
 
 def from_recipe(model: LanguageModel, name: str) -> Contestant:
     """A copy whose linears run the recipe of that name in :data:`RECIPES`, its weights held as codes."""
+    check_has_layers(model.model, tuple(choose_layers(model.model)[0]))
     return _in_fp8(_rounded_copy_of(model), name, lambda inner: convert(inner, RECIPES[name], frozen="fp8"))
 
 
