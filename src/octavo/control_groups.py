@@ -22,7 +22,7 @@ def read_limits(controller: str, version_2: str, *version_1: str) -> Iterator[li
         version_1: the files that say the same in version 1, such as ``"memory.limit_in_bytes"``.
     """
     try:
-        lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
+        lines = OWN_GROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # a system without control groups
         return
     for line in lines:

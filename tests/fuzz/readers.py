@@ -66,6 +66,7 @@ LEFT_OUT = {
     "read_folder": "a calibration's files, through load_calibration",
     "read_json": "in every reader of JSON",
     "read_lines": "metrics.jsonl, through read_run",
+    "read_limits": "no user's file: control groups of the system",
     "read_metrics": "metrics.jsonl, through read_run",
     "read_object": "in every reader of JSON",
     "read_state": "a checkpoint's state.json, through load_checkpoint",

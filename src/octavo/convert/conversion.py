@@ -14,7 +14,7 @@ from octavo import recipes
 from octavo.convert.choice import all_paths, candidates_of, check_patterns, choose_layers, matches
 from octavo.convert.held_weights import allow_save_pretrained, hold_weights
 from octavo.convert.report import ConversionReport, bare_weights, packed_weights, shares_of, shown
-from octavo.convert.weight_readers import FAST_PATH_OWNERS, has_fast_path, weight_readers
+from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear
@@ -69,8 +69,8 @@ def convert(
         overrides: recipes for some layers, by shell patterns of paths; the first that matches counts.
         scale_updates: when the steps of delayed scaling end: "automatic", with the optimizer's (see
             :mod:`octavo.scale_updates`), or "manual", when the loop calls ``octavo.update_scales``.
-        amax_group: ranks that end an automatic step with their largest amaxes; None for the default process group if
-            it is initialized, "rank" for each rank alone.
+        amax_group: ranks that end a step with their largest amaxes, also in ``octavo.update_scales(model)``. None: the
+            default process group if it is initialized, for automatic steps; "rank": each rank alone.
         cache_weights: cast a weight again only when it has changed: once a step, not once a micro-batch. Costs the
             codes' bytes between steps; a compiled graph does not use it.
         frozen: "fp8" holds weights that take no gradient as FP8 codes, one byte an element, such as the base that a
@@ -246,7 +246,10 @@ def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         if has_fast_path(module) and type(module.linear1) is Linear:
             yield path, _FAST_PATH
     for layer, reader in weight_readers(model).items():
-        if type(layer) is Linear and reader.reads and not isinstance(reader.module, FAST_PATH_OWNERS):
+        if type(layer) is Linear and reader.reads:
             around.setdefault(reader.path, []).append(layer.path.removeprefix(f"{reader.path}."))
     for path, names in around.items():
-        yield path, f"reads the weights of {', '.join(names)} itself on some of its ways, which run no recipe there"
+        yield (
+            path,
+            f"reads the weights of {', '.join(names)} itself where it does not call them, and runs no recipe there",
+        )

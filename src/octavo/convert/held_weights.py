@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from octavo.convert.weight_readers import FAST_PATH_OWNERS, has_fast_path, weight_readers
+from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 
@@ -108,7 +108,7 @@ def read_by_others(model: torch.nn.Module) -> dict[str, str]:
             found[path] = "torch's fast path of nn.TransformerEncoderLayer reads it in high precision"
         elif owners[id(layer.weight)] > 1:
             found[path] = "other modules use it too"
-        elif layer in readers and not isinstance(readers[layer].module, FAST_PATH_OWNERS):
+        elif layer in readers:
             found[path] = f"{type(readers[layer].module).__name__} reads it in high precision"
     return found
 

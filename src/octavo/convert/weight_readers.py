@@ -29,7 +29,7 @@ import torch
 
 from octavo.nn import Linear
 
-__all__ = ["FAST_PATH_OWNERS", "WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
+__all__ = ["WeightReader", "has_fast_path", "layers_not_run", "weight_readers"]
 
 Chain = tuple[str, ...]  # attribute names after self; ITEM for an index
 Trail = tuple[torch.nn.Module, ...]  # from an owner to a layer
@@ -91,7 +91,8 @@ def weight_readers(model: torch.nn.Module) -> dict[torch.nn.Module, WeightReader
     """Find the linear layers whose weight another module reads.
 
     Returns:
-        The reader by layer; of several, one that never calls the layer counts.
+        The reader by layer; of several, one that never calls the layer counts, unless a module that holds the layer
+        too may call it. Torch's encoders are none: :func:`has_fast_path` tells what they read.
 
     Example:
         >>> mixer = torch.nn.MultiheadAttention(8, 2)
@@ -109,6 +110,8 @@ def _reads(model: torch.nn.Module) -> Iterator[tuple[WeightReader, Trail]]:
     """All readers, each with the modules that lead from it to the layer."""
     sources, whole = _Sources(), dict[type, _Uses]()
     for path, owner in model.named_modules():
+        if type(owner).forward in FAST_PATHS:
+            continue
         if type(owner) not in whole:
             has_children = next(owner.children(), None) is not None
             whole[type(owner)] = _uses_in(type(owner), sources) if has_children else _Uses()
@@ -129,7 +132,7 @@ def _first_that_replaces(
     """The reader that counts; none replaces a layer that a module above it holds by another way than theirs."""
     replacing = [(reader, trail) for reader, trail in reads if reader.replaces]
     if not replacing:
-        return reads[0][0]
+        return next((reader for reader, _ in reads if reader.reads), reads[0][0])
     first = replacing[0][0]
     owners = {reader.module for reader, _ in replacing}
     between = {module for _, trail in replacing for module in trail[1:-1]}
@@ -154,7 +157,7 @@ def _holders(model: torch.nn.Module) -> dict[torch.nn.Module, list[torch.nn.Modu
     return holders
 
 
-FAST_PATH_OWNERS = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)  # see has_fast_path
+FAST_PATHS = (torch.nn.TransformerEncoder.forward, torch.nn.TransformerEncoderLayer.forward)  # see has_fast_path
 
 
 def has_fast_path(module: torch.nn.Module) -> TypeGuard[torch.nn.TransformerEncoderLayer]:
@@ -414,8 +417,8 @@ class _Visitor(ast.NodeVisitor):
                 place = chain.index(WEIGHT, 1)
                 if not FACTS & set(chain[place + 1 : place + 2]):
                     self.uses.read.add(chain[:place])
-            elif chain:
-                self.uses.mentioned.add(chain)
+            elif chain or isinstance(node, ast.Subscript):  # a slice of the module itself
+                self.uses.mentioned.add(chain or (ITEM,))
 
     def _children(self, value: ast.expr) -> list[Chain]:
         """What a name that is assigned a value stands for."""

@@ -129,7 +129,7 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = parse_json(line, largest=MOST_WHOLE)
         if not isinstance(value, dict) or not {"kind", "step"} <= value.keys():
-            raise ValueError("no kind and step")
+            raise ValueError("no kind or no step")
         step = value["step"]
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step {step!r}")
@@ -158,7 +158,7 @@ def _checked_lines(path: Path, beginning: LinesWritten) -> Iterator[bytes]:
     if not begins:
         raise TrainingError(
             f"{str(path)!r} has {count} lines, and not the {beginning.lines} that the run's newest checkpoint knows: "
-            "lines are missing, or their checksums were removed; put the file back as it was, or train again elsewhere"
+            "lines are missing or another run's, or have no checksums; put the file back, or train again elsewhere"
         )
 
 

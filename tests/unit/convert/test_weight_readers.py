@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import octavo
-from octavo.convert import layers_not_run
+from octavo.convert import layers_not_run, read_by_others
 from octavo.convert.weight_readers import weight_readers
 
 
@@ -82,7 +82,9 @@ def test_reads_are_followed_through_methods_names_keys_and_children():
     assert {layer for layer, reader in readers.items() if reader.calls} == {model.both}
     report = octavo.convert(model)
     assert report.converted == ("both", "asked", "called")
-    assert report.notes == {"": "reads the weights of both itself on some of its ways, which run no recipe there"}
+    assert report.notes == {
+        "": "reads the weights of both itself where it does not call them, and runs no recipe there"
+    }
 
 
 class Branches(nn.Module):
@@ -361,3 +363,35 @@ def test_models_whose_layers_all_run_or_none_or_in_a_graph_are_not_complained_of
     octavo.convert(partly, "rowwise")
     partly[0].compile(backend="eager")
     assert _train(partly, 101) == []
+
+
+class CustomBlock(torch.nn.Module):
+    """A layer for torch's encoder that calls a linear layer, and multiplies by its weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.linear1, self.linear2 = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x, **_):
+        return self.linear2(self.linear1(x)) + x @ self.linear1.weight
+
+
+def test_a_reader_inside_torchs_encoder_is_found():
+    block: Any = CustomBlock()
+    encoder = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    reader = weight_readers(encoder)[encoder.layers[0].linear1]
+    assert (reader.path, reader.reads, reader.calls) == ("layers.0", True, True)
+    assert set(read_by_others(encoder)) >= {"layers.0.linear1", "layers.1.linear1"}
+
+
+class Sliced(torch.nn.Sequential):
+    def forward(self, x):
+        last: Any = self[-1]
+        return F.linear(self[:-1](x), last.weight)
+
+
+def test_a_slice_of_a_module_that_is_called_is_a_call():
+    readers = weight_readers(Sliced(*(nn.Linear(4, 4) for _ in range(3))))
+    assert readers
+    assert not any(reader.replaces for reader in readers.values())
