@@ -108,19 +108,51 @@ def test_the_state_dict_has_the_codes_and_loads_back():
         other.weight.view(torch.uint8).zero_()
         other.weight_scale.fill_(9.0)
     state = layer.state_dict()
-    assert list(state) == ["weight", "bias", "weight_scale"]
-    other.load_state_dict(state)
+    assert sorted(state) == ["bias", "weight_codes", "weight_scale"]
+    assert torch.equal(layer.weight_codes.view(torch.uint8), state["weight_codes"].view(torch.uint8))
+    assert other.load_state_dict(state) == ([], [])
     x = torch.randn(3, 48)
     assert torch.equal(layer(x), other(x))
     for strict in (True, False):
-        with pytest.raises(RuntimeError, match=r"weight is torch.float32, and this layer holds FP8 codes"):
+        with pytest.raises(
+            RuntimeError, match=r"weight is torch.float32, .* holds FP8 codes; load weights before .*convert"
+        ):
             other.load_state_dict(nn.Linear(48, 40).state_dict(), strict=strict)
         plain = Linear(48, 40)
         kept = plain.weight.detach().clone()
-        with pytest.raises(RuntimeError, match=r"float8_e4m3fn, and this layer holds a weight in high precision"):
-            plain.load_state_dict(state, strict=strict)
+        for name in ("weight_codes", "weight"):
+            codes = {name if key == "weight_codes" else key: value for key, value in state.items()}
+            with pytest.raises(RuntimeError, match=rf"{name} is .*float8_e4m3fn, .* high precision; convert .*restore"):
+                plain.load_state_dict(codes, strict=strict)
         assert torch.equal(plain.weight, kept)
+    assert not hasattr(plain, "weight_codes")
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "weight_codes"'):
+        other.load_state_dict({"bias": state["bias"], "weight_scale": state["weight_scale"]})
     assert torch.equal(layer(x), other(x)), "nothing was copied"
+
+
+def test_codes_under_the_parameters_name_load_too():
+    """As torch.distributed.checkpoint gives them where it walks over parameters."""
+    (_, layer), (_, other) = _held("rowwise"), _held("rowwise")
+    state = layer.state_dict()
+    for strict in (True, False):
+        with torch.no_grad():
+            other.weight.view(torch.uint8).zero_()
+        assert not other.load_state_dict({"weight": state.pop("weight_codes", layer.weight), **state}, strict=strict)[0]
+        assert torch.equal(layer.weight.view(torch.uint8), other.weight.view(torch.uint8))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_an_unconverted_model_never_takes_codes_for_weights(assign):
+    _, layer = _held("tensorwise")
+    state, plain = nn.Sequential(layer).state_dict(), nn.Sequential(nn.Linear(48, 40))
+    kept = plain.get_parameter("0.weight").detach().clone()
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.weight"'):
+        plain.load_state_dict(state, assign=assign)
+    report = plain.load_state_dict(state, strict=False, assign=assign)
+    assert report.missing_keys == ["0.weight"]
+    assert sorted(report.unexpected_keys) == ["0.weight_codes", "0.weight_scale"]
+    assert torch.equal(plain.get_parameter("0.weight"), kept)
 
 
 def test_what_cannot_be_held_or_trained_is_refused():

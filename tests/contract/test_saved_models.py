@@ -126,3 +126,44 @@ def test_a_folder_in_fp8_is_not_saved_as_weights_either(tmp_path):
     )
     read = octavo.load_quantized(tmp_path / "served").model
     assert isinstance(read.get_submodule("model.layers.0.self_attn.q_proj"), Linear)
+
+
+def _codes(model: Any) -> torch.Tensor:
+    return model.get_submodule("model.layers.0.self_attn.q_proj").held_weight().data.view(torch.uint8)
+
+
+def test_accelerate_saves_codes_that_only_a_model_with_codes_loads(tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: nothing is saved with it")
+    model, other, plain = _held(), _held(), _llama()
+    accelerate.Accelerator(cpu=True).save_model(model, str(tmp_path))
+    kept = {key: value.clone() for key, value in plain.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*q_proj\.weight_codes"):
+        accelerate.load_checkpoint_in_model(plain, tmp_path, strict=True)
+    accelerate.load_checkpoint_in_model(plain, tmp_path)
+    accelerate.load_checkpoint_in_model(plain, tmp_path, device_map={"": "cpu"})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(plain.state_dict()[name], kept[name])
+    assert not torch.equal(_codes(model), _codes(other))
+    accelerate.load_checkpoint_in_model(other, tmp_path, strict=True)
+    assert torch.equal(_codes(model), _codes(other))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_distributed_checkpoints_keep_codes_apart_from_weights(tmp_path):
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    model, other, plain = _held(), _held(), _llama()
+    save(get_model_state_dict(model), checkpoint_id=tmp_path, no_dist=True)
+    weights = plain.state_dict()
+    kept = {key: value.clone() for key, value in weights.items()}
+    with pytest.raises(CheckpointException, match=r"Missing key .*_proj\.weight\."):
+        load(weights, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(value, kept[key]) for key, value in weights.items())
+    loaded = get_model_state_dict(other)
+    load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    for options in (None, StateDictOptions(full_state_dict=True)):
+        set_model_state_dict(other, loaded, options=options)
+        assert torch.equal(_codes(model), _codes(other))

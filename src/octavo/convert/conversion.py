@@ -74,7 +74,8 @@ def convert(
         cache_weights: cast a weight again only when it has changed: once a step, not once a micro-batch. Costs the
             codes' bytes between steps; a compiled graph does not use it.
         frozen: "fp8" holds weights that take no gradient as FP8 codes, one byte an element, such as the base that a
-            LoRA fine-tune adapts. The ``state_dict`` then has the codes and ``weight_scale``.
+            LoRA fine-tune adapts. The ``state_dict`` then has ``weight_codes`` and ``weight_scale``
+            in the place of ``weight``.
 
     Raises:
         ConfigError: unknown recipe, ``scale_updates``, ``amax_group`` or ``frozen``, a ``skip`` that is a bare string,

@@ -78,7 +78,9 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     codes = [f"{path}.weight" for path, layer in layers.items() if layer.held is not None]
     given = options.get("state_dict")
     if given is not None:
-        codes = [name for name in codes if name in given and given[name].dtype.itemsize == 1]
+        codes = [
+            name for name in codes if f"{name}_codes" in given or (name in given and given[name].dtype.itemsize == 1)
+        ]
     if codes and not getattr(model, "_hf_peft_config_loaded", False):  # transformers' own mark of adapters
         raise ConfigError(
             f"save_pretrained would write FP8 codes as weights ({codes[0]} and {len(codes) - 1} more), and "

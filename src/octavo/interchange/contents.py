@@ -194,7 +194,7 @@ def _codes(layer: Linear) -> QuantizedTensor:
 
 
 def _rest(model: nn.Module, layers: Mapping[str, FP8Layer]) -> Iterator[tuple[str, Tensor]]:
-    own = {f"{path}.{name}" for path in layers for name in ("weight", "weight_scale")}
+    own = {f"{path}.{name}" for path in layers for name in ("weight", "weight_codes", "weight_scale")}
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():
         identity = (tensor.data_ptr(), tensor.shape)

@@ -41,6 +41,16 @@ __all__ = ["Linear", "autocast_dtype"]
 FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 
 
+_ONLY_CODES = (
+    "this layer holds FP8 codes; load weights before octavo.convert(model, frozen='fp8'), or call "
+    "octavo.restore(model) first"
+)
+_NO_CODES = (
+    "this layer holds a weight in high precision; convert the model with frozen='fp8' to load codes, or call "
+    "octavo.restore(model) before saving, which decodes them"
+)
+
+
 class HeldWeight(NamedTuple):
     """How to read a weight that is held as codes."""
 
@@ -203,7 +213,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         """Replace a frozen weight by its FP8 codes, one byte an element, and their scale.
 
         The codes are those of the recipe's output GEMM and stay what they are under every recipe. ``weight`` becomes
-        them, and the ``state_dict`` gains ``weight_scale``.
+        them; the ``state_dict`` has them as ``weight_codes``, with ``weight_scale``.
 
         Args:
             scale: decodes; float32 in the shape of the recipe's granularity. None makes it as the recipe says.
@@ -355,15 +365,38 @@ class Linear(StatefulModule, torch.nn.Linear):
             self.weight_scale = held.scale.to(self.weight.device)
         return self
 
+    @property
+    def weight_codes(self) -> Tensor:
+        """The FP8 codes [N, K] of a weight that is held as such; they stand under this name in the ``state_dict``.
+
+        Raises:
+            AttributeError: the weight is held in high precision.
+        """
+        if self.held is None:
+            raise AttributeError(f"{self._called} holds its weight in high precision")
+        return self.weight
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save codes under a name of their own: under ``weight`` another model would load them as numbers up to 448."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.held is not None:
+            destination[f"{prefix}weight_codes"] = destination.pop(f"{prefix}weight")
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         """Refuse codes where there are none, and a weight in high precision where codes are held, before any copy."""
-        given = state_dict.get(f"{prefix}weight")
-        if given is not None and (given.dtype in FP8_DTYPES) != (self.held is not None):
-            wanted = "FP8 codes" if self.held is not None else "a weight in high precision"
-            *_, error_messages = rest
-            error_messages.append(f"{prefix}weight is {given.dtype}, and this layer holds {wanted}")
+        *_, missing_keys, _, error_messages = rest
+        weight, codes = f"{prefix}weight", f"{prefix}weight_codes"
+        name = codes if codes in state_dict else weight  # a walk over parameters finds codes as ``weight``
+        loaded = state_dict.get(name)
+        if loaded is not None and (name == codes or loaded.dtype in FP8_DTYPES) != (self.held is not None):
+            error_messages.append(f"{name} is {loaded.dtype}, and {_ONLY_CODES if self.held else _NO_CODES}")
             return
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        tensors = {key: tensor for key, tensor in state_dict.items() if key not in (weight, codes)}
+        if loaded is not None:
+            tensors[weight] = loaded
+        super()._load_from_state_dict(tensors, prefix, *rest)
+        if self.held is not None:
+            missing_keys[:] = [codes if key == weight else key for key in missing_keys]
 
     def extra_repr(self) -> str:
         """The shape and the name of the recipe in force: that of a surrounding ``octavo.autocast``, or its own."""

@@ -178,6 +178,7 @@ def _write_config(place: Path, config: Mapping[str, Any]) -> None:
 
 def _exact_dtype(model: LanguageModel) -> str:
     """The smaller dtype in which everything that becomes no codes is what it was."""
-    coded = {f"{path}.weight" for path, layer in model.model.named_modules() if isinstance(layer, Linear)}
+    layers = (path for path, layer in model.model.named_modules() if isinstance(layer, Linear))
+    coded = {f"{path}.{name}" for path in layers for name in ("weight", "weight_codes")}
     rest = (tensor for name, tensor in model.model.state_dict().items() if name not in coded)
     return "bf16" if all(torch.equal(tensor.bfloat16().to(tensor.dtype), tensor) for tensor in rest) else "fp32"
