@@ -20,7 +20,7 @@ import sys
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,9 +41,7 @@ __all__ = [
     "default_group",
     "follow_optimizers",
     "is_written",
-    "named_group",
     "reduce_amaxes",
-    "reduce_over_groups",
     "reduces",
     "stop_following",
 ]
@@ -114,13 +112,9 @@ def reduces(updates: ScaleUpdates) -> bool:
     return _group_of(updates) is not None
 
 
-def named_group(updates: ScaleUpdates) -> "distributed.ProcessGroup | None":
-    """The group that ``convert`` was given, if it was."""
-    return None if updates.group is None or updates.group == "rank" else updates.group
-
-
 def _group_of(updates: ScaleUpdates) -> "distributed.ProcessGroup | None":
-    return default_group() if updates.group is None else named_group(updates)
+    """The group that ``convert`` was given, or the default group."""
+    return default_group() if updates.group is None else None if updates.group == "rank" else updates.group
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001 (a compiled optimizer step calls it too; torch.compiler.disable imports dynamo)
@@ -226,17 +220,22 @@ def close_block_over_ranks(layer: DelayedLayer, region: Tensor) -> None:
 
 
 @torch.no_grad()
-def close_over_ranks(layers: Sequence[DelayedLayer], *, over: Tensor | None = None) -> None:
-    """Close the steps of models together, on all ranks."""
-    reduce_over_groups(layers, _group_of)
+def close_over_ranks(
+    layers: Sequence[DelayedLayer],
+    *,
+    group: "distributed.ProcessGroup | None" = None,
+    over: Tensor | None = None,
+) -> None:
+    """Close the steps of models together, on all ranks of ``group``; None: of each model's own."""
+    _reduce_over_groups(layers, group)
     close_steps(layers, over=over)
 
 
-def reduce_over_groups(layers: Sequence[DelayedLayer], group_of: Callable[[ScaleUpdates], Any]) -> None:
-    """Reduce the running step's amaxes, of the layers of each group together; of None they stay each rank's own."""
+def _reduce_over_groups(layers: Sequence[DelayedLayer], every: "distributed.ProcessGroup | None") -> None:
+    """Reduce the running step's amaxes, of the layers of each group together; of none they stay each rank's own."""
     groups: dict[int, tuple[Any, list[DelayedLayer]]] = {}
     for layer in layers:
-        group = group_of(layer.scale_updates)
+        group = _group_of(layer.scale_updates) if every is None else every
         groups.setdefault(id(group), (group, []))[1].append(layer)
     for group, members in groups.values():
         if group is not None:

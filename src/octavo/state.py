@@ -23,7 +23,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import Linear
 from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, AmaxHistory
 from octavo.recipes import Recipe
-from octavo.scale_updates import close_steps, is_written, named_group, reduce_over_groups
+from octavo.scale_updates import close_over_ranks, is_written
 
 if TYPE_CHECKING:
     from torch import distributed
@@ -60,8 +60,8 @@ def update_scales(model: torch.nn.Module, *, group: "distributed.ProcessGroup | 
         model: the converted model.
         group: ranks that take the largest of their amaxes first, so that all of them cast alike: one MAX all-reduce
             for all tensors of the step, such as ``torch.distributed.group.WORLD``. Every rank of it calls this with
-            the same layers; a tensor that ran on one of them counts as run. None takes the ``amax_group`` that
-            ``octavo.convert`` was given; without one each rank keeps its own.
+            the same layers; a tensor that ran on one of them counts as run. None: the ``amax_group`` that
+            ``octavo.convert`` was given, or else the default process group if it is initialized.
 
     Example:
         >>> import octavo
@@ -72,9 +72,7 @@ def update_scales(model: torch.nn.Module, *, group: "distributed.ProcessGroup | 
         >>> scaling_state(model)["0.input.amax"].item()
         3.0
     """
-    layers = list(_layers(model).values())
-    reduce_over_groups(layers, lambda updates: named_group(updates) if group is None else group)
-    close_steps(layers)
+    close_over_ranks(list(_layers(model).values()), group=group)
     _forget_cached_weights(model)
 
 

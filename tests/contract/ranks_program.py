@@ -223,7 +223,9 @@ def named_groups(rank: int, _: Path) -> Any:
     return {
         "rank": train(build(amax_group="rank"), rank)["state"],
         "group": train(build(amax_group=both), rank)["state"],
-        "manual": _manual(rank, group=both),
+        "manual": _manual(rank),
+        "manual, rank": _manual(rank, amax_group="rank"),
+        "manual, group": _manual(rank, group=both),
         "manual, named": _manual(rank, amax_group=both),
     }
 

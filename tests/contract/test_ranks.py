@@ -162,8 +162,9 @@ def test_a_group_or_this_rank_alone_can_be_named(found):
     ranks = _of(found, "named_groups")
     for rank in RANKS:
         own = [batch.abs().max().item() for (batch,) in program.batches(rank)]
-        assert ranks[rank]["rank"]["0.input.amax_history"].tolist() == own[:0:-1]
-        for named in ("group", "manual", "manual, named"):
+        for alone in ("rank", "manual, rank"):
+            assert ranks[rank][alone]["0.input.amax_history"].tolist() == own[:0:-1]
+        for named in ("group", "manual", "manual, group", "manual, named"):
             joint = [batch.abs().max().item() for (batch,) in program.batches(1)]
             assert ranks[rank][named]["0.input.amax_history"].tolist() == joint[:0:-1]
 

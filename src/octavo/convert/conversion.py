@@ -70,7 +70,7 @@ def convert(
         scale_updates: when the steps of delayed scaling end: "automatic", with the optimizer's (see
             :mod:`octavo.scale_updates`), or "manual", when the loop calls ``octavo.update_scales``.
         amax_group: ranks that end a step with their largest amaxes, also in ``octavo.update_scales(model)``. None: the
-            default process group if it is initialized, for automatic steps; "rank": each rank alone.
+            default process group if it is initialized; "rank": each rank alone.
         cache_weights: cast a weight again only when it has changed: once a step, not once a micro-batch. Costs the
             codes' bytes between steps; a compiled graph does not use it.
         frozen: "fp8" holds weights that take no gradient as FP8 codes, one byte an element, such as the base that a

@@ -27,7 +27,6 @@ from octavo.doctor import StepNotes, Watcher, watch
 from octavo.doctor.capture import remove_captures
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
-from octavo.scale_updates import default_group
 from octavo.state import discard_step, rescale_gradient_history, update_scales
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
@@ -286,11 +285,11 @@ class Trainer:
         """Take the optimizer's step; the loss scale of its gradients, None if there is none."""
         if self.scaler is None:
             self.optimizer.step()
-            update_scales(self.model, group=default_group())
+            update_scales(self.model)
             return None
         scale = self.scaler.value
         self.scaler.step(self.optimizer)
-        update_scales(self.model, group=default_group())
+        update_scales(self.model)
         self._update_loss_scale(self.scaler)
         return scale
 

@@ -32,7 +32,6 @@ from octavo.trials.faults import (
     Injection,
     add_adapter,
     adding_batch_norm,
-    reducing_amaxes,
     restarting_rate,
     switching_precision,
 )
@@ -132,7 +131,7 @@ def _clean_plans() -> Iterator[tuple[str, Plan]]:
         "slow growth, delayed",
         Plan(training={"recipe": "delayed"}, around=(growing("mlp.down_proj", binades_a_step=0.02),)),
     )
-    yield "two ranks, delayed", Plan(training={"recipe": "delayed"}, around=(reducing_amaxes,), ranks=2)
+    yield "two ranks, delayed", Plan(training={"recipe": "delayed"}, ranks=2)
     yield "two ranks, tensorwise", Plan(ranks=2)
     for recipe in ("tensorwise", "delayed", "mxfp8"):
         yield f"{recipe}, from first weights", Plan(training={"recipe": recipe, "warmup": 10}, from_first_weights=True)

@@ -3,7 +3,6 @@
 from octavo.trials.faults.catalogue import FAULTS
 from octavo.trials.faults.fault import Fault, Injection, nothing
 from octavo.trials.faults.modules import adding_batch_norm
-from octavo.trials.faults.ranks import reducing_amaxes
 from octavo.trials.faults.settings import LEARNING_RATE, restarting_rate, switching_precision
 from octavo.trials.faults.values import add_adapter
 
@@ -15,7 +14,6 @@ __all__ = [
     "add_adapter",
     "adding_batch_norm",
     "nothing",
-    "reducing_amaxes",
     "restarting_rate",
     "switching_precision",
 ]

@@ -1,41 +1,30 @@
 """Ranks that cast the same tensor differently; these faults run in two processes (:mod:`octavo.trials.two_ranks`)."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import distributed, nn
 
-from octavo import update_scales
 from octavo.nn import Linear
 from octavo.observers import ROLES, WEIGHT
+from octavo.scale_updates import close_steps
 from octavo.training import loop
 from octavo.training.loop import Trainer
 from octavo.trials.faults.fault import Fault
 from octavo.trials.faults.workloads import larger, layer_at
 
-__all__ = ["RANK_FAULTS", "reducing_amaxes"]
+__all__ = ["RANK_FAULTS"]
 
 GATE, KEY = "mlp.gate_proj", "self_attn.k_proj"
 
 
 @contextmanager
-def reducing_amaxes(_trainer: Trainer, _layer: int) -> Iterator[None]:
-    """Every step closes with the largest amax of all ranks."""
-    with _closing_in(distributed.group.WORLD):
-        yield
-
-
-@contextmanager
 def _first_rank_larger(trainer: Trainer, layer: int) -> Iterator[None]:
-    """The first rank's batches have larger activations than the others', and amaxes are reduced as they should be."""
-    with ExitStack() as stack:
-        if distributed.get_rank() == 0:
-            stack.enter_context(larger(GATE, binades=6)(trainer, layer))
-        stack.enter_context(reducing_amaxes(trainer, layer))
+    """The first rank's batches have larger activations than the others'."""
+    with larger(GATE, binades=6)(trainer, layer) if distributed.get_rank() == 0 else nullcontext():
         yield
 
 
@@ -44,13 +33,13 @@ def _of_the_next_rank(_trainer: Trainer, _layer: int) -> Iterator[None]:
     """Every rank closes its step with the amaxes of the next one's data."""
 
     def close(model: nn.Module, **_: Any) -> None:
-        for module in model.modules():
-            if isinstance(module, Linear) and module.amax_history is not None:
-                pending = module.amax_history.pending
-                everyones = [torch.empty_like(pending) for _ in range(distributed.get_world_size())]
-                distributed.all_gather(everyones, pending)
-                pending.copy_(everyones[(distributed.get_rank() + 1) % len(everyones)])
-        update_scales(model)
+        layers = [module for module in model.modules() if isinstance(module, Linear)]
+        for history in (layer.amax_history for layer in layers):
+            if history is not None:
+                everyones = [torch.empty_like(history.pending) for _ in range(distributed.get_world_size())]
+                distributed.all_gather(everyones, history.pending)
+                history.pending.copy_(everyones[(distributed.get_rank() + 1) % len(everyones)])
+        close_steps(layers)
 
     with mock.patch.object(loop, "update_scales", close):
         yield
@@ -61,8 +50,7 @@ def _halved(trainer: Trainer, layer: int) -> Iterator[None]:
     """The last rank's scale of one weight is half of what it should be."""
     history = layer_at(trainer, layer, KEY).amax_history
     if history is None or distributed.get_rank() == 0:
-        with reducing_amaxes(trainer, layer):
-            yield
+        yield
         return
     genuine = history.close
 
@@ -70,13 +58,7 @@ def _halved(trainer: Trainer, layer: int) -> Iterator[None]:
         genuine(**keywords)
         history.amax[WEIGHT] = history.window[WEIGHT].amax() / 2
 
-    with reducing_amaxes(trainer, layer), mock.patch.object(history, "close", close):
-        yield
-
-
-@contextmanager
-def _closing_in(group: Any) -> Iterator[None]:
-    with mock.patch.object(loop, "update_scales", partial(update_scales, group=group)):
+    with mock.patch.object(history, "close", close):
         yield
 
 
