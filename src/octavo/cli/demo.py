@@ -8,9 +8,8 @@ import typer
 from octavo.cli import options
 from octavo.cli.comparing import compare, print_study
 from octavo.cli.console import stdout
-from octavo.cli.thread_choice import choose_threads
-from octavo.training.config import demo_config, load_config
-from octavo.training.run_folder import CONFIG
+from octavo.cli.thread_choice import threads_of
+from octavo.training.config import demo_config
 from octavo.training.study import DEFAULT_RECIPES
 
 __all__ = ["demo"]
@@ -40,8 +39,7 @@ def demo(
     """
     folder = out or (QUICK if quick else FULL)
     if threads is None:
-        begun = not force and (folder / CONFIG).exists()
-        threads = load_config(folder / CONFIG).training.threads if begun else choose_threads()
+        threads = threads_of(folder, goes_on=not force)
     config = demo_config(quick=quick).with_training(threads=threads)
     test_tokens = QUICK_TEST_TOKENS if quick else None
     found = compare(config, folder, recipes=DEFAULT_RECIPES, prompt=PROMPT, test_tokens=test_tokens, force=force)

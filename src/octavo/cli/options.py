@@ -50,7 +50,7 @@ Seed = Annotated[int | None, typer.Option(help="Seed of weights and batches.")]
 VocabSize = Annotated[int | None, typer.Option(help="Tokens of the vocabulary.")]
 EvalInterval = Annotated[int | None, typer.Option(help="Updates between evaluations.")]
 CheckpointInterval = Annotated[int | None, typer.Option(help="Updates between checkpoints.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; 0 leaves torch's choice.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; 0 leaves torch's choice. [default: free cores]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A run's folder, a Hugging Face folder or name, or a .gguf file.")

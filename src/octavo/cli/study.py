@@ -7,6 +7,7 @@ import typer
 
 from octavo.cli import options
 from octavo.cli.comparing import compare, print_study
+from octavo.cli.thread_choice import says_threads, threads_of
 from octavo.training.study import DEFAULT_RECIPES
 
 __all__ = ["study"]
@@ -52,6 +53,8 @@ def study(
         threads=threads,
         device=device,
     )
+    if threads is None and not says_threads(config):
+        run_config = run_config.with_training(threads=threads_of(out, goes_on=not force))
     chosen = tuple(name.strip() for name in recipes.split(",") if name.strip())
     found = compare(run_config, out, recipes=chosen, prompt=prompt, force=force)
     print_study(found, run_config, out, as_json=as_json)

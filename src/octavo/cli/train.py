@@ -11,9 +11,7 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.thread_choice import choose_threads
-from octavo.parsing import read_toml
-from octavo.training.config import load_config
+from octavo.cli.thread_choice import says_threads, threads_of
 from octavo.training.data import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import check_data
@@ -78,8 +76,8 @@ def train(
         threads=threads,
         device=device,
     )
-    if threads is None and not _says_threads(config):
-        run_config = run_config.with_training(threads=_threads_of(out, resume=resume))
+    if threads is None and not says_threads(config):
+        run_config = run_config.with_training(threads=threads_of(out, goes_on=resume))
     check_start(out, run_config, resume=resume)
     check_run_fits(run_config, SMALLEST_VOCABULARY)  # what no text can change, before it is read
     with open_display() as display:
@@ -100,17 +98,6 @@ def train(
         )
         raise typer.Exit(128 + signal.Signals[result.stopped_by])
     _show(result, as_json=as_json)
-
-
-def _says_threads(config: Path | None) -> bool:
-    """Whether a configuration file, which has been read before, has a number of threads, be it 0 for torch's choice."""
-    return config is not None and "threads" in read_toml(config).get("training", {})
-
-
-def _threads_of(out: Path, *, resume: bool) -> int:
-    """The number that the run in the folder began with; of a new run, what is free."""
-    begun = resume and (out / CONFIG).exists()
-    return load_config(out / CONFIG).training.threads if begun else choose_threads()
 
 
 def _watch(display: Display, recipe: str, steps: int) -> OnEvent:

@@ -6,10 +6,10 @@
 |-------------------------------------|-----------------------------------------------------------------------|
 | tokenizer.json                      | trained on the training split                                         |
 | train.bin, validation.bin, test.bin | token ids, little-endian uint16 (uint32 for vocabularies over 65,536) |
-| manifest.json                       | where the text came from, its content hash; the counts and the token  |
-|                                     | files' SHA-256, written last                                          |
+| manifest.json                       | where the text came from, its content hash; the counts, the token     |
+|                                     | files' and the tokenizer's SHA-256, written last                      |
 
-The folder is used again when text and vocabulary size are those of the manifest and the token files are as they were
+The folder is used again when text and vocabulary size are those of the manifest and its files are as they were
 written. Otherwise it is rebuilt, in a hidden folder beside it whose files take their places at the end. A folder that
 holds files and no manifest of this kind is somebody else's and refused.
 
@@ -104,6 +104,7 @@ def open_data(folder: str | Path) -> "TokenData":
     try:
         manifest = read_object(folder / MANIFEST)
         vocab_size, counts = int(manifest["tokens_in_vocabulary"]), manifest["splits"]
+        _check_digest(folder / TOKENIZER, manifest.get("tokenizer_sha256"))
         splits = {split: _map(folder / f"{split}.bin", counts[split], vocab_size) for split in Split}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{str(folder)!r} is not a complete data folder ({error}); prepare the data again") from error
@@ -230,7 +231,11 @@ def _write(folder: Path, identity: dict[str, Any], splits: dict[Split, list[Docu
     write_atomically(folder / TOKENIZER, tokenizer.to_str())
     report("tokenizer", 1, 1)
     counts = _encode_splits(folder, tokenizer, splits, report)
-    actual = {"tokens_in_vocabulary": tokenizer.get_vocab_size(), "splits": counts}
+    actual = {
+        "tokens_in_vocabulary": tokenizer.get_vocab_size(),
+        "tokenizer_sha256": file_digest(folder / TOKENIZER),
+        "splits": counts,
+    }
     write_atomically(folder / MANIFEST, json.dumps({**identity, **actual}, indent=2) + "\n")
 
 
@@ -243,6 +248,12 @@ def _matching(folder: Path, identity: dict[str, Any]) -> "TokenData | None":
     return data if all(data.manifest.get(key) == value for key, value in identity.items()) else None
 
 
+def _check_digest(path: Path, expected: str | None) -> None:
+    """Refuse a changed file; a manifest of before 2026-11-24 has no digest of the tokenizer."""
+    if expected is not None and file_digest(path) != expected:
+        raise ValueError(f"{path.name} is not what was written: its SHA-256 is not the manifest's")
+
+
 def _dtype_for(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
@@ -253,8 +264,7 @@ def _map(path: Path, counts: dict[str, Any], vocab_size: int) -> NDArray[Any]:
         raise ValueError(
             f"{path.name} has {path.stat().st_size} bytes, the manifest promises {tokens * dtype.itemsize}"
         )
-    if file_digest(path) != counts["sha256"]:
-        raise ValueError(f"{path.name} is not what was written: its SHA-256 is not the manifest's")
+    _check_digest(path, counts["sha256"])
     if not tokens:
         return np.zeros(0, dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")

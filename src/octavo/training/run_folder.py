@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.doctor.capture import remove_captures
-from octavo.errors import CheckpointError, ConfigError, TrainingError
+from octavo.errors import CheckpointError, ConfigError, DataError, TrainingError
 from octavo.files import remove_if_empty, write_atomically
 from octavo.models import Llama, LlamaConfig
 from octavo.parsing import read_toml
@@ -87,14 +87,21 @@ def has_run(run_dir: str | Path) -> bool:
 
 
 def check_is_run(path: Path) -> None:
-    """Point from a study's folder to its runs: it has a configuration, but trains nothing itself.
+    """Point from a folder of runs to these. A study's has a configuration too, but trains nothing itself.
 
     Raises:
-        ConfigError: the folder holds a study, which has several models.
+        ConfigError: the folder holds several runs, or a study.
     """
-    inside = sorted(str(child.parent) for child in path.glob(f"*/{CONFIG}"))
-    if inside and not any((path / name).exists() for name in (METRICS, "checkpoints")):
-        raise ConfigError(f"{str(path)!r} holds a study of several runs; name one of {', '.join(inside)}")
+    if inside := _runs_in(path):
+        kind = "holds a study of several runs" if (path / CONFIG).exists() else "is a folder of runs"
+        raise ConfigError(f"{str(path)!r} {kind}; name one of {', '.join(inside)}")
+
+
+def _runs_in(path: Path) -> list[str]:
+    """The runs inside a folder that is none itself."""
+    if any((path / name).exists() for name in (METRICS, "checkpoints")):
+        return []
+    return sorted(str(child.parent) for child in path.glob(f"*/{CONFIG}"))
 
 
 def is_own_config(path: Path) -> bool:
@@ -190,6 +197,8 @@ def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) 
         check_start(run_dir, config, resume=resume)
         if resume:
             remove_leftovers(run_dir)
+            if not (run_dir / TOKENIZER).exists():
+                write_atomically(run_dir / TOKENIZER, data.tokenizer().to_str())
             yield
             return
         try:
@@ -208,6 +217,11 @@ def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
     Raises:
         ConfigError: which of them.
     """
+    if not (resume or (run_dir / CONFIG).exists()) and (inside := _runs_in(run_dir)):
+        raise ConfigError(
+            f"{str(run_dir)!r} holds other runs ({', '.join(inside)}); give this one a folder of its own, "
+            f"such as {str(run_dir / 'new')!r}"
+        )
     check_is_run(run_dir)
     if has_run(run_dir) and not resume:
         raise ConfigError(f"{str(run_dir)!r} already holds a run; continue it with --resume or name another folder")
@@ -226,10 +240,12 @@ def resumable_state(run_dir: Path, config: RunConfig, data: TokenData) -> tuple[
     """The newest checkpoint, if there is one and it continues this configuration on this data.
 
     Raises:
-        CheckpointError: it was made under another configuration or on other text.
+        CheckpointError: it was made under another configuration or on other text, or the run's tokenizer is not the
+            one that made the tokens.
     """
     path = latest(run_dir)
     if path is None:
+        _check_tokenizer(run_dir / TOKENIZER, data)
         return None
     state = read_state(path)
     if state.config_hash != config.config_hash():
@@ -241,7 +257,22 @@ def resumable_state(run_dir: Path, config: RunConfig, data: TokenData) -> tuple[
             f"{str(path)!r} was trained on other text (content hash {state.data_hash}, now {data.content_hash}); "
             "resume on the same data or start a new run"
         )
+    _check_tokenizer(run_dir / TOKENIZER, data)
     return path, state
+
+
+def _check_tokenizer(path: Path, data: TokenData) -> None:
+    if not path.exists():  # written again
+        return
+    try:
+        is_same = load_tokenizer(path).to_str() == data.tokenizer().to_str()
+    except DataError:
+        is_same = False
+    if not is_same:
+        raise CheckpointError(
+            f"{str(path)!r} is not the tokenizer of the run's tokens; put the run's own back, or remove the file, "
+            "which is written again then"
+        )
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """Commands in this process, as a user's shell would see them, on text and models small enough for a second a test."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
+from octavo.cli import thread_choice
 from octavo.cli.app import app
 
 TINY = """
@@ -65,3 +68,12 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, setting: list[object]
     result = run_octavo("train", *setting, "--out", folder)
     assert result.exit_code == 0, result.output
     return folder
+
+
+@pytest.fixture
+def busy_machine(monkeypatch: pytest.MonkeyPatch, groups: Callable[..., object]) -> None:
+    """Four cores, of which three are busy."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    groups("0::/\n", {})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(thread_choice, "busy_cores", lambda: 3)

@@ -74,6 +74,16 @@ def test_no_more_threads_than_a_quota_pays_for(demo):
     assert demo("--force", cores=64, own=2, quota=2) == (2, "")
 
 
+def test_no_more_threads_than_cores(demo):
+    """OMP_NUM_THREADS asks for more."""
+    assert demo(own=4) == (2, "torch would use 4 threads on 2 cores; training with 2 threads (--threads to choose)\n")
+    assert demo("--force", cores=64, allowed=1, own=4) == (
+        1,
+        "torch would use 4 threads on 1 core; training with 1 thread (--threads to choose)\n",
+    )
+    assert demo("--force", own=4, busy=1)[1].startswith("1 of 2 cores is busy; ")
+
+
 def test_cores_beyond_a_quota_may_be_busy(demo):
     assert demo(cores=64, busy=63, own=64, quota=2)[0] == 1
 

@@ -64,6 +64,30 @@ def test_no_run_is_trained_into_a_studys_folder(octavo, study_folder, resume):
     assert sorted(path.name for path in study_folder.iterdir()) == ["bf16", "config.toml", "fp32"]
 
 
+@pytest.fixture
+def folder_of_runs(study_folder):
+    """Runs side by side, in a folder that has no configuration itself."""
+    (study_folder / "config.toml").unlink()
+    return study_folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_of_runs_is_no_study(octavo, folder_of_runs, command):
+    result = octavo(*command.split(), folder_of_runs.name, *MORE.get(command, []))
+    assert result.exit_code == 2
+    assert "'demo' is a folder of runs; name one of demo/bf16, demo/fp32" in result.stderr
+
+
+def test_a_new_run_beside_runs_gets_a_folder_of_its_own(octavo, folder_of_runs):
+    result = octavo("train", "--out", folder_of_runs.name)
+    assert result.exit_code == 2
+    assert "'demo' holds other runs (demo/bf16, demo/fp32); give this one a folder of its own" in result.stderr
+    result = octavo("train", "--out", folder_of_runs.name, "--resume")
+    assert result.exit_code == 2
+    assert "'demo' is a folder of runs; name one of demo/bf16, demo/fp32" in result.stderr
+    assert sorted(path.name for path in folder_of_runs.iterdir()) == ["bf16", "fp32"]
+
+
 def test_a_run_with_another_in_its_folder_is_still_a_run(octavo, finished_run, tmp_path, tiny):
     folder = tmp_path / "run"
     shutil.copytree(finished_run, folder)

@@ -198,3 +198,25 @@ def test_a_layer_that_is_not_there_is_refused_before_the_first_run(octavo, tiny,
     assert result.exit_code == 2
     assert "zz" in result.stderr
     assert not (tmp_path / "new").exists()
+
+
+NOTE = "3 of 4 cores are busy; training with 1 thread (--threads to choose)"
+
+
+def test_free_cores_are_counted_where_nothing_says_a_number(octavo, busy_machine, tiny, text, tmp_path):
+    silent = tmp_path / "silent.toml"
+    silent.write_text(tiny.read_text().replace("threads = 1\n", ""))
+
+    def threads(out, config, *options):
+        arguments = ["--config", config, "--data", text, "--recipes", "fp32", "--out", tmp_path / out, *options]
+        result = octavo("study", *arguments)
+        assert result.exit_code == 0, result.output
+        configs = [load_config(tmp_path / out / name / "config.toml") for name in (".", "fp32")]
+        return [each.training.threads for each in configs], NOTE in result.stderr
+
+    assert threads("new", silent) == ([1, 1], True)
+    assert threads("new", silent) == ([1, 1], False), "a begun study keeps its number"
+    assert threads("new", tiny, "--threads", 1) == ([1, 1], False)
+    assert threads("given", silent, "--threads", 2) == ([2, 2], False)
+    assert threads("given", silent, "--force") == ([1, 1], True)
+    assert threads("said", tiny) == ([1, 1], False)

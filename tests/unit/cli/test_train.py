@@ -7,10 +7,8 @@ import shutil
 import signal
 
 import pytest
-import torch
 
 import octavo.cli.train as command
-from octavo.cli import thread_choice
 from octavo.training.config import load_config
 
 
@@ -119,15 +117,6 @@ def test_a_finished_run_that_is_resumed_has_no_speed(octavo, finished_run, tmp_p
     assert "nan" not in result.stdout.split()
 
 
-@pytest.fixture
-def busy_machine(monkeypatch, groups):
-    """Four cores, of which three are busy."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    groups("0::/\n", {})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(thread_choice, "busy_cores", lambda: 3)
-
-
 def threads_of(octavo, run, *options):
     result = octavo("train", "--out", run, *options)
     assert result.exit_code == 0, result.output
@@ -150,3 +139,37 @@ def test_free_cores_are_counted_where_nothing_says_a_number(octavo, busy_machine
     silent.write_text(tiny.read_text().replace("threads = 1\n", "threads = 0\n"))
     threads, said = threads_of(octavo, tmp_path / "zero", *options)
     assert (threads, NOTE in said) == (0, False)
+
+
+@pytest.fixture
+def begun_run(finished_run, tmp_path):
+    """A run that a test may damage."""
+    return shutil.copytree(finished_run, tmp_path / "run")
+
+
+def other_vocabulary(tokenizer):
+    """The same tokenizer with the last two tokens' ids exchanged."""
+    content = json.loads(tokenizer)
+    ids = content["model"]["vocab"]
+    last, before = sorted(ids, key=ids.get)[-1:-3:-1]
+    ids[last], ids[before] = ids[before], ids[last]
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize("damage", [other_vocabulary, lambda tokenizer: tokenizer[:100]])
+def test_a_run_is_not_resumed_with_another_tokenizer(octavo, begun_run, damage):
+    path = begun_run / "tokenizer.json"
+    path.write_text(damage(path.read_text()))
+    before = {each: each.read_bytes() for each in begun_run.rglob("*") if each.is_file()}
+    result = octavo("train", "--out", begun_run, "--resume")
+    assert result.exit_code == 2
+    assert f"'{path}' is not the tokenizer of the run's tokens" in result.stderr
+    assert {each: each.read_bytes() for each in begun_run.rglob("*") if each.is_file()} == before
+
+
+def test_a_tokenizer_that_is_missing_is_written_again(octavo, begun_run):
+    path = begun_run / "tokenizer.json"
+    before = path.read_text()
+    path.unlink()
+    assert octavo("train", "--out", begun_run, "--resume").exit_code == 0
+    assert path.read_text() == before

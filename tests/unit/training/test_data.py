@@ -147,6 +147,17 @@ def test_tokens_damaged_in_place_are_refused_by_name(tmp_path, split):
     assert "prepare the data again" in str(caught.value)
 
 
+def test_a_tokenizer_damaged_in_place_is_refused_by_name_and_made_again(tmp_path):
+    data = tiny_data(tmp_path)
+    path = data.folder / "tokenizer.json"
+    before = path.read_text()
+    path.write_text(before.replace(END_OF_TEXT, "<|endoftexT|>"))
+    with pytest.raises(DataError, match=r"tokenizer\.json is not what was written.*prepare the data again"):
+        open_data(data.folder)
+    tiny_data(tmp_path)
+    assert path.read_text() == before
+
+
 def test_a_failed_preparation_leaves_no_complete_folder(tmp_path):
     (tmp_path / "text.txt").write_text(some_text())
     with pytest.raises(ConfigError):
