@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from octavo.errors import ConfigError
 from octavo.keeping import Kept, Later, keep_operands, kept_operands, operand_of
 from octavo.kernels import ScaleRule, high_precision_mm, quantize_and_measure, quantize_both_ways, scaled_mm
-from octavo.kernels.tracing import distinct
+from octavo.kernels.tracing import distinct, is_recorded
 from octavo.numerics import Accumulate, PerTensor, QuantizedTensor, Record
 from octavo.numerics.cast import can_be_asked
 from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, Operand, RoleTap, inside_backward
@@ -248,7 +248,7 @@ def _bytes_of_codes(shape: torch.Size, spec: CastSpec) -> int:
 
 def _holds(comparison: bool) -> bool:
     """Whether a comparison of sizes holds; of symbolic ones, whether for all of them, so that a graph gets no guard."""
-    if not torch.compiler.is_compiling():
+    if not is_recorded():
         return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -355,6 +356,24 @@ def test_what_backward_keeps_bounds_no_exported_size(recipe, dtype):
         assert exported.module()(torch.randn(count, 64, dtype=dtype)).shape == (count, 64)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_recorded_by_make_fx_it_takes_any_number_of_rows(recipe):
+    """Where no compiler says so, sizes are symbols all the same."""
+    layer = Linear(64, 64, bias=False, recipe=recipe)
+
+    def step(x: Tensor, weight: Tensor) -> list[Tensor]:
+        y = nn.functional.silu(torch.func.functional_call(layer, {"weight": weight}, (x,)))
+        return [y, *torch.autograd.grad(y.square().sum(), [x, weight])]
+
+    def of(rows: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(rows, 64, requires_grad=True), layer.weight.detach().clone().requires_grad_()
+
+    recorded = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*of(32))
+    for rows in (32, 96, 256):
+        operands = of(rows)
+        assert all(map(torch.equal, recorded(*operands), step(*operands)))
+
+
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
 def test_exported_and_compiled_ahead_of_time_it_computes_the_same(tmp_path):
     """AOTInductor, all recipes in one package: it hands a scale a tensor's block, [], over as None."""
@@ -383,6 +402,15 @@ def test_jit_trace_is_told_what_records_a_model(recipe, training):
         traced = torch.jit.trace(model, (x,))
         assert torch.equal(traced(x), model(x))
     assert torch.equal(torch.export.export(model.eval(), (x,)).module()(x), model(x))
+
+
+def test_jit_script_is_told_what_records_a_model():
+    model = nn.Sequential(nn.Linear(8, 8))
+    octavo.convert(model)
+    with pytest.raises(BackendError, match=r"torch.jit.script .* torch.export.export"):
+        torch.jit.script(model)
+    octavo.restore(model)
+    assert torch.jit.script(model)(torch.ones(1, 8)).shape == (1, 8)
 
 
 class NormThenTwoLinears(nn.Module):

@@ -16,6 +16,7 @@ from octavo.kernels.native_backend import NativeBackend
 from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.torch_cuda import CudaBackend
 from octavo.kernels.torch_native import CpuBackend
+from octavo.kernels.tracing import is_recorded
 from octavo.kernels.triton_backend import TritonBackend
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.cast import check_float
@@ -91,7 +92,7 @@ def scaled_mm(
         tensor([[1.0000, 0.5000],
                 [2.0000, 4.0000]])
     """
-    if backend != "auto" or torch.compiler.is_compiling():
+    if backend != "auto" or is_recorded():
         problem = _describe(a, b, out_dtype, bias, accumulate, fast_accumulation=fast_accumulation)
         chosen = _select(problem) if backend == "auto" else _named(backend, problem)
         return chosen.scaled_mm(a, b, bias, problem)
@@ -158,7 +159,7 @@ def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtyp
 
 
 def _select(problem: MatmulProblem) -> Backend:
-    if torch.compiler.is_compiling():  # a choice per traced graph; the record is for what runs eagerly
+    if is_recorded():  # a choice per traced graph; the record is for what runs eagerly
         return _backend(explain(problem).backend)
     known = _record.get(problem)
     if known is not None:

@@ -11,7 +11,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from octavo.errors import BackendError
 
-__all__ = ["PLAIN_TENSORS", "SOURCES", "distinct", "is_plain", "is_traced", "show_kernels"]
+__all__ = ["PLAIN_TENSORS", "SOURCES", "distinct", "is_plain", "is_recorded", "is_traced", "show_kernels"]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
@@ -72,7 +72,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
     Raises:
         BackendError: ``torch.jit.trace`` watches, to which sizes are tensors, and no kernel's call is an operation.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # noqa: SLF001
+    if is_recorded():
         return True
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise BackendError(
@@ -80,6 +80,11 @@ def is_traced(*tensors: Tensor | None) -> bool:
             "model with torch.export.export, or inside octavo.autocast(enabled=False), which runs it in high precision"
         )
     return not all(x is None or is_plain(x) for x in tensors)
+
+
+def is_recorded() -> bool:
+    """Whether operations are recorded, by a compiler or a dispatch mode as ``make_fx``'s: sizes may be symbols."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
 
 
 def is_plain(x: Tensor) -> bool:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from octavo import recipes
 from octavo.context import active_recipe, autocast_region
-from octavo.errors import ConfigError
+from octavo.errors import BackendError, ConfigError
 from octavo.formats import FP8_FORMATS
 from octavo.functional import InputOperands, WeightCache, WeightOperands, cast_operand, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu, quantize
@@ -397,6 +397,13 @@ class Linear(StatefulModule, torch.nn.Linear):
         super()._load_from_state_dict(tensors, prefix, *rest)
         if self.held is not None:
             missing_keys[:] = [codes if key == weight else key for key in missing_keys]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse ``torch.jit.script``, which asks every module for what it shall compile instead."""
+        raise BackendError(
+            "torch.jit.script cannot compile octavo's layers; record the model with torch.export.export, or compile it "
+            "in high precision after octavo.restore(model)"
+        )
 
     def extra_repr(self) -> str:
         """The shape and the name of the recipe in force: that of a surrounding ``octavo.autocast``, or its own."""
