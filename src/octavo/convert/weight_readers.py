@@ -10,11 +10,12 @@ never runs there. The source of the owner's ``forward``, and of its own methods 
 | ``self.a.weight.dtype`` and other facts of it    | nothing                 |
 | ``self.a(x)``, ``self.a`` handed on              | a call of a             |
 
-A name that is assigned one of these stands for it, and the target of a loop or a comprehension for all that it goes
-through, also in ``enumerate``, ``zip`` and ``reversed``, ``.values()`` and ``.items()``. A layer that another module
-holds too may be called there; only where all of them read its weight and none calls it does it never run. Where a
-module's own flags and absent parameters decide an ``if``
-(``self.q_bias is None``), the branch that it takes counts; a read in the other is still one that may come. What no
+A name that is assigned one of these stands for it until it is bound anew, after branches for what any of them bound it
+to, and the target of a loop or a comprehension for all that it goes through, also in ``enumerate``, ``zip`` and
+``reversed``, ``.values()`` and ``.items()``. A layer that its owner holds under two names is called where either one
+is. One that another module holds too may be called there; only where all of them read its weight and none calls it
+does it never run. Where a module's own flags and absent parameters decide an ``if`` (``self.q_bias is None``), the
+branch that it takes counts; a read in the other is still one that may come. What no
 source shows (a function that is given the whole module, C code) is found when the model runs: :func:`layers_not_run`.
 """
 
@@ -121,7 +122,8 @@ def _reads(model: torch.nn.Module) -> Iterator[tuple[WeightReader, Trail]]:
         for chain in sorted(whole[type(owner)].read):
             reader = WeightReader(path, owner, chain in uses.read, uses.calls(chain))
             for trail in _trails(owner, chain):
-                yield reader, trail
+                calls = reader.calls or any(_reaches(owner, each, trail[-1]) for each in uses.mentioned)
+                yield reader._replace(calls=calls), trail
 
 
 def _first_that_replaces(
@@ -189,6 +191,16 @@ def _trails(owner: torch.nn.Module, chain: Chain) -> Iterator[Trail]:
     for way in ways:
         if isinstance(way[-1], torch.nn.Linear) and len(way) > 1:
             yield tuple(each for each in way if isinstance(each, torch.nn.Module))
+
+
+def _reaches(owner: torch.nn.Module, mentioned: Chain, layer: torch.nn.Module) -> bool:
+    """Whether a mention calls the layer or hands it on, by whatever name the owner holds it."""
+    places: list[object] = [owner]
+    for name in mentioned:
+        if name not in NOT_A_CALL and any(place is layer for place in places):
+            return True  # a method or an attribute of the layer
+        places = [inner for place in places for inner in _inside(place, name)]
+    return any(place is layer for place in places)
 
 
 def _inside(place: object, name: str) -> list[object]:
@@ -274,8 +286,38 @@ class _Visitor(ast.NodeVisitor):
             self.visit_block([node])
             return
         self.visit(node.test)
-        self.visit_block(node.body)
-        self.visit_block(node.orelse)
+        self._branch(node.body, node.orelse)
+
+    def visit_While(self, node: ast.While) -> None:
+        """As often as a name may stand for something else."""
+        self.visit(node.test)
+        self._repeat(node)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        """An exception may leave the names as they were, or as the body bound them."""
+        self._branch(node.body, [])
+        self._branch(*(handler.body for handler in node.handlers), node.orelse)
+        self.visit_block(node.finalbody)
+
+    def visit_Match(self, node: ast.Match) -> None:
+        """Any case, or none."""
+        self.visit(node.subject)
+        self._branch(*(case.body for case in node.cases), [])
+
+    def _branch(self, *blocks: list[ast.stmt]) -> None:
+        """One of several blocks: afterwards a name stands for all that those which go on bound it to."""
+        before, after = self.names, dict[str, list[Chain]]()
+        for block in blocks:
+            self.names = dict(before)
+            if not self.visit_block(block):
+                for name, chains in self.names.items():
+                    after[name] = list(dict.fromkeys((*after.get(name, ()), *chains)))
+        self.names = after
+
+    def _repeat(self, loop: ast.For | ast.While) -> None:
+        for _ in range(2):  # the second pass begins with what the first one bound
+            self._branch(loop.body, [])
+        self.visit_block(loop.orelse)
 
     def _known(self, test: ast.expr) -> bool | None:
         """What a condition is for this module; None where its flags do not decide it."""
@@ -323,8 +365,7 @@ class _Visitor(ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         """``for layer in self.layers``: the name stands for all of them."""
         self._loop(node.target, node.iter)
-        self.visit_block(node.body)
-        self.visit_block(node.orelse)
+        self._repeat(node)
 
     def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
         """The same, with names of their own."""
@@ -342,6 +383,7 @@ class _Visitor(ast.NodeVisitor):
     def _loop(self, target: ast.expr, iterable: ast.expr) -> None:
         bound: dict[str, list[Chain]] = {}
         self._bind_items(target, iterable, bound)
+        self.visit(target)
         self.names |= bound
 
     def _bind(self, target: ast.expr, value: ast.expr, bound: dict[str, list[Chain]]) -> None:
@@ -404,9 +446,11 @@ class _Visitor(ast.NodeVisitor):
         self._use(node)
 
     def visit_Name(self, node: ast.Name) -> None:
-        """A name that stands for a child, where it is used."""
+        """A name that stands for a child, where it is used; one that is bound anew stands for it no longer."""
         if isinstance(node.ctx, ast.Load):
             self._use(node)
+        else:
+            self.names.pop(node.id, None)
 
     def _use(self, node: ast.expr) -> None:
         chains = self._chains(node)
