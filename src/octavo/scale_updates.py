@@ -56,10 +56,14 @@ class DelayedLayer(Protocol):
     path: str
     in_features: int
     out_features: int
-    weight: Tensor
     scale_updates: ScaleUpdates
     amax_history: AmaxHistory | None
     last_recipe: Recipe | None
+
+    @property
+    def stored_weight(self) -> Tensor:
+        """The parameter that holds the weight."""
+        ...
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """As of ``torch.nn.Module``."""
@@ -167,7 +171,7 @@ def is_written(layer: DelayedLayer) -> bool:
     """Whether a model without an optimizer had this layer's weight updated since the last training forward."""
     updates, history = layer.scale_updates, layer.amax_history
     seen = None if history is None else updates.weights_seen.get(history)
-    weight = layer.weight
+    weight = layer.stored_weight
     if updates.has_optimizer or updates.manual or seen is None or not _is_readable(weight):
         return False
     return weight._version != seen.version or not torch.equal(_sample(weight), seen.sample)  # noqa: SLF001
@@ -182,7 +186,7 @@ def close_if_written(layer: DelayedLayer, region: Tensor) -> None:
     updates, history = layer.scale_updates, layer.amax_history
     if updates.has_optimizer or updates.manual or history is None:
         return
-    weight, by_block = layer.weight, history.spec.close == Close.AUTOCAST and int(region) > 0
+    weight, by_block = layer.stored_weight, history.spec.close == Close.AUTOCAST and int(region) > 0
     if by_block or not weight.requires_grad or not _is_readable(weight):
         return
     if is_written(layer):

@@ -13,6 +13,7 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import hold_weight_as_codes
 from octavo.training.tokenizer import train_tokenizer
 
 with warnings.catch_warnings():
@@ -69,6 +70,22 @@ def test_codes_are_never_saved_as_weights(of, tmp_path):
     assert saved.keys() == state.keys()
     assert all(torch.equal(saved[key], state[key]) for key in state)
     assert state["model.layers.0.self_attn.q_proj.weight"].abs().max() < 1
+
+
+@pytest.mark.parametrize("part", ["model", "model.layers", "model.layers.0.mlp.up_proj"])
+def test_what_save_pretrained_writes_of_a_partly_converted_model_is_refused(part, tmp_path):
+    """Its outermost module does not know what was converted inside, so from_pretrained refuses instead."""
+    model = _llama().requires_grad_(False)
+    inner = model.get_submodule(part)
+    if part.endswith("up_proj"):
+        octavo.convert(model)
+        assert isinstance(inner, Linear)
+        hold_weight_as_codes(inner)
+    else:
+        assert octavo.convert(inner, frozen="fp8").held
+    type(model).save_pretrained(model, tmp_path / "m")
+    with pytest.raises(RuntimeError, match=r"ignore_mismatched_sizes"):
+        _read(tmp_path / "m")
 
 
 def test_weights_that_are_handed_over_are_saved(tmp_path):
@@ -137,10 +154,11 @@ def test_accelerate_saves_codes_that_only_a_model_with_codes_loads(tmp_path):
     model, other, plain = _held(), _held(), _llama()
     accelerate.Accelerator(cpu=True).save_model(model, str(tmp_path))
     kept = {key: value.clone() for key, value in plain.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*q_proj\.weight_codes"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for .*q_proj\.weight"):
         accelerate.load_checkpoint_in_model(plain, tmp_path, strict=True)
-    accelerate.load_checkpoint_in_model(plain, tmp_path)
-    accelerate.load_checkpoint_in_model(plain, tmp_path, device_map={"": "cpu"})
+    for where, reason in ((None, RuntimeError), ({"": "cpu"}, ValueError)):
+        with pytest.raises(reason, match="shape"):
+            accelerate.load_checkpoint_in_model(plain, tmp_path, device_map=where)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(plain.state_dict()[name], kept[name])
     assert not torch.equal(_codes(model), _codes(other))
@@ -159,7 +177,7 @@ def test_distributed_checkpoints_keep_codes_apart_from_weights(tmp_path):
     save(get_model_state_dict(model), checkpoint_id=tmp_path, no_dist=True)
     weights = plain.state_dict()
     kept = {key: value.clone() for key, value in weights.items()}
-    with pytest.raises(CheckpointException, match=r"Missing key .*_proj\.weight\."):
+    with pytest.raises(CheckpointException, match=r"Size mismatch between saved torch.Size\(\[0\]\)"):
         load(weights, checkpoint_id=tmp_path, no_dist=True)
     assert all(torch.equal(value, kept[key]) for key, value in weights.items())
     loaded = get_model_state_dict(other)

@@ -95,7 +95,7 @@ def test_python_runs(name, tmp_path, monkeypatch):
         line = text[:start].count("\n") + 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            exec(compile("\n" * line + block, name, "exec"), namespace)
+            exec(compile("\n" * line + block, ROOT / name, "exec"), namespace)  # inspect finds the source there
 
 
 PAGE = """Run `octavo nothing`.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -10,6 +11,7 @@ from octavo.convert.report import shown
 from octavo.convert.weight_readers import WeightReader, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import is_own_linear
 
 __all__ = ["HEAD_NAMES", "all_paths", "candidates_of", "check_patterns", "choose_layers", "heads_of", "matches"]
 
@@ -59,13 +61,13 @@ def choose_layers(
             assert isinstance(module, torch.nn.Linear)
             chosen[path] = module
         else:
-            skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if type(module) is Linear else reason
+            skipped[path] = f"{reason}; keeps its recipe {module.recipe.name}" if is_own_linear(module) else reason
     return chosen, skipped
 
 
 def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightReader]) -> str | None:
     """Why a layer could not run a recipe: its forward is not called, or its weight is codes of another library."""
-    if type(layer) not in (torch.nn.Linear, Linear):
+    if not _is_convertible(layer):
         return None  # a subclass stays in any case
     if type(layer) is torch.nn.Linear and "forward" in vars(layer):
         return "its forward was replaced by another library's (accelerate's hooks); convert the model before that"
@@ -74,6 +76,10 @@ def _unable(layer: torch.nn.Linear, readers: Mapping[torch.nn.Module, WeightRead
     if isinstance(layer, Linear) and layer.held is not None:
         return None
     return _unreadable(layer.weight)
+
+
+def _is_convertible(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
+    return type(module) is torch.nn.Linear or is_own_linear(module)
 
 
 def _unreadable(weight: torch.Tensor) -> str | None:
@@ -109,7 +115,7 @@ def _reason_to_skip(
 ) -> str | None:
     if not isinstance(module, torch.nn.Linear):
         return "embedding: a look-up, not a product"
-    if type(module) not in (torch.nn.Linear, Linear):
+    if not _is_convertible(module):
         return f"subclass {type(module).__name__} of nn.Linear may compute something else"
     for pattern in skip:
         if matches(pattern, paths):
@@ -127,7 +133,7 @@ def _heads(candidates: dict[str, torch.nn.Module]) -> dict[str, str]:
     A shape is the weakest sign: a position table may be as large as a projection. It counts where nothing better is
     found, and then for the last layer that has it.
     """
-    linears = {path: module for path, module in candidates.items() if type(module) in (torch.nn.Linear, Linear)}
+    linears = {path: module for path, module in candidates.items() if _is_convertible(module)}
     tables = [module.weight for module in candidates.values() if isinstance(module, torch.nn.Embedding)]
     heads = {path: "head: by its name" for path in linears if path.rpartition(".")[2] in HEAD_NAMES}
     for path, linear in linears.items():

@@ -18,6 +18,7 @@ from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import FP8WeightLinear, is_own_linear
 from octavo.nn.shared_input import SharedInput
 from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
@@ -109,7 +110,8 @@ def convert(
     updates, shared_input = ScaleUpdates(manual=scale_updates == "manual", group=amax_group), SharedInput()
     followed = {path: _overridden(paths[module], overriding, resolved) for path, module in chosen.items()}
     for path, module in chosen.items():
-        module.__class__ = Linear
+        if not isinstance(module, Linear):
+            module.__class__ = Linear
         assert isinstance(module, Linear)
         module.set_recipe(followed[path], updates, path=path)
         module.weight_cache, module.shared_input = WeightCache() if cache_weights else None, shared_input
@@ -174,12 +176,10 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     """
     restored = []
     for path, module in model.named_modules():
-        if type(module) is Linear:
+        if is_own_linear(module):
             stop_following(module)
-            held = module.held_weight()
-            if held is not None:
-                module.weight = torch.nn.Parameter(held.dequantize(), requires_grad=False)
-                del module.weight_scale
+            if isinstance(module, FP8WeightLinear):
+                module.release_weight()
             del (
                 module.amax_history,
                 module.nonfinite_counts,
@@ -244,10 +244,10 @@ def _notes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Modules that on some of their ways read the weights of layers that run a recipe on the others."""
     around: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        if has_fast_path(module) and type(module.linear1) is Linear:
+        if has_fast_path(module) and is_own_linear(module.linear1):
             yield path, _FAST_PATH
     for layer, reader in weight_readers(model).items():
-        if type(layer) is Linear and reader.reads:
+        if is_own_linear(layer) and reader.reads:
             around.setdefault(reader.path, []).append(layer.path.removeprefix(f"{reader.path}."))
     for path, names in around.items():
         yield (

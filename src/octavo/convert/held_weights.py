@@ -11,6 +11,7 @@ import torch
 from octavo.convert.weight_readers import has_fast_path, weight_readers
 from octavo.errors import ConfigError
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import hold_weight_as_codes
 
 __all__ = ["allow_save_pretrained", "guard_save_pretrained", "hold_weights", "read_by_others"]
 
@@ -20,7 +21,7 @@ SAVE = "save_pretrained"
 def hold_weights(
     model: torch.nn.Module, paths: Iterable[str], *, scales: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Let converted layers hold their frozen weights as FP8 codes; see :meth:`octavo.nn.Linear.hold_weight_as_codes`.
+    """Let converted layers hold their frozen weights as FP8 codes (:mod:`octavo.nn.fp8_weight`).
 
     Args:
         model: converted.
@@ -44,7 +45,7 @@ def hold_weights(
         elif layer.weight.is_meta:
             not_held[path] = "it is on the meta device; load the model, then convert it again with frozen='fp8'"
         else:
-            layer.hold_weight_as_codes(scale=(scales or {}).get(path))
+            hold_weight_as_codes(layer, scale=(scales or {}).get(path))
             held.append(path)
     if held:
         guard_save_pretrained(model)
@@ -78,9 +79,7 @@ def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     codes = [f"{path}.weight" for path, layer in layers.items() if layer.held is not None]
     given = options.get("state_dict")
     if given is not None:
-        codes = [
-            name for name in codes if f"{name}_codes" in given or (name in given and given[name].dtype.itemsize == 1)
-        ]
+        codes = [name for name in codes if f"{name}_codes" in given]
     if codes and not getattr(model, "_hf_peft_config_loaded", False):  # transformers' own mark of adapters
         raise ConfigError(
             f"save_pretrained would write FP8 codes as weights ({codes[0]} and {len(codes) - 1} more), and "

@@ -174,7 +174,7 @@ def _owners(model: nn.Module) -> dict[int, int]:
 
 def _taken(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Layer:
     assert isinstance(layer, Linear)
-    if owners[id(layer.weight)] > 1:
+    if owners[id(layer.stored_weight)] > 1:
         raise ConfigError(
             f"layer {path!r} is in FP8 and shares its weight with another module, which a checkpoint would tear apart; "
             f"convert the model without that layer: leave out convert_head (--head), or skip {path!r} (--skip)"

@@ -28,6 +28,7 @@ from octavo.models import Llama
 from octavo.models.llama import NothingDrawn
 from octavo.models.llama_folder import read_tokenizer, shape_from_record
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import hold_codes
 from octavo.numerics import PerTensor, QuantizedTensor
 from octavo.recipes import Recipe
 
@@ -266,7 +267,7 @@ def _load_layer(layer: nn.Module, path: str, recipe: Recipe, files: TensorFiles,
     name = f"{path}.{names.weight}"
     scale = checked_scale(name, _present(files, name), spec.granularity, codes.shape, spec.scale_format)
     layer.weight.requires_grad_(False)
-    layer.hold_codes(QuantizedTensor(codes, scale, spec.granularity, torch.float32))
+    hold_codes(layer, QuantizedTensor(codes, scale, spec.granularity, torch.float32))
     used = {name}
     if recipe.has_static_input:
         name = f"{path}.{names.input}"

@@ -114,5 +114,5 @@ def served(recipe: Recipe) -> Recipe:
     made = scheme_of(recipe).recipe
     assert b is not None
     if b.scaling is not Scaling.DYNAMIC:
-        b = replace(b, scaling=Scaling.DYNAMIC)  # as octavo.nn.Linear.hold_weight_as_codes does
+        b = replace(b, scaling=Scaling.DYNAMIC)  # as octavo.nn.fp8_weight.hold_weight_as_codes does
     return replace(made, output=replace(made.output, b=b))

@@ -22,6 +22,7 @@ from octavo.keeping import Later
 from octavo.kernels import ScaleRule, fused
 from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast
 from octavo.nn.activations import ACTIVATIONS
+from octavo.nn.fp8_weight import FP8WeightLinear
 from octavo.nn.linear import Linear, autocast_dtype
 from octavo.nn.norms import LayerNorm, RMSNorm
 from octavo.numerics import PerTensor
@@ -30,7 +31,7 @@ from octavo.recipes import CastSpec, Recipe, Scaling
 
 __all__ = ["activation_then_linear", "norm_then_linear", "unfused_reason"]
 
-_LINEARS, _NORMS = frozenset({Linear}), frozenset({LayerNorm, RMSNorm})
+_LINEARS, _NORMS = frozenset({Linear, FP8WeightLinear}), frozenset({LayerNorm, RMSNorm})
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _UNGATED = {each.function: name for name, each in ACTIVATIONS.items() if not each.gated}
 _FUNCTION = {name: _UNGATED[each.function] for name, each in ACTIVATIONS.items()}  # swiglu's is silu
@@ -116,7 +117,7 @@ def _plan(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves
     spec = recipe.output.a
     if spec is None:
         return f"recipe {recipe.name!r} casts no input"
-    transpose = linear.weight.requires_grad and torch.is_grad_enabled()  # the weight's gradient will read it
+    transpose = linear.stored_weight.requires_grad and torch.is_grad_enabled()  # the weight's gradient will read it
     plan = _Plan(recipe, spec, _result_cast(spec, transpose=transpose), autocast_dtype(x))
     longest = fused.LONGEST_LAYERNORM if isinstance(norm, LayerNorm) else fused.LONGEST_ROW
     reason = fused.no_kernel_reason(x, linear.in_features, plan.cast, longest=longest)

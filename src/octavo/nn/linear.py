@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -15,8 +14,8 @@ from octavo import recipes
 from octavo.context import active_recipe, autocast_region
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import FP8_FORMATS
-from octavo.functional import InputOperands, WeightCache, WeightOperands, cast_operand, fp8_linear
-from octavo.kernels import needs_widening, probe_cpu, quantize
+from octavo.functional import InputOperands, WeightCache, WeightOperands, fp8_linear
+from octavo.kernels import needs_widening, probe_cpu
 from octavo.nn.shared_input import SharedInput
 from octavo.numerics import Granularity, QuantizedTensor
 from octavo.numerics.cast import can_be_asked, check_float
@@ -32,23 +31,16 @@ from octavo.observers import (
     StatefulModule,
     inside_backward,
 )
-from octavo.recipes import Close, History, Recipe, Scaling
+from octavo.recipes import Close, History, Recipe
 from octavo.scale_updates import close_block_over_ranks, close_if_written, follow_optimizers, reduces
 
-__all__ = ["Linear", "autocast_dtype"]
+__all__ = ["CODES", "FP8_DTYPES", "HeldWeight", "Linear", "autocast_dtype"]
 
 
 FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 
 
-_ONLY_CODES = (
-    "this layer holds FP8 codes; load weights before octavo.convert(model, frozen='fp8'), or call "
-    "octavo.restore(model) first"
-)
-_NO_CODES = (
-    "this layer holds a weight in high precision; convert the model with frozen='fp8' to load codes, or call "
-    "octavo.restore(model) before saving, which decodes them"
-)
+CODES = "weight_codes"
 
 
 class HeldWeight(NamedTuple):
@@ -89,7 +81,8 @@ class Linear(StatefulModule, torch.nn.Linear):
     last_recipe: Recipe | None  # of the last call in training
     trained_recipe: Recipe | None  # of the last call that was to be differentiated; None: a switch goes unsaid
     weight_cache: WeightCache | None
-    held: HeldWeight | None  # where the weight is codes; their scale is the buffer ``weight_scale``
+    held: HeldWeight | None  # of an octavo.nn.fp8_weight.FP8WeightLinear, as are the next two
+    weight_codes: torch.nn.Parameter
     weight_scale: Tensor
     watch: LayerWatch | None = None  # set for the steps that the doctor looks at
     shared_input: SharedInput | None = None  # of a converted model's layers
@@ -152,7 +145,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         """``x``, which is ``source`` in autocast's dtype, and its operands if the model's layers share their casts."""
         if self.shared_input is None or self.watch is not None or torch.compiler.is_compiling():
             return x, None
-        return x, self.shared_input.operands(source, x, recipe, tap, learning=self.weight.requires_grad)
+        return x, self.shared_input.operands(source, x, recipe, tap, learning=self.stored_weight.requires_grad)
 
     def forward_cast(self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]]) -> Tensor:
         """What :meth:`forward` does of an FP8 call once its input is known to fit.
@@ -166,7 +159,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         x, operands = make(tap.of(INPUT))
         y = fp8_linear(
             x,
-            self.weight,
+            self.stored_weight,
             self.bias,
             recipe,
             weight_operands=self._operands(recipe, tap),
@@ -203,83 +196,31 @@ class Linear(StatefulModule, torch.nn.Linear):
         logging.getLogger("octavo").warning(
             "%s was trained with recipe %r and now runs %r: scales and rounding change in mid-training, and a delayed "
             "recipe begins without a past; this is said once a model",
-            self._called,
+            self.called,
             before.name,
             recipe.name,
         )
 
-    @torch.no_grad()
-    def hold_weight_as_codes(self, *, scale: Tensor | None = None) -> None:
-        """Replace a frozen weight by its FP8 codes, one byte an element, and their scale.
-
-        The codes are those of the recipe's output GEMM and stay what they are under every recipe. ``weight`` becomes
-        them; the ``state_dict`` has them as ``weight_codes``, with ``weight_scale``.
-
-        Args:
-            scale: decodes; float32 in the shape of the recipe's granularity. None makes it as the recipe says.
-
-        Raises:
-            ConfigError: the weight is still trained, the recipe casts no weight, or the scale has another shape.
-        """
-        spec = self.recipe.output.b
-        if self.weight.requires_grad:
-            raise ConfigError("only a frozen weight can be held as FP8 codes; call weight.requires_grad_(False) first")
-        if spec is None:
-            raise ConfigError(f"recipe {self.recipe.name!r} casts no weight; hold one with an FP8 recipe")
-        if self.held is not None:
-            return
-        if self.weight.is_meta:
-            raise ConfigError(f"the weight of {self._called} is on the meta device; load its values before holding it")
-        if not self.weight.isfinite().all():
-            raise ConfigError(
-                f"the weight of {self._called} holds NaN or infinity; mend it before it is held as FP8 codes"
-            )
-        if scale is None:
-            codes = cast_operand(self.weight, replace(spec, scaling=Scaling.DYNAMIC))
-        else:
-            codes = quantize(
-                self.weight,
-                spec.format,
-                granularity=spec.granularity,
-                scale=scale.to(self.weight.device),
-                scale_format=spec.scale_format,
-                nonfinite=spec.nonfinite,
-            )
-        assert isinstance(codes, QuantizedTensor)
-        self.hold_codes(codes)
-
-    def hold_codes(self, codes: QuantizedTensor) -> None:
-        """Take finished codes, such as a file's, in the place of the weight; neither they nor their scale change.
-
-        Raises:
-            ConfigError: they are not those of a weight [N, K] of this layer.
-        """
-        if codes.shape != (self.out_features, self.in_features):
-            raise ConfigError(
-                f"the weight of {self._called} is {[self.out_features, self.in_features]}, and these codes are "
-                f"{list(codes.shape)}"
-            )
-        self.held = HeldWeight(codes.granularity, codes.hp_dtype)
-        self.weight = torch.nn.Parameter(codes.data, requires_grad=False)
-        self.register_buffer("weight_scale", codes.scale)
+    @property
+    def stored_weight(self) -> Tensor:
+        """The parameter that holds the weight: its values [N, K], or their FP8 codes."""
+        return self.weight
 
     def held_weight(self) -> QuantizedTensor | None:
         """The weight's codes and scale where it is held as such."""
-        if self.held is None:
-            return None
-        return QuantizedTensor(self.weight.detach(), self.weight_scale, *self.held)
+        return None
 
     def _operands(self, recipe: Recipe, tap: LayerTap) -> WeightOperands | None:
         """The weight's operands where they outlive the call."""
         held = self.held_weight()
         if held is not None:
-            if self.weight.requires_grad:
+            if self.stored_weight.requires_grad:
                 raise ConfigError("a weight held as FP8 codes takes no gradient; octavo.restore(model) decodes it")
             return WeightOperands(held, recipe)
         if self.weight_cache is None or torch.compiler.is_compiling():
             return None
         weight_tap = tap.of(WEIGHT)
-        if not self.weight.requires_grad:
+        if not self.stored_weight.requires_grad:
             weight_tap.pending = None
         return self.weight_cache.operands(self.weight, recipe, weight_tap, learning=self._is_learning)
 
@@ -290,7 +231,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     def _tap(self, recipe: Recipe) -> LayerTap:
         """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
         self._follow_weight()
-        counts = self.nonfinite_counts if self.training and not self.weight.is_meta else None
+        counts = self.nonfinite_counts if self.training and not self.stored_weight.is_meta else None
         tap = LayerTap(nonfinite=counts, watch=self.watch, records_weight=self.records_weight)
         if recipe.has_static_input:
             tap.input_scale = self._checked_input_scale()
@@ -312,27 +253,28 @@ class Linear(StatefulModule, torch.nn.Linear):
             close_block_over_ranks(self, region)
         elif history.spec.close == Close.AUTOCAST and reduces(self.scale_updates):
             torch._dynamo.graph_break(  # noqa: SLF001
-                msg=f"{self._called} ends steps with autocast blocks on all ranks, which a graph cannot; compile it "
+                msg=f"{self.called} ends steps with autocast blocks on all ranks, which a graph cannot; compile it "
                 "with recipe 'delayed', or give convert amax_group='rank'"
             )
         history.begin_forward(region)
 
     @property
-    def _called(self) -> str:
+    def called(self) -> str:
+        """The layer as messages name it."""
         return f"layer {self.path!r}" if self.path else "this layer"
 
     def _follow_weight(self) -> None:
         """Move the state to where the weight was put alone, as by ``load_state_dict(assign=True)``."""
-        device = self.weight.device
+        device = self.stored_weight.device
         if self.nonfinite_counts.device != device and device.type != "meta":
             self.nonfinite_counts, self.input_scale = self.nonfinite_counts.to(device), self.input_scale.to(device)
 
     def _checked_input_scale(self) -> Tensor:
-        if self.weight.is_meta:
-            return self.input_scale.to(self.weight.device)
+        if self.stored_weight.is_meta:
+            return self.input_scale.to(self.stored_weight.device)
         if can_be_asked(self.input_scale) and not self.input_scale > 0:
             raise ConfigError(
-                f"{self._called} has no scale for its static input; calibrate the model, or load its scaling state"
+                f"{self.called} has no scale for its static input; calibrate the model, or load its scaling state"
             )
         return self.input_scale
 
@@ -355,48 +297,24 @@ class Linear(StatefulModule, torch.nn.Linear):
         follow_optimizers(self)  # a copy or an unpickled layer
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow the model's device; codes that are held and their scale keep their dtype too."""
-        held = self.held_weight()
+        """Let the amax history follow the model's device."""
         super()._apply(fn, recurse)
         if self.amax_history is not None:
             self.amax_history._apply(fn, recurse)  # noqa: SLF001
-        if held is not None and self.weight.dtype is not held.data.dtype:
-            self.weight = torch.nn.Parameter(held.data.to(self.weight.device), requires_grad=False)
-            self.weight_scale = held.scale.to(self.weight.device)
         return self
 
-    @property
-    def weight_codes(self) -> Tensor:
-        """The FP8 codes [N, K] of a weight that is held as such; they stand under this name in the ``state_dict``.
-
-        Raises:
-            AttributeError: the weight is held in high precision.
-        """
-        if self.held is None:
-            raise AttributeError(f"{self._called} holds its weight in high precision")
-        return self.weight
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Save codes under a name of their own: under ``weight`` another model would load them as numbers up to 448."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.held is not None:
-            destination[f"{prefix}weight_codes"] = destination.pop(f"{prefix}weight")
-
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
-        """Refuse codes where there are none, and a weight in high precision where codes are held, before any copy."""
-        *_, missing_keys, _, error_messages = rest
-        weight, codes = f"{prefix}weight", f"{prefix}weight_codes"
-        name = codes if codes in state_dict else weight  # a walk over parameters finds codes as ``weight``
-        loaded = state_dict.get(name)
-        if loaded is not None and (name == codes or loaded.dtype in FP8_DTYPES) != (self.held is not None):
-            error_messages.append(f"{name} is {loaded.dtype}, and {_ONLY_CODES if self.held else _NO_CODES}")
+        """Refuse FP8 codes: read as numbers they reach 448."""
+        weight, codes = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}{CODES}")
+        if codes is not None or (weight is not None and weight.dtype in FP8_DTYPES):
+            *_, error_messages = rest
+            error_messages.append(
+                f"{prefix}{CODES if codes is not None else 'weight'} holds FP8 codes, and this layer a weight in high "
+                "precision; convert the model with frozen='fp8' before loading, or call octavo.restore(model), which "
+                "decodes them, before saving"
+            )
             return
-        tensors = {key: tensor for key, tensor in state_dict.items() if key not in (weight, codes)}
-        if loaded is not None:
-            tensors[weight] = loaded
-        super()._load_from_state_dict(tensors, prefix, *rest)
-        if self.held is not None:
-            missing_keys[:] = [codes if key == weight else key for key in missing_keys]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse ``torch.jit.script``, which asks every module for what it shall compile instead."""
@@ -415,7 +333,7 @@ class Linear(StatefulModule, torch.nn.Linear):
 
     def new_history(self, spec: History) -> AmaxHistory:
         """An empty history as this layer would keep it."""
-        return AmaxHistory(spec, updates=self.scale_updates, path=self.path, device=self.weight.device)
+        return AmaxHistory(spec, updates=self.scale_updates, path=self.path, device=self.stored_weight.device)
 
     def _history_for(self, recipe: Recipe, *, create: bool) -> AmaxHistory | None:
         """This layer's history for a delayed ``recipe``; never shared by two specifications.
@@ -426,15 +344,15 @@ class Linear(StatefulModule, torch.nn.Linear):
             return None
         if self.amax_history is None:
             if torch.compiler.is_compiling():  # a graph makes no modules; the first call runs without one
-                torch._dynamo.graph_break(msg=f"{self._called} has no amax history yet; run it once before compiling")  # noqa: SLF001
+                torch._dynamo.graph_break(msg=f"{self.called} has no amax history yet; run it once before compiling")  # noqa: SLF001
             self.keep_history(self.new_history(recipe.history))
         elif not self.amax_history.spec == recipe.history:  # noqa: SIM201 ("!=" is more than a tracer can compare)
             raise ConfigError(
                 f"this layer keeps a history for {self.amax_history.spec} and cannot also run {recipe.history}; "
                 "use one delayed recipe, or convert the model again"
             )
-        elif self.amax_history.amax.device != self.weight.device:
-            self.amax_history.follow(self.weight.device)
+        elif self.amax_history.amax.device != self.stored_weight.device:
+            self.amax_history.follow(self.stored_weight.device)
         return self.amax_history
 
 

@@ -112,7 +112,7 @@ def test_a_cache_in_the_weights_dtype_serves_autocast():
 def test_a_new_cache_has_the_weights_dtype_also_where_they_are_held_as_codes_or_restored(dtype):
     layer = _layer().to(dtype).requires_grad_(False)
     octavo.convert(layer, "rowwise", frozen="fp8")
-    assert layer.out.weight.dtype is torch.float8_e4m3fn
+    assert layer.out.weight_codes.dtype is torch.float8_e4m3fn
     assert layer.new_cache(1, 4).keys.dtype is dtype
     octavo.restore(layer)
     assert layer.new_cache(1, 4).keys.dtype is dtype

@@ -28,6 +28,7 @@ from octavo.interchange.contents import nothing_in_fp8
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import is_own_linear
 
 __all__ = ["Graph", "graph_of_decoder", "graph_of_module", "write_graph"]
 
@@ -227,7 +228,7 @@ def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module
     linears, replaced = _Linears(made={}, notes=[]), {}
     for path, layer in model.named_modules():
         if isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None):
-            if type(layer) is not Linear:
+            if not is_own_linear(layer):
                 raise ConfigError(
                     f"layer {path!r} is a {type(layer).__name__}; make it a layer for inference first "
                     "(octavo.convert_qat)"

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from octavo.convert import choose_layers, convert, restore
 from octavo.language_model import KeysAndValues, LanguageModel
 from octavo.nn import Linear
+from octavo.nn.fp8_weight import hold_weight_as_codes
 from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
 from octavo.quantization.comparison.cache_formats import cached
 from octavo.quantization.comparison.integers import ExactIntegerProducts, quantize_to_int8
@@ -181,7 +182,7 @@ def _hold_and_round(model: nn.Module) -> None:
     """Make codes of weights as they are, and round what is left: the order that training needs."""
     for layer in model.modules():
         if isinstance(layer, Linear) and not layer.recipe.is_high_precision:
-            layer.hold_weight_as_codes()
+            hold_weight_as_codes(layer)
     round_to_bf16(model)
 
 

@@ -102,7 +102,7 @@ def test_static_scales_are_applied():
     assert not torch.equal(made.logits(TOKENS), other.logits(TOKENS))
     first: Any = made.language_model.model.get_submodule("model.layers.0.self_attn.q_proj")
     assert first.recipe.name == "static"
-    assert first.weight.dtype == torch.float8_e4m3fn
+    assert first.weight_codes.dtype == torch.float8_e4m3fn
 
 
 def test_a_tuned_model_keeps_its_codes():

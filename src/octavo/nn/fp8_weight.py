@@ -1,0 +1,173 @@
+"""A linear layer that stores its frozen weight as FP8 codes, one byte an element.
+
+The codes are a parameter of their own name, so that neither a file nor a loop over parameters presents them as a
+weight. ``weight`` still reads as what they decode to: code that reads the weight of a layer instead of calling it, such
+as ``F.linear(x, layer.weight)``, computes right, and code that writes into it is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.functional import cast_operand
+from octavo.kernels import quantize
+from octavo.nn.linear import CODES, FP8_DTYPES, HeldWeight, Linear
+from octavo.numerics import QuantizedTensor
+from octavo.recipes import Scaling
+
+__all__ = ["FP8WeightLinear", "hold_codes", "hold_weight_as_codes", "is_own_linear"]
+
+
+class DecodedWeight(Tensor):
+    """Values of FP8 codes, made anew for each read: operations give plain tensors, and writes are refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions that write, and run all others on the plain values."""
+        writes = func.__name__ in _WRITING or (func.__name__.endswith("_") and not func.__name__.endswith("__"))
+        if (writes and func is not Tensor.requires_grad_) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "this weight is stored as FP8 codes, and what is written into its decoded values would be lost; call "
+                "octavo.restore(model), which decodes it, before changing it, such as by merging an adapter"
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            result = func(*args, **kwargs or {})
+        return result.as_subclass(cls) if func == Tensor.data.__get__ else result  # type: ignore[attr-defined]
+
+
+_WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
+
+
+class FP8WeightLinear(Linear):
+    """A :class:`Linear` whose frozen weight is stored as FP8 codes and their scale.
+
+    ``weight_codes`` [N, K] is a parameter and ``weight_scale`` a buffer. The ``state_dict`` also has an empty
+    ``weight``: every other model refuses its shape, also where it loads loosely. :func:`hold_codes` makes such a layer
+    of a :class:`Linear`.
+    """
+
+    held: HeldWeight
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The decoded weight [N, K]; see :class:`DecodedWeight`."""
+        if CODES not in self._parameters:
+            raise AttributeError("weight")
+        decoded = self.held_weight().dequantize()
+        return decoded if torch.compiler.is_compiling() else decoded.as_subclass(DecodedWeight)
+
+    @property
+    def stored_weight(self) -> Tensor:
+        """The codes [N, K]."""
+        return self.weight_codes
+
+    def held_weight(self) -> QuantizedTensor:
+        """The weight's codes and scale."""
+        return QuantizedTensor(self.weight_codes.detach(), self.weight_scale, *self.held)
+
+    def release_weight(self) -> None:
+        """Become a :class:`Linear` with the decoded weight as its parameter."""
+        decoded, bias = self.held_weight().dequantize(), self._parameters.pop("bias")
+        del self.weight_codes, self.weight_scale
+        self.__class__, self.held = Linear, None  # type: ignore[assignment]
+        self.weight = torch.nn.Parameter(decoded, requires_grad=False)  # type: ignore[misc]
+        self.register_parameter("bias", bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Follow the model's device; codes and scale keep their dtype."""
+        before = self.held_weight()
+        super()._apply(fn, recurse)
+        if self.weight_codes.dtype is not before.data.dtype:
+            device = self.weight_codes.device
+            self.weight_codes = torch.nn.Parameter(before.data.to(device), requires_grad=False)
+            self.weight_scale = before.scale.to(device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight_scale.new_empty(0)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
+        """Take codes, also those that an earlier octavo saved as ``weight``; refuse a weight in high precision."""
+        tensors = dict(state_dict)
+        weight = tensors.pop(f"{prefix}weight", None)
+        if weight is not None and f"{prefix}{CODES}" not in tensors:
+            if weight.dtype not in FP8_DTYPES:
+                *_, error_messages = rest
+                error_messages.append(
+                    f"{prefix}weight is {weight.dtype}, and this layer holds FP8 codes; load weights before "
+                    "octavo.convert(model, frozen='fp8'), or call octavo.restore(model) first"
+                )
+                return
+            tensors[f"{prefix}{CODES}"] = weight
+        torch.nn.Module._load_from_state_dict(self, tensors, prefix, *rest)  # noqa: SLF001
+
+
+@torch.no_grad()
+def hold_weight_as_codes(layer: Linear, *, scale: Tensor | None = None) -> None:
+    """Quantize a layer's frozen weight and store its codes, one byte an element, and their scale in its place.
+
+    The codes are those of the recipe's output GEMM and stay what they are under every recipe.
+
+    Args:
+        layer: becomes an :class:`FP8WeightLinear`.
+        scale: decodes; float32 in the shape of the recipe's granularity. None: computed as the recipe says.
+
+    Raises:
+        ConfigError: the weight is still trained, the recipe casts no weight, the weight holds NaN or infinity, or the
+            scale has another shape.
+    """
+    spec = layer.recipe.output.b
+    if layer.stored_weight.requires_grad:
+        raise ConfigError("only a frozen weight can be held as FP8 codes; call weight.requires_grad_(False) first")
+    if spec is None:
+        raise ConfigError(f"recipe {layer.recipe.name!r} casts no weight; hold one with an FP8 recipe")
+    if layer.held is not None:
+        return
+    if layer.weight.is_meta:
+        raise ConfigError(f"the weight of {layer.called} is on the meta device; load its values before holding it")
+    if not layer.weight.isfinite().all():
+        raise ConfigError(f"the weight of {layer.called} holds NaN or infinity; fix it before storing it as FP8 codes")
+    if scale is None:
+        codes = cast_operand(layer.weight, replace(spec, scaling=Scaling.DYNAMIC))
+    else:
+        codes = quantize(
+            layer.weight,
+            spec.format,
+            granularity=spec.granularity,
+            scale=scale.to(layer.weight.device),
+            scale_format=spec.scale_format,
+            nonfinite=spec.nonfinite,
+        )
+    assert isinstance(codes, QuantizedTensor)
+    hold_codes(layer, codes)
+
+
+def hold_codes(layer: Linear, codes: QuantizedTensor) -> None:
+    """Store finished codes [N, K], such as a file's, in the place of a weight; neither they nor their scale change.
+
+    Raises:
+        ConfigError: they are not those of a weight of this layer.
+    """
+    if codes.shape != (layer.out_features, layer.in_features):
+        raise ConfigError(
+            f"the weight of {layer.called} is {[layer.out_features, layer.in_features]}, and these codes are "
+            f"{list(codes.shape)}"
+        )
+    layer.held = HeldWeight(codes.granularity, codes.hp_dtype)
+    if not isinstance(layer, FP8WeightLinear):
+        del layer.weight
+        layer.__class__ = FP8WeightLinear
+    bias = layer._parameters.pop("bias")  # noqa: SLF001 (the order of parameters stays)
+    layer.weight_codes = torch.nn.Parameter(codes.data, requires_grad=False)
+    layer.register_buffer("weight_scale", codes.scale)
+    layer.register_parameter("bias", bias)
+
+
+def is_own_linear(module: object) -> TypeGuard[Linear]:
+    """Whether a module is octavo's linear layer itself; a subclass may compute something of its own."""
+    return type(module) in (Linear, FP8WeightLinear)
