@@ -171,8 +171,8 @@ class CacheTensors:
         if not all(tensor.is_contiguous() for tensor in tensors):
             strides = [tensor.stride() for tensor in tensors]
             raise BackendError(f"keys, values, the table and the scales must be contiguous, not of strides {strides}")
-        if len(devices := {str(tensor.device) for tensor in tensors}) > 1:
-            raise BackendError(f"a cache is on one device, not on {' and '.join(sorted(devices))}")
+        if (devices := {str(tensor.device) for tensor in tensors}) != {"cpu"}:
+            raise BackendError(f"a cache is on a CPU, not on {' and '.join(sorted(devices))}")
 
     def check_made_for(self, layers: int, kv_heads: int, head_dim: int) -> None:
         """Raise BackendError for a cache of another model."""
@@ -348,7 +348,7 @@ class NativeDecoder:
 
 def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor, rows: Tensor) -> None:
     """A kernel reads where it is told to."""
-    for name, tensor in {"cache": cache.keys, "sequences": sequence, "positions": position, "rows": rows}.items():
+    for name, tensor in {"sequences": sequence, "positions": position, "rows": rows}.items():
         if tensor.device.type != "cpu":
             raise BackendError(f"the kernels read tensors on a CPU, and the {name} are on {tensor.device}")
     fits = all(t.dtype == torch.int64 and t.ndim == 1 and t.is_contiguous() for t in (sequence, position))

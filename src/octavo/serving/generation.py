@@ -62,7 +62,7 @@ def generate(
     cache = runner.new_cache(len(prompt_ids) + max(count - 1, 0))
     tokens = prompt_ids
     for _ in range(count):
-        logits = runner(torch.tensor(tokens, device="cpu"), cache).cpu()  # where the generator is, whatever runs
+        logits = runner(torch.tensor(tokens, device="cpu"), cache)
         token = sample(logits, temperature=temperature, top_k=top_k, generator=generator)
         if token == stop_id:
             return

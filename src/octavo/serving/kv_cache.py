@@ -42,7 +42,6 @@ class PagedKVCache:
         head_dim: width of one head, D.
         max_positions: how many positions must fit; rounded up to whole pages.
         fmt: E4M3, BF16 or FP32.
-        device: of the tensors; None is the CPU.
 
     Attributes:
         tensors: keys, values, their scales, and the pages of the sequence in order.
@@ -67,9 +66,8 @@ class PagedKVCache:
         *,
         max_positions: int,
         fmt: Format = E4M3,
-        device: torch.device | None = None,
     ) -> None:
-        self.tensors = _empty(layers, kv_heads, head_dim, max_positions=max_positions, fmt=fmt, device=device)
+        self.tensors = _empty(layers, kv_heads, head_dim, max_positions=max_positions, fmt=fmt)
 
     @classmethod
     def over(cls, tensors: CacheTensors) -> "PagedKVCache":
@@ -114,7 +112,7 @@ class PagedKVCache:
             ConfigError: no room.
         """
         self.check_room(count)
-        return torch.arange(self.length, self.length + count, device=self.tensors.table.device)
+        return torch.arange(self.length, self.length + count, device="cpu")
 
     def check_room(self, count: int) -> None:
         """Raise ConfigError where there is no room for as many positions."""
@@ -161,7 +159,6 @@ class KVCacheBatch:
         sequences: how many.
         max_positions: of each.
         fmt: as there.
-        device: as there.
 
     Attributes:
         tensors: of all sequences, with a row of the table for each.
@@ -185,11 +182,8 @@ class KVCacheBatch:
         sequences: int,
         max_positions: int,
         fmt: Format = E4M3,
-        device: torch.device | None = None,
     ) -> None:
-        self.tensors = _empty(
-            layers, kv_heads, head_dim, max_positions=max_positions, fmt=fmt, sequences=sequences, device=device
-        )
+        self.tensors = _empty(layers, kv_heads, head_dim, max_positions=max_positions, fmt=fmt, sequences=sequences)
         rows = self.tensors.table.split(1)
         self.sequences = tuple(PagedKVCache.over(replace(self.tensors, table=row)) for row in rows)
 
@@ -217,30 +211,28 @@ def _empty(
     max_positions: int,
     fmt: Format,
     sequences: int = 1,
-    device: torch.device | None,
 ) -> CacheTensors:
     """Zeros, and a table that deals out the pages in order."""
     check_sizes(layers=layers, kv_heads=kv_heads, head_dim=head_dim, max_positions=max_positions, sequences=sequences)
     if fmt not in (E4M3, BF16, FP32):
         raise ConfigError(f"a cache holds E4M3, BF16 or FP32, not {fmt}")
-    device = torch.device("cpu") if device is None else device
     each = -(-max_positions // PAGE)
     numbers = 2 * layers * sequences * each * kv_heads * PAGE * head_dim
     check_fits(
         f"a cache of {sequences * each * PAGE:,} positions",
         numbers * fmt.torch_dtype.itemsize,
-        device,
+        torch.device("cpu"),
         remedy="give it fewer (cache_positions)",
     )
     vectors = (layers, sequences * each, kv_heads, PAGE)
     key_scale, value_scale = (
-        torch.zeros(vectors, dtype=BF16.torch_dtype, device=device) if fmt == E4M3 else None for _ in range(2)
+        torch.zeros(vectors, dtype=BF16.torch_dtype, device="cpu") if fmt == E4M3 else None for _ in range(2)
     )
     keys = (layers, sequences * each, kv_heads, head_dim, PAGE)
     return CacheTensors(
-        torch.zeros(keys, dtype=fmt.torch_dtype, device=device),
-        torch.zeros(*vectors, head_dim, dtype=fmt.torch_dtype, device=device),
+        torch.zeros(keys, dtype=fmt.torch_dtype, device="cpu"),
+        torch.zeros(*vectors, head_dim, dtype=fmt.torch_dtype, device="cpu"),
         key_scale,
         value_scale,
-        torch.arange(sequences * each, dtype=torch.int32, device=device).view(sequences, each),
+        torch.arange(sequences * each, dtype=torch.int32, device="cpu").view(sequences, each),
     )

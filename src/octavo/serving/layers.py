@@ -1,4 +1,4 @@
-"""What a decoder computes over a cache, in torch's operations: the definition that the kernels of CPUs and GPUs follow.
+"""What a decoder computes over a cache, in torch's operations: the definition that the native kernels follow.
 
 Weights and the casts of their inputs are those of octavo.kernels.decoder_weights; everything between them is FP32. Keys
 and values go through the cache before any query sees them, its own position's too.

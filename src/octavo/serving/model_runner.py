@@ -1,10 +1,9 @@
-"""``ModelRunner``: a Llama-style model for generation, its weights FP8 codes, its keys and values in a cache.
+"""``ModelRunner``: a Llama-style model for generation on a CPU, its weights FP8 codes, its keys and values in a cache.
 
 Every weight, the head's too, becomes E4M3 codes with one scale an output row, or what another recipe says
-(octavo.serving.recipes). Where the head shares the embedding's weight, the embedding reads the same codes. On a CPU
-activations are FP32, and with the native kernels all layers are one call; without them octavo.serving.layers computes
-the same, many times slower. On a GPU there is the recipe "fp8" alone, a token is one CUDA graph, and many tokens at
-once are cast, for its FP8 tensor cores: kernels/cuda_decoding.py says where.
+(octavo.serving.recipes). Where the head shares the embedding's weight, the embedding reads the same codes. Activations
+are FP32, and with the native kernels all layers are one call; without them octavo.serving.layers computes the same,
+many times slower. On a GPU other servers generate, from files that ``octavo export`` writes.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import E4M3, Format
 from octavo.kernels import cpu
-from octavo.kernels.cuda_decoding import CudaDecoder
 from octavo.kernels.decoder_weights import Saturation
 from octavo.kernels.decoding import MAX_HEAD_DIM, CacheTensors, Decoder, DecoderLayer, DecoderShape, NativeDecoder
 from octavo.models import Llama, LlamaConfig, llama
@@ -34,7 +32,7 @@ class ModelRunner:
     """Next-token logits of a model, as fast as its weights can be read.
 
     Args:
-        model: a decoder on a CPU or a CUDA device; its weights are copied.
+        model: a decoder on a CPU; its weights are copied.
         recipe: what its weights become, and their inputs; "fp8-static" reads the scales of layers that a calibration
             was applied to (``Calibration.apply(model, hold_weights=True)``).
         key_means: by layer, float32 [kv heads, D]: what its keys have in common, positions included. It is not stored,
@@ -43,9 +41,9 @@ class ModelRunner:
         level: an instruction-set level of the CPU's native kernels; None is the best, "torch" uses no kernels at all.
 
     Raises:
-        ConfigError: a model on another device or on several, with heads wider than 512, or with weights held as blocks
+        ConfigError: a model that is not on a CPU, with heads wider than 512, or with weights held as blocks
             of codes; or means of other layers or of another shape, or that are not finite; or an unknown recipe.
-        BackendError: a level that is not there, or on a GPU another recipe than "fp8", or biases.
+        BackendError: a level that is not there.
 
     Example:
         >>> from octavo.models import LlamaConfig
@@ -74,20 +72,16 @@ class ModelRunner:
     ) -> None:
         config = model.config
         check_choice("recipe", recipe, tuple(ServingRecipe))
-        self._device = _device(model)
+        _check_on_cpu(model)
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError(f"heads may be {MAX_HEAD_DIM} wide, not {config.head_dim}")
         self.config = config
-        means = _key_means(config, key_means, self._device)
+        means = _key_means(config, key_means)
         self._decoder = _decoder(model, ServingRecipe(recipe), means)
         embedding = model.model.embed_tokens.weight
         self._embedding = None if model.lm_head.weight is embedding else _narrowed(embedding.detach())
-        self._cuda = self._native = None
-        if self._device.type == "cuda":
-            if level not in {None, "torch"}:
-                raise BackendError(f"no level {level!r} on CUDA: levels are those of a CPU's kernels, or 'torch'")
-            self._cuda = CudaDecoder(self._decoder, self._embed) if level is None else None
-        elif level != "torch" and (level is not None or cpu.why_absent() is None):
+        self._native = None
+        if level != "torch" and (level is not None or cpu.why_absent() is None):
             self._native = NativeDecoder(self._decoder, level=level)
 
     @property
@@ -114,12 +108,12 @@ class ModelRunner:
 
     def new_cache(self, max_positions: int | None = None, *, fmt: Format = E4M3) -> PagedKVCache:
         """An empty cache for one sequence; None makes room for all positions that the model knows."""
-        return PagedKVCache(*self._sizes(), max_positions=self._room(max_positions), fmt=fmt, device=self._device)
+        return PagedKVCache(*self._sizes(), max_positions=self._room(max_positions), fmt=fmt)
 
     def new_batch(self, sequences: int, max_positions: int | None = None, *, fmt: Format = E4M3) -> KVCacheBatch:
         """Empty caches for several sequences, which :meth:`step` reads together."""
         room = self._room(max_positions)
-        return KVCacheBatch(*self._sizes(), sequences=sequences, max_positions=room, fmt=fmt, device=self._device)
+        return KVCacheBatch(*self._sizes(), sequences=sequences, max_positions=room, fmt=fmt)
 
     def _sizes(self) -> tuple[int, int, int]:
         return self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
@@ -132,9 +126,7 @@ class ModelRunner:
         """The logits after the given tokens, whose keys and values are added to the cache.
 
         Args:
-            tokens: int64 [T], at least one: what follows the positions in the cache; on a CPU or the runner's device.
-                Those on a GPU are not looked at, since that would wait for it: torch ends the process's CUDA at one
-                outside the vocabulary.
+            tokens: int64 [T], at least one: what follows the positions in the cache.
             cache: from :meth:`new_cache`.
             every: the logits after every one of them instead of the last.
 
@@ -143,17 +135,14 @@ class ModelRunner:
 
         Raises:
             TypeError: tokens that are no tensor of integers, or a cache that is none of one sequence.
-            BackendError: a cache of another model or on another device, or tokens on another one.
+            BackendError: a cache of another model, or tokens that are not on a CPU.
             ConfigError: no token, one outside the vocabulary, or more than the cache or the model has positions for.
                 The cache is as it was, whatever is raised.
         """
         self._check(tokens, cache)
         tokens = tokens.long()  # torch takes bytes for a mask
         cache.check_room(len(tokens))
-        if self._cuda is None:
-            logits = self._on_cpu(tokens, cache, every=every)
-        else:
-            logits = self._cuda.read(tokens, cache.tensors, cache.length, every=every)
+        logits = self._read(tokens, cache, every=every)
         cache.advance(len(tokens))
         return logits if every else logits[0]
 
@@ -164,7 +153,7 @@ class ModelRunner:
         The first tokens of a sequence are read by calling the runner with ``batch.sequences[i]``.
 
         Args:
-            tokens: int64 [sequences]; as in a call, those on a GPU are not looked at.
+            tokens: int64 [sequences].
             batch: from :meth:`new_batch`.
 
         Returns:
@@ -172,7 +161,7 @@ class ModelRunner:
 
         Raises:
             TypeError: tokens that are no tensor of integers, or a batch that is none.
-            BackendError: a batch of another model or on another device, or tokens on another one.
+            BackendError: a batch of another model, or tokens that are not on a CPU.
             ConfigError: another number of tokens, one outside the vocabulary, or a sequence that is full.
 
         Example:
@@ -203,14 +192,12 @@ class ModelRunner:
             self._check(token, cache)
         batch.check_room()
         tokens, positions = tokens.long(), batch.lengths
-        if self._cuda is not None:
-            logits = self._cuda.step(tokens, batch.tensors, positions)
-        elif self._native is not None:
+        if self._native is not None:
             sequence, position = (torch.tensor(x, device="cpu") for x in (range(len(tokens)), positions))
             logits = self._native.run(self._embed(tokens), batch.tensors, sequence, position, told=len(tokens))
         else:
             pairs = zip(tokens.split(1), batch.sequences, strict=True)
-            logits = torch.cat([self._on_cpu(token, cache) for token, cache in pairs])
+            logits = torch.cat([self._read(token, cache) for token, cache in pairs])
         batch.advance()
         return logits
 
@@ -234,10 +221,8 @@ class ModelRunner:
             float32 [told, V].
 
         Raises:
-            BackendError: a runner on a GPU, or rows, tables and positions that do not go together.
+            BackendError: rows, tables and positions that do not go together.
         """
-        if self._device.type != "cpu":
-            raise BackendError(f"rows of several sequences are read on a CPU, and this model is on {self._device}")
         if not 1 <= told <= len(tokens):
             raise BackendError(f"from 1 to all {len(tokens)} rows get logits, not {told}")
         hidden = self._embed(tokens)
@@ -249,9 +234,9 @@ class ModelRunner:
             rows.append(layers.run(self._decoder, hidden[row : row + 1], cache, at))
         return torch.cat(rows[-told:])
 
-    def _on_cpu(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
-        """By the native kernels or the definition, which runs on a GPU too."""
-        position, hidden = cache.next_positions(len(tokens)), self._embed(tokens.to(self._device))
+    def _read(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
+        """Run the native kernels, or the definition."""
+        position, hidden = cache.next_positions(len(tokens)), self._embed(tokens)
         if self._native is None:
             return layers.run(self._decoder, hidden, cache, position, every=every)
         told = len(tokens) if every else 1
@@ -269,19 +254,13 @@ class ModelRunner:
             )
         _check_integers(tokens)
         cache.tensors.check_made_for(*self._sizes())
-        if cache.tensors.keys.device != self._device:
-            raise BackendError(
-                f"this runner is on {self._device} and the cache on {cache.tensors.keys.device}; take one from the "
-                "runner's new_cache()"
-            )
-        if tokens.device.type != "cpu" and tokens.device != self._device:
-            raise BackendError(f"this runner is on {self._device} and the tokens on {tokens.device}; move them there")
+        if tokens.device.type != "cpu":
+            raise BackendError(f"a runner reads tokens on a CPU, not on {tokens.device}; move them there")
         if tokens.ndim != 1 or not len(tokens):
             raise ConfigError(
                 f"a runner reads the tokens of one sequence, [T], at least one, not {tuple(tokens.shape)}"
             )
-        looked_at = not tokens.is_cuda
-        if looked_at and (int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size):
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size:
             raise ConfigError(
                 f"token ids must be 0 or more and below the vocabulary's {self.config.vocab_size}, not "
                 f"{int(tokens.min())} to {int(tokens.max())}"
@@ -299,19 +278,20 @@ def _check_integers(tokens: object) -> None:
         raise TypeError(f"tokens are a tensor of integers, not {dtype}")
 
 
-def _device(model: Llama) -> torch.device:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type not in {"cpu", "cuda"}:
-        found = " and ".join(sorted(map(str, devices)))
-        raise ConfigError(f"a ModelRunner runs on a CPU or one CUDA device, not on {found}; move the model there first")
-    return devices.pop()
+def _check_on_cpu(model: Llama) -> None:
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        raise ConfigError(
+            f"octavo generates on a CPU, and this model is on {' and '.join(sorted(devices))}; call model.cpu() first, "
+            "or generate on a GPU with vLLM, TensorRT-LLM or Triton from the files that octavo export writes"
+        )
 
 
-def _key_means(config: LlamaConfig, given: Mapping[int, Tensor] | None, device: torch.device) -> list[Tensor]:
+def _key_means(config: LlamaConfig, given: Mapping[int, Tensor] | None) -> list[Tensor]:
     """Of every layer, zeros where none are given."""
     shape = (config.num_kv_heads, config.head_dim)
     if given is None:
-        return [torch.zeros(shape, device=device) for _ in range(config.num_layers)]
+        return [torch.zeros(shape, device="cpu") for _ in range(config.num_layers)]
     if given.keys() != {*range(config.num_layers)} or any(mean.shape != shape for mean in given.values()):
         found = " and ".join(sorted({str(list(mean.shape)) for mean in given.values()})) or "none"
         raise ConfigError(
@@ -320,7 +300,7 @@ def _key_means(config: LlamaConfig, given: Mapping[int, Tensor] | None, device: 
         )
     if not all(bool(mean.isfinite().all()) for mean in given.values()):
         raise ConfigError("a mean of keys is NaN or infinite, and would make every key so; calibrate again")
-    return [given[layer].detach().to(device, torch.float32, copy=True) for layer in range(config.num_layers)]
+    return [given[layer].detach().to("cpu", torch.float32, copy=True) for layer in range(config.num_layers)]
 
 
 def _decoder(model: Llama, recipe: ServingRecipe, key_means: list[Tensor]) -> Decoder:

@@ -276,9 +276,6 @@ def test_a_cache_of_another_model_is_refused(level):
     for cache in (PagedKVCache(1, 2, 12, max_positions=64), PagedKVCache(3, 2, 16, max_positions=64)):
         with pytest.raises(BackendError, match="new_cache"):
             runner(torch.tensor([1]), cache)
-    cache = PagedKVCache(3, 2, 12, max_positions=64, device=torch.device("meta"))
-    with pytest.raises(BackendError, match="this runner is on cpu and the cache on meta"):
-        runner(torch.tensor([1]), cache)
     batch: Any = runner.new_batch(1)
     with pytest.raises(TypeError, match=r"from new_cache\(\), not into a KVCacheBatch"):
         runner(torch.tensor([1]), batch)
@@ -293,12 +290,8 @@ def test_rows_of_another_model_are_refused():
             native.run(hidden, tensors, one, one)
     with pytest.raises(BackendError, match="at least one"):
         native.run(torch.zeros(0, 72), tensors, one[:0], one[:0])
-    hidden, elsewhere = (
-        torch.zeros(1, 72),
-        PagedKVCache(3, 2, 12, max_positions=64, device=torch.device("meta")).tensors,
-    )
+    hidden = torch.zeros(1, 72)
     for name, given in {
-        "cache": (hidden, elsewhere, one, one),
         "sequences": (hidden, tensors, one.to("meta"), one),
         "positions": (hidden, tensors, one, one.to("meta")),
         "rows": (hidden.to("meta"), tensors, one, one),
@@ -377,7 +370,7 @@ def test_bad_input_is_refused_and_the_cache_stays():
     for given in wrong:
         with pytest.raises(TypeError, match="integers"):
             runner(given, cache)
-    with pytest.raises(BackendError, match="this runner is on cpu and the tokens on meta"):
+    with pytest.raises(BackendError, match="reads tokens on a CPU, not on meta"):
         runner(torch.arange(3, device="meta"), cache)
     assert cache.length == 60
     large = runner.new_cache(max_positions=1000)
@@ -385,5 +378,6 @@ def test_bad_input_is_refused_and_the_cache_stays():
         runner(torch.zeros(257, dtype=torch.int64), large)
     with pytest.raises(BackendError, match="no level"):
         ModelRunner(model(), level="abacus")
-    with pytest.raises(ConfigError, match="on a CPU or one CUDA device, not on meta"):
+    elsewhere = r"generates on a CPU, and this model is on meta; .*vLLM, TensorRT-LLM or Triton .*octavo export"
+    with pytest.raises(ConfigError, match=elsewhere):
         ModelRunner(model().to("meta"))
