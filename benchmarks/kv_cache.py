@@ -26,6 +26,7 @@ from benchmarks.quantization import CACHE_NATS, CACHE_WINDOW, MEAN_WINDOWS, comp
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import DataError
 from octavo.formats import BF16, Format
+from octavo.inference import ModelRunner
 from octavo.language_model import KeysAndValues, LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.numerics import ScaleRounding
@@ -34,7 +35,6 @@ from octavo.quantization.comparison.cache_formats import as_cached
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.contestants import high_precision
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.serving import ModelRunner
 from octavo.training.evaluate import token_loss
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 

@@ -7,9 +7,9 @@ import torch
 
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
+from octavo.inference import PagedKVCache
+from octavo.inference.native_decoder import MAX_HEAD_DIM, PAGE, CacheTensors, attend
 from octavo.kernels import cpu
-from octavo.kernels.decoding import MAX_HEAD_DIM, PAGE, CacheTensors, attend
-from octavo.serving import PagedKVCache
 
 pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
 

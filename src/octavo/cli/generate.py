@@ -16,6 +16,8 @@ import typer
 from torch import nn
 
 from octavo.errors import ConfigError
+from octavo.inference import ModelRunner
+from octavo.inference import generate as serve_tokens
 from octavo.interchange.tensor_files import read_json
 from octavo.language_model import HF_CONFIG, load_language_model, logits_of
 from octavo.models import Llama, load_gguf
@@ -23,8 +25,6 @@ from octavo.models.generation import generate as continue_tokens
 from octavo.nn import Linear
 from octavo.numerics import PerBlock
 from octavo.quantization import load_calibration
-from octavo.serving import ModelRunner
-from octavo.serving import generate as serve_tokens
 from octavo.training.config import MOST_SEED
 from octavo.training.run_folder import TrainedRun, load_run
 

@@ -11,9 +11,9 @@ from benchmarks.kv_cache import FIRST, design_lines, designs, key_statistics, ru
 from benchmarks.quantization import CACHE_NATS
 from octavo import E4M3, PerRow, quantize
 from octavo.formats import BF16
+from octavo.inference import ModelRunner
 from octavo.models import Llama
 from octavo.quantization.comparison.cache_formats import as_cached, cached, key_means
-from octavo.serving import ModelRunner
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, language_model, windows
 
 

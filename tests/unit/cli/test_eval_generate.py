@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.inference import ModelRunner
+from octavo.inference import generate as continue_by_runner
 from octavo.models import generate, load_gguf
 from octavo.quantization import load_calibration
-from octavo.serving import ModelRunner
-from octavo.serving import generate as continue_by_runner
 from octavo.training.corpus import Split
 from octavo.training.data import open_data
 from octavo.training.run_folder import load_run

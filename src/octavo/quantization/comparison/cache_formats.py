@@ -1,9 +1,9 @@
 """Keys and values as generation's FP8 cache holds them, for the attention of a whole model.
 
-``octavo.serving.PagedKVCache`` keeps a key and a value of D numbers for every position, layer and head: E4M3 codes and,
-of sixteen scales, the one with the least squared error (:mod:`octavo.numerics.scale_search`); D + 2 bytes for 2 D. A
-key may be kept less the mean of its layer's and head's keys, which softmax does not see (octavo.serving.layers), and
-which comes from other text.
+``octavo.inference.PagedKVCache`` keeps a key and a value of D numbers for every position, layer and head: E4M3 codes
+and, of sixteen scales, the one with the least squared error (:mod:`octavo.numerics.scale_search`); D + 2 bytes for 2 D.
+A key may be kept less the mean of its layer's and head's keys, which softmax does not see (octavo.inference.layers),
+and which comes from other text.
 
 What the mean wins: rotary pairs that turn slowly hold a nearly constant part, up to two thirds of a key's energy, and
 its rounding errors are as large as it is (SageAttention, arXiv 2410.02367, smooths keys so).

@@ -1,10 +1,10 @@
-"""What stands for the cache is what octavo.serving's reads back, bit by bit; means; and softmax's own invariance."""
+"""What stands for the cache is what octavo.inference's reads back, bit by bit; means; and softmax's own invariance."""
 
 import pytest
 import torch
 
+from octavo.inference import PagedKVCache
 from octavo.quantization.comparison.cache_formats import as_cached, cached, key_means, vector_bytes
-from octavo.serving import PagedKVCache
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, SHAPE, language_model, windows
 
 
