@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from benchmarks import smollm2
 from octavo.errors import CheckpointError, ConfigError
-from octavo.language_model import Kind, LanguageModel, kind_of, load_language_model, located
+from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama, LlamaConfig
+from octavo.models.sources import SourceKind, kind_of, located
 from octavo.training.config import Device
 from octavo.training.tokenizer import train_tokenizer
 
@@ -184,7 +185,7 @@ def test_a_name_in_the_cache_is_read_without_a_network(folder, tmp_path, monkeyp
     shutil.copytree(folder, snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
-    assert kind_of("some/model") is Kind.HUGGING_FACE
+    assert kind_of("some/model") is SourceKind.HUGGING_FACE
     loaded = load_language_model("some/model")
     assert loaded.source == str(snapshot)
     assert torch.equal(loaded.logits(TOKENS), load_language_model(folder).logits(TOKENS))

@@ -6,7 +6,7 @@ Activations are FP32, and with the native kernels all layers are one call; witho
 computes the same, many times slower. On a GPU other servers generate, from files that ``octavo export`` writes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -30,7 +30,9 @@ from octavo.kernels import cpu
 from octavo.models import Llama, LlamaConfig, llama
 from octavo.nn.arguments import check_choice
 
-__all__ = ["ModelRunner"]
+__all__ = ["ON_A_GPU", "ModelRunner"]
+
+ON_A_GPU = "serve on a GPU with vLLM, TensorRT-LLM or Triton, from files that octavo export writes"
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -90,6 +92,20 @@ class ModelRunner:
         self._native = None
         if level != "torch" and (level is not None or cpu.why_absent() is None):
             self._native = NativeDecoder(self._decoder, level=level)
+
+    @property
+    def max_length(self) -> int:
+        """Number of positions that the model knows."""
+        return self.config.max_positions
+
+    def reader(self, length: int) -> Callable[[list[int]], Tensor]:
+        """Start a text of at most ``length`` tokens, for :func:`octavo.models.generate`.
+
+        Returns:
+            A function from all token ids so far to the logits [V] of the next; it reads those that its cache lacks.
+        """
+        cache = self.new_cache(length)
+        return lambda ids: self(torch.tensor(ids[cache.length :], device="cpu"), cache)
 
     @property
     def weight_bytes(self) -> int:
@@ -289,8 +305,8 @@ def _check_on_cpu(model: Llama) -> None:
     devices = {str(parameter.device) for parameter in model.parameters()}
     if devices != {"cpu"}:
         raise ConfigError(
-            f"octavo generates on a CPU, and this model is on {' and '.join(sorted(devices))}; call model.cpu() first, "
-            "or generate on a GPU with vLLM, TensorRT-LLM or Triton from the files that octavo export writes"
+            f"octavo generates on the CPU, and this model is on {' and '.join(sorted(devices))}: call model.cpu(), or "
+            f"{ON_A_GPU}"
         )
 
 

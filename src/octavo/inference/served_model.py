@@ -1,11 +1,11 @@
-"""``load_served_model``: a runner, its tokenizer and what ends an answer, from where the user has a model.
+"""``load_served_model``: a runner, its tokenizer and the tokens that end an answer, from where the user has a model.
 
-| MODEL                                   | read by                                   | answers end at               |
-|-----------------------------------------|-------------------------------------------|------------------------------|
-| a .gguf file of the Llama layout        | ``octavo.models.load_gguf``               | its end-of-text token        |
-| a run's folder                          | ``octavo.language_model``                 | nothing but max_tokens       |
-| a Hugging Face folder, or a hub's name  | the same, then as octavo's ``Llama``      | its generation's eos tokens  |
-| one in FP8 (``octavo export``)          | the same; its codes stay as they are      | its generation's eos tokens  |
+| MODEL (see octavo.language_model)        | answers end at                    |
+|------------------------------------------|-----------------------------------|
+| a .gguf file of the Llama layout         | its end-of-text token             |
+| a run's folder                           | nothing but max_tokens            |
+| a Hugging Face folder, or a hub's name   | its generation's eos tokens       |
+| one in FP8 (``octavo export``)           | its generation's eos tokens       |
 
 Of Hugging Face's models those of the types "llama" and "qwen2" are served, with the biases that they have: rotary
 positions as they come, heads of hidden_size / num_heads, no sliding window. Another one is refused, since what octavo
@@ -23,8 +23,8 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.inference.model_runner import ModelRunner
 from octavo.inference.recipes import ServingRecipe, has_static_scales
 from octavo.interchange.tensor_files import read_json
-from octavo.language_model import load_language_model
-from octavo.models import Llama, load_gguf
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models import Llama
 from octavo.models.llama_folder import shape_from_record
 from octavo.nn.arguments import check_choice
 from octavo.quantization import load_calibration
@@ -78,26 +78,14 @@ def load_served_model(
     check_choice("recipe", recipe, tuple(ServingRecipe))
     if calibration is not None and recipe != ServingRecipe.FP8_STATIC:
         raise ConfigError(f"a calibration is for {ServingRecipe.FP8_STATIC}, and not for {recipe}; leave it out")
-    if Path(source).suffix.lower() == ".gguf":
-        file = load_gguf(source)
-        ids = {"bos_token": file.bos_id, "eos_token": file.eos_id}
-        return ServedModel(
-            runner=_runner(file.model, recipe, calibration),
-            tokenizer=file.tokenizer,
-            end_ids=() if file.eos_id is None else (file.eos_id,),
-            chat_template=file.chat_template,
-            template_tokens={name: str(file.tokenizer.id_to_token(i)) for name, i in ids.items() if i is not None},
-        )
     loaded = load_language_model(source, hub=hub)
     model: Any = loaded.model
-    folder = Path(loaded.source)
-    own = isinstance(model, Llama)
     return ServedModel(
-        runner=_runner(model if own else _as_llama(model, loaded.source), recipe, calibration),
+        runner=_runner(model if isinstance(model, Llama) else _as_llama(model, loaded.source), recipe, calibration),
         tokenizer=loaded.tokenizer,
-        end_ids=_ids(_written_end(folder) if own else model.generation_config.eos_token_id, loaded.source),
-        chat_template=_chat_template(folder),
-        template_tokens=_template_tokens(folder),
+        end_ids=_end_ids(loaded),
+        chat_template=loaded.chat_template or _chat_template(Path(loaded.source)),
+        template_tokens=_template_tokens(loaded),
     )
 
 
@@ -146,17 +134,21 @@ def _unsupported_reason(config: Any) -> str | None:
     return None
 
 
-def _written_end(folder: Path) -> Any:
-    """As the folder of a model in FP8 says, which octavo reads without transformers; a run's has no such file."""
-    path = folder / "generation_config.json"
-    return read_json(path).get("eos_token_id") if path.is_file() else None
-
-
-def _ids(given: Any, source: str) -> tuple[int, ...]:
-    """One id, a list of them, or None."""
-    ids = () if given is None else tuple(given) if isinstance(given, list) else (given,)
+def _end_ids(loaded: LanguageModel) -> tuple[int, ...]:
+    """End tokens: one id, a list of them, or none, as a GGUF file, transformers or a folder in FP8 names them."""
+    model: Any = loaded.model
+    if loaded.eos_id is not None:
+        ends = loaded.eos_id
+    elif isinstance(model, Llama):  # a folder in FP8, which octavo reads without transformers
+        path = Path(loaded.source) / "generation_config.json"
+        ends = read_json(path).get("eos_token_id") if path.is_file() else None
+    else:
+        ends = model.generation_config.eos_token_id
+    ids = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
     if not all(isinstance(each, int) for each in ids):
-        raise CheckpointError(f"{source!r} has {given!r} as eos_token_id, which is no id or list of ids; mend its file")
+        raise CheckpointError(
+            f"{loaded.source!r} has {ends!r} as eos_token_id, which is no id or list of ids; mend its file"
+        )
     return ids
 
 
@@ -172,10 +164,13 @@ def _chat_template(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _template_tokens(folder: Path) -> dict[str, str]:
-    """Written as texts, or as records of a token and how it is split off."""
-    given = {name: _tokenizer_settings(folder).get(name) for name in ("bos_token", "eos_token")}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+def _template_tokens(loaded: LanguageModel) -> dict[str, str]:
+    """The tokens at the ends of a text: a GGUF file's ids, or texts or records of a token in a folder's settings."""
+    ids = {"bos_token": loaded.bos_id, "eos_token": loaded.eos_id}
+    settings = _tokenizer_settings(Path(loaded.source))
+    tokens = {name: settings.get(name) for name in ids}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    texts |= {name: str(loaded.tokenizer.id_to_token(i)) for name, i in ids.items() if i is not None}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 

@@ -69,7 +69,7 @@ def test_characters_of_several_bytes_are_written_whole(octavo, finished_run):
     generator = torch.Generator().manual_seed(1)
     options: dict[str, Any] = {"temperature": 5.0, "top_k": 300, "generator": generator, "context": 32}
     with run.surroundings:
-        text = run.tokenizer.decode(generate(run.model, ids, max_new_tokens=60, **options))
+        text = run.tokenizer.decode(list(generate(run.model, ids, max_new_tokens=60, **options)))
     assert octavo("generate", finished_run, *arguments).stdout == "12 times" + text.rstrip("\ufffd") + "\n"
 
 

@@ -378,6 +378,6 @@ def test_bad_input_is_refused_and_the_cache_stays():
         runner(torch.zeros(257, dtype=torch.int64), large)
     with pytest.raises(BackendError, match="no level"):
         ModelRunner(model(), level="abacus")
-    elsewhere = r"generates on a CPU, and this model is on meta; .*vLLM, TensorRT-LLM or Triton .*octavo export"
+    elsewhere = r"generates on the CPU, and this model is on meta: .*vLLM, TensorRT-LLM or Triton, .*octavo export"
     with pytest.raises(ConfigError, match=elsewhere):
         ModelRunner(model().to("meta"))
