@@ -18,7 +18,6 @@ weights it was trained to. A folder in FP8 keeps its codes, and computes as its 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange import check_no_codes, is_quantized, load_quantized
 from octavo.models import Llama, load_gguf
+from octavo.models.llama import causal_attention
 from octavo.models.sources import INSTALL, SourceKind, kind_of, located
 from octavo.training.config import Device
 from octavo.training.precision import resolve_device
@@ -86,24 +86,26 @@ class LanguageModel:
 
         Keys have their rotary positions. Yields what to call instead of :meth:`logits`.
         """
-        if not isinstance(self.model, Llama):
-            yield lambda tokens: logits_of(self.model, tokens, pass_through)
-            return
-        attentions: list[Any] = [layer.self_attn for layer in self.model.model.layers]
-        for index, attention in enumerate(attentions):
-            attention.reread = partial(pass_through, index)
-        try:
-            yield self.logits
-        finally:
-            for attention in attentions:
-                attention.reread = None
+        yield lambda tokens: logits_of(self.model, tokens, pass_through)
+
+
+class _KVTransform:
+    """A decoder cache that stores nothing: attention reads transformed keys and values of the tokens themselves."""
+
+    length = 0
+
+    def __init__(self, transform: KeysAndValues) -> None:
+        self._transform = transform
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return causal_attention(queries, *self._transform(layer, keys, values))
 
 
 def logits_of(model: nn.Module, tokens: Tensor, pass_through: KeysAndValues | None = None) -> Tensor:
     """Token ids [B, T] → logits [B, T, V], of octavo's models and of transformers'."""
     if isinstance(model, Llama):
-        found: Tensor = model(tokens)
-        return found
+        own: Tensor = model(tokens, None if pass_through is None else _KVTransform(pass_through))
+        return own
     cache = {} if pass_through is None else {"past_key_values": _passing_cache(pass_through)}
     output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
     logits: Tensor = output.logits

@@ -13,7 +13,7 @@
 A scale measured over several rows of x is not among them: a row would be rounded otherwise in other company.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -105,6 +105,13 @@ class DecoderWeight:
     def nbytes(self) -> int:
         """Of codes or numbers, scales and bias."""
         return sum(tensor.nbytes for tensor in (self.data, self.scale, self.bias) if tensor is not None)
+
+    def part(self, rows: slice) -> "DecoderWeight":
+        """Some of the rows, over the same memory."""
+        own, bias = self.rows, None if self.bias is None else self.bias[rows]
+        if isinstance(own, Tensor):
+            return replace(self, rows=own[rows], bias=bias)
+        return replace(self, rows=replace(own, data=own.data[rows], scale=own.scale[rows]), bias=bias)
 
     def dequantize(self, which: Tensor | None = None) -> Tensor:
         """The rows' values, float32; of some rows, where ``which`` names them."""

@@ -2,7 +2,7 @@
 
 Every weight, the head's too, becomes E4M3 codes with one scale an output row, or what another recipe says
 (octavo.inference.recipes). Where the head shares the embedding's weight, the embedding reads the same codes.
-Activations are FP32, and with the native kernels all layers are one call; without them octavo.inference.layers
+Activations are FP32, and with the native kernels all layers are one call; without them octavo.inference.reference
 computes the same, many times slower. On a GPU other servers generate, from files that ``octavo export`` writes.
 """
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import E4M3, Format
-from octavo.inference import layers
 from octavo.inference.decoder_weights import Saturation
 from octavo.inference.kv_cache import KVCacheBatch, PagedKVCache
 from octavo.inference.native_decoder import (
@@ -26,6 +25,7 @@ from octavo.inference.native_decoder import (
     NativeDecoder,
 )
 from octavo.inference.recipes import ServingRecipe, held_weight
+from octavo.inference.reference import ReferenceDecoder
 from octavo.kernels import cpu
 from octavo.models import Llama, LlamaConfig, llama
 from octavo.nn.arguments import check_choice
@@ -89,9 +89,12 @@ class ModelRunner:
         self._decoder = _decoder(model, ServingRecipe(recipe), means)
         embedding = model.model.embed_tokens.weight
         self._embedding = None if model.lm_head.weight is embedding else _narrowed(embedding.detach())
-        self._native = None
+        self._native: NativeDecoder | None = None
+        self._reference: ReferenceDecoder | None = None
         if level != "torch" and (level is not None or cpu.why_absent() is None):
             self._native = NativeDecoder(self._decoder, level=level)
+        else:
+            self._reference = ReferenceDecoder(config, self._decoder, self._embed)
 
     @property
     def max_length(self) -> int:
@@ -248,22 +251,22 @@ class ModelRunner:
         """
         if not 1 <= told <= len(tokens):
             raise BackendError(f"from 1 to all {len(tokens)} rows get logits, not {told}")
-        hidden = self._embed(tokens)
         if self._native is not None:
-            return self._native.run(hidden, tensors, sequence, position, told=told)
+            return self._native.run(self._embed(tokens), tensors, sequence, position, told=told)
+        assert self._reference is not None
         rows = []
-        for row, (own, at) in enumerate(zip(sequence.tolist(), position.split(1), strict=True)):
+        for token, own, start in zip(tokens.split(1), sequence.tolist(), position.tolist(), strict=True):
             cache = PagedKVCache.over(replace(tensors, table=tensors.table[own : own + 1]))
-            rows.append(layers.run(self._decoder, hidden[row : row + 1], cache, at))
+            rows.append(self._reference.run(token, cache, start))
         return torch.cat(rows[-told:])
 
     def _read(self, tokens: Tensor, cache: PagedKVCache, *, every: bool = False) -> Tensor:
-        """Run the native kernels, or the definition."""
-        position, hidden = cache.next_positions(len(tokens)), self._embed(tokens)
-        if self._native is None:
-            return layers.run(self._decoder, hidden, cache, position, every=every)
-        told = len(tokens) if every else 1
-        return self._native.run(hidden, cache.tensors, torch.zeros_like(position), position, told=told)
+        """Run the native kernels, or the reference."""
+        if self._reference is not None:
+            return self._reference.run(tokens, cache, cache.length, every=every)
+        assert self._native is not None
+        position, told = cache.next_positions(len(tokens)), len(tokens) if every else 1
+        return self._native.run(self._embed(tokens), cache.tensors, torch.zeros_like(position), position, told=told)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:

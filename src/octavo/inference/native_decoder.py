@@ -9,7 +9,7 @@
 | sequence     | [R] int64: the sequence of every row                                                                |
 | position     | [R] int64: its position; a row sees the positions up to its own                                     |
 
-What comes out is defined by octavo.inference.layers, in torch's operations; sums are FP32 in another order.
+What comes out is defined by octavo.inference.reference, in torch's operations; sums are FP32 in another order.
 """
 
 import math

@@ -137,13 +137,12 @@ def _unsupported_reason(config: Any) -> str | None:
 def _end_ids(loaded: LanguageModel) -> tuple[int, ...]:
     """End tokens: one id, a list of them, or none, as a GGUF file, transformers or a folder in FP8 names them."""
     model: Any = loaded.model
-    if loaded.eos_id is not None:
-        ends = loaded.eos_id
-    elif isinstance(model, Llama):  # a folder in FP8, which octavo reads without transformers
+    ends: Any = loaded.eos_id
+    if ends is None and not isinstance(model, Llama):
+        ends = model.generation_config.eos_token_id
+    elif ends is None:  # perhaps a folder in FP8, which octavo reads without transformers
         path = Path(loaded.source) / "generation_config.json"
         ends = read_json(path).get("eos_token_id") if path.is_file() else None
-    else:
-        ends = model.generation_config.eos_token_id
     ids = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
     if not all(isinstance(each, int) for each in ids):
         raise CheckpointError(

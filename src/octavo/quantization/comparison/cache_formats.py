@@ -2,7 +2,7 @@
 
 ``octavo.inference.PagedKVCache`` keeps a key and a value of D numbers for every position, layer and head: E4M3 codes
 and, of sixteen scales, the one with the least squared error (:mod:`octavo.numerics.scale_search`); D + 2 bytes for 2 D.
-A key may be kept less the mean of its layer's and head's keys, which softmax does not see (octavo.inference.layers),
+A key may be kept less the mean of its layer's and head's keys, which softmax does not see (octavo.inference.reference),
 and which comes from other text.
 
 What the mean wins: rotary pairs that turn slowly hold a nearly constant part, up to two thirds of a key's energy, and

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import octavo
 from octavo.formats import E4M3
-from octavo.inference import layers
+from octavo.inference import reference
 from octavo.inference.decoder_weights import DecoderWeight, InputCast, Saturation
 from octavo.numerics.integers import quantize_int8
 
@@ -20,16 +20,16 @@ def test_attention_is_torchs_with_a_mask_by_position(heads, kv_heads):
     seen = torch.arange(length) <= position[:, None]
     q, k, v = (x.double().transpose(0, 1) for x in (queries, keys, values))
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(layers.attend(queries, keys, values, position, 0.3), wanted.transpose(0, 1).float())
+    torch.testing.assert_close(reference.attend(queries, keys, values, position, 0.3), wanted.transpose(0, 1).float())
 
 
 def test_a_linear_multiplies_what_the_codes_decode_to():
     weight = octavo.quantize(torch.randn(5, 12), E4M3, granularity=octavo.PerRow())
     x, bias = torch.randn(3, 12), torch.randn(5)
     wanted = x.double() @ (weight.data.double() * weight.scale.double()).t()
-    found = layers.linear(x, DecoderWeight(rows=weight), Saturation())
+    found = reference.linear(x, DecoderWeight(rows=weight), Saturation())
     torch.testing.assert_close(found, wanted.float())
-    found = layers.linear(x, DecoderWeight(rows=weight, bias=bias), Saturation())
+    found = reference.linear(x, DecoderWeight(rows=weight, bias=bias), Saturation())
     torch.testing.assert_close(found, (wanted + bias).float())
 
 
@@ -38,7 +38,7 @@ def test_a_linear_of_integers_is_their_product():
     own = quantize_int8(x)
     exact = (own.data.long() @ rows.data.long().t()).double() * own.scale.double() * rows.scale.double().t()
     weight = DecoderWeight(rows=rows, input=InputCast.INT8_DYNAMIC)
-    torch.testing.assert_close(layers.linear(x, weight, Saturation()), exact.float())
+    torch.testing.assert_close(reference.linear(x, weight, Saturation()), exact.float())
 
 
 def test_a_static_scale_clips_and_says_how_much():
@@ -46,5 +46,5 @@ def test_a_static_scale_clips_and_says_how_much():
     x = torch.tensor([[1.0, 231.0, -233.0, 300.0, torch.inf, 0.0, 224.0, -1.0]])  # 464 · 0.5 = 232 is clipped from on
     static = DecoderWeight(rows=weight, input=InputCast.E4M3_STATIC, input_scale=torch.tensor(0.5))
     saturation = Saturation()
-    layers.linear(x, static, saturation)
+    reference.linear(x, static, saturation)
     assert saturation == Saturation(elements=8, saturated=2)
