@@ -28,6 +28,7 @@ __all__ = [
     "is_gguf",
     "kind_of",
     "located",
+    "runs_in",
 ]
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # ORG/NAME
@@ -120,12 +121,12 @@ def check_is_run(path: Path) -> None:
     Raises:
         ConfigError: the folder holds several runs, or a study.
     """
-    if inside := _runs_in(path):
+    if inside := runs_in(path):
         kind = "holds a study of several runs" if (path / RUN_CONFIG).exists() else "is a folder of runs"
         raise ConfigError(f"{str(path)!r} {kind}; name one of {', '.join(inside)}")
 
 
-def _runs_in(path: Path) -> list[str]:
+def runs_in(path: Path) -> list[str]:
     """The runs inside a folder that is none itself."""
     if any((path / name).exists() for name in (RUN_METRICS, CHECKPOINTS)):
         return []

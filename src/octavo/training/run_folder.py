@@ -24,7 +24,7 @@ from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, DataError, TrainingError
 from octavo.files import remove_if_empty, write_atomically
 from octavo.models import Llama, LlamaConfig
-from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_is_run, has_run
+from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_is_run, has_run, runs_in
 from octavo.parsing import read_toml
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import (
@@ -193,7 +193,7 @@ def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
     Raises:
         ConfigError: which of them.
     """
-    if not (resume or (run_dir / CONFIG).exists()) and (inside := _runs_in(run_dir)):
+    if not (resume or (run_dir / CONFIG).exists()) and (inside := runs_in(run_dir)):
         raise ConfigError(
             f"{str(run_dir)!r} holds other runs ({', '.join(inside)}); give this one a folder of its own, "
             f"such as {str(run_dir / 'new')!r}"
