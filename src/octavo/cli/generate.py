@@ -82,8 +82,9 @@ def _of_run(path: Path, prompt: str, calibration: Path | None) -> tuple[TextMode
     if calibration is not None:
         raise ConfigError("--calibration is not for a run, whose model keeps no keys; leave it out")
     run = load_run(path, device=Device.CPU)
-    if run.config.training.device is Device.CUDA:
-        stderr().print(f"this run was trained on a GPU, and octavo generates on the CPU; {ON_A_GPU}", soft_wrap=True)
+    device = run.config.training.device
+    if device is Device.CUDA or (device is Device.AUTO and torch.cuda.is_available()):
+        stderr().print(f"this run trains on a GPU, and octavo generates on the CPU; {ON_A_GPU}", soft_wrap=True)
     ids = run.tokenizer.encode(prompt, add_special_tokens=False).ids
     return FullPass(run.model, context=run.config.training.context, within=run.surroundings), run.tokenizer, ids
 
