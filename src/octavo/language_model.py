@@ -15,8 +15,7 @@ All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32:
 weights it was trained to. A folder in FP8 keeps its codes, and computes as its format says.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,13 +38,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = [
-    "KeysAndValues",
+    "KVTransform",
     "LanguageModel",
     "load_language_model",
     "logits_of",
 ]
 
-KeysAndValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
+KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
 ADAPTER = "adapter_config.json"
 
 
@@ -76,37 +75,34 @@ class LanguageModel:
         """Where its weights are, and the tokens that it reads have to be."""
         return next(self.model.parameters()).device
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, T] → logits [B, T, V]."""
-        return logits_of(self.model, tokens)
+    def logits(self, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
+        """Token ids [B, T] → logits [B, T, V].
 
-    @contextmanager
-    def keys_and_values_through(self, pass_through: KeysAndValues) -> "Iterator[Callable[[Tensor], Tensor]]":
-        """Inside the block attention reads what ``pass_through`` makes of each layer's keys and values.
-
-        Keys have their rotary positions. Yields what to call instead of :meth:`logits`.
+        Args:
+            tokens: int64 [B, T].
+            kv_transform: makes of each layer's keys, turned by their positions, and values what attention reads.
         """
-        yield lambda tokens: logits_of(self.model, tokens, pass_through)
+        return logits_of(self.model, tokens, kv_transform)
 
 
-class _KVTransform:
+class _TransformingCache:
     """A decoder cache that stores nothing: attention reads transformed keys and values of the tokens themselves."""
 
     length = 0
 
-    def __init__(self, transform: KeysAndValues) -> None:
+    def __init__(self, transform: KVTransform) -> None:
         self._transform = transform
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return causal_attention(queries, *self._transform(layer, keys, values))
 
 
-def logits_of(model: nn.Module, tokens: Tensor, pass_through: KeysAndValues | None = None) -> Tensor:
+def logits_of(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
     """Token ids [B, T] → logits [B, T, V], of octavo's models and of transformers'."""
     if isinstance(model, Llama):
-        own: Tensor = model(tokens, None if pass_through is None else _KVTransform(pass_through))
+        own: Tensor = model(tokens, None if kv_transform is None else _TransformingCache(kv_transform))
         return own
-    cache = {} if pass_through is None else {"past_key_values": _passing_cache(pass_through)}
+    cache = {} if kv_transform is None else {"past_key_values": _passing_cache(kv_transform)}
     output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
     logits: Tensor = output.logits
     return logits
@@ -218,13 +214,13 @@ def _check_report(source: str, report: Mapping[str, Any]) -> None:
             )
 
 
-def _passing_cache(pass_through: KeysAndValues) -> Any:
-    """A transformers cache for one forward pass, which keeps nothing and hands on what ``pass_through`` makes."""
+def _passing_cache(kv_transform: KVTransform) -> Any:
+    """A transformers cache for one forward pass, which keeps nothing and hands on what ``kv_transform`` makes."""
     from transformers import DynamicCache
 
     class PassingCache(DynamicCache):
         def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-            keys, values = pass_through(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+            keys, values = kv_transform(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
             return keys.transpose(1, 2), values.transpose(1, 2)
 
     return PassingCache()

@@ -85,8 +85,8 @@ def test_keys_and_values_are_those_of_both(ours, folder):
             kept.append((layer, keys, values))
             return keys / 2, values / 2
 
-        with torch.no_grad(), model.keys_and_values_through(halve) as logits:
-            found = logits(TOKENS)
+        with torch.no_grad():
+            found = model.logits(TOKENS, halve)
             plain = model.logits(TOKENS) if model is theirs else None
         assert [layer for layer, *_ in passed] == [0, 1]
         assert passed[0][1].shape == (2, 10, SHAPE.num_kv_heads, SHAPE.head_dim)
@@ -105,8 +105,8 @@ def test_nothing_stands_between_afterwards(ours, folder):
     model = LanguageModel(model=ours, tokenizer=load_language_model(folder).tokenizer, context=32, source="ours")
     with torch.no_grad():
         before = model.logits(TOKENS)
-        with pytest.raises(RuntimeError, match="stop"), model.keys_and_values_through(_stop) as logits:
-            logits(TOKENS)
+        with pytest.raises(RuntimeError, match="stop"):
+            model.logits(TOKENS, _stop)
         assert torch.equal(before, model.logits(TOKENS))
 
 

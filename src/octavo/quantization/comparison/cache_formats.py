@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.formats import BF16, E4M3
 from octavo.kernels import quantize
-from octavo.language_model import KeysAndValues, LanguageModel
+from octavo.language_model import KVTransform, LanguageModel
 from octavo.numerics import PerRow
 from octavo.numerics.scale_search import searched_scale
 from octavo.quantization.calibration.observing import observe
@@ -47,8 +47,8 @@ def key_means(model: LanguageModel, windows: Tensor) -> dict[int, Tensor]:
     return {layer: each.key_mean for layer, each in seen.keys_and_values.items()}
 
 
-def cached(means: Mapping[int, Tensor] | None = None) -> KeysAndValues:
-    """What attention reads of keys and values that were stored, for ``LanguageModel.keys_and_values_through``.
+def cached(means: Mapping[int, Tensor] | None = None) -> KVTransform:
+    """What attention reads of keys and values that were stored, for ``LanguageModel.logits``.
 
     Args:
         means: of keys, subtracted before they are stored; None subtracts nothing.
