@@ -70,8 +70,8 @@ def cast() -> Callable[[], object]:
 def token() -> Callable[[], object]:
     """The likeliest token after a prompt; random weights take as long as trained ones."""
     from benchmarks.generators import Octavo
+    from octavo.inference import ModelRunner
     from octavo.models import Llama, LlamaConfig
-    from octavo.serving import ModelRunner
 
     shape = LlamaConfig(
         vocab_size=49152,

@@ -38,11 +38,11 @@ from benchmarks.measure import bf16_note, hardware, interleaved, publish
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import BackendError, DataError
 from octavo.formats import FP32
+from octavo.inference import ModelRunner
 from octavo.kernels import cpu
 from octavo.models import Llama, load_gguf
 from octavo.models.gguf_file import GGUFFile
 from octavo.quantization.comparison.evaluation_text import topic_tokens
-from octavo.serving import ModelRunner
 from octavo.training.evaluate import token_loss
 
 PROMPT, NEW, FEW = 64, 128, 8  # tokens

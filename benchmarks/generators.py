@@ -15,8 +15,8 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, Format
+from octavo.inference import ModelRunner
 from octavo.models import Llama
-from octavo.serving import ModelRunner
 
 __all__ = ["Generator", "LlamaCpp", "Octavo", "Plain", "Transformers", "q8_0_of"]
 

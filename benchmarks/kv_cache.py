@@ -26,7 +26,8 @@ from benchmarks.quantization import CACHE_NATS, CACHE_WINDOW, MEAN_WINDOWS, comp
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import DataError
 from octavo.formats import BF16, Format
-from octavo.language_model import KeysAndValues, LanguageModel, load_language_model
+from octavo.inference import ModelRunner
+from octavo.language_model import KVTransform, LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.numerics import ScaleRounding
 from octavo.quantization import text_windows
@@ -34,7 +35,6 @@ from octavo.quantization.comparison.cache_formats import as_cached
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.contestants import high_precision
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.serving import ModelRunner
 from octavo.training.evaluate import token_loss
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
@@ -113,7 +113,7 @@ def design_lines(model: LanguageModel, windows: Tensor, keys: KeyStatistics, cho
     return ["Designs, in BF16 around the cache; the same windows.", "", *table]
 
 
-def designs(keys: KeyStatistics) -> dict[str, KeysAndValues]:
+def designs(keys: KeyStatistics) -> dict[str, KVTransform]:
     """All designs by name; each changes one or two things of the first."""
     by_two = _power_of_two_scales
     return {
@@ -136,7 +136,7 @@ def _design(
     *,
     centred: Mapping[int, Tensor] | None = None,
     divided: Mapping[int, Tensor] | None = None,
-) -> KeysAndValues:
+) -> KVTransform:
     def through(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         stored = k.float()
         if centred is not None:
@@ -147,7 +147,7 @@ def _design(
     return through
 
 
-def _first_kept(design: KeysAndValues) -> KeysAndValues:
+def _first_kept(design: KVTransform) -> KVTransform:
     def through(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         cast = design(layer, k, v)
         return torch.cat([k[:, :FIRST], cast[0][:, FIRST:]], 1), torch.cat([v[:, :FIRST], cast[1][:, FIRST:]], 1)
@@ -180,9 +180,8 @@ def key_statistics(model: LanguageModel, windows: Tensor) -> KeyStatistics:
         amax[layer] = torch.maximum(amax.get(layer, torch.zeros(())), flat.abs().amax(0))
         return keys, values
 
-    with model.keys_and_values_through(note) as logits:
-        for window in windows:
-            logits(window[None])
+    for window in windows:
+        model.logits(window[None], note)
     return KeyStatistics(mean={layer: (total / windows.numel()).float() for layer, total in sums.items()}, amax=amax)
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.serving_recipes [--windows 40] [--samples 128] [--no-write]
 
 The first 20,480 tokens of Python's language reference in windows of 512, each read by the runner of a server whose
-weights and inputs the recipe says (``octavo.serving.recipes``). Keys and values are in BF16 but in the last row, which
-is what ``octavo serve`` does when it is told nothing. fp8-static is calibrated on the library's sources. Differences
-from the recipe bf16 are paired, window by window.
+weights and inputs the recipe says (``octavo.inference.recipes``). Keys and values are in BF16 but in the last row,
+which is what ``octavo serve`` does when it is told nothing. fp8-static is calibrated on the library's sources.
+Differences from the recipe bf16 are paired, window by window.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from benchmarks.measure import hardware, publish
 from octavo import E4M3
 from octavo.errors import DataError
 from octavo.formats import BF16, Format
+from octavo.inference import ModelRunner, ServingRecipe, load_served_model
 from octavo.language_model import load_language_model
 from octavo.quantization import calibrate, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.serving import ModelRunner, ServingRecipe, load_served_model
 from octavo.training.comparison import paired_gap
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 

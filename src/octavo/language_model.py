@@ -8,18 +8,15 @@
 | a .gguf file of the Llama layout               | ``octavo.models.load_gguf``                      |
 | a name on Hugging Face's hub, "org/name"         | as a folder, out of the hub's cache            |
 
-An existing path wins over a name. A network is asked only where :func:`located` is told so (``--hub``): a path with a
-slip is not looked up anywhere. Weights are safetensors or GGUF, never a pickle, and no code of a model is run.
+:mod:`octavo.models.sources` tells them apart. Weights are safetensors or GGUF, never a pickle, and no code of a model
+is run.
 
 All of them give token ids [B, T] → logits [B, T, V] and a tokenizer, in FP32: a run's layers are plain again, with the
 weights it was trained to. A folder in FP8 keeps its codes, and computes as its format says.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,39 +28,24 @@ from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
 from octavo.interchange import check_no_codes, is_quantized, load_quantized
 from octavo.models import Llama, load_gguf
+from octavo.models.llama import causal_attention
+from octavo.models.sources import INSTALL, SourceKind, kind_of, located
 from octavo.training.config import Device
 from octavo.training.precision import resolve_device
-from octavo.training.run_folder import CONFIG, check_is_run, has_run, load_run
-from octavo.training.text import HUB_NAME
+from octavo.training.run_folder import load_run
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = [
-    "HF_CONFIG",
-    "KeysAndValues",
-    "Kind",
+    "KVTransform",
     "LanguageModel",
-    "kind_of",
     "load_language_model",
-    "located",
     "logits_of",
 ]
 
-KeysAndValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
-HF_CONFIG, ADAPTER = "config.json", "adapter_config.json"
-INSTALL = "pip install 'octavo[hf]'"
-FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # of a model's files those that are read
-NOT_FROM_HUB = ("*/*", "consolidated*")  # the same weights again, as other programs name them
-
-
-class Kind(StrEnum):
-    """Of the sources in the table above; a Hugging Face folder whose weights are FP8 codes is one of its own."""
-
-    RUN = "run"
-    HUGGING_FACE = "hugging face"
-    QUANTIZED = "quantized"
-    GGUF = "gguf"
+KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]  # layer, keys, values [B, T, kv, D]
+ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +59,7 @@ class LanguageModel:
         source: where it came from.
         bos_id: the token that begins a text; None where the source names none.
         eos_id: the token that ends one; None likewise. A Hugging Face model keeps its own, as ``generation_config``.
+        chat_template: the Jinja template of messages that a .gguf file holds; None where a folder's files have it.
     """
 
     model: nn.Module
@@ -85,41 +68,41 @@ class LanguageModel:
     source: str
     bos_id: int | None = None
     eos_id: int | None = None
+    chat_template: str | None = None
 
     @property
     def device(self) -> torch.device:
         """Where its weights are, and the tokens that it reads have to be."""
         return next(self.model.parameters()).device
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, T] → logits [B, T, V]."""
-        return logits_of(self.model, tokens)
+    def logits(self, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
+        """Token ids [B, T] → logits [B, T, V].
 
-    @contextmanager
-    def keys_and_values_through(self, pass_through: KeysAndValues) -> "Iterator[Callable[[Tensor], Tensor]]":
-        """Inside the block attention reads what ``pass_through`` makes of each layer's keys and values.
-
-        Keys have their rotary positions. Yields what to call instead of :meth:`logits`.
+        Args:
+            tokens: int64 [B, T].
+            kv_transform: makes of each layer's keys, turned by their positions, and values what attention reads.
         """
-        if not isinstance(self.model, Llama):
-            yield lambda tokens: logits_of(self.model, tokens, pass_through)
-            return
-        attentions: list[Any] = [layer.self_attn for layer in self.model.model.layers]
-        for index, attention in enumerate(attentions):
-            attention.reread = partial(pass_through, index)
-        try:
-            yield self.logits
-        finally:
-            for attention in attentions:
-                attention.reread = None
+        return logits_of(self.model, tokens, kv_transform)
 
 
-def logits_of(model: nn.Module, tokens: Tensor, pass_through: KeysAndValues | None = None) -> Tensor:
+class _TransformingCache:
+    """A decoder cache that stores nothing: attention reads transformed keys and values of the tokens themselves."""
+
+    length = 0
+
+    def __init__(self, transform: KVTransform) -> None:
+        self._transform = transform
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return causal_attention(queries, *self._transform(layer, keys, values))
+
+
+def logits_of(model: nn.Module, tokens: Tensor, kv_transform: KVTransform | None = None) -> Tensor:
     """Token ids [B, T] → logits [B, T, V], of octavo's models and of transformers'."""
     if isinstance(model, Llama):
-        found: Tensor = model(tokens)
-        return found
-    cache = {} if pass_through is None else {"past_key_values": _passing_cache(pass_through)}
+        own: Tensor = model(tokens, None if kv_transform is None else _TransformingCache(kv_transform))
+        return own
+    cache = {} if kv_transform is None else {"past_key_values": _passing_cache(kv_transform)}
     output: Any = model(input_ids=tokens, use_cache=bool(cache), **cache)
     logits: Tensor = output.logits
     return logits
@@ -131,10 +114,10 @@ def load_language_model(source: str | Path, *, device: Device = Device.CPU, hub:
     Args:
         source: see the table above.
         device: where to put it, wherever a run was trained.
-        hub: see :func:`located`.
+        hub: see :func:`octavo.models.sources.located`.
 
     Raises:
-        ConfigError: see :func:`located`; or transformers is needed and not installed.
+        ConfigError: see :func:`octavo.models.sources.located`; or transformers is needed and not installed.
         CheckpointError: what is there is no language model, or a damaged one.
     """
     target = resolve_device(device)
@@ -142,64 +125,6 @@ def load_language_model(source: str | Path, *, device: Device = Device.CPU, hub:
     loaded = READERS[kind_of(path)](path)
     loaded.model.to(target)
     return loaded
-
-
-def located(source: str | Path, *, hub: bool = False) -> Path:
-    """Where a model lies: at a path, or in the hub's cache.
-
-    Args:
-        source: a path, or a name on the hub.
-        hub: download a name's files into the cache; without it only those that are there already count.
-
-    Raises:
-        ConfigError: there is no such path, and no model of that name in the cache or on the hub.
-    """
-    path = Path(source)
-    if path.exists() or path.suffix.lower() == ".gguf":
-        return path
-    refused = f"there is no {str(source)!r}; give a run's folder, a Hugging Face folder or a .gguf file"
-    if not HUB_NAME.fullmatch(str(source)):
-        raise ConfigError(f"{refused}, or ORG/NAME with --hub, which downloads a model from Hugging Face's hub")
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ConfigError(f"{refused}; a name on Hugging Face's hub needs transformers, {INSTALL}") from error
-    try:
-        folder: str = huggingface_hub.snapshot_download(
-            str(source), local_files_only=not hub, allow_patterns=[*FROM_HUB], ignore_patterns=[*NOT_FROM_HUB]
-        )
-    except Exception as error:  # the hub's, the network's and the disk's errors alike
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        more = (
-            f"the hub did not give a model of that name: {reason}"
-            if hub
-            else "--hub downloads ORG/NAME from Hugging Face's hub"
-        )
-        raise ConfigError(f"{refused}; {more}") from error
-    return Path(folder)
-
-
-def kind_of(source: str | Path) -> Kind:
-    """What is there, and so who reads it: decided here and nowhere else.
-
-    A Hugging Face folder, of ``octavo qat`` too, may hold files of the names that a run's have; its config.json tells.
-
-    Raises:
-        ConfigError: see :func:`located`; or it is a study's folder, which has several models.
-        CheckpointError: what is there is no language model.
-    """
-    path = located(source)
-    if path.suffix.lower() == ".gguf":
-        return Kind.GGUF
-    if path.is_dir() and (path / HF_CONFIG).is_file():
-        return Kind.QUANTIZED if is_quantized(path) else Kind.HUGGING_FACE
-    check_is_run(path)
-    if has_run(path):
-        return Kind.RUN
-    raise CheckpointError(
-        f"{str(path)!r} is no model; give a run's folder (it has a {CONFIG}), a Hugging Face folder (it has a "
-        f"{HF_CONFIG}) or a .gguf file"
-    )
 
 
 def _from_gguf(path: Path) -> LanguageModel:
@@ -212,6 +137,7 @@ def _from_gguf(path: Path) -> LanguageModel:
         source=str(path),
         bos_id=loaded.bos_id,
         eos_id=loaded.eos_id,
+        chat_template=loaded.chat_template,
     )
 
 
@@ -226,6 +152,10 @@ def _from_run(path: Path) -> LanguageModel:
 def _from_quantized(path: Path) -> LanguageModel:
     read = load_quantized(path)
     return LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(path))
+
+
+def _from_folder(path: Path) -> LanguageModel:
+    return _from_quantized(path) if is_quantized(path) else _from_hugging_face(path)
 
 
 def _from_hugging_face(path: Path) -> LanguageModel:
@@ -268,10 +198,9 @@ def _said(error: Exception) -> str:
 
 
 READERS = {
-    Kind.GGUF: _from_gguf,
-    Kind.RUN: _from_run,
-    Kind.QUANTIZED: _from_quantized,
-    Kind.HUGGING_FACE: _from_hugging_face,
+    SourceKind.GGUF: _from_gguf,
+    SourceKind.RUN: _from_run,
+    SourceKind.HUGGING_FACE: _from_folder,
 }
 
 
@@ -285,13 +214,13 @@ def _check_report(source: str, report: Mapping[str, Any]) -> None:
             )
 
 
-def _passing_cache(pass_through: KeysAndValues) -> Any:
-    """A transformers cache for one forward pass, which keeps nothing and hands on what ``pass_through`` makes."""
+def _passing_cache(kv_transform: KVTransform) -> Any:
+    """A transformers cache for one forward pass, which keeps nothing and hands on what ``kv_transform`` makes."""
     from transformers import DynamicCache
 
     class PassingCache(DynamicCache):
         def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-            keys, values = pass_through(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+            keys, values = kv_transform(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
             return keys.transpose(1, 2), values.transpose(1, 2)
 
     return PassingCache()

@@ -23,6 +23,7 @@ from octavo.cli.options import read_api_key
 from octavo.doctor import Captures, load_capture
 from octavo.errors import DataError
 from octavo.export.agreement import load_probe, make_probe, save_probe
+from octavo.inference import load_served_model
 from octavo.interchange import load_quantized
 from octavo.language_model import load_language_model
 from octavo.models import Llama, load_gguf
@@ -33,7 +34,6 @@ from octavo.recipes import from_toml, to_toml
 from octavo.server.fields import FieldError, Record
 from octavo.server.refusals import Refusal
 from octavo.server.tensors import INFER, unpack
-from octavo.serving import load_served_model
 from octavo.training.checkpoint import latest, load_checkpoint
 from octavo.training.comparison import Study
 from octavo.training.config import load_config, save_config

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.inference import EngineConfig, load_served_model
 from octavo.server import Address, Limits, Server, Service
-from octavo.serving import EngineConfig, load_served_model
 from octavo.tritonserver.running import Ports, TritonServer
 from tests.triton_environment import ask, triton_environment
 from tests.unit.tritonserver.conftest import byte_tokenizer

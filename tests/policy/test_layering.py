@@ -38,6 +38,7 @@ ROWS = (
     "language_model",
     "quantization",
     "export",
+    "inference",
     "serving",
     "server",
     "tritonserver",

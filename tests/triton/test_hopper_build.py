@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.triton import ptx_addresses
 from tests.triton.conftest import PrintedBy
 
 SHARED_MEMORY = 227 << 10  # bytes a block can have on Hopper
@@ -25,7 +26,6 @@ RAISED = {  # what programs raise together, by kernel: amaxes as integers' maxim
 }
 
 NARROW = {  # to what places 32-bit products lead, by kernel, with their factors: no tensor is too large for these
-    "some_rows_kernel": {"x": ["K"], "residual": ["N"], "out": ["N"]},  # 64 rows at most
     "close_step_kernel": {"window": ["length"]},  # a row for each of three roles; Triton 3.7 makes no product of it
 }
 
@@ -33,6 +33,25 @@ NARROW = {  # to what places 32-bit products lead, by kernel, with their factors
 @pytest.fixture(scope="module")
 def builds(printed_by: PrintedBy) -> list[dict]:
     return printed_by("tests.triton.hopper_build")
+
+
+NARROW_STORE = """
+ld.param.b64 %rd1, [scale_rows_param_0];
+ld.param.b32 %r1, [scale_rows_param_1];
+mov.u32 %r2, %ctaid.x;
+mul.lo.s32 %r3, %r1, %r2;
+mad.wide.s32 %rd2, %r3, 4, %rd1;
+st.global.b32 [ %rd2 + 0 ], { %r2 };
+"""
+WIDE_STORE = """
+ld.param.b64 %rd1, [scale_rows_param_0];
+ld.param.b32 %r1, [scale_rows_param_1];
+mov.u32 %r2, %ctaid.x;
+mul.wide.s32 %rd3, %r1, %r2;
+shl.b64 %rd4, %rd3, 2;
+add.s64 %rd2, %rd1, %rd4;
+st.global.b32 [ %rd2 + 0 ], { %r2 };
+"""
 
 
 def test_every_kernel_fits_and_hardly_spills(builds: list[dict]) -> None:
@@ -77,11 +96,15 @@ def test_no_other_kernel_is_atomic(builds: list[dict]) -> None:
     assert {operation for build in others for each in build["written"].values() for operation in each} == {"store"}
 
 
+@pytest.mark.parametrize(("ptx", "expected"), [(NARROW_STORE, {"out": ["stride"]}), (WIDE_STORE, {})])
+def test_a_32_bit_product_of_row_and_stride_is_found(ptx: str, expected: dict) -> None:
+    assert ptx_addresses.narrow_factors(ptx, {"out": "*fp32", "stride": "i32"}) == expected
+
+
 def test_places_in_tensors_of_2_to_the_31_elements_and_more_are_64_bits_wide(builds: list[dict]) -> None:
     """No row is multiplied by a stride in 32 bits. No test runs on a tensor so large that it would matter."""
     found: dict[str, dict[str, list[str]]] = {}
     for build in builds:
         if build["narrow_factors"]:
             found.setdefault(build["kernel"], {}).update(build["narrow_factors"])
-    assert "some_rows_kernel" in found
     assert not {kernel: places for kernel, places in found.items() if places != NARROW.get(kernel)}

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from benchmarks import smollm2
 from octavo.errors import CheckpointError, ConfigError
-from octavo.language_model import Kind, LanguageModel, kind_of, load_language_model, located
+from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama, LlamaConfig
+from octavo.models.sources import SourceKind, kind_of, located
 from octavo.training.config import Device
 from octavo.training.tokenizer import train_tokenizer
 
@@ -84,8 +85,8 @@ def test_keys_and_values_are_those_of_both(ours, folder):
             kept.append((layer, keys, values))
             return keys / 2, values / 2
 
-        with torch.no_grad(), model.keys_and_values_through(halve) as logits:
-            found = logits(TOKENS)
+        with torch.no_grad():
+            found = model.logits(TOKENS, halve)
             plain = model.logits(TOKENS) if model is theirs else None
         assert [layer for layer, *_ in passed] == [0, 1]
         assert passed[0][1].shape == (2, 10, SHAPE.num_kv_heads, SHAPE.head_dim)
@@ -104,8 +105,8 @@ def test_nothing_stands_between_afterwards(ours, folder):
     model = LanguageModel(model=ours, tokenizer=load_language_model(folder).tokenizer, context=32, source="ours")
     with torch.no_grad():
         before = model.logits(TOKENS)
-        with pytest.raises(RuntimeError, match="stop"), model.keys_and_values_through(_stop) as logits:
-            logits(TOKENS)
+        with pytest.raises(RuntimeError, match="stop"):
+            model.logits(TOKENS, _stop)
         assert torch.equal(before, model.logits(TOKENS))
 
 
@@ -184,7 +185,7 @@ def test_a_name_in_the_cache_is_read_without_a_network(folder, tmp_path, monkeyp
     shutil.copytree(folder, snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
-    assert kind_of("some/model") is Kind.HUGGING_FACE
+    assert kind_of("some/model") is SourceKind.HUGGING_FACE
     loaded = load_language_model("some/model")
     assert loaded.source == str(snapshot)
     assert torch.equal(loaded.logits(TOKENS), load_language_model(folder).logits(TOKENS))

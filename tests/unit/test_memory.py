@@ -10,13 +10,13 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.formats import FP32
+from octavo.inference import EngineConfig
+from octavo.inference.engine import Engine
+from octavo.inference.kv_cache import PagedKVCache
+from octavo.inference.model_runner import ModelRunner
 from octavo.memory import check_fits, memory_bytes
 from octavo.models import Llama, LlamaConfig
 from octavo.recipes import get
-from octavo.serving import EngineConfig
-from octavo.serving.engine import Engine
-from octavo.serving.kv_cache import PagedKVCache
-from octavo.serving.model_runner import ModelRunner
 from octavo.training.config import config_from_dict
 from octavo.training.memory import check_run_fits
 from octavo.training.tokenizer import train_tokenizer

@@ -11,11 +11,11 @@ import octavo
 from octavo.compat import DynamicScaler
 from octavo.compat.transformer_engine import pytorch as te
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2, E8M0, FP32
+from octavo.inference import ModelRunner, PagedKVCache, generate
 from octavo.kernels import cpu, fake_quantize
 from octavo.kernels.hopper_model import _sums_by_torch
 from octavo.models import Llama, LlamaConfig
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, ScaleRounding, hopper_sums
-from octavo.serving import ModelRunner, PagedKVCache, generate
 from octavo.training.loss_scaling import LossScaler
 from tests.recorded_state import recorded_state
 

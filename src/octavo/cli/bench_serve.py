@@ -25,8 +25,8 @@ from octavo.cli.progress import Display, open_display
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
 from octavo.handed_on import own_version
+from octavo.inference import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
 from octavo.nn.arguments import check_choice
-from octavo.serving import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
 from octavo.training.facts import processor_name
 
 __all__ = ["bench_serve"]

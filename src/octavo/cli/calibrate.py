@@ -13,7 +13,8 @@ from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError
-from octavo.language_model import LanguageModel, load_language_model, located
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models.sources import located
 from octavo.quantization import (
     Calibration,
     LayerCoverage,

@@ -13,7 +13,7 @@ from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
 from octavo.cli.read_before import readers_of, shares_read, warnings_of
 from octavo.errors import ConfigError
-from octavo.language_model import Kind, kind_of, located
+from octavo.models.sources import SourceKind, kind_of, located
 from octavo.quantization.comparison.contestants import CENTRED, STATIC, TUNED
 from octavo.quantization.comparison.lineup import FORMATS
 from octavo.training.corpus import Split
@@ -74,7 +74,7 @@ def evaluate(
         compare_formats(question, [name.strip() for name in formats.split(",")], as_json=as_json)
         return
     _refuse(given, "goes with --compare; name the formats there, or leave it out")
-    if kind_of(model) is not Kind.RUN:
+    if kind_of(model) is not SourceKind.RUN:
         evaluate_model(question, as_json=as_json)
         return
     _refuse({"--windows": windows, "--context": context}, "is not for a run as it was trained; add --compare")

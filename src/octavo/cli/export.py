@@ -14,7 +14,7 @@ from octavo.export.onnx import OPSETS
 from octavo.export.sources import ONNX, Request
 from octavo.export.writing import DTYPES
 from octavo.interchange import FORMATS
-from octavo.language_model import located
+from octavo.models.sources import located
 
 __all__ = ["export"]
 

@@ -1,53 +1,39 @@
-"""``octavo generate``: text from a run, a GGUF file or a folder in FP8, printed as it is written.
+"""``octavo generate``: text from a model of any kind, printed as it is written.
 
-A run's model computes as it was trained. A file's model is for generation only: its weights become FP8 codes. A folder
-has codes already; where they have scales for blocks, or are no Llama's, every token is a pass over the whole text.
+A run's model computes as it was trained. A GGUF file's weights become FP8 codes, and a folder in FP8 has codes already.
+A folder whose codes have scales for blocks, or that is no Llama's, is read with a pass over the whole text for every
+token.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
-from torch import nn
 
+from octavo.cli.console import stderr
 from octavo.errors import ConfigError
+from octavo.inference import ModelRunner
+from octavo.inference.model_runner import ON_A_GPU
+from octavo.inference.text_stream import TextStream
 from octavo.interchange.tensor_files import read_json
-from octavo.language_model import HF_CONFIG, load_language_model, logits_of
-from octavo.models import Llama, load_gguf
-from octavo.models.generation import generate as continue_tokens
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models import FullPass, Llama
+from octavo.models import generate as generate_tokens
+from octavo.models.generation import TextModel
+from octavo.models.sources import HF_CONFIG, SourceKind, kind_of
 from octavo.nn import Linear
 from octavo.numerics import PerBlock
 from octavo.quantization import load_calibration
-from octavo.serving import ModelRunner
-from octavo.serving import generate as serve_tokens
-from octavo.training.config import MOST_SEED
-from octavo.training.run_folder import TrainedRun, load_run
+from octavo.training.config import MOST_SEED, Device
+from octavo.training.run_folder import load_run
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = ["generate"]
-
-CHUNK_TOKENS = 8
-UNFINISHED = "\ufffd"  # what a character decodes to while some of its bytes are missing
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a token is chosen."""
-
-    temperature: float
-    top_k: int | None
-    generator: torch.Generator
-
-    def arguments(self) -> dict[str, Any]:
-        """As keyword arguments."""
-        return {"temperature": self.temperature, "top_k": self.top_k, "generator": self.generator}
 
 
 def generate(
@@ -65,115 +51,70 @@ def generate(
     """Continue a prompt with a trained model."""
     if not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"seed must be from 0 to {MOST_SEED}, not {seed}")
-    sampling = Sampling(temperature, top_k, torch.Generator().manual_seed(seed))
-    if model.suffix.lower() == ".gguf":
-        text = _from_file(model, prompt, max_new_tokens, sampling, calibration)
-    elif (model / HF_CONFIG).is_file():
-        text = _from_folder(model, prompt, max_new_tokens, sampling, calibration)
+    if kind_of(model) is SourceKind.RUN:
+        reader, tokenizer, ids = _of_run(model, prompt, calibration)
+        stop_id = None
     else:
-        if calibration is not None:
-            raise ConfigError("--calibration is not for a run, whose model keeps no keys; leave it out")
-        text = _from_run(load_run(model), prompt, max_new_tokens, sampling)
-    first = next(text, "")  # bad values are refused before anything is printed
+        loaded = load_language_model(model)
+        tokenizer, ids, stop_id = loaded.tokenizer, loaded.tokenizer.encode(prompt).ids, _stop_id(loaded)
+        reader = _of_language_model(loaded, calibration)
+    if not ids:
+        raise ConfigError(f"the prompt {prompt!r} has no token to continue from; give some text")
+    tokens = generate_tokens(
+        reader,
+        ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generator=torch.Generator().manual_seed(seed),
+        stop_id=stop_id,
+    )
+    text = _text_of(tokenizer, tokens)
+    first = next(text)  # bad values are refused before anything is printed
     _write(prompt + first)
     for piece in text:
         _write(piece)
     _write("\n")
 
 
-def _from_run(run: TrainedRun, prompt: str, count: int, sampling: Sampling) -> Iterator[str]:
+def _of_run(path: Path, prompt: str, calibration: Path | None) -> tuple[TextModel, "Tokenizer", list[int]]:
+    """A run's model as it was trained: recipes may scale by all tokens of a call, so each token is a full pass."""
+    if calibration is not None:
+        raise ConfigError("--calibration is not for a run, whose model keeps no keys; leave it out")
+    run = load_run(path, device=Device.CPU)
+    device = run.config.training.device
+    if device is Device.CUDA or (device is Device.AUTO and torch.cuda.is_available()):
+        stderr().print(f"this run trains on a GPU, and octavo generates on the CPU; {ON_A_GPU}", soft_wrap=True)
     ids = run.tokenizer.encode(prompt, add_special_tokens=False).ids
-    _check_prompt(prompt, ids)
-    chunks = _in_chunks(run.model, ids, count, sampling, context=run.config.training.context, within=run.surroundings)
-    return _as_text(run.tokenizer, chunks)
+    return FullPass(run.model, context=run.config.training.context, within=run.surroundings), run.tokenizer, ids
 
 
-def _in_chunks(
-    model: nn.Module,
-    ids: list[int],
-    count: int,
-    sampling: Sampling,
-    *,
-    context: int,
-    within: AbstractContextManager[object],
-    stop_id: int | None = None,
-) -> Iterator[list[int]]:
-    """New tokens, a few at a time, each from a pass over all of them."""
-    for start in range(0, max(count, 1), CHUNK_TOKENS):
-        wanted = min(CHUNK_TOKENS, count - start)
-        with within:
-            new = continue_tokens(
-                model, ids, max_new_tokens=wanted, context=context, stop_id=stop_id, **sampling.arguments()
-            )
-        ids.extend(new)
-        yield new
-        if len(new) < wanted:
-            return
-
-
-class Bare(nn.Module):
-    """A language model as token ids → logits, whosever it is."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[1, T] → [1, T, V]."""
-        return logits_of(self.model, tokens)
-
-
-def _from_folder(path: Path, prompt: str, count: int, sampling: Sampling, calibration: Path | None) -> Iterator[str]:
-    loaded = load_language_model(path)
-    ids = loaded.tokenizer.encode(prompt).ids
-    _check_prompt(prompt, ids)
-    ends = read_json(path / HF_CONFIG).get("eos_token_id")
-    stop_id = ends if isinstance(ends, int) else None
+def _of_language_model(loaded: LanguageModel, calibration: Path | None) -> TextModel:
     if isinstance(loaded.model, Llama) and not _has_blocks(loaded.model):
-        runner = _runner(loaded.model, calibration)
-        new = serve_tokens(runner, ids, max_new_tokens=count, stop_id=stop_id, **sampling.arguments())
-        return _as_text(loaded.tokenizer, ([token] for token in new))
+        means = None if calibration is None else load_calibration(calibration).means_of_keys(loaded.model)
+        return ModelRunner(loaded.model, key_means=means)
     if calibration is not None:
         raise ConfigError("--calibration is for models of the Llama layout, whose keys octavo keeps; leave it out")
-    chunks = _in_chunks(
-        Bare(loaded.model), ids, count, sampling, context=loaded.context, within=nullcontext(), stop_id=stop_id
-    )
-    return _as_text(loaded.tokenizer, chunks)
+    return FullPass(loaded.logits, context=loaded.context)
 
 
-def _has_blocks(model: nn.Module) -> bool:
+def _stop_id(loaded: LanguageModel) -> int | None:
+    """The end token that a GGUF file or a folder's config.json names."""
+    path = Path(loaded.source) / HF_CONFIG
+    end = read_json(path).get("eos_token_id") if path.is_file() else loaded.eos_id
+    return end if isinstance(end, int) else None
+
+
+def _has_blocks(model: Llama) -> bool:
     held = (layer.held for layer in model.modules() if isinstance(layer, Linear))
     return any(each is not None and isinstance(each.granularity, PerBlock) for each in held)
 
 
-def _from_file(path: Path, prompt: str, count: int, sampling: Sampling, calibration: Path | None) -> Iterator[str]:
-    loaded = load_gguf(path)
-    ids = loaded.tokenizer.encode(prompt).ids
-    _check_prompt(prompt, ids)
-    runner = _runner(loaded.model, calibration)
-    new = serve_tokens(runner, ids, max_new_tokens=count, stop_id=loaded.eos_id, **sampling.arguments())
-    return _as_text(loaded.tokenizer, ([token] for token in new))
-
-
-def _runner(model: Llama, calibration: Path | None) -> ModelRunner:
-    means = None if calibration is None else load_calibration(calibration).means_of_keys(model)
-    return ModelRunner(model, key_means=means)
-
-
-def _check_prompt(prompt: str, ids: list[int]) -> None:
-    if not ids:
-        raise ConfigError(f"the prompt {prompt!r} has no token to continue from; give some text")
-
-
-def _as_text(tokenizer: "Tokenizer", new_tokens: Iterable[list[int]]) -> Iterator[str]:
-    """Pieces of text as tokens come, whole characters only."""
-    ids: list[int] = []
-    written = 0
-    for new in new_tokens:
-        ids += new
-        text = str(tokenizer.decode(ids)).rstrip(UNFINISHED)
-        yield text[written:]
-        written = len(text)
+def _text_of(tokenizer: "Tokenizer", tokens: Iterable[int]) -> Iterator[str]:
+    stream = TextStream(tokenizer)
+    for token in tokens:
+        yield stream.add(token)
+    yield stream.finish()
 
 
 def _write(piece: str) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from octavo.language_model import Kind, kind_of
+from octavo.models.sources import SourceKind, kind_of
 from octavo.training.config import load_config
 from octavo.training.run_folder import CONFIG
 from octavo.training.text import LIBRARY_SOURCES
@@ -17,7 +17,7 @@ def own_source(model: str | Path) -> str | None:
         ConfigError: the run's configuration is damaged, or there is no such model.
         CheckpointError: what is there is no model.
     """
-    return load_config(Path(model) / CONFIG).data.source if kind_of(model) is Kind.RUN else None
+    return load_config(Path(model) / CONFIG).data.source if kind_of(model) is SourceKind.RUN else None
 
 
 def text_to_train_on(model: str | Path) -> str:

@@ -13,7 +13,8 @@ from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, write_atomically
-from octavo.language_model import load_language_model, located
+from octavo.language_model import load_language_model
+from octavo.models.sources import located
 from octavo.pages import plotly_script
 from octavo.parsing import read_object
 from octavo.quantization import text_windows

@@ -28,8 +28,8 @@ from octavo.cli.serve_triton import (
 )
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, FP32
+from octavo.inference import EngineConfig, ServingRecipe, load_served_model
 from octavo.nn.arguments import check_choice
-from octavo.serving import EngineConfig, ServingRecipe, load_served_model
 
 if TYPE_CHECKING:
     from octavo.server import Service

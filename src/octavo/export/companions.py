@@ -22,6 +22,7 @@ from octavo.models.gguf import CHAT_TEMPLATE
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.gguf_tokenizer import token_id
 from octavo.models.llama_folder import config_record
+from octavo.models.sources import is_gguf
 from octavo.parsing import parse_json
 from octavo.training.tokenizer import END_OF_TEXT
 
@@ -67,7 +68,7 @@ def companions_of(model: LanguageModel) -> Companions:
     if (source / CONFIG).is_file():
         copied = {name: (source / name).read_bytes() for name in COPIED if (source / name).is_file()}
         return Companions(config=plain_configuration(source), files=_settings(model, {}) | own | copied)
-    if source.suffix.lower() == ".gguf" and source.is_file():
+    if is_gguf(source) and source.is_file():
         return _from_gguf(model, GGUFFile(source), own)
     if isinstance(model.model, Llama):
         ends = model.tokenizer.token_to_id(END_OF_TEXT)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from octavo.formats import E4M3
 from octavo.interchange import Contents
 from octavo.kernels import quantize
-from octavo.language_model import KeysAndValues, LanguageModel
+from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
 from octavo.recipes import Recipe
 
@@ -34,14 +35,11 @@ def emulated(
         token ids [B, T] → logits [B, T, V].
     """
     with _rounded(contents.rest, dtype), _serving(model.model, contents, served), torch.no_grad():
-        if not contents.kv_scales:
-            yield model.logits
-            return
-        with model.keys_and_values_through(cast_keys_and_values(contents.kv_scales)) as logits:
-            yield logits
+        cast = cast_keys_and_values(contents.kv_scales) if contents.kv_scales else None
+        yield partial(model.logits, kv_transform=cast)
 
 
-def cast_keys_and_values(scales: Mapping[int, tuple[Tensor, Tensor]]) -> KeysAndValues:
+def cast_keys_and_values(scales: Mapping[int, tuple[Tensor, Tensor]]) -> KVTransform:
     """Keys and values as a cache with one scale each a layer gives them back."""
 
     def through(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ and one sentence on stderr where the folder cannot be read.
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,8 @@ def main(arguments: list[str]) -> int:
     """The command; returns its exit code."""
     folder, probe, reader = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
-        with ExitStack() as stack:
-            model, logits = _by_transformers(folder) if reader == TRANSFORMERS else _by_octavo(folder, stack)
-            found = compare(logits, model, load_probe(probe))
+        model, logits = _by_transformers(folder) if reader == TRANSFORMERS else _by_octavo(folder)
+        found = compare(logits, model, load_probe(probe))
     except OctavoError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -40,12 +39,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _by_octavo(folder: Path, stack: ExitStack) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def _by_octavo(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     read = load_quantized(folder)
     model = LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(folder))
-    if not read.kv_scales:
-        return read.model, model.logits
-    return read.model, stack.enter_context(model.keys_and_values_through(cast_keys_and_values(read.kv_scales)))
+    cast = cast_keys_and_values(read.kv_scales) if read.kv_scales else None
+    return read.model, partial(model.logits, kv_transform=cast)
 
 
 def _by_transformers(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:

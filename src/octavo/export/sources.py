@@ -22,7 +22,8 @@ from octavo.convert import choose_layers, convert, hold_weights
 from octavo.errors import ConfigError
 from octavo.interchange import FORMATS, CodedTable, is_quantized, load_quantized
 from octavo.interchange.contents import nothing_in_fp8
-from octavo.language_model import LanguageModel, load_language_model, located
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models.sources import SourceKind, kind_of, located
 from octavo.nn import Linear
 from octavo.quantization import Calibration, calibration_from_run, load_calibration, load_mix, load_qat
 from octavo.quantization.qat.folder import MARK
@@ -117,7 +118,7 @@ def load_source(model: str, fmt: str, request: Request, *, device: Device = Devi
     place, folder = resolve_device(device), located(model)
     if (folder / MARK).is_file():
         return _finished(_trained(folder, request, place))
-    if (folder / "config.json").is_file() and is_quantized(folder):
+    if kind_of(folder) is SourceKind.HUGGING_FACE and is_quantized(folder):
         return _in_fp8(folder, request, place)
     loaded = load_language_model(folder, device=device)
     loaded.model.requires_grad_(False)

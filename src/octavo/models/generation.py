@@ -1,10 +1,15 @@
-"""Text from a model: one token after another, each from a full forward pass over what stands so far.
+"""Text from a model: the one loop that generates, and the ways in which a model can be read by it.
 
-Every new token costs a pass over the whole context; a cache of keys and values would make it a pass over one token.
-For the few lines that show what a small model learned, the plain loop is enough and has no state to get wrong.
+``generate`` asks for the logits of the next token again and again. A model with a cache
+(:class:`octavo.inference.ModelRunner`) reads every token once. :class:`FullPass` passes the whole text through the
+model for every token: for models without a cache, and for recipes whose scales depend on all tokens of a call.
 """
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,54 +17,135 @@ from torch import Tensor, nn
 from octavo.errors import ConfigError
 from octavo.nn.arguments import check_whole
 
-__all__ = ["check_request", "check_sampling", "generate", "probabilities", "sample"]
+__all__ = ["FullPass", "TextModel", "check_sampling", "generate", "probabilities", "sample"]
+
+NextLogits = Callable[[list[int]], Tensor]  # all token ids so far → logits [V] of the next token, on the CPU
 
 
-@torch.no_grad()
+class TextModel(Protocol):
+    """A model that :func:`generate` can read with."""
+
+    @property
+    def max_length(self) -> int | None:
+        """The most tokens it reads; None for any number, of which it may forget the first."""
+
+    def reader(self, length: int) -> NextLogits:
+        """Start a text of at most ``length`` tokens.
+
+        Returns:
+            A function from all token ids so far to the logits of the next.
+        """
+
+
+class FullPass:
+    """A model without a cache: every token costs a pass over the whole text.
+
+    Args:
+        model: tokens [1, T] to logits [1, T, V]; a module runs in evaluation mode, on the device of its parameters.
+        context: number of newest tokens that are read; None reads all.
+        within: context manager around every pass, entered again each time.
+
+    Raises:
+        ConfigError: a ``context`` below 1.
+    """
+
+    max_length = None
+
+    def __init__(
+        self,
+        model: Callable[[Tensor], Tensor],
+        *,
+        context: int | None = None,
+        within: AbstractContextManager[object] | None = None,
+    ) -> None:
+        check_whole("context", context, least=1)
+        self._model, self._context = model, context
+        self._within = nullcontext() if within is None else within
+        self._device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
+
+    def reader(self, length: int) -> NextLogits:
+        """See :class:`TextModel`."""
+        return self._next_logits
+
+    @torch.no_grad()
+    def _next_logits(self, ids: list[int]) -> Tensor:
+        tokens = torch.tensor([ids if self._context is None else ids[-self._context :]], device=self._device)
+        with self._within, _evaluation_mode(self._model):
+            return self._model(tokens)[0, -1].float().cpu()
+
+
+@contextmanager
+def _evaluation_mode(model: object) -> Iterator[None]:
+    if not isinstance(model, nn.Module) or not model.training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
 def generate(
-    model: nn.Module,
+    model: nn.Module | TextModel,
     prompt_ids: list[int],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
-    context: int,
+    context: int | None = None,
     stop_id: int | None = None,
-) -> list[int]:
-    """Continue ``prompt_ids``; returns the new tokens alone.
+) -> Iterator[int]:
+    """Yield the tokens that follow ``prompt_ids``, each as soon as it is known.
 
     Args:
-        model: tokens [1, T] to logits [1, T, V].
+        model: a :class:`octavo.inference.ModelRunner`, a :class:`FullPass`, or a module of which one is made.
         prompt_ids: at least one token.
-        max_new_tokens: how many to add at most.
+        max_new_tokens: how many at most; fewer where the model has no more positions.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k: sample among the k likeliest only, and those as likely as the last of them; None for all.
-        generator: where the randomness comes from, on the CPU; None for torch's global one.
-        context: how many of the last tokens the model sees.
+        generator: source of the randomness, on the CPU; None for torch's global one.
+        context: of a module: number of newest tokens that it reads; None reads all.
         stop_id: end before this token; None to never end early.
 
     Raises:
         TypeError: a prompt that is no list.
-        ConfigError: an empty prompt, a negative temperature, top_k, context or max_new_tokens out of range, or a model
-            whose logits are not finite.
+        ConfigError: an empty prompt or one longer than the model's positions, a negative temperature, top_k, context
+            or max_new_tokens out of range, a context for a model that is no module; from the iterator, a token outside
+            the vocabulary, or logits that are not finite.
+
+    Example:
+        >>> cycle = nn.Embedding.from_pretrained(torch.tensor([[0.0, 9.0], [9.0, 0.0]]))  # after 0 comes 1, after 1, 0
+        >>> list(generate(cycle, [0], max_new_tokens=3, temperature=0))
+        [1, 0, 1]
     """
-    check_request(prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
-    check_whole("context", context, least=1)
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    ids = list(prompt_ids)
-    try:
-        for _ in range(max_new_tokens):
-            logits = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
-            token = sample(logits, temperature=temperature, top_k=top_k, generator=generator)
-            if token == stop_id:
-                break
-            ids.append(token)
-    finally:
-        model.train(was_training)
-    return ids[len(prompt_ids) :]
+    _check_request(prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
+    if isinstance(model, nn.Module):
+        model = FullPass(model, context=context)
+    elif context is not None:
+        raise ConfigError("context is for a module without a cache; a ModelRunner reads all tokens, so leave it out")
+    count = max_new_tokens
+    if (longest := model.max_length) is not None:
+        if len(prompt_ids) > longest:
+            raise ConfigError(
+                f"the prompt has {len(prompt_ids)} tokens, and this model knows {longest} positions; shorten it"
+            )
+        count = min(count, longest - len(prompt_ids) + 1)  # the token after the last position is still known
+    choose = partial(sample, temperature=temperature, top_k=top_k, generator=generator)
+    next_logits = model.reader(len(prompt_ids) + max(count - 1, 0))
+    return _new_tokens(next_logits, list(prompt_ids), count, choose, stop_id)
+
+
+def _new_tokens(
+    next_logits: NextLogits, ids: list[int], count: int, choose: Callable[[Tensor], int], stop_id: int | None
+) -> Iterator[int]:
+    for _ in range(count):
+        token = choose(next_logits(ids))
+        if token == stop_id:
+            return
+        ids.append(token)
+        yield token
 
 
 def sample(
@@ -143,7 +229,7 @@ def check_sampling(*, temperature: float, top_k: int | None, top_p: float = 1.0,
         raise ConfigError(f"min_p must be from 0 to 1, not {min_p}")
 
 
-def check_request(prompt_ids: list[int], *, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+def _check_request(prompt_ids: list[int], *, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
     """Raise TypeError for a prompt that is no list, ConfigError for an empty one, and for numbers out of range."""
     if not isinstance(prompt_ids, (list, tuple)):
         raise TypeError(f"prompt_ids is a list of token ids, not {type(prompt_ids).__name__}")

@@ -14,13 +14,17 @@ unchanged and gives the same logits.
 
 The seven linears of a layer are plain ``nn.Linear``: what ``octavo.convert`` looks for. Llama's have no bias, and
 Qwen2's queries, keys and values have one: but for those biases it is the same model (arXiv 2407.10671, section 2.2).
-There is no dropout, no cache and no padding mask; a training batch is always full.
+There is no dropout and no padding mask; a training batch is always full.
+
+One forward serves training, generation and export. Without a cache attention is causal over the T tokens. With one
+(:class:`DecoderCache`) the tokens follow those that it holds, and it decides how attention reads them.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +36,37 @@ from octavo.memory import check_fits
 from octavo.nn import RMSNorm, rotary_table, rotate
 from octavo.nn.attention import attend
 
-__all__ = ["LARGEST", "Llama", "LlamaConfig", "NothingDrawn", "Reread"]
+__all__ = ["LARGEST", "DecoderCache", "Llama", "LlamaConfig", "NothingDrawn", "causal_attention"]
 
 INIT_STD = 0.02
 LARGEST = {"num_layers": 10_000, "vocab_size": 1 << 24, "max_positions": 1 << 24}  # modules take time, not memory alone
-Reread = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values [B, T, kv, D] → what attention reads
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys and values [B, T, heads, D] → [B, T, heads, D]
+
+
+class DecoderCache(Protocol):
+    """Keys and values of all layers, as :class:`Llama` reads and extends them."""
+
+    @property
+    def length(self) -> int:
+        """Number of positions before the tokens that are read now."""
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend from T positions to themselves and to those before.
+
+        Args:
+            layer: index of the decoder layer.
+            queries: [B, T, heads, D], turned by their positions.
+            keys: [B, T, kv, D], turned likewise.
+            values: [B, T, kv, D].
+
+        Returns:
+            [B, T, heads, D].
+        """
+
+
+def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of every position to itself and those before, without a cache."""
+    return attend(queries, keys, values, causal=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +165,8 @@ def _check_values(config: LlamaConfig) -> None:
             raise ConfigError(f"{field.name} must be true or false, not {value!r}")
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key-value heads.
-
-    Attributes:
-        reread: what stands between the keys and values made and those that are read, such as a cache in FP8; None is
-            nothing.
-    """
-
-    reread: Reread | None = None
+class SelfAttention(nn.Module):
+    """Causal self-attention with rotary positions and grouped key-value heads."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -154,14 +177,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.out_bias)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention = causal_attention) -> Tensor:
         """Attend from every position to itself and those before; ``cos`` and ``sin`` are [T, D]."""
         values = self.v_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))
         queries = rotate(self.q_proj(hidden).unflatten(-1, (self.num_heads, self.head_dim)), cos, sin)
         keys = rotate(self.k_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim)), cos, sin)
-        if self.reread is not None:
-            keys, values = self.reread(keys, values)
-        out: Tensor = self.o_proj(attend(queries, keys, values, causal=True).flatten(2))
+        out: Tensor = self.o_proj(attention(queries, keys, values).flatten(2))
         return out
 
 
@@ -186,13 +207,13 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention = causal_attention) -> Tensor:
         """Add what this layer found to ``hidden``."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)
         added: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return added
 
@@ -212,21 +233,29 @@ class Decoder(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
         """Tokens [B, T] to the normalised residual stream [B, T, H]."""
         hidden = self.embed_tokens(tokens)
-        for stream in self.streams(hidden):
+        for stream in self.streams(hidden, cache=cache):
             hidden = stream
         normed: Tensor = self.norm(hidden)
         return normed
 
-    def streams(self, hidden: Tensor, *, first: int = 0) -> Iterator[Tensor]:
+    def streams(self, hidden: Tensor, *, first: int = 0, cache: DecoderCache | None = None) -> Iterator[Tensor]:
         """The residual stream [B, T, H] after each layer from the ``first`` on, which reads ``hidden``."""
-        length = hidden.shape[1]
-        cos, sin = self.cos[:length], self.sin[:length]
-        for layer in self.layers[first:]:
-            hidden = layer(hidden, cos, sin)
+        cos, sin = self._angles(hidden.shape[1], cache)
+        for index, layer in enumerate(self.layers[first:], first):
+            attention = causal_attention if cache is None else partial(cache.attend, index)
+            hidden = layer(hidden, cos, sin, attention)
             yield hidden
+
+    def _angles(self, length: int, cache: DecoderCache | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions that are read, [T, D]."""
+        if cache is None:
+            return self.cos[:length], self.sin[:length]
+        # Not a slice: torch.export cannot know that one whose start varies is as long as the tokens.
+        positions = torch.arange(length, device=self.cos.device) + cache.length
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
 class Llama(nn.Module):
@@ -263,18 +292,23 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self._initialise(seed)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
         """Tokens [B, T] to logits [B, T, V].
 
+        Args:
+            tokens: int64 [B, T]; with a cache those that follow its positions.
+            cache: keys and values of the positions before; takes those of ``tokens``.
+
         Raises:
-            ConfigError: T is over ``config.max_positions``.
+            ConfigError: T, with the cache's positions, is over ``config.max_positions``.
         """
-        if tokens.shape[1] > self.config.max_positions:
+        length = tokens.shape[1] + (0 if cache is None else cache.length)
+        if length > self.config.max_positions:
             raise ConfigError(
-                f"this model reads at most {self.config.max_positions} tokens at once, not {tokens.shape[1]}; "
+                f"this model reads at most {self.config.max_positions} tokens at once, not {length}; "
                 "shorten the sequence or build the model with more max_positions"
             )
-        logits: Tensor = self.lm_head(self.model(tokens))
+        logits: Tensor = self.lm_head(self.model(tokens, cache))
         return logits
 
     @torch.no_grad()

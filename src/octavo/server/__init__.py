@@ -1,4 +1,4 @@
-"""An HTTP server for ``octavo.serving``: OpenAI's API, KServe's protocol v2, and a page to chat with the model.
+"""An HTTP server for ``octavo.inference``: OpenAI's API, KServe's protocol v2, and a page to chat with the model.
 
 Its libraries are starlette, uvicorn and prometheus-client: ``pip install 'octavo[serve]'``.
 """

@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from octavo.errors import ConfigError, ContextLengthError
+from octavo.inference import Event, FinishReason, SamplingParams, Usage
 from octavo.server.guard import EXITS
 from octavo.server.operations import EVENTS
 from octavo.server.refusals import CONTEXT, Refusal, check_event, refusal_body
 from octavo.server.service import Service
-from octavo.serving import Event, FinishReason, SamplingParams, Usage
 
 __all__ = ["Asked", "Form", "finish_word", "merged", "respond", "server_sent", "started"]
 

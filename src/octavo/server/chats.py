@@ -8,14 +8,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.inference import Event
+from octavo.inference.sampling import MOST_LOGPROBS
 from octavo.server.answers import Asked, finish_word, respond
 from octavo.server.fields import Field, Flag, ListOf, OneOf, Only, Record, Text, Whole
 from octavo.server.operations import EVENTS, JSON, Operation, body_of
 from octavo.server.refusals import Refusal
 from octavo.server.sampling_fields import params_of, sampling_fields
 from octavo.server.service import Service
-from octavo.serving import Event
-from octavo.serving.sampling import MOST_LOGPROBS
 
 __all__ = ["Chats"]
 

@@ -12,15 +12,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.inference import Event
+from octavo.inference.sampling import MOST_LOGPROBS, Chosen
+from octavo.inference.text_stream import TextStream
 from octavo.server.answers import Asked, finish_word, respond
 from octavo.server.fields import Field, Flag, Kind, ListOf, OneOf, Record, Text, Whole
 from octavo.server.operations import EVENTS, JSON, Operation, body_of
 from octavo.server.refusals import Refusal
 from octavo.server.sampling_fields import params_of, sampling_fields
 from octavo.server.service import Prompt, Service
-from octavo.serving import Event
-from octavo.serving.sampling import MOST_LOGPROBS, Chosen
-from octavo.serving.text_stream import TextStream
 
 __all__ = ["Completions"]
 

@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.inference import Engine, Histogram
 from octavo.server.operations import Operation
-from octavo.serving import Engine, Histogram
 
 __all__ = ["EngineCollector", "Metrics"]
 

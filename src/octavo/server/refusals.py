@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from octavo.errors import ClosedError, OctavoError, QueueFullError
+from octavo.inference import Event, FinishReason
 from octavo.server.fields import FieldError
-from octavo.serving import Event, FinishReason
 
 __all__ = ["CONTEXT", "Refusal", "answer_refusal", "check_event", "refusal_body", "refusal_of", "refusal_response"]
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.inference import SamplingParams
+from octavo.inference.sampling import MOST_SEED
 from octavo.server.fields import Field, Flag, ListOf, Number, OneOf, Only, Record, Text, Whole
 from octavo.server.service import Service
-from octavo.serving import SamplingParams
-from octavo.serving.sampling import MOST_SEED
 
 __all__ = ["STOP", "params_of", "sampling_fields"]
 

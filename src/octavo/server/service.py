@@ -10,12 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
+from octavo.inference import Engine, EngineConfig, EngineThread, ServedModel
 from octavo.server.chat_template import ChatTemplate
 from octavo.server.lanes import Lanes
 from octavo.server.limits import Limits
 from octavo.server.refusals import CONTEXT, Refusal
 from octavo.server.token_bytes import bytes_per_token
-from octavo.serving import Engine, EngineConfig, EngineThread, ServedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

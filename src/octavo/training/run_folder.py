@@ -24,6 +24,7 @@ from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, DataError, TrainingError
 from octavo.files import remove_if_empty, write_atomically
 from octavo.models import Llama, LlamaConfig
+from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_is_run, has_run, runs_in
 from octavo.parsing import read_toml
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import (
@@ -47,17 +48,15 @@ if TYPE_CHECKING:
 __all__ = [
     "CAPTURES",
     "TrainedRun",
-    "check_is_run",
     "check_start",
     "claimed",
-    "has_run",
     "is_own_config",
     "load_run",
     "remove_runs",
     "resumable_state",
 ]
 
-CONFIG, TOKENIZER, LOCK = "config.toml", "tokenizer.json", ".lock"
+CONFIG, TOKENIZER, LOCK = RUN_CONFIG, RUN_TOKENIZER, ".lock"
 CAPTURES = Path("doctor") / "captures"
 NO_LINK = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # neither another's file nor a pipe without reader
 
@@ -79,29 +78,6 @@ class TrainedRun:
     tokenizer: "Tokenizer"
     step: int
     surroundings: AbstractContextManager[object]
-
-
-def has_run(run_dir: str | Path) -> bool:
-    """Whether a run was started in the folder."""
-    return any((Path(run_dir) / name).exists() for name in (CONFIG, TOKENIZER, METRICS, "checkpoints"))
-
-
-def check_is_run(path: Path) -> None:
-    """Point from a folder of runs to these. A study's has a configuration too, but trains nothing itself.
-
-    Raises:
-        ConfigError: the folder holds several runs, or a study.
-    """
-    if inside := _runs_in(path):
-        kind = "holds a study of several runs" if (path / CONFIG).exists() else "is a folder of runs"
-        raise ConfigError(f"{str(path)!r} {kind}; name one of {', '.join(inside)}")
-
-
-def _runs_in(path: Path) -> list[str]:
-    """The runs inside a folder that is none itself."""
-    if any((path / name).exists() for name in (METRICS, "checkpoints")):
-        return []
-    return sorted(str(child.parent) for child in path.glob(f"*/{CONFIG}"))
 
 
 def is_own_config(path: Path) -> bool:
@@ -217,7 +193,7 @@ def check_start(run_dir: Path, config: RunConfig, *, resume: bool) -> None:
     Raises:
         ConfigError: which of them.
     """
-    if not (resume or (run_dir / CONFIG).exists()) and (inside := _runs_in(run_dir)):
+    if not (resume or (run_dir / CONFIG).exists()) and (inside := runs_in(run_dir)):
         raise ConfigError(
             f"{str(run_dir)!r} holds other runs ({', '.join(inside)}); give this one a folder of its own, "
             f"such as {str(run_dir / 'new')!r}"

@@ -26,6 +26,7 @@ from octavo.checksums import sealed, unsealed
 from octavo.errors import ConfigError, DataError, NonFiniteLossError
 from octavo.files import write_atomically
 from octavo.models import Llama, generate
+from octavo.models.sources import has_run
 from octavo.parsing import read_object
 from octavo.state import update_scales
 from octavo.training.comparison import RunMeasures, Study, run_from_json
@@ -41,7 +42,7 @@ from octavo.training.loop import check_data, train
 from octavo.training.memory import fitting_in_memory
 from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.run_folder import TrainedRun, has_run, load_run
+from octavo.training.run_folder import TrainedRun, load_run
 from octavo.training.signals import StoppedBySignal
 from octavo.training.text import is_unicode
 from octavo.training.threads import using_threads
@@ -325,7 +326,7 @@ def _samples(folder: Path, recipes: Sequence[str], prompt: str, report: OnPhase)
 
 def _sample(run: TrainedRun, prompt: str) -> str:
     with run.surroundings:
-        ids = generate(
+        new_tokens = generate(
             run.model,
             run.tokenizer.encode(prompt, add_special_tokens=False).ids,
             max_new_tokens=SAMPLE_TOKENS,
@@ -334,6 +335,7 @@ def _sample(run: TrainedRun, prompt: str) -> str:
             generator=torch.Generator().manual_seed(run.config.training.seed),
             context=run.config.training.context,
         )
+        ids = list(new_tokens)
     return str(run.tokenizer.decode(ids))
 
 

@@ -19,11 +19,11 @@ line ends, so that a single file can be held out in part; the pieces whose hashe
 wanted share is reached.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from octavo.errors import DataError
+from octavo.models.sources import HUB_NAME
 from octavo.parsing import parse_json
 from octavo.training.corpus import (
     Document,
@@ -38,7 +38,6 @@ from octavo.training.corpus import (
 __all__ = [
     "ALL",
     "BUILTIN",
-    "HUB_NAME",
     "LIBRARY_SOURCES",
     "TOPICS",
     "divide",
@@ -56,7 +55,6 @@ SUFFIXES = {*PLAIN, ".jsonl", ".parquet"}
 
 # The hub names whole families of text after their configurations; these are the ones people ask for by that name.
 HUB_FAMILIES = {"wikitext": "Salesforce/wikitext"}
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_SPLITS = {Split.TRAIN: "train", Split.VALIDATION: "validation", Split.TEST: "test"}
 
 PIECE_CHARACTERS = 16_384

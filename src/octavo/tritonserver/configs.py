@@ -17,8 +17,8 @@ from dataclasses import fields
 from typing import Any
 
 from octavo.export.onnx.signature import GraphTensor
+from octavo.inference import EngineConfig
 from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT
-from octavo.serving import EngineConfig
 from octavo.tritonserver.config_text import Word
 
 __all__ = [

@@ -4,7 +4,7 @@ Triton hands requests over and goes on; the engine's thread sends each of them i
 certain, and an empty last response. What a request may hold, and what it is refused with, is what octavo's own server
 has under ``/v2`` (octavo.server.kserve_fields), so that both give the same text for the same tensors.
 
-config.pbtxt's parameters are whole numbers of ``octavo.serving.EngineConfig``.
+config.pbtxt's parameters are whole numbers of ``octavo.inference.EngineConfig``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from octavo.inference import EngineConfig, Event, load_served_model
 from octavo.parsing import parse_json
 from octavo.server import Limits, Service
 from octavo.server.fields import FieldError
 from octavo.server.kserve_fields import DATATYPES, INPUT, OUTPUT, asked, bodies, fields
 from octavo.server.refusals import Refusal, check_event, refusal_of
 from octavo.server.tensors import Tensor
-from octavo.serving import EngineConfig, Event, load_served_model
 
 __all__ = ["FOLDER", "TritonPythonModel"]
 

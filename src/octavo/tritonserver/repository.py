@@ -35,10 +35,10 @@ from octavo.export.onnx.signature import graph_tensors
 from octavo.export.onnx.tensorrt import ENGINE, LARGEST_BATCH, MODEL, USUAL_BATCH
 from octavo.export.sources import Source
 from octavo.files import claimed_folder, replacing_folder
+from octavo.inference import load_served_model
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
 from octavo.server.kserve_fields import INPUT
-from octavo.serving import load_served_model
 from octavo.tritonserver import configs
 from octavo.tritonserver.config_text import config_text
 from octavo.tritonserver.engine_model import FOLDER

@@ -13,9 +13,9 @@ from benchmarks.decode import FULL, HALF, KERNELS, OURS, PLAIN, Q8_0, REFERENCE,
 from benchmarks.generators import LlamaCpp, Octavo, Plain, Transformers, q8_0_of
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
+from octavo.inference import ModelRunner
 from octavo.kernels import cpu
 from octavo.models import Llama, LlamaConfig, load_gguf
-from octavo.serving import ModelRunner
 from tests.unit.models import small_gguf
 
 SHAPE = LlamaConfig(

@@ -11,9 +11,9 @@ from benchmarks.kv_cache import FIRST, design_lines, designs, key_statistics, ru
 from benchmarks.quantization import CACHE_NATS
 from octavo import E4M3, PerRow, quantize
 from octavo.formats import BF16
+from octavo.inference import ModelRunner
 from octavo.models import Llama
 from octavo.quantization.comparison.cache_formats import as_cached, cached, key_means
-from octavo.serving import ModelRunner
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, language_model, windows
 
 
@@ -31,8 +31,8 @@ def test_statistics_are_those_of_all_keys():
         seen.extend([keys] if layer == 1 else [])
         return keys, values
 
-    with torch.no_grad(), model.keys_and_values_through(note) as logits:
-        logits(text)
+    with torch.no_grad():
+        model.logits(text, note)
     keys = key_statistics(model, text)
     torch.testing.assert_close(keys.amax[1], seen[0].abs().amax((0, 1)))
     torch.testing.assert_close(keys.mean[1], key_means(model, text)[1])

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from benchmarks.serving_recipes import Measured, measured, table
 from octavo import E4M3
 from octavo.formats import BF16, FP32
+from octavo.inference import ServingRecipe
 from octavo.language_model import load_language_model
-from octavo.serving import ServingRecipe
 from tests.unit.models import small_gguf
 
 

@@ -1,15 +1,16 @@
 """``octavo eval`` and ``octavo generate`` on a finished run."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
 import torch
 
+from octavo.inference import ModelRunner
+from octavo.inference import generate as continue_by_runner
 from octavo.models import generate, load_gguf
 from octavo.quantization import load_calibration
-from octavo.serving import ModelRunner
-from octavo.serving import generate as continue_by_runner
 from octavo.training.corpus import Split
 from octavo.training.data import open_data
 from octavo.training.run_folder import load_run
@@ -69,8 +70,22 @@ def test_characters_of_several_bytes_are_written_whole(octavo, finished_run):
     generator = torch.Generator().manual_seed(1)
     options: dict[str, Any] = {"temperature": 5.0, "top_k": 300, "generator": generator, "context": 32}
     with run.surroundings:
-        text = run.tokenizer.decode(generate(run.model, ids, max_new_tokens=60, **options))
+        text = run.tokenizer.decode(list(generate(run.model, ids, max_new_tokens=60, **options)))
     assert octavo("generate", finished_run, *arguments).stdout == "12 times" + text.rstrip("\ufffd") + "\n"
+
+
+def test_a_run_trained_on_a_gpu_generates_on_the_cpu_and_says_so(octavo, finished_run, tmp_path):
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    config = run / "config.toml"
+    text = config.read_text()
+    assert 'device = "auto"' in text
+    config.write_text(text.replace('device = "auto"', 'device = "cuda"'))
+    arguments = ["--prompt", "12 times", "--max-new-tokens", 8, "--seed", 3]
+    result, expected = octavo("generate", run, *arguments), octavo("generate", finished_run, *arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected.stdout
+    assert "octavo generates on the CPU; serve on a GPU with vLLM, TensorRT-LLM or Triton" in result.stderr
+    assert "GPU" not in expected.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Sampling, with models whose logits are written down."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.models import generate
+from octavo.models import FullPass, generate
 from octavo.models.generation import sample
 
 
@@ -28,17 +29,19 @@ CYCLE = [[0.0, 9.0, 1.0], [0.0, 1.0, 9.0], [9.0, 0.0, 1.0]]
 
 
 def test_temperature_zero_takes_the_likeliest():
-    assert generate(Table(CYCLE), [0], max_new_tokens=5, temperature=0, context=8) == [1, 2, 0, 1, 2]
+    assert list(generate(Table(CYCLE), [0], max_new_tokens=5, temperature=0, context=8)) == [1, 2, 0, 1, 2]
 
 
 def test_sees_no_more_than_the_context():
     model = Table(CYCLE)
-    generate(model, [0, 1, 2, 0], max_new_tokens=3, temperature=0, context=5)
+    list(generate(model, [0, 1, 2, 0], max_new_tokens=3, temperature=0, context=5))
     assert model.lengths == [4, 5, 5]
+    list(generate(model, [0, 1, 2, 0], max_new_tokens=3, temperature=0))
+    assert model.lengths[3:] == [4, 5, 6]
 
 
 def test_ends_before_the_stop_token():
-    assert generate(Table(CYCLE), [0], max_new_tokens=9, temperature=0, context=8, stop_id=0) == [1, 2]
+    assert list(generate(Table(CYCLE), [0], max_new_tokens=9, temperature=0, context=8, stop_id=0)) == [1, 2]
 
 
 def test_frequencies_follow_the_softmax():
@@ -59,7 +62,7 @@ def test_top_k_leaves_out_the_rest():
 def test_same_generator_same_text():
     def text(seed):
         generator = torch.Generator().manual_seed(seed)
-        return generate(Table(CYCLE), [0], max_new_tokens=30, temperature=8.0, generator=generator, context=4)
+        return list(generate(Table(CYCLE), [0], max_new_tokens=30, temperature=8.0, generator=generator, context=4))
 
     assert text(1) == text(1)
     assert text(1) != text(2)
@@ -67,8 +70,36 @@ def test_same_generator_same_text():
 
 def test_training_mode_comes_back():
     model = Table(CYCLE).train()
-    generate(model, [0], max_new_tokens=1, context=4)
-    assert model.training
+    modes = []
+    model.register_forward_hook(lambda module, *_: modes.append(module.training))
+    for _ in generate(model, [0], max_new_tokens=2, context=4):
+        assert model.training
+    assert modes == [False, False]
+
+
+def test_context_manager_surrounds_every_pass_and_only_it():
+    inside = []
+
+    @contextmanager
+    def within():
+        inside.append(True)
+        yield
+        inside.append(False)
+
+    class Again:
+        """A context that can be entered any number of times."""
+
+        def __enter__(self):
+            self.entered = within()
+            self.entered.__enter__()
+
+        def __exit__(self, *error):
+            self.entered.__exit__(*error)
+
+    tokens = generate(FullPass(Table(CYCLE), within=Again()), [0], max_new_tokens=2, temperature=0)
+    assert inside == []
+    assert list(tokens) == [1, 2]
+    assert inside == [True, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_the_real_model_reads_and_writes():
     found = load_gguf(smollm2.model_path())
     assert found.tokenizer.encode("12 mice").tokens == ["1", "2", "Ġmice"]
     prompt = found.tokenizer.encode("The capital of France is").ids
-    told = generate(found.model, prompt, max_new_tokens=1, temperature=0, context=64)
+    told = list(generate(found.model, prompt, max_new_tokens=1, temperature=0, context=64))
     assert found.tokenizer.decode(told) == " Paris"
     tokens = torch.tensor([topic_tokens(found.tokenizer, 512)])
     with torch.no_grad():

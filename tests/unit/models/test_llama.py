@@ -8,6 +8,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.models import Llama, LlamaConfig
+from octavo.nn.attention import attend
 
 SHAPE = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
@@ -180,3 +181,37 @@ def test_refuses_impossible_shapes(changes, words):
 def test_refuses_more_tokens_than_positions():
     with pytest.raises(ConfigError, match="at most 16 tokens at once, not 17"):
         Llama(config())(torch.zeros(1, 17, dtype=torch.long))
+
+
+class GrowingCache:
+    """Keys and values of all positions so far, joined."""
+
+    def __init__(self, layers):
+        self.keys, self.values = [torch.empty(2, 0, 2, 8)] * layers, [torch.empty(2, 0, 2, 8)] * layers
+        self.length = 0
+
+    def attend(self, layer, queries, keys, values):
+        self.keys[layer] = torch.cat([self.keys[layer], keys], 1)
+        self.values[layer] = torch.cat([self.values[layer], values], 1)
+        return attend(queries, self.keys[layer], self.values[layer], causal=True)
+
+
+@torch.no_grad()
+def test_tokens_read_in_pieces_through_a_cache_match_the_whole_text():
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=12,
+    )
+    model, tokens = Llama(config, seed=1), torch.randint(0, 50, (2, 12))
+    cache, pieces = GrowingCache(3), []
+    for part in tokens.split([5, 1, 4, 2], dim=1):
+        pieces.append(model(part, cache))
+        cache.length += part.shape[1]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="at most 12 tokens at once, not 13"):
+        model(tokens[:, :1], cache)

@@ -3,9 +3,9 @@
 import pytest
 from starlette.testclient import TestClient
 
+from octavo.inference import Engine, EngineConfig, EngineThread
 from octavo.server import ChatTemplate, Limits, Service, create_app
-from octavo.serving import Engine, EngineConfig, EngineThread
-from tests.unit.serving.conftest import byte_runner, byte_tokenizer
+from tests.unit.inference.conftest import byte_runner, byte_tokenizer
 
 __all__ = ["PLACE", "byte_runner", "byte_tokenizer"]
 

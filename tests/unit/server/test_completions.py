@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.serving import Engine, SamplingParams
+from octavo.inference import Engine, SamplingParams
 
 PATH = "/v1/completions"
 

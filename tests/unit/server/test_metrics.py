@@ -8,9 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import octavo
+from octavo.inference import Engine, EngineThread, ModelRunner
 from octavo.models import Llama, LlamaConfig
 from octavo.server import Limits, Service, create_app
-from octavo.serving import Engine, EngineThread, ModelRunner
 from tests.unit.server.conftest import PLACE
 
 

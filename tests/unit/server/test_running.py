@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.inference import Engine, Load, SamplingParams
 from octavo.server import Address, Limits, Server
-from octavo.serving import Engine, Load, SamplingParams
 
 KEY = "a key"
 

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 
 from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteLossError, TrainingError
 from octavo.models import Llama
+from octavo.models.sources import has_run
 from octavo.training import loop
 from octavo.training.config import Device, load_config
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, Saved, StepDone
 from octavo.training.loop import build_optimizer, train
 from octavo.training.metrics import read_metrics
-from octavo.training.run_folder import claimed, has_run, load_run
+from octavo.training.run_folder import claimed, load_run
 from octavo.training.schedules import learning_rate
 from tests.unit.training.tiny_runs import MODEL, comparable, tiny_config, tiny_data
 

@@ -12,7 +12,7 @@ import octavo
 from octavo.export import save_quantized
 from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig
-from tests.unit.serving.conftest import byte_runner, byte_tokenizer
+from tests.unit.inference.conftest import byte_runner, byte_tokenizer
 
 __all__ = ["byte_runner", "byte_tokenizer"]
 

@@ -10,8 +10,8 @@ from importlib.resources import files
 
 import pytest
 
+from octavo.inference import EngineConfig, load_served_model
 from octavo.server import Address, Limits, Server, Service
-from octavo.serving import EngineConfig, load_served_model
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from octavo.inference import EngineConfig, load_served_model
 from octavo.server import Limits, Service, create_app
-from octavo.serving import EngineConfig, load_served_model
 from octavo.tritonserver.config_text import Word
 from octavo.tritonserver.configs import engine_config
 from octavo.tritonserver.engine_model import FOLDER, TritonPythonModel

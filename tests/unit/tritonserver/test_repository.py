@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("onnx")
 
 from octavo.errors import ConfigError
+from octavo.inference import ModelRunner, load_served_model
 from octavo.models import Llama
 from octavo.server.kserve_fields import DATATYPES
-from octavo.serving import ModelRunner, load_served_model
 from octavo.tritonserver.repository import _exact_dtype
 from tests.unit.tritonserver.conftest import SHAPE
 from tests.unit.tritonserver.repositories import source, written_repository

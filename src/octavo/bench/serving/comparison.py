@@ -22,8 +22,8 @@ from octavo.bench.results import Chart, Section, Verdict
 from octavo.bench.rounds import ratio
 from octavo.bench.serving.load import Answer, Ask, Prompt, closed_loop, open_loop, poisson_arrivals
 from octavo.errors import ConfigError
+from octavo.inference import ServingRecipe
 from octavo.nn.arguments import check_whole
-from octavo.serving import ServingRecipe
 
 __all__ = ["Contestant", "Run", "Workload", "load_name", "measured"]
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench.serving.load import Ask, Prompt
 from octavo.errors import ConfigError, DataError
+from octavo.inference import EngineThread, SamplingParams
 from octavo.parsing import parse_json
-from octavo.serving import EngineThread, SamplingParams
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient

@@ -10,7 +10,7 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import open_display
-from octavo.training.run_folder import check_is_run
+from octavo.models.sources import check_is_run
 from octavo.trials import Bisection, origin_of
 from octavo.trials import bisect as find_layers
 

@@ -21,8 +21,9 @@ from octavo.doctor.remedies import applied, ranked
 from octavo.doctor.report import histograms_of, render
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
+from octavo.models.sources import has_run
 from octavo.training.config import RunConfig, config_from_dict, save_config
-from octavo.training.run_folder import CAPTURES, CONFIG, has_run
+from octavo.training.run_folder import CAPTURES, CONFIG
 from octavo.training.watched_run import WatchedRun, check_comparable, read_run, watched_run
 
 __all__ = ["examine"]

@@ -1,4 +1,4 @@
-"""octavo's Llama as one forward that exports well: rotary tables of half a head, attention in four products, a cache.
+"""octavo's Llama as it is exported: ``Llama.forward`` over a cache of plain tensors, attention in two products.
 
 | input                    | shape                | output                  | shape                    |
 |--------------------------|----------------------|-------------------------|--------------------------|
@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.export.onnx.layers import StaticCast, narrowed_scale
-from octavo.export.onnx.operators import in_dtype
 from octavo.formats import E4M3
 from octavo.models import Llama
 from octavo.numerics import encode_scale_from_amax
 
-__all__ = ["CacheNames", "GraphDecoder", "attention_casts"]
+__all__ = ["CacheNames", "GraphDecoder", "attention_casts", "exported_attention"]
 
 OPERANDS = ("queries", "keys", "probabilities", "values")
 
@@ -39,79 +38,66 @@ class GraphDecoder(nn.Module):
         has_cache: whether there are inputs and outputs for it.
     """
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, model: Llama, *, has_cache: bool) -> None:
         super().__init__()
-        self.config, self.has_cache = model.config, has_cache
-        self.embed_tokens, self.norm, self.lm_head = model.model.embed_tokens, model.model.norm, model.lm_head
-        self.layers = model.model.layers
-        half = model.config.head_dim // 2  # the angles stand twice in the model's tables
-        self.register_buffer("cos", model.model.cos[:, :half].clone())
-        self.register_buffer("sin", model.model.sin[:, :half].clone())
+        self.llama, self.has_cache = model, has_cache
         self.attention_casts: nn.ModuleList | None = None
 
     def forward(self, input_ids: Tensor, *past: Tensor) -> Tensor | tuple[Tensor, ...]:
         """See the module's table; ``past`` is key and value of the first layer, of the second, …, or nothing."""
-        known = past[0].shape[2] if past else 0
-        at = torch.arange(input_ids.shape[1], device=input_ids.device) + known
-        angles = self.cos.index_select(0, at), self.sin.index_select(0, at)
-        key_at = torch.arange(input_ids.shape[1] + known, device=input_ids.device)
-        unseen = key_at > at[:, None]
-        hidden, present = self.embed_tokens(input_ids), []
-        layers: Any = self.layers
-        for index, layer in enumerate(layers):
-            cached = past[2 * index : 2 * index + 2]
-            attended, keys, values = self._attention(index, layer.input_layernorm(hidden), angles, unseen, cached)
-            hidden = hidden + attended
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            present += [keys, values]
-        logits: Any = self.lm_head(self.norm(hidden))
-        return (logits, *present) if self.has_cache else logits
-
-    def _attention(
-        self, index: int, hidden: Tensor, angles: tuple[Tensor, Tensor], unseen: Tensor, cached: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention's result [B, T, H], and all keys and values [B, kv, P + T, D]."""
-        layer: Any = self.layers[index]
-        own = layer.self_attn
-        queries = _turned(self._heads(own.q_proj(hidden), own.num_heads), angles)
-        keys = _turned(self._heads(own.k_proj(hidden), own.num_kv_heads), angles)
-        values = self._heads(own.v_proj(hidden), own.num_kv_heads)
-        if cached:
-            keys, values = torch.cat([cached[0], keys], 2), torch.cat([cached[1], values], 2)
-        mixed = self._mixed(index, queries, (keys, values), unseen)
-        out: Tensor = own.o_proj(mixed.transpose(1, 2).flatten(2))
-        return out, keys, values
-
-    def _heads(self, projected: Tensor, heads: int) -> Tensor:
-        split: Tensor = projected.unflatten(-1, (heads, self.config.head_dim))
-        return split.transpose(1, 2)
-
-    def _mixed(self, index: int, queries: Tensor, known: tuple[Tensor, Tensor], unseen: Tensor) -> Tensor:
-        """softmax(Q K^T / sqrt(D)) V, [B, heads, T, D], of queries that do not see the keys ``unseen`` [T, P + T]."""
-        keys, values = known
-        group = self.config.num_heads // self.config.num_kv_heads
-        queries = queries * (1 / math.sqrt(self.config.head_dim))
-        keys_t, values = _repeated(keys, group).transpose(2, 3), _repeated(values, group)
-        scores = self._cast(index, 0, queries) @ self._cast(index, 1, keys_t)
-        probabilities = scores.masked_fill(unseen, -math.inf).softmax(-1)
-        return self._cast(index, 2, probabilities) @ self._cast(index, 3, values)
-
-    def _cast(self, index: int, operand: int, x: Tensor) -> Tensor:
-        if self.attention_casts is None:
-            return x
-        casts: Any = self.attention_casts[index]
-        decoded: Tensor = casts[operand](x)[0]
-        return decoded
+        cache = _GraphCache(past, input_ids, self.attention_casts)
+        logits: Tensor = self.llama.lm_head(self.llama.model(input_ids, cache))
+        return (logits, *cache.present) if self.has_cache else logits
 
 
-def _turned(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """``octavo.nn.rotate`` of [B, heads, T, D], by tables of half the width."""
-    cos, sin = angles
-    first, second = x.chunk(2, dim=-1)
-    return in_dtype(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1), x.dtype)
+class _GraphCache:
+    """Keys and values [B, kv, P, D] by layer, as :class:`octavo.models.llama.DecoderCache`."""
+
+    def __init__(self, past: tuple[Tensor, ...], tokens: Tensor, casts: nn.ModuleList | None) -> None:
+        self.length = past[0].shape[2] if past else 0
+        self.present: list[Tensor] = []
+        self._past, self._casts = past, casts
+        at = torch.arange(tokens.shape[1], device=tokens.device) + self.length
+        self._unseen = torch.arange(tokens.shape[1] + self.length, device=tokens.device) > at[:, None]  # [T, P + T]
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+        if self._past:
+            past_keys, past_values = self._past[2 * layer : 2 * layer + 2]
+            keys, values = torch.cat([past_keys, keys], 2), torch.cat([past_values, values], 2)
+        self.present += [keys, values]
+        casts: Any = None if self._casts is None else self._casts[layer]
+        return exported_attention(queries, keys, values, self._unseen, casts).transpose(1, 2)
+
+
+def exported_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, unseen: Tensor, casts: nn.ModuleList | None
+) -> Tensor:
+    """softmax(Q K^T / sqrt(D)) V, in the form that TensorRT fuses.
+
+    Args:
+        queries: [B, heads, T, D].
+        keys: [B, kv, S, D].
+        values: [B, kv, S, D].
+        unseen: bool [T, S]: True is a key that a query does not see.
+        casts: of queries, keys, probabilities and values; None leaves them in high precision.
+
+    Returns:
+        [B, heads, T, D].
+    """
+    group = queries.shape[1] // keys.shape[1]
+    queries = queries * (1 / math.sqrt(queries.shape[3]))
+    keys_t, values = _repeated(keys, group).transpose(2, 3), _repeated(values, group)
+    scores = _cast(casts, 0, queries) @ _cast(casts, 1, keys_t)
+    probabilities = scores.masked_fill(unseen, -math.inf).softmax(-1)
+    return _cast(casts, 2, probabilities) @ _cast(casts, 3, values)
+
+
+def _cast(casts: Any, operand: int, x: Tensor) -> Tensor:
+    if casts is None:
+        return x
+    decoded: Tensor = casts[operand](x)[0]
+    return decoded
 
 
 def _repeated(x: Tensor, group: int) -> Tensor:
@@ -141,7 +127,7 @@ def attention_casts(decoder: GraphDecoder, tokens: Tensor, dtype: torch.dtype) -
 
     Queries are measured with 1 / sqrt(D) in them, keys with their rotary positions. Probabilities have the scale 1/448.
     """
-    amaxes = [[torch.zeros(()) for _ in OPERANDS] for _ in decoder.layers]
+    amaxes = [[torch.zeros(()) for _ in OPERANDS] for _ in decoder.llama.model.layers]
     decoder.attention_casts = nn.ModuleList(
         nn.ModuleList(_Look(found, operand) for operand in range(len(OPERANDS))) for found in amaxes
     )

@@ -169,7 +169,7 @@ struct AttentionProblem {
     float* out;                 // [rows, heads, head dim]
 };
 
-// What the input of a linear layer becomes before it is multiplied: kernels/decoding.py says more.
+// What the input of a linear layer becomes before it is multiplied: inference/native_decoder.py says more.
 enum class InputCast : int { none = 0, e4m3_dynamic = 1, e4m3_static = 2, int8_dynamic = 3 };
 
 // The weight of a linear layer, [rows, K]: y = cast(x) · weightᵀ + bias.

@@ -1,5 +1,5 @@
-// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py, products.py and decoding.py
-// look at all of it first.
+// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py and products.py and
+// inference/native_decoder.py look at all of it first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

@@ -11,7 +11,7 @@ What is observed is what an ``octavo.nn.Linear`` would cast: under ``torch.autoc
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -246,8 +246,7 @@ def _called(
             _check_finite(counts, seen, f"attention of layer {layer} makes {what} of")
         return keys, values
 
-    with model.keys_and_values_through(count_both) if kv_cache else nullcontext(model.logits) as logits:
-        yield partial(_call_language_model, logits)
+    yield partial(_call_language_model, partial(model.logits, kv_transform=count_both if kv_cache else None))
 
 
 def call_of(model: nn.Module | LanguageModel) -> Callable[[Batch], object]:

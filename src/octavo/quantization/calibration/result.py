@@ -150,7 +150,7 @@ class Calibration:
         return replace(report, skipped={path: self.left_out.get(path, why) for path, why in report.skipped.items()})
 
     def means_of_keys(self, model: nn.Module | LanguageModel) -> Mapping[int, Tensor]:
-        """:attr:`key_means`, for ``octavo.serving.ModelRunner`` of the model they were found for.
+        """:attr:`key_means`, for ``octavo.inference.ModelRunner`` of the model they were found for.
 
         Raises:
             CheckpointError: they were found for another model or other weights.

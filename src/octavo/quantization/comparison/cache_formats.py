@@ -1,9 +1,9 @@
 """Keys and values as generation's FP8 cache holds them, for the attention of a whole model.
 
-``octavo.serving.PagedKVCache`` keeps a key and a value of D numbers for every position, layer and head: E4M3 codes and,
-of sixteen scales, the one with the least squared error (:mod:`octavo.numerics.scale_search`); D + 2 bytes for 2 D. A
-key may be kept less the mean of its layer's and head's keys, which softmax does not see (octavo.serving.layers), and
-which comes from other text.
+``octavo.inference.PagedKVCache`` keeps a key and a value of D numbers for every position, layer and head: E4M3 codes
+and, of sixteen scales, the one with the least squared error (:mod:`octavo.numerics.scale_search`); D + 2 bytes for 2 D.
+A key may be kept less the mean of its layer's and head's keys, which softmax does not see (octavo.inference.reference),
+and which comes from other text.
 
 What the mean wins: rotary pairs that turn slowly hold a nearly constant part, up to two thirds of a key's energy, and
 its rounding errors are as large as it is (SageAttention, arXiv 2410.02367, smooths keys so).
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.formats import BF16, E4M3
 from octavo.kernels import quantize
-from octavo.language_model import KeysAndValues, LanguageModel
+from octavo.language_model import KVTransform, LanguageModel
 from octavo.numerics import PerRow
 from octavo.numerics.scale_search import searched_scale
 from octavo.quantization.calibration.observing import observe
@@ -47,8 +47,8 @@ def key_means(model: LanguageModel, windows: Tensor) -> dict[int, Tensor]:
     return {layer: each.key_mean for layer, each in seen.keys_and_values.items()}
 
 
-def cached(means: Mapping[int, Tensor] | None = None) -> KeysAndValues:
-    """What attention reads of keys and values that were stored, for ``LanguageModel.keys_and_values_through``.
+def cached(means: Mapping[int, Tensor] | None = None) -> KVTransform:
+    """What attention reads of keys and values that were stored, for ``LanguageModel.logits``.
 
     Args:
         means: of keys, subtracted before they are stored; None subtracts nothing.

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import choose_layers, convert, restore
-from octavo.language_model import KeysAndValues, LanguageModel
+from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import hold_weight_as_codes
 from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
@@ -90,16 +90,13 @@ class Contestant:
     language_model: LanguageModel
     surrounding: torch.dtype = torch.bfloat16
     quantized: tuple[str, ...] = ()
-    cache: KeysAndValues | None = None
+    cache: KVTransform | None = None
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] → logits [B, T, V] as this format computes them."""
         with self._surroundings(tokens.device), ExactIntegerProducts() if self._has_integers else nullcontext():
-            if self.cache is None:
-                return self.language_model.logits(tokens)
-            with self.language_model.keys_and_values_through(self.cache) as logits:
-                return logits(tokens)
+            return self.language_model.logits(tokens, self.cache)
 
     @property
     def storage(self) -> Storage:

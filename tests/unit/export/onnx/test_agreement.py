@@ -7,9 +7,9 @@ from torch import nn
 import octavo
 from octavo.errors import CheckpointError
 from octavo.export.agreement import relative_error
+from octavo.export.onnx import decoder as decoder_module
 from octavo.export.onnx import export as module_under_test
 from octavo.export.onnx.agreement import RESULT, layer_errors, lockstep_errors
-from octavo.export.onnx.decoder import GraphDecoder
 from octavo.export.onnx.graph import graph_of_decoder, graph_of_module
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 
@@ -36,12 +36,12 @@ def between(source, graph):
 
 
 def without_a_mask(monkeypatch):
-    real = GraphDecoder._mixed
+    real = decoder_module.exported_attention
 
-    def mixed(self, index, queries, known, unseen):
-        return real(self, index, queries, known, torch.zeros_like(unseen))
+    def seeing_all(queries, keys, values, unseen, casts):
+        return real(queries, keys, values, torch.zeros_like(unseen), casts)
 
-    monkeypatch.setattr(GraphDecoder, "_mixed", mixed)
+    monkeypatch.setattr(decoder_module, "exported_attention", seeing_all)
 
 
 def test_a_layer_that_is_another_is_found():

@@ -6,10 +6,9 @@ from torch import nn
 
 import octavo
 from octavo.export.agreement import relative_error
-from octavo.export.onnx.decoder import CacheNames, GraphDecoder, attention_casts
+from octavo.export.onnx.decoder import CacheNames, attention_casts, exported_attention
 from octavo.export.onnx.graph import graph_of_decoder
 from octavo.export.onnx.layers import StaticCast
-from octavo.models import Llama, LlamaConfig
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, SHAPE, language_model, windows
 
 EMPTY = [torch.zeros(3, HEADS, 0, HEAD_DIM)] * (2 * SHAPE.num_layers)
@@ -108,17 +107,14 @@ def attention_in_fp8(q, k, v, seen):
 
 @torch.no_grad()
 def test_attention_in_fp8_is_what_numpy_computes():
-    shape = LlamaConfig(**{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"hidden_size": 4 * D})
-    decoder = GraphDecoder(Llama(shape, seed=0).eval(), has_cache=True)
     rng = np.random.default_rng(0)
     q = rng.normal(size=(2, 4, ROWS, D)).astype(np.float32) * 4
     k, v = (rng.normal(size=(2, HEADS, PAST + ROWS, D)).astype(np.float32) * 4 for _ in range(2))
     seen = np.tril(np.ones((ROWS, PAST + ROWS), bool), PAST)
     amaxes = [np.abs(q).max() * np.float32(1 / np.sqrt(D)), np.abs(k).max(), 1, np.abs(v).max()]
-    casts = [StaticCast(torch.tensor(448 / amax), torch.tensor(amax / 448)) for amax in map(np.float32, amaxes)]
-    decoder.attention_casts = nn.ModuleList([nn.ModuleList(casts)])
-    known = torch.from_numpy(k), torch.from_numpy(v)
-    found = decoder._mixed(0, torch.from_numpy(q), known, torch.from_numpy(~seen)).numpy()
+    layer_casts = [StaticCast(torch.tensor(448 / amax), torch.tensor(amax / 448)) for amax in map(np.float32, amaxes)]
+    queries, keys, values, unseen = map(torch.from_numpy, (q, k, v, ~seen))
+    found = exported_attention(queries, keys, values, unseen, nn.ModuleList(layer_casts)).numpy()
     wanted = attention_in_fp8(q, k, v, seen)
     off = np.abs(found - wanted) > 1e-4 * np.abs(wanted).max()
     assert off.mean() < 0.02  # a probability beside a tie may have the next code

@@ -1,10 +1,10 @@
-"""What stands for the cache is what octavo.serving's reads back, bit by bit; means; and softmax's own invariance."""
+"""What stands for the cache is what octavo.inference's reads back, bit by bit; means; and softmax's own invariance."""
 
 import pytest
 import torch
 
+from octavo.inference import PagedKVCache
 from octavo.quantization.comparison.cache_formats import as_cached, cached, key_means, vector_bytes
-from octavo.serving import PagedKVCache
 from tests.unit.quantization.tiny_models import HEAD_DIM, HEADS, SHAPE, language_model, windows
 
 
@@ -48,8 +48,8 @@ def test_means_are_those_of_all_positions():
         seen[layer].append(keys)
         return keys, values
 
-    with torch.no_grad(), model.keys_and_values_through(note) as logits:
-        logits(text)
+    with torch.no_grad():
+        model.logits(text, note)
     for layer, mean in key_means(model, text).items():
         assert mean.shape == (HEADS, HEAD_DIM)
         torch.testing.assert_close(mean, torch.cat(seen[layer]).flatten(0, 1).mean(0), rtol=1e-5, atol=1e-6)
@@ -61,8 +61,8 @@ def test_a_mean_off_all_keys_changes_nothing():
     means = {layer: 5 * torch.randn(HEADS, HEAD_DIM) for layer in range(SHAPE.num_layers)}
     with torch.no_grad():
         expected = model.logits(text)
-        with model.keys_and_values_through(lambda layer, k, v: (k - means[layer], v)) as logits:
-            torch.testing.assert_close(logits(text), expected, rtol=1e-3, atol=1e-4)
+        centred = model.logits(text, lambda layer, k, v: (k - means[layer], v))
+    torch.testing.assert_close(centred, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_cache_casts_both_in_their_dtype():

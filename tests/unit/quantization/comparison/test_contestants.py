@@ -204,8 +204,8 @@ def test_a_cache_changes_keys_and_values_alone(name):
         seen.append((layer, keys.shape))
         return cache(layer, keys, values)
 
-    with surroundings(), bf16.language_model.keys_and_values_through(watch) as logits:
-        expected = logits(TOKENS)
+    with surroundings():
+        expected = bf16.language_model.logits(TOKENS, watch)
     assert torch.equal(made.logits(TOKENS), expected)
     assert not torch.equal(bf16.logits(TOKENS), expected)
     shape = (*TOKENS.shape, SHAPE.num_kv_heads, SHAPE.head_dim)
@@ -274,7 +274,8 @@ def test_a_model_with_biases_and_layer_norms():
         layers[2].bias.normal_()
 
     class Plain(LanguageModel):
-        def logits(self, tokens):
+        def logits(self, tokens, kv_transform=None):
+            assert kv_transform is None
             model: Any = self.model
             found: torch.Tensor = model(tokens)
             return found

@@ -1,0 +1,33 @@
+"""Generation: a model whose weights are FP8 codes, the cache of its keys and values, and an engine that serves many."""
+
+from octavo.inference.engine import Engine, EngineConfig
+from octavo.inference.engine_thread import Answer, EngineThread
+from octavo.inference.kv_cache import KVCacheBatch, PagedKVCache
+from octavo.inference.metrics import EngineMetrics, Histogram, Load
+from octavo.inference.model_runner import ModelRunner
+from octavo.inference.recipes import ServingRecipe
+from octavo.inference.requests import Event, FinishReason, Usage
+from octavo.inference.sampling import SamplingParams
+from octavo.inference.served_model import ServedModel, load_served_model
+from octavo.models import generate
+
+__all__ = [
+    "Answer",
+    "Engine",
+    "EngineConfig",
+    "EngineMetrics",
+    "EngineThread",
+    "Event",
+    "FinishReason",
+    "Histogram",
+    "KVCacheBatch",
+    "Load",
+    "ModelRunner",
+    "PagedKVCache",
+    "SamplingParams",
+    "ServedModel",
+    "ServingRecipe",
+    "Usage",
+    "generate",
+    "load_served_model",
+]

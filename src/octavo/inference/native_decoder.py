@@ -1,0 +1,367 @@
+"""Native kernels for generation: attention over a paged cache, and a Llama-style decoder in one call.
+
+| tensor       | shape and dtype                                                                                     |
+|--------------|-----------------------------------------------------------------------------------------------------|
+| keys         | [pages, kv heads, D, PAGE], E4M3, bfloat16 or float32                                               |
+| values       | [pages, kv heads, PAGE, D], the same dtype                                                          |
+| scales       | [pages, kv heads, PAGE] bfloat16: the scale of every vector of codes; None in high precision        |
+| table        | [sequences, P] int32: the page that holds positions PAGE·i … PAGE·i + PAGE - 1 of a sequence        |
+| sequence     | [R] int64: the sequence of every row                                                                |
+| position     | [R] int64: its position; a row sees the positions up to its own                                     |
+
+What comes out is defined by octavo.inference.reference, in torch's operations; sums are FP32 in another order.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from octavo.errors import BackendError
+from octavo.formats import BF16, E4M3
+from octavo.inference.decoder_weights import DecoderWeight, Saturation
+from octavo.kernels import cpu
+from octavo.numerics.integers import HALF_RANGE, LEAST_SCALE
+from octavo.numerics.scaling import AMAX_FLOOR
+
+__all__ = ["MAX_HEAD_DIM", "PAGE", "CacheTensors", "Decoder", "DecoderLayer", "DecoderShape", "NativeDecoder", "attend"]
+
+PAGE = 64  # as in native/kernels.h
+MAX_HEAD_DIM = 512
+_CACHED = (E4M3.torch_dtype, BF16.torch_dtype, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """Sizes of a decoder.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        intermediate_size: width inside the gated MLP.
+        heads: query heads.
+        kv_heads: key and value heads; divides ``heads``.
+        head_dim: width of one head, even.
+        norm_eps: of the norms.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied with."""
+        return 1 / math.sqrt(self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's tensors; weights are [N, K].
+
+    Attributes:
+        attention_norm: float32 [hidden].
+        qkv: rows for all query heads, then key heads, then value heads.
+        out: [hidden, heads · D].
+        mlp_norm: float32 [hidden].
+        key_mean: float32 [kv heads, D], subtracted from turned keys before they are stored: it cancels in softmax.
+        gate_up: rows of the gate, then of the other half.
+        down: [hidden, intermediate].
+    """
+
+    attention_norm: Tensor
+    qkv: DecoderWeight
+    out: DecoderWeight
+    mlp_norm: Tensor
+    key_mean: Tensor
+    gate_up: DecoderWeight
+    down: DecoderWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What lies above a model's embedding.
+
+    Attributes:
+        shape: the sizes.
+        layers: the tensors of every layer.
+        cos: float32 [positions, D], cosines of the rotary angles, the same in both halves.
+        sin: their sines.
+        norm: float32 [hidden], the last norm's.
+        head: [V, hidden].
+        saturation: what static scales of inputs clipped, which whoever runs the decoder adds to.
+
+    Raises:
+        BackendError: a tensor of another shape.
+    """
+
+    shape: DecoderShape
+    layers: Sequence[DecoderLayer]
+    cos: Tensor
+    sin: Tensor
+    norm: Tensor
+    head: DecoderWeight
+    saturation: Saturation = field(default_factory=Saturation)
+
+    def __post_init__(self) -> None:
+        s = self.shape
+        angles, heads = (len(self.cos), s.head_dim), (s.heads + 2 * s.kv_heads) * s.head_dim
+        tensors: dict[str, tuple[Tensor | DecoderWeight, tuple[int, ...]]] = {
+            "cos": (self.cos, angles),
+            "sin": (self.sin, angles),
+            "norm": (self.norm, (s.hidden_size,)),
+            "head": (self.head, (self.head.shape[0], s.hidden_size)),
+        }
+        for index, layer in enumerate(self.layers):
+            tensors |= {
+                f"{index}.attention_norm": (layer.attention_norm, (s.hidden_size,)),
+                f"{index}.mlp_norm": (layer.mlp_norm, (s.hidden_size,)),
+                f"{index}.key_mean": (layer.key_mean, (s.kv_heads, s.head_dim)),
+                f"{index}.qkv": (layer.qkv, (heads, s.hidden_size)),
+                f"{index}.out": (layer.out, (s.hidden_size, s.heads * s.head_dim)),
+                f"{index}.gate_up": (layer.gate_up, (2 * s.intermediate_size, s.hidden_size)),
+                f"{index}.down": (layer.down, (s.hidden_size, s.intermediate_size)),
+            }
+        for name, (tensor, wanted) in tensors.items():
+            if tensor.shape != wanted:
+                raise BackendError(f"a decoder of this shape has {name} {wanted}, not {tuple(tensor.shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensors:
+    """Keys and values of all layers: as in the table above, with the layers before the pages.
+
+    Attributes:
+        keys: [layers, pages, kv heads, D, PAGE].
+        values: [layers, pages, kv heads, PAGE, D].
+        key_scale: [layers, pages, kv heads, PAGE], or None.
+        value_scale: the same of the values.
+        table: the pages of every sequence.
+
+    Raises:
+        BackendError: shapes, dtypes or devices that do not go together.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+    table: Tensor
+
+    def __post_init__(self) -> None:
+        layers, pages, heads, dim, _ = self.keys.shape
+        scales = [scale for scale in (self.key_scale, self.value_scale) if scale is not None]
+        fits = self.keys.shape[4] == PAGE and self.values.shape == (layers, pages, heads, PAGE, dim)
+        fits &= len(scales) == (2 if self.keys.dtype == E4M3.torch_dtype else 0)
+        fits &= all(scale.shape == (layers, pages, heads, PAGE) and scale.dtype == BF16.torch_dtype for scale in scales)
+        fits &= self.keys.dtype == self.values.dtype and self.keys.dtype in _CACHED and dim <= MAX_HEAD_DIM
+        fits &= self.table.ndim == 2 and self.table.dtype == torch.int32
+        if not fits:
+            raise BackendError(
+                f"a cache has keys [layers, pages, kv heads, D, {PAGE}], values [layers, pages, kv heads, {PAGE}, D], "
+                f"D up to {MAX_HEAD_DIM}, in E4M3 with bfloat16 scales of all vectors, or in bfloat16 or float32 "
+                f"without, and an int32 table, not {tuple(self.keys.shape)} {self.keys.dtype}, "
+                f"{tuple(self.values.shape)} {self.values.dtype} and {self.table.dtype}"
+            )
+        tensors = (self.keys, self.values, self.table, *scales)
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            strides = [tensor.stride() for tensor in tensors]
+            raise BackendError(f"keys, values, the table and the scales must be contiguous, not of strides {strides}")
+        if (devices := {str(tensor.device) for tensor in tensors}) != {"cpu"}:
+            raise BackendError(f"a cache is on a CPU, not on {' and '.join(sorted(devices))}")
+
+    def check_made_for(self, layers: int, kv_heads: int, head_dim: int) -> None:
+        """Raise BackendError for a cache of another model."""
+        own = (self.keys.shape[0], self.keys.shape[2], self.keys.shape[3])
+        if own != (layers, kv_heads, head_dim):
+            raise BackendError(
+                f"this cache is for {own[0]} layers with {own[1]} key heads of {own[2]} numbers, and the model has "
+                f"{layers} with {kv_heads} of {head_dim}; take one from the runner's new_cache()"
+            )
+
+    def addresses(self, layer: int) -> tuple[int, int, int, int]:
+        """Where a layer's keys, their scales, its values and their scales begin; 0 for none."""
+        tensors = (self.keys, self.key_scale, self.values, self.value_scale)
+        keys, key_scale, values, value_scale = (0 if t is None else t[layer].data_ptr() for t in tensors)
+        return keys, key_scale, values, value_scale
+
+
+def attend(
+    queries: Tensor,
+    cache: CacheTensors,
+    layer: int,
+    *,
+    sequence: Tensor,
+    position: Tensor,
+    scale: float,
+    level: str | None = None,
+) -> Tensor:
+    """``softmax(queries · keysᵀ · scale) · values`` of every row over its sequence's cache.
+
+    Args:
+        queries: float32 [R, heads, D]; a key head serves heads / kv heads of them that stand side by side.
+        cache: keys and values.
+        layer: which layer's.
+        sequence: of every row.
+        position: of every row.
+        scale: of the scores.
+        level: an instruction-set level; None is the best.
+
+    Returns:
+        float32 [R, heads, D]. A row's numbers depend on its own sequence alone, and not on the number of threads.
+
+    Raises:
+        BackendError: shapes or dtypes that do not go together, or rows beyond the cache.
+    """
+    _, _, kv_heads, dim, _ = cache.keys.shape
+    rows, heads, head_dim = queries.shape
+    if head_dim != dim or heads % kv_heads or len(sequence) != rows:
+        raise BackendError(
+            f"queries [R, heads, {dim}], heads a multiple of {kv_heads}, go with this cache and R sequences and "
+            f"positions, not {tuple(queries.shape)}, {tuple(sequence.shape)} and {tuple(position.shape)}"
+        )
+    _check_rows(cache, sequence, position, queries)
+    queries = cpu.in_memory(queries.float()).contiguous()
+    out = torch.empty_like(queries)
+    cpu.extension().attend(
+        cpu.level_number(level),
+        queries.data_ptr(),
+        heads,
+        kv_heads,
+        dim,
+        cpu.element_number(cache.keys.dtype),
+        *cache.addresses(layer),
+        cache.table.data_ptr(),
+        cache.table.shape[1],
+        rows,
+        sequence.data_ptr(),
+        position.data_ptr(),
+        scale,
+        out.data_ptr(),
+    )
+    return out
+
+
+class NativeDecoder:
+    """A decoder, ready to be run by the native kernels.
+
+    Args:
+        decoder: its tensors, which are kept.
+        level: an instruction-set level; None is the best.
+    """
+
+    def __init__(self, decoder: Decoder, *, level: str | None = None) -> None:
+        self._shape, self._saturation = decoder.shape, decoder.saturation
+        shape = decoder.shape
+        self._layers, self._positions = len(decoder.layers), len(decoder.cos)
+        self._kept: list[Tensor] = []
+        self._vocabulary = decoder.head.shape[0]
+        self._decoder = cpu.extension().Decoder(
+            cpu.level_number(level),
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.norm_eps,
+            shape.attention_scale,
+            AMAX_FLOOR,
+            HALF_RANGE,
+            LEAST_SCALE,
+            *(self._numbers(numbers) for numbers in (decoder.cos, decoder.sin, decoder.norm)),
+            self._weight(decoder.head),
+        )
+        for layer in decoder.layers:
+            weights = (layer.qkv, layer.out, layer.gate_up, layer.down)
+            numbers = (layer.attention_norm, layer.mlp_norm, layer.key_mean)
+            self._decoder.add_layer(*map(self._numbers, numbers), *map(self._weight, weights))
+
+    def run(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor, *, told: int = 1) -> Tensor:
+        """Read the next positions of some sequences; their keys and values go into the cache.
+
+        Args:
+            hidden: float32 [R, hidden], contiguous: the rows of the embedding; overwritten.
+            cache: of all layers.
+            sequence: of every row.
+            position: of every row; of rows of one sequence, those that follow what is in the cache.
+            told: how many rows, the last ones, get logits; 1 to R.
+
+        Returns:
+            float32 [told, V]. A row's numbers are the same bits whatever other rows there are, and for any number of
+            threads.
+
+        Raises:
+            BackendError: a cache or rows of another model, or rows beyond the cache or the table of angles.
+        """
+        self._check(hidden, cache, sequence, position)
+        if not 1 <= told <= len(hidden):
+            raise BackendError(f"of {len(hidden)} rows the last 1 to {len(hidden)} can be told logits, not {told}")
+        logits = cpu.fresh((told, self._vocabulary), torch.float32)
+        elements, saturated = self._decoder.run(
+            hidden.data_ptr(),
+            len(hidden),
+            sequence.data_ptr(),
+            position.data_ptr(),
+            cpu.element_number(cache.keys.dtype),
+            *cache.addresses(0),
+            cache.keys.shape[1],
+            cache.table.data_ptr(),
+            cache.table.shape[1],
+            told,
+            logits.data_ptr(),
+        )
+        self._saturation.elements += elements
+        self._saturation.saturated += saturated
+        return logits
+
+    def _check(self, hidden: Tensor, cache: CacheTensors, sequence: Tensor, position: Tensor) -> None:
+        cache.check_made_for(self._layers, self._shape.kv_heads, self._shape.head_dim)
+        _check_rows(cache, sequence, position, hidden)
+        wanted = (len(sequence), self._shape.hidden_size)
+        if hidden.shape != wanted or hidden.dtype != torch.float32 or not hidden.is_contiguous() or not len(hidden):
+            raise BackendError(
+                f"this decoder reads float32 rows {wanted}, contiguous and at least one, not {tuple(hidden.shape)} "
+                f"{hidden.dtype}"
+            )
+        if int(position.max()) >= self._positions:
+            raise BackendError(
+                f"this decoder has angles for {self._positions} positions, not {int(position.max()) + 1}"
+            )
+
+    def _numbers(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self._kept.append(cpu.in_memory(tensor.float()).contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _weight(self, weight: DecoderWeight) -> tuple[int, ...]:
+        data = cpu.in_memory(weight.data).contiguous()
+        self._kept.append(data)
+        layout = (data.data_ptr(), cpu.element_number(data.dtype), data.stride(0), 1)
+        scale, bias, input_scale = (self._numbers(own) for own in (weight.scale, weight.bias, weight.input_scale))
+        return (*layout, scale, True, data.shape[0], 0, bias, weight.input.value, input_scale)
+
+
+def _check_rows(cache: CacheTensors, sequence: Tensor, position: Tensor, rows: Tensor) -> None:
+    """A kernel reads where it is told to."""
+    for name, tensor in {"sequences": sequence, "positions": position, "rows": rows}.items():
+        if tensor.device.type != "cpu":
+            raise BackendError(f"the kernels read tensors on a CPU, and the {name} are on {tensor.device}")
+    fits = all(t.dtype == torch.int64 and t.ndim == 1 and t.is_contiguous() for t in (sequence, position))
+    if not fits or len(sequence) != len(position):
+        given = " and ".join(f"{tuple(t.shape)} {t.dtype}" for t in (sequence, position))
+        raise BackendError(f"sequences and positions are int64 [R], contiguous, not {given}")
+    sequences, pages = cache.table.shape
+    limits = {
+        "sequences": (sequence, sequences),
+        "positions": (position, pages * PAGE),
+        "pages": (cache.table.flatten(), cache.keys.shape[1]),
+    }
+    for name, (numbers, limit) in limits.items():
+        found = numbers.tolist()
+        if found and (min(found) < 0 or max(found) >= limit):
+            raise BackendError(f"this cache has {limit} {name}, 0 to {limit - 1}, not {min(found)} to {max(found)}")

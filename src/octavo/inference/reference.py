@@ -1,0 +1,167 @@
+"""The reference that the native kernels are compared with: ``Llama.forward`` over a paged cache, in torch's operations.
+
+Weights and the casts of their inputs are those of octavo.inference.decoder_weights; everything between them is FP32.
+Keys and values go through the cache before any query sees them, its own position's too.
+
+A vector m that is subtracted from all keys of a head, such as their mean, changes nothing but their rounding:
+
+    softmax_s(q · (k_s − m)) = softmax_s(q · k_s − q · m) = softmax_s(q · k_s)      q · m is the same for all s
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.formats import E4M3
+from octavo.inference.decoder_weights import DecoderWeight, InputCast, Saturation
+from octavo.inference.kv_cache import PagedKVCache
+from octavo.inference.native_decoder import Decoder
+from octavo.kernels import quantize
+from octavo.models import Llama, LlamaConfig
+from octavo.numerics import PerRow
+from octavo.numerics.integers import quantize_int8
+from octavo.numerics.metrics import saturation_limit
+
+__all__ = ["ReferenceDecoder", "attend", "linear"]
+
+
+class ReferenceDecoder:
+    """A Llama whose linears multiply what a decoder's codes decode to.
+
+    Args:
+        config: the model's shape.
+        decoder: its tensors, which are kept.
+        embed: tokens, int64 [R], to float32 rows [R, hidden].
+    """
+
+    def __init__(self, config: LlamaConfig, decoder: Decoder, embed: Callable[[Tensor], Tensor]) -> None:
+        self._decoder = decoder
+        self._model = _model_without_weights(config)
+        body, saturation = self._model.model, decoder.saturation
+        body.embed_tokens, self._model.lm_head = _Embedding(embed), _Linear(decoder.head, saturation)
+        body.cos, body.sin, body.norm.weight = decoder.cos, decoder.sin, _fixed(decoder.norm)
+        heads = (config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2)
+        halves = [config.intermediate_size] * 2
+        for layer, own in zip(body.layers, decoder.layers, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            layer.input_layernorm.weight, layer.post_attention_layernorm.weight = map(
+                _fixed, (own.attention_norm, own.mlp_norm)
+            )
+            attention.q_proj, attention.k_proj, attention.v_proj = _parts(own.qkv, heads, saturation)
+            attention.o_proj, mlp.down_proj = (_Linear(weight, saturation) for weight in (own.out, own.down))
+            mlp.gate_proj, mlp.up_proj = _parts(own.gate_up, halves, saturation)
+
+    def run(self, tokens: Tensor, cache: PagedKVCache, start: int, *, every: bool = False) -> Tensor:
+        """Read the next tokens; their keys and values go into the cache.
+
+        Args:
+            tokens: int64 [R].
+            cache: takes the keys and values.
+            start: position of the first token.
+            every: logits after every token, or after the last.
+
+        Returns:
+            float32 [R, V], or [1, V].
+        """
+        hidden = self._model.model(tokens[None], _PagedAttention(self._decoder, cache, start))[0]
+        logits: Tensor = self._model.lm_head(hidden if every else hidden[-1:])
+        return logits
+
+
+def _model_without_weights(config: LlamaConfig) -> Any:
+    with torch.device("meta"):
+        return Llama(config)
+
+
+class _PagedAttention:
+    """A paged cache of one sequence as :class:`octavo.models.llama.DecoderCache`."""
+
+    def __init__(self, decoder: Decoder, cache: PagedKVCache, start: int) -> None:
+        self._decoder, self._cache, self.length = decoder, cache, start
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        end = self.length + queries.shape[1]
+        position = torch.arange(self.length, end, device=queries.device)
+        self._cache.store(layer, position, keys[0] - self._decoder.layers[layer].key_mean, values[0])
+        stored = self._cache.read(layer, end)
+        return attend(queries[0], *stored, position, self._decoder.shape.attention_scale)[None]
+
+
+class _Embedding(nn.Module):
+    def __init__(self, embed: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._embed = embed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows: Tensor = self._embed(tokens.flatten()).unflatten(0, tokens.shape)
+        return rows
+
+
+class _Linear(nn.Module):
+    def __init__(self, weight: DecoderWeight, saturation: Saturation) -> None:
+        super().__init__()
+        self._weight, self._saturation = weight, saturation
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = linear(x.flatten(0, -2), self._weight, self._saturation).unflatten(0, x.shape[:-1])
+        return rows
+
+
+def _fixed(numbers: Tensor) -> nn.Parameter:
+    return nn.Parameter(numbers, requires_grad=False)
+
+
+def _parts(weight: DecoderWeight, sizes: Sequence[int], saturation: Saturation) -> list[_Linear]:
+    """Layers that read one input; what it saturates counts once, as it is cast once by the kernels."""
+    ends = [0, *accumulate(sizes)]
+    counted = [saturation, *(Saturation() for _ in sizes[1:])]
+    return [
+        _Linear(weight.part(slice(first, last)), counts)
+        for first, last, counts in zip(ends, ends[1:], counted, strict=False)
+    ]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float) -> Tensor:
+    """``softmax(queries · keysᵀ · scale) · values``, a row seeing the positions up to its own.
+
+    Args:
+        queries: [R, heads, D].
+        keys: [S, kv heads, D].
+        values: the same.
+        position: of every query.
+        scale: of the scores.
+    """
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("rhd,shd->hrs", queries, keys) * scale
+    hidden = torch.arange(keys.shape[0], device=keys.device) > position[:, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hrs,shd->rhd", weights, values)
+
+
+def linear(x: Tensor, weight: DecoderWeight, saturation: Saturation) -> Tensor:
+    """``cast(x) @ weight.T + bias`` in FP32.
+
+    Args:
+        x: [R, K].
+        weight: and how x is cast.
+        saturation: what a static cast clips is added to it.
+    """
+    return F.linear(_cast(x, weight, saturation), weight.dequantize(), weight.bias)
+
+
+def _cast(x: Tensor, weight: DecoderWeight, saturation: Saturation) -> Tensor:
+    if weight.input is InputCast.INT8_DYNAMIC:
+        return quantize_int8(x).dequantize()
+    if weight.input is InputCast.E4M3_DYNAMIC:
+        return quantize(x, E4M3, granularity=PerRow()).dequantize()
+    if weight.input is InputCast.E4M3_STATIC:
+        codes = quantize(x, E4M3, scale=weight.input_scale)
+        saturation.elements += x.numel()
+        saturation.saturated += int(((x.double().abs() > saturation_limit(codes)) & x.isfinite()).sum())
+        return codes.dequantize()
+    return x

@@ -1,0 +1,185 @@
+"""Models from where users have them, beside transformers."""
+
+import json
+
+import pytest
+import torch
+
+import octavo
+from octavo.errors import CheckpointError, ConfigError
+from octavo.export import save_quantized
+from octavo.formats import FP32
+from octavo.inference import Engine, EngineConfig, Event, SamplingParams, load_served_model
+from octavo.language_model import LanguageModel, load_language_model
+from octavo.models import Llama, LlamaConfig
+from tests.unit.test_language_model import hugging_face_folder
+
+SHAPE = LlamaConfig(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_positions=32,
+    rope_theta=5000.0,
+)
+TOKENS = torch.arange(20) * 7 % 300
+
+
+@pytest.fixture
+def folder(tmp_path):
+    hugging_face_folder(tmp_path, Llama(SHAPE, seed=3))
+    return tmp_path
+
+
+def change(path, **settings):
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_a_hugging_face_folder_is_octavo_s_llama(folder):
+    from transformers import LlamaForCausalLM
+
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    served = load_served_model(folder)
+    assert (served.runner.config, served.end_ids, served.chat_template) == (SHAPE, (5, 7), "{{ messages }}")
+    logits = served.runner(TOKENS, served.runner.new_cache(), every=True)
+    theirs = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        wanted = theirs(TOKENS[None]).logits[0]
+    assert float((logits - wanted).norm() / wanted.norm()) < 0.1  # FP8's own
+    assert float(torch.nn.functional.cosine_similarity(logits, wanted).min()) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "its type is 'mistral', not"),
+        ({"hidden_act": "gelu"}, "its MLP has 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary positions are 'linear'",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_models_that_are_no_llama_are_refused(folder, settings, says):
+    change(folder / "config.json", **settings)
+    with pytest.raises(CheckpointError, match=says):
+        load_served_model(folder)
+
+
+def test_a_template_may_name_tokens_however_they_are_written(folder):
+    record = {"__type": "AddedToken", "content": "<s>", "lstrip": False}
+    change(folder / "tokenizer_config.json", bos_token=record, eos_token="</s>")
+    assert load_served_model(folder).template_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(("given", "ends"), [(5, (5,)), ([5, 7], (5, 7)), (None, ())])
+def test_a_folder_in_fp8_ends_and_chats_as_its_files_say(tmp_path, byte_tokenizer, given, ends):
+    made = LanguageModel(model=Llama(SHAPE, seed=3), tokenizer=byte_tokenizer, context=32, source="made")
+    octavo.convert(made.model, "rowwise")
+    save_quantized(made, tmp_path, verify_folder=False)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    served = load_served_model(tmp_path)
+    assert (served.end_ids, served.chat_template) == (ends, "{{ messages }}")
+
+
+def test_a_chat_template_that_is_not_utf8_is_refused(tmp_path, byte_tokenizer):
+    made = LanguageModel(model=Llama(SHAPE, seed=3), tokenizer=byte_tokenizer, context=32, source="made")
+    octavo.convert(made.model, "rowwise")
+    save_quantized(made, tmp_path, verify_folder=False)
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja' is not UTF-8 at byte 3"):
+        load_served_model(tmp_path)
+
+
+def test_an_end_that_is_no_token_is_refused(folder):
+    change(folder / "generation_config.json", eos_token_id="</s>")
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        load_served_model(folder)
+
+
+def qwen2(folder):
+    """A tiny Qwen2 of transformers' own making, its biases large enough to matter."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    theirs = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_((parameter + 0.3 * torch.randn_like(parameter)).bfloat16())
+            assert not name.endswith("o_proj.bias")
+    theirs.save_pretrained(folder)
+    return theirs.eval()
+
+
+def test_a_qwen2_is_served_with_its_biases(folder):
+    """Weights are BF16 numbers, so that the recipe bf16 rounds nothing: the logits and the greedy tokens are theirs."""
+    theirs = qwen2(folder)
+    served = load_served_model(folder, recipe="bf16")
+    assert served.runner.config.qkv_bias
+    with torch.no_grad():
+        wanted = theirs(TOKENS[None]).logits[0]
+    logits = served.runner(TOKENS, served.runner.new_cache(fmt=FP32), every=True)
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+    seen = torch.ones_like(TOKENS)[None]
+    told = theirs.generate(
+        TOKENS[None], attention_mask=seen, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    engine = Engine(served.runner, served.tokenizer, config=EngineConfig(cache_format=FP32, cache_positions=64))
+    events: list[Event] = []
+    engine.submit(TOKENS.tolist(), SamplingParams(max_tokens=24, temperature=0), events.append)
+    while engine.step():
+        pass
+    assert [event.token for event in events] == told[0, len(TOKENS) :].tolist()
+
+
+def test_static_scales_come_from_a_calibration(folder, tmp_path):
+    model = load_language_model(folder)
+    found = octavo.calibrate(model, [TOKENS[None]], kv_cache=True)
+    found.save(tmp_path / "scales")
+    served = load_served_model(folder, recipe="fp8-static", calibration=tmp_path / "scales")
+    served.runner(TOKENS, served.runner.new_cache())
+    inputs = {"q_proj": 32, "o_proj": 32, "gate_proj": 32, "down_proj": 64}  # of a layer, read by one product each
+    assert served.runner.saturation.elements == len(TOKENS) * SHAPE.num_layers * sum(inputs.values())
+    found.apply(model)
+    with torch.no_grad():
+        wanted = model.logits(TOKENS[None])[0]
+    logits = served.runner(TOKENS, served.runner.new_cache(fmt=FP32), every=True)
+    assert octavo.numerics.sqnr_db(wanted, logits) > 25  # the head's weight is E4M3 here alone
+
+
+def test_calibrations_that_are_missing_or_too_many_are_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="fp8-static needs the scales of inputs"):
+        load_served_model(folder, recipe="fp8-static")
+    with pytest.raises(ConfigError, match="a calibration is for fp8-static, and not for int8"):
+        load_served_model(folder, recipe="int8", calibration=tmp_path)
+    with pytest.raises(ConfigError, match="recipe must be one of bf16, int8, fp8, fp8-dynamic, fp8-static, not 'int4'"):
+        load_served_model(folder, recipe="int4")
+
+
+def test_a_gguf_file(tmp_path):
+    from benchmarks import smollm2
+
+    path = smollm2.cached()
+    if path is None:
+        pytest.skip("needs build/models (python -m benchmarks.smollm2)")
+    served = load_served_model(path)
+    assert served.end_ids == (2,)
+    assert served.chat_template is not None
+    assert served.template_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
