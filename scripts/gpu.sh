@@ -73,13 +73,13 @@ unit)
     ;;
 prebuild)
     [ $# -gt 0 ] || set -- casts:0/2 casts:1/2 linears:0/2 linears:1/2 layer:0/3 layer:1/3 layer:2/3 \
-        decoding:0/1 training:0/1 accumulation+gemms:0/1
+        training:0/1 accumulation+gemms:0/1
     prebuilt "$@"
     ;;
 bench)
     out=${1:?scripts/gpu.sh bench DIR: say where the results go}
     shift
-    [ $# -gt 0 ] || set -- accumulation=40 casts+linears=150 layer+decoding=170 training+gemms=90
+    [ $# -gt 0 ] || set -- accumulation=40 casts+linears=150 layer=130 training+gemms=90
     measured "$out" "$@"
     ;;
 *)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from octavo.bench.bars import still_owed
-from octavo.bench.parts import accumulation, card, casts, decoding, gemms, layer, linears, training
+from octavo.bench.parts import accumulation, card, casts, gemms, layer, linears, training
 from octavo.bench.results import Failure, PartRecord, Report, Section, Verdict
 from octavo.bench.session import OutOfTimeError, Session, failure_of
 from octavo.errors import ConfigError
@@ -50,12 +50,11 @@ class Part:
 PARTS = (
     Part("card", card.measure, 0.05),
     Part("accumulation", accumulation.measure, 0.05),
-    Part("casts", casts.measure, 0.14, casts.bars),
-    Part("linears", linears.measure, 0.17, linears.bars),
-    Part("layer", layer.measure, 0.23, layer.bars),
-    Part("decoding", decoding.measure, 0.20, decoding.bars),
-    Part("training", training.measure, 0.11, training.bars),
-    Part("gemms", gemms.measure, 0.05),
+    Part("casts", casts.measure, 0.18, casts.bars),
+    Part("linears", linears.measure, 0.21, linears.bars),
+    Part("layer", layer.measure, 0.29, layer.bars),
+    Part("training", training.measure, 0.14, training.bars),
+    Part("gemms", gemms.measure, 0.08),
 )
 
 

@@ -51,13 +51,11 @@ class Contestant:
         build: makes what the call needs and returns the call; what it raises is the reason why there is no figure.
         work: what a call does, in ``unit`` without its "/s".
         unit: of the speed.
-        is_tuned: whether building times variants, which means nothing while others build.
     """
 
     build: Callable[[], Callable[[], object]]
     work: float
     unit: str
-    is_tuned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ class Session:
         now = time.monotonic()
         builds_until = now + BUILDING_SHARE * (self.deadline - now)
         for name, entry in entered.items():
-            if self.prebuilds is not None and (not next(self.prebuilds) or entry.is_tuned):
+            if self.prebuilds is not None and not next(self.prebuilds):
                 continue
             if time.monotonic() > builds_until:
                 failures.append(Failure(name=name, reason=NO_TIME))
@@ -191,12 +189,11 @@ class Session:
         copies = max(1, min(MOST_COPIES, math.ceil(2 * cache / nbytes)))
         return Rotation([make() for _ in range(copies)])
 
-    def compiled(self, function: F, *, tuned: bool = False) -> F:
-        """By torch.compile, for one shape; ``tuned`` lets inductor time variants of every kernel."""
+    def compiled(self, function: F) -> F:
+        """By torch.compile, for one shape."""
         if self.compiler is None:
             return function
-        options: Any = {"coordinate_descent_tuning": True} if tuned and self.compiler == "inductor" else None
-        found: Any = torch.compile(function, dynamic=False, backend=self.compiler, options=options)
+        found: Any = torch.compile(function, dynamic=False, backend=self.compiler)
         return cast("F", found)
 
     def graphed(self, run: Callable[[], object]) -> Callable[[], object]:

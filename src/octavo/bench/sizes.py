@@ -45,7 +45,7 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """A decoder, its training batch and what it generates from."""
+    """A decoder and its training batch."""
 
     vocabulary: int
     hidden: int
@@ -55,9 +55,6 @@ class ModelSize:
     kv_heads: int
     batch: int
     length: int
-    context: int
-    prompts: tuple[int, ...]
-    decode_batches: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +123,6 @@ HOPPER = Sizes(
         kv_heads=8,
         batch=4,
         length=2048,
-        context=512,
-        prompts=(512, 2048),
-        decode_batches=(1, 16),
     ),
     chain_side=256,
     chain_lengths=(32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
@@ -155,9 +149,6 @@ REHEARSAL = Sizes(
         kv_heads=2,
         batch=2,
         length=16,
-        context=8,
-        prompts=(8, 16),
-        decode_batches=(1, 2),
     ),
     chain_side=16,
     chain_lengths=(32, 256),

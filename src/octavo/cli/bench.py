@@ -49,7 +49,7 @@ def bench_hopper(
         typer.Option("--from", help="Measure nothing: write the .md and .html of this .json; of several, joined."),
     ] = None,
 ) -> None:
-    """Measure memory, casts, products, layers, training and generation on a Hopper GPU."""
+    """Measure memory, casts, products, layers and training on a Hopper GPU."""
     check_parts(only or ())
     if prebuild is not None:
         _refuse_out(out, "building ahead")

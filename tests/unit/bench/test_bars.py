@@ -42,7 +42,6 @@ def test_hopper_owes_as_many_bars_as_its_issue_names(session):
         "casts": 2 * (one_scale + groups * ways) + bf16_only + one_scale + groups + 2 * 4,
         "linears": 3 + 3 + 3 + 3 + 3,  # the fastest and blockwise, eager and as CUDA graphs; the fastest compiled
         "layer": 2 + 2 + 1,  # bf16, torchao's, memory
-        "decoding": 1 + 2,
         "training": 1,
         "gemms": 0,
     }

@@ -9,10 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from octavo.bench import PARTS
 from octavo.bench.decoder import random_llama
-from octavo.bench.parts import card, decoding, gemms, linears, training
+from octavo.bench.parts import card, gemms, linears, training
 from octavo.bench.session import Comparison, Contestant, Rotation
 from octavo.bench.steps import Memory, TrainingStep, leaf, memory_of
-from octavo.serving import ModelRunner
 
 
 def operations(entry):
@@ -73,7 +72,7 @@ def test_work_of_a_copy_is_the_bytes_of_both_sides(session):
     assert round(copy.work * 1e9) == 2 * both.nbytes
 
 
-def test_work_of_steps_and_of_generation_is_tokens(session, monkeypatch):
+def test_work_of_steps_is_tokens(session, monkeypatch):
     entered: dict[str, Contestant] = {}
 
     def compare(_, given, **__):
@@ -82,30 +81,13 @@ def test_work_of_steps_and_of_generation_is_tokens(session, monkeypatch):
 
     monkeypatch.setattr(type(session), "compare", compare)
     tokens = {}
-    for name in ("layer", "training", "decoding"):
+    for name in ("layer", "training"):
         entered.clear()
         (part,) = (part for part in PARTS if part.name == name)
         list(part.measure(session))
         tokens[name] = {entry.work for entry in entered.values()}
     assert tokens["layer"] == {2 * 16}  # sequences of so many positions
     assert tokens["training"] == {2 * 16}
-    assert tokens["decoding"] == {1, 2, 8, 16}  # batches and prompts
-
-
-def test_a_prompts_graph_is_made_before_anything_is_timed(session, monkeypatch):
-    """At the second reading: the first is part of building, the second the call that every contestant is given."""
-    entered: dict[str, Contestant] = {}
-    read: list[object] = []
-
-    def compare(_, given, **__):
-        entered.update(given)
-        return Comparison({}, {}, {}, ())
-
-    monkeypatch.setattr(type(session), "compare", compare)
-    monkeypatch.setattr(ModelRunner, "__call__", lambda _, prompt, __: read.append(prompt))
-    decoding._prefill(session, random_llama(session).eval(), session.sizes.model.prompts[0])
-    entered[decoding.FP8].build()
-    assert len(read) == 1
 
 
 def test_a_step_leaves_no_gradient(session):

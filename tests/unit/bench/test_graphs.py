@@ -1,12 +1,10 @@
-"""A model's layers compiled one by one share a graph: what the training part and prompts rest on."""
-
-from functools import partial
+"""A model's layers compiled one by one share a graph: what the training part rests on."""
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from octavo.bench.decoder import PlainDecoder, bf16_product, random_llama
+from octavo.bench.decoder import random_llama
 from octavo.bench.parts.training import sharing_copy
 from octavo.convert import convert
 
@@ -24,16 +22,4 @@ def test_layers_compiled_one_by_one_share_a_graph(recipe, session):
     tokens = torch.randint(session.sizes.model.vocabulary, (2, 16))
     for _ in range(2):
         model(tokens).float().sum().backward()
-    assert counter.frame_count == 1
-
-
-def test_layers_of_the_plain_decoder_share_a_graph(session):
-    torch.compiler.reset()
-    counter = CompileCounter()
-    plain = partial(PlainDecoder, random_llama(session, layers=4), batch=1, position=3, product=bf16_product)
-    compiled = plain(compiled=lambda step: torch.compile(step, dynamic=False, backend=counter))
-    eager = plain()
-    compiled.caches = [cache.clone() for cache in eager.caches]
-    for token in (5, 6):
-        assert torch.equal(compiled(torch.tensor([token])), eager(torch.tensor([token])))
     assert counter.frame_count == 1

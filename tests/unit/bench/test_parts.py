@@ -3,7 +3,6 @@
 import os
 import statistics
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 from octavo import functional
 from octavo.bench import PARTS
-from octavo.bench.decoder import PlainDecoder, bf16_product, int8_product, random_llama
-from octavo.bench.parts import accumulation, card, casts, decoding, layer, linears, training
+from octavo.bench.parts import accumulation, card, casts, layer, linears, training
 from octavo.bench.results import Section
 from octavo.bench.session import Comparison, Contestant, share_out
 from octavo.bench.sizes import HOPPER, REHEARSAL, LinearCase
@@ -20,7 +18,6 @@ from octavo.bench.steps import Memory, TrainingStep, leaf, memory_of
 from octavo.bench.tables import faster
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import quantize, quantize_and_measure
-from octavo.models.llama import DecoderLayer
 from octavo.nn import Linear
 from octavo.numerics import PerTensor
 from octavo.numerics.accumulate import Accumulate, hopper_sums
@@ -182,29 +179,10 @@ def made_up(seconds):
     return Comparison(entered, {}, seconds, ())
 
 
-def test_generation_is_judged_by_how_many_times_as_fast_it_is(session, monkeypatch):
-    times = {decoding.BF16: 3.0, decoding.FP8: 2.0, decoding.BF16_COMPILED: 2.5}
-    found = made_up({name: [seconds] * 3 for name, seconds in times.items()})
-    monkeypatch.setattr(type(session), "compare", lambda *_, **__: found)
-    model = random_llama(session)
-    (verdict,) = decoding._decoding(session, model, 1).verdicts
-    assert (verdict.found, verdict.is_met) == (1.25, False)
-    assert verdict.by == "octavo FP8 over bf16, compiled, CUDA graph"
-    assert decoding._decoding(session, model, 2).verdicts == ()
-
-
 def test_who_is_faster_is_found_among_those_that_ran():
     found = made_up({"a": [3.0] * 3, "b": [2.0] * 3})
     assert faster(found, "a", "b", "c") == "b"
     assert faster(found, "c", "d") == "c"
-
-
-def test_generation_begins_with_what_is_judged_and_ends_with_integers(session):
-    found = list(titles(session, "decoding"))
-    kinds = [(title.partition(",")[0], title.endswith("integers")) for title in found]
-    assert kinds == [("Decode", False), *[("Prefill", False)] * 2, ("Decode", False), *[("Decode", True)] * 2]
-    names = {row[0] for row in titles(session, "decoding")[found[0]].rows}
-    assert names == {decoding.BF16, decoding.BF16_COMPILED, decoding.FP8}
 
 
 def test_training_memory_is_judged_against_bf16_compiled(session, monkeypatch):
@@ -318,35 +296,6 @@ def test_a_steps_memory_is_its_parameters_and_what_is_above_all_else(session):
     assert counting.rest == 5100
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_the_plain_decoder_gives_the_models_logits(session, eight_bits, batch):
-    """Keys and values of the positions before are those that the model itself computes."""
-    model = random_llama(session)
-    with torch.no_grad():
-        for own in model.model.layers:  # attention that looks at positions
-            assert isinstance(own, DecoderLayer)
-            own.self_attn.q_proj.weight *= 10
-            own.self_attn.k_proj.weight *= 10
-    position, product = 7, partial(int8_product, session) if eight_bits else bf16_product
-    tokens = torch.randint(64, (batch, position + 1))
-    decoder = PlainDecoder(model, batch=batch, position=position, product=product)
-    caches: list[torch.Tensor] = []
-    with torch.no_grad():
-        for at in range(position):  # fill the caches a position at a time
-            filling = PlainDecoder(model, batch=batch, position=at, product=product)
-            for cache, before in zip(filling.caches, caches or filling.caches, strict=True):
-                cache[:, :, :at] = before[:, :, :at]
-            filling(tokens[:, at])
-            caches = filling.caches
-        for cache, before in zip(decoder.caches, caches, strict=True):
-            cache[:, :, :position] = before
-        logits = decoder(tokens[:, position]).float()
-        wanted = model(tokens)[:, -1].float()
-    bound = 0.06 if eight_bits else 0.02
-    assert (logits - wanted).square().mean().sqrt() < bound * wanted.std()
-
-
 def codes(rows, k, fmt=E4M3):
     return quantize(torch.randn(rows, k), fmt).data
 
@@ -391,7 +340,6 @@ def test_the_issues_shapes_are_measured():
     assert HOPPER.layer.batch * HOPPER.layer.length == 8192
     assert HOPPER.chain_lengths[0] == 32
     assert HOPPER.chain_lengths[-1] == 16384
-    assert HOPPER.model.decode_batches == (1, 16)
 
 
 def test_a_rehearsal_has_every_kind_of_case():
