@@ -1,7 +1,7 @@
 """How long a language model takes for a pass, in each of the formats that are compared.
 
 A pass reads B sequences of T tokens and gives the logits of all of them: the work of a prompt, or of a batch that is
-scored. It is not generation, token by token from a cache. Formats are timed in turn (:mod:`octavo.bench.rounds`),
+scored. It is not generation, token by token from a cache. Formats are timed in turn (:mod:`octavo.bench.timing`),
 because a machine that is shared or warms up would favour whoever happens to run in a calm moment.
 """
 
@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.bench.clock import EventClock
-from octavo.bench.rounds import Clock, interleaved, wall_clock
+from octavo.bench.timing import Clock, EventClock, interleaved, wall_clock
 
 __all__ = ["BATCHES", "PassTime", "emulation_note", "pass_times"]
 

@@ -16,14 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from octavo.bench.render import markdown, page
-from octavo.bench.results import PartRecord, Report, Section, result_name
+from octavo.bench.results import PartRecord, Report, Section, result_name, write_result
 from octavo.bench.serving import Contestant, Workload, measured
 from octavo.bench.serving.targets import Api, ask_engine, ask_server, connected, model_name
 from octavo.cli.console import stderr, stdout
 from octavo.cli.options import read_api_key
 from octavo.cli.progress import Display, open_display
 from octavo.errors import ConfigError
-from octavo.files import write_atomically
 from octavo.handed_on import own_version
 from octavo.nn.arguments import check_choice
 from octavo.serving import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
@@ -185,9 +184,6 @@ def _show(report: Report, *, as_json: bool) -> None:
 
 
 def _write(report: Report, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / result_name(THEME, report.facts["device"], report.measured)
-    written = {".json": report.to_json(), ".md": markdown(report), ".html": page(report)}
-    for ending, text in written.items():
-        write_atomically(path.with_name(path.name + ending), text)
-    stderr().print(f"written: {path}{', '.join(written)}", markup=False, soft_wrap=True)
+    texts = {".json": report.to_json(), ".md": markdown(report), ".html": page(report)}
+    path = write_result(folder, result_name(THEME, report.facts["device"], report.measured), texts)
+    stderr().print(f"written: {path}{', '.join(texts)}", markup=False, soft_wrap=True)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from octavo.bench.reading import load_report
+from benchmarks.hopper.reading import load_report
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.server import Address, Limits, Server, Service

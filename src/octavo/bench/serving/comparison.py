@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 import numpy as np
 
 from octavo.bench.results import Chart, Section, Verdict
-from octavo.bench.rounds import ratio
 from octavo.bench.serving.load import Answer, Ask, Prompt, closed_loop, open_loop, poisson_arrivals
+from octavo.bench.timing import ratio
 from octavo.errors import ConfigError
 from octavo.nn.arguments import check_whole
 from octavo.serving import ServingRecipe

@@ -6,7 +6,7 @@ import operator
 import numpy as np
 import pytest
 
-from octavo.bench.reading import load_report
+from benchmarks.hopper.reading import load_report
 from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report
 from octavo.bench.serving import Answer, Workload, measured
