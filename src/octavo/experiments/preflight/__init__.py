@@ -1,0 +1,6 @@
+"""What is tried before a long run, one file a check."""
+
+from octavo.experiments.preflight.all_checks import preflight
+from octavo.experiments.preflight.check import Check
+
+__all__ = ["Check", "preflight"]
