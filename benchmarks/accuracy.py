@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.measure import hardware, markdown_table, publish
+from octavo.experiments.study import Phase, run_study
 from octavo.training.comparison import GAP_BAR_NATS, Study
 from octavo.training.config import demo_config
 from octavo.training.data import prepare
-from octavo.training.study import Phase, run_study
 
 BASE = "bf16"
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio
+from octavo.experiments.study import Phase, run_study
 from octavo.models import Llama
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, demo_config
 from octavo.training.data import TokenData, prepare
 from octavo.training.evaluate import token_loss
 from octavo.training.precision import apply_recipe, surroundings
-from octavo.training.study import Phase, run_study
 
 BASE = "bf16"
 RECIPES = tuple(name for name in octavo.recipes.names() if not octavo.recipes.get(name).has_static_input)

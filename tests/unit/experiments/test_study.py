@@ -11,6 +11,7 @@ import torch
 
 from octavo.doctor import diagnose
 from octavo.errors import ConfigError, DataError
+from octavo.experiments.study import Phase, run_study
 from octavo.training import loop, report, study_table
 from octavo.training.comparison import Gap, Study
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
@@ -19,7 +20,6 @@ from octavo.training.data import prepare
 from octavo.training.loop import build_model
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run
-from octavo.training.study import Phase, run_study
 from octavo.training.watched_run import watched_run
 
 RECIPES = ("fp32", "bf16", "tensorwise")
