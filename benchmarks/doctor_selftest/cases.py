@@ -43,7 +43,7 @@ __all__ = ["CLEAN", "Plan", "RunKind", "SelftestCase", "Setting", "begin", "plan
 
 
 class RunKind(StrEnum):
-    """What a run is for."""
+    """Purpose of a run."""
 
     FAULT = "fault"
     CURED = "cured"
@@ -68,7 +68,7 @@ class SelftestCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a case means for a run.
+    """Settings of a case's run.
 
     Attributes:
         training: keys of the training section.
@@ -153,7 +153,7 @@ _FAULTS = {fault.name: fault for fault in FAULTS}
 
 
 def plan_of(case: SelftestCase) -> Plan:
-    """What a case means."""
+    """The plan of a case."""
     if case.kind is RunKind.CLEAN:
         return CLEAN[case.name]
     fault = _FAULTS[case.name]
@@ -172,7 +172,7 @@ def begin(setting: Setting, data: TokenData, seed: int) -> Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestRun:
-    """What came of a case.
+    """Result of a case.
 
     Attributes:
         run: losses and statistics.

@@ -1,4 +1,4 @@
-"""What else is used to find out why a training run broke, asked about the same step.
+"""Other tools that find out why a training run broke, asked about the same step.
 
 - ``torch.autograd.detect_anomaly`` raises where an operation's backward gives NaN, and shows where its forward stands
   in the source.
@@ -28,7 +28,7 @@ ANOMALY, HUGGING_FACE = "detect_anomaly", "DebugUnderflowOverflow"
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What a tool said: "" where it found nothing."""
+    """A tool's words; "" where it found nothing."""
 
     words: str
 

@@ -50,7 +50,7 @@ NAMES = {fault.name: fault for fault in FAULTS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestConfig:
-    """What a self-test runs.
+    """Settings of a self-test.
 
     Attributes:
         setting: the model and the length of a run.
@@ -105,12 +105,12 @@ def reference_of(case: SelftestCase) -> SelftestCase:
 
 
 def measuring() -> SelftestConfig:
-    """What is published: the demo's width, seeds 0 to 4."""
+    """Settings of the published result: the demo's width, seeds 0 to 4."""
     return SelftestConfig()
 
 
 def tuning() -> SelftestConfig:
-    """What thresholds may be tuned on: another width, other seeds."""
+    """Settings on which thresholds may be tuned: another width, other seeds."""
     return SelftestConfig(setting=Setting(hidden_size=96), seeds=(100, 101, 102))
 
 
@@ -122,7 +122,7 @@ def quick() -> SelftestConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRun:
-    """What came of a case.
+    """Findings and loss of one run.
 
     Attributes:
         case: which run.
@@ -144,7 +144,7 @@ class JudgedRun:
 
     @property
     def fault(self) -> Fault | None:
-        """What was injected."""
+        """The injected fault, or None."""
         return NAMES[self.case.name] if self.case.kind is RunKind.FAULT else None
 
     @property
@@ -201,7 +201,7 @@ class Cure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelftestResult:
-    """What a self-test found.
+    """All runs of a self-test, and its verdicts.
 
     Attributes:
         config: what was run.
@@ -321,7 +321,7 @@ def _cures(room: "_Room", config: SelftestConfig, runs: Sequence[JudgedRun]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Room:
-    """What a process needs to know to run a case."""
+    """Settings, data and starts that a process needs to run a case."""
 
     setting: Setting
     data: str

@@ -149,7 +149,7 @@ def _share(text: str) -> Iterator[bool]:
     """Of "I/N".
 
     Raises:
-        ConfigError: it is none, or N is not above I.
+        ConfigError: the text has another form, or N is not above I.
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or int(found[1]) >= int(found[2]):
@@ -175,7 +175,7 @@ def _own_report(path: Path) -> Report:
 
     Raises:
         ConfigError: it is another command's.
-        DataError: it is none.
+        DataError: it is no report.
     """
     report = load_report(path)
     if report.theme != THEME:
@@ -205,7 +205,7 @@ def _refuse_to_replace(report: Report, given: Mapping[Path, Report], folder: Pat
 
 
 def _measurement(part: PartRecord) -> tuple[object, ...]:
-    """What tells a part's run from any other; bars may be judged by another's."""
+    """Identity of a part's run; its bars may be judged by another's."""
     return part.name, part.seconds, [(section.title, section.rows) for section in part.sections]
 
 

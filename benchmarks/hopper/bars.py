@@ -42,7 +42,7 @@ def judged_by_memory(
 
 
 def not_judged(bar: Verdict, reason: str) -> Verdict:
-    """The bar, and why nobody knows."""
+    """The bar without a figure, and the reason."""
     return replace(bar, found=None, by="", reason=reason)
 
 
@@ -65,4 +65,4 @@ def why_absent(names: Sequence[str], failures: Sequence[Failure]) -> str:
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(reasons.get(name, NOT_TIMED), []).append(name)
-    return "; ".join(f"{', '.join(who)}: {reason}" for reason, who in alike.items())
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in alike.items())

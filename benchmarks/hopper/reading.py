@@ -38,7 +38,7 @@ def load_report(path: Path) -> Report:
 
 
 def _check(report: Report) -> None:
-    """What a report's types do not say."""
+    """Check what a report's types do not say."""
     if "device" not in report.facts:
         raise ValueError("facts have no 'device'")
     if DAY.fullmatch(report.measured) is None:

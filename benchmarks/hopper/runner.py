@@ -160,7 +160,7 @@ def _left_out(part: Part, bars: Mapping[str, Sequence[Verdict]], reason: str) ->
 
 
 def facts(session: Session) -> dict[str, str]:
-    """What a reader needs to judge the figures."""
+    """Device, driver and versions, without which the figures cannot be judged."""
     versions = {
         "octavo": own_version(),
         "torch": torch.__version__,

@@ -62,13 +62,13 @@ class Timings:
     """Times of variants that ran in turn.
 
     Attributes:
-        entered: those that ran.
+        variants: those that ran.
         runs: their calls.
         seconds: of one call, by name and round.
         failures: those that did not, or not to the end.
     """
 
-    entered: Mapping[str, Variant]
+    variants: Mapping[str, Variant]
     runs: Mapping[str, Callable[[], object]]
     seconds: dict[str, list[float]]
     failures: tuple[Failure, ...]
@@ -117,55 +117,55 @@ class Session:
         if self.is_late():
             raise OutOfTimeError(f"its time was over before {what} and what follows")
 
-    def compare(self, entered: Mapping[str, Variant], *, kernels: bool = False) -> Timings:
+    def compare(self, variants: Mapping[str, Variant], *, kernels: bool = False) -> Timings:
         """Build variants, as many as there is time for, and time them in turn; one that fails at any time drops out.
 
         Args:
-            entered: by name; the most important ones first.
+            variants: by name; the most important ones first.
             kernels: time the GPU's work alone, without the launches.
         """
         clock = self.clocks[kernels]
-        entrants, failures = self._built(entered)
+        built, failures = self._built(variants)
         try:
-            for entrant in entrants:
-                took = entrant.timed(clock)
-                entrant.calls = self._calls(took) if entrant.failure is None else 1
+            for candidate in built:
+                took = candidate.timed(clock)
+                candidate.calls = self._calls(took) if candidate.failure is None else 1
             gc.collect()
             gc.freeze()  # what was built is not looked through again after every round
-            in_turn = {entrant.name: entrant for entrant in entrants}
+            in_turn = {candidate.name: candidate for candidate in built}
             seconds = interleaved(
-                in_turn, rounds=self.sizes.rounds, clock=lambda entrant: entrant.timed(clock), is_late=self.is_late
+                in_turn, rounds=self.sizes.rounds, clock=lambda candidate: candidate.timed(clock), is_late=self.is_late
             )
         finally:
             gc.unfreeze()
-        failures += [entrant.failure for entrant in entrants if entrant.failure is not None]
-        runs = {entrant.name: entrant.run for entrant in entrants if entrant.run is not None}
+        failures += [candidate.failure for candidate in built if candidate.failure is not None]
+        runs = {candidate.name: candidate.run for candidate in built if candidate.run is not None}
         each = {name: [found / in_turn[name].calls for found in seconds[name]] for name in runs}
-        return Timings({name: entered[name] for name in runs}, runs, each, tuple(failures))
+        return Timings({name: variants[name] for name in runs}, runs, each, tuple(failures))
 
-    def _built(self, entered: Mapping[str, Variant]) -> "tuple[list[_Entrant], list[Failure]]":
-        """Those that ran once, and why the others did not; in a session that builds ahead, no entrant."""
-        entrants: list[_Entrant] = []
+    def _built(self, variants: Mapping[str, Variant]) -> "tuple[list[_BuiltVariant], list[Failure]]":
+        """Those that ran once, and why the others did not; in a session that builds ahead, no candidate."""
+        built: list[_BuiltVariant] = []
         failures: list[Failure] = []
         now = time.monotonic()
         builds_until = now + BUILDING_SHARE * (self.deadline - now)
-        for name, entry in entered.items():
+        for name, entry in variants.items():
             if self.prebuilds is not None and not next(self.prebuilds):
                 continue
             if time.monotonic() > builds_until:
                 failures.append(Failure(name=name, reason=NO_TIME))
                 continue
             self.on_progress(name)
-            entrant = _build(name, entry)
-            if isinstance(entrant, Failure):
-                failures.append(entrant)
+            candidate = _build(name, entry)
+            if isinstance(candidate, Failure):
+                failures.append(candidate)
                 gc.collect()
             elif self.prebuilds is None:
-                entrants.append(entrant)
-        return entrants, failures
+                built.append(candidate)
+        return built, failures
 
     def look_at_each(self, runs: Mapping[str, R], look: Callable[[R], T]) -> tuple[dict[str, T], tuple[Failure, ...]]:
-        """What a look at variants that were timed finds, and at which it failed."""
+        """Apply ``look`` to every timed variant; its results, and the variants at which it failed."""
         found: dict[str, T] = {}
         failures: list[Failure] = []
         for name, run in runs.items():
@@ -293,14 +293,14 @@ def share_out(index: int, count: int) -> Iterator[bool]:
 
 
 def failure_of(name: str, error: Exception) -> Failure:
-    """What was raised, in a line and in full; of paths their last names, since a result belongs to no machine."""
+    """An error in a line and in full; paths are cut to their last names, since a result belongs to no machine."""
     text = str(error).strip().split("\n", 1)[0]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     trace = "".join(traceback.format_exception(error))
     return Failure(name=name, reason=FOLDERS.sub("", reason), trace=FOLDERS.sub("", trace))
 
 
-class _Entrant:
+class _BuiltVariant:
     """A variant that was built. Its first error ends it: what it had built is let go, and it does nothing any more.
 
     Variants of a table are there at the same time, so the memory of one that has failed is what the others may need.
@@ -339,14 +339,14 @@ class _Entrant:
         return math.nan
 
 
-def _build(name: str, entry: Variant) -> "_Entrant | Failure":
+def _build(name: str, entry: Variant) -> "_BuiltVariant | Failure":
     """Built and called once; a function of its own, so that nothing keeps what one that failed had made."""
     try:
         run = entry.build()
         run()
     except Exception as error:  # noqa: BLE001 (whatever it is, it is reported, and the others go on)
         return failure_of(name, error)
-    return _Entrant(name, run)
+    return _BuiltVariant(name, run)
 
 
 def _repeat(run: Callable[[], object], calls: int) -> None:

@@ -66,7 +66,7 @@ class TrainingStep:
 
 
 def memory_of(session: Session, step: TrainingStep) -> Memory:
-    """What a step takes; measured after its times, so that nothing is made for the first time."""
+    """Memory of a step; measured after its times, so that nothing is allocated for the first time."""
     own = sum(parameter.nbytes for parameter in step.parameters) if session.on_gpu else 0
     kept = step.kept(session)
     return Memory(own + session.peak_above(session.allocated(), step), kept)

@@ -1,4 +1,4 @@
-"""A comparison as a section: its table, its picture, its numbers."""
+"""Timings as a section: its table, its picture, its numbers."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["duration", "faster", "gigabytes", "median", "section_of", "speed", "
 
 def section_of(
     title: str,
-    comparison: Timings,
+    timings: Timings,
     *,
     base: str | None = None,
     limit: float | None = None,
@@ -27,7 +27,7 @@ def section_of(
 
     Args:
         title: of the section.
-        comparison: the times.
+        timings: the times.
         base: whom the others' speeds are divided by, round by round.
         limit: the speed that can be reached; a share of it is shown.
         limit_name: what that is.
@@ -41,14 +41,14 @@ def section_of(
     head += [f"share of {limit_name}"] if limit is not None else []
     head += [f"speed × {base} (quartiles)"] if base is not None else []
     rows = []
-    for name in comparison.seconds:
-        found = speed(comparison, name)
-        row = [name, duration(median(comparison, name)), f"{found:,.1f} {comparison.entered[name].unit}/s"]
+    for name in timings.seconds:
+        found = speed(timings, name)
+        row = [name, duration(median(timings, name)), f"{found:,.1f} {timings.variants[name].unit}/s"]
         row += [f"{found / limit:.0%}"] if limit is not None else []
-        row += [str(times_as_fast(comparison, name, base)) if base in comparison.seconds else "–"] if base else []
+        row += [str(times_as_fast(timings, name, base)) if base in timings.seconds else "–"] if base else []
         rows.append((*row, *(cells.get(name, "–") for cells in further.values())))
-    unit = next((entry.unit for entry in comparison.entered.values()), "")
-    values = {name: speed(comparison, name) for name in comparison.seconds}
+    unit = next((entry.unit for entry in timings.variants.values()), "")
+    values = {name: speed(timings, name) for name in timings.seconds}
     return Section(
         title=title,
         columns=(*head, *further),
@@ -56,30 +56,30 @@ def section_of(
         notes=tuple(notes),
         chart=Chart(unit=f"{unit}/s", series={title: values}, line=limit) if values else None,
         verdicts=tuple(verdicts),
-        failures=comparison.failures,
-        raw={"seconds": comparison.seconds, "work": _work(comparison), **(raw or {})},
+        failures=timings.failures,
+        raw={"seconds": timings.seconds, "work": _work(timings), **(raw or {})},
     )
 
 
-def median(comparison: Timings, name: str) -> float:
+def median(timings: Timings, name: str) -> float:
     """Seconds of a call."""
-    return statistics.median(comparison.seconds[name])
+    return statistics.median(timings.seconds[name])
 
 
-def speed(comparison: Timings, name: str) -> float:
+def speed(timings: Timings, name: str) -> float:
     """Work a second, by the median."""
-    return comparison.entered[name].work / median(comparison, name)
+    return timings.variants[name].work / median(timings, name)
 
 
-def times_as_fast(comparison: Timings, name: str, base: str) -> Any:
+def times_as_fast(timings: Timings, name: str, base: str) -> Any:
     """How many times as fast as ``base``, round by round; both do the same work."""
-    return ratio(comparison.seconds, base, name)
+    return ratio(timings.seconds, base, name)
 
 
-def faster(comparison: Timings, *names: str) -> str:
+def faster(timings: Timings, *names: str) -> str:
     """The one of least median among those that ran; the first where none did."""
-    ran = [name for name in names if name in comparison.seconds]
-    return min(ran, key=lambda name: median(comparison, name), default=names[0])
+    ran = [name for name in names if name in timings.seconds]
+    return min(ran, key=lambda name: median(timings, name), default=names[0])
 
 
 def duration(seconds: float) -> str:
@@ -97,5 +97,5 @@ def gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes else "–"
 
 
-def _work(comparison: Timings) -> dict[str, str]:
-    return {name: f"{entry.work:.6g} {entry.unit}" for name, entry in comparison.entered.items()}
+def _work(timings: Timings) -> dict[str, str]:
+    return {name: f"{entry.work:.6g} {entry.unit}" for name, entry in timings.variants.items()}

@@ -1,4 +1,4 @@
-"""What a fault is: something that goes wrong in FP8 training, and what the doctor has to say of it."""
+"""A fault: something that goes wrong in FP8 training, and the finding that the doctor has to report."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

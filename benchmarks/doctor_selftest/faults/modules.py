@@ -19,7 +19,7 @@ CHANNEL = 3
 
 @contextmanager
 def _aligned_rows(trainer: Trainer, layer: int) -> Iterator[None]:
-    """One row of gate and up projection becomes the same direction and grows; nobody reads what comes out of it."""
+    """One row of gate and up projection becomes the same direction and grows; its output is not read."""
     mlp, began = block_of(trainer, layer).mlp, trainer.step
     generator = torch.Generator().manual_seed(layer)
     direction = torch.randn(mlp.gate_proj.in_features, generator=generator).to(mlp.gate_proj.weight.device)

@@ -1,4 +1,4 @@
-"""What brings faults out: scaled rows that leave a layer's function as it is, and hooks that follow the steps."""
+"""Workloads that expose faults: scaled rows that leave a layer's function as it is, and hooks that follow the steps."""
 
 import math
 from collections.abc import Callable, Iterator

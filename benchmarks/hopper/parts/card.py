@@ -1,4 +1,4 @@
-"""What this card reaches: how fast memory copies, and how fast tensor cores multiply."""
+"""Ceilings of this card: bandwidth of a copy, and throughput of its tensor cores."""
 
 import shutil
 import subprocess
@@ -36,9 +36,9 @@ def _memory(session: Session) -> Section:
 
 
 def _ceilings(session: Session) -> Section:
-    entered = {BF16: _product(session, _bf16)}
-    entered |= {name: _product(session, partial(_fp8, fast=fast)) for fast, name in FP8.items()}
-    products = session.compare(entered, kernels=True)
+    variants = {BF16: _product(session, _bf16)}
+    variants |= {name: _product(session, partial(_fp8, fast=fast)) for fast, name in FP8.items()}
+    products = session.compare(variants, kernels=True)
     if BF16 in products.seconds:
         session.speeds["bf16"] = speed(products, BF16)
     if found := [speed(products, name) for name in FP8.values() if name in products.seconds]:

@@ -68,18 +68,18 @@ def bars(session: Session) -> list[Verdict]:
 
 
 def _quantizing(session: Session, name: str, dtype: torch.dtype) -> Section:
-    entered = _casts(session, dtype)
-    found = session.compare(entered, kernels=True)
+    variants = _casts(session, dtype)
+    found = session.compare(variants, kernels=True)
     copy = session.speeds.get("copy")
     rows, columns = session.sizes.cast
-    title, verdicts = f"quantize, {name} {rows}×{columns}", _judged(_cast_bars(name, entered), found, copy)
+    title, verdicts = f"quantize, {name} {rows}×{columns}", _judged(_cast_bars(name, variants), found, copy)
     return section_of(title, found, limit=copy, limit_name="copy", verdicts=verdicts, notes=[PUBLISHED])
 
 
-def _cast_bars(name: str, entered: Mapping[str, Variant]) -> dict[str, Verdict]:
+def _cast_bars(name: str, variants: Mapping[str, Variant]) -> dict[str, Verdict]:
     """By variant."""
     bars = {}
-    for what in entered:
+    for what in variants:
         if BOTH_WAYS in what:
             bars[what] = Verdict(claim=f"{name}, {what}: time of its bytes' copy", bar=BOTH_WAYS_BAR, at_most=True)
         elif COMPILED not in what:
@@ -205,10 +205,10 @@ def _over(session: Session, dtype: torch.dtype, run: Run, reads: int, writes: in
 
 def _dequantizing(session: Session) -> Section:
     rows, columns = session.sizes.cast
-    entered = _decodes(session)
-    found = session.compare(entered, kernels=True)
+    variants = _decodes(session)
+    found = session.compare(variants, kernels=True)
     copy = session.speeds.get("copy")
-    verdicts = _judged(_decode_bars(entered), found, copy)
+    verdicts = _judged(_decode_bars(variants), found, copy)
     return section_of(f"dequantize, {rows}×{columns}", found, limit=copy, limit_name="copy", verdicts=verdicts)
 
 
@@ -220,9 +220,9 @@ def _decodes(session: Session) -> dict[str, Variant]:
     }
 
 
-def _decode_bars(entered: Mapping[str, Variant]) -> dict[str, Verdict]:
+def _decode_bars(variants: Mapping[str, Variant]) -> dict[str, Verdict]:
     """By variant."""
-    return {what: Verdict(claim=f"dequantize, {what}: share of copy", bar=COPY_BAR) for what in entered}
+    return {what: Verdict(claim=f"dequantize, {what}: share of copy", bar=COPY_BAR) for what in variants}
 
 
 def _decode(session: Session, groups: Granularity, dtype: torch.dtype) -> Variant:

@@ -46,11 +46,11 @@ def measure(session: Session) -> Iterator[Section]:
 
 
 def _products(session: Session, m: int, k: int, n: int) -> Section:
-    entered = {BF16: _bf16(session, m, k, n)}
-    entered |= {name: _fp8(session, name, m, k, n) for name in SCALES}
-    for who, backend in BACKENDS.items():
-        entered |= {f"{name}, {who}": _fp8(session, name, m, k, n, backend=backend) for name in BOTH}
-    found = session.compare(entered, kernels=True)
+    variants = {BF16: _bf16(session, m, k, n)}
+    variants |= {name: _fp8(session, name, m, k, n) for name in SCALES}
+    for label, backend in BACKENDS.items():
+        variants |= {f"{name}, {label}": _fp8(session, name, m, k, n, backend=backend) for name in BOTH}
+    found = session.compare(variants, kernels=True)
     limit = session.speeds.get("fp8")
     return section_of(f"{m}×{k}×{n}", found, base=BF16, limit=limit, limit_name="FP8's ceiling")
 

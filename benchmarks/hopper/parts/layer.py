@@ -58,9 +58,9 @@ def bars(_: Session) -> list[Verdict]:
 
 
 def _variants(session: Session) -> dict[str, Variant]:
-    """The judged ones first: what there is no time for is left out."""
+    """The judged ones first: the last are left out when time runs short."""
     octavo = {recipe: _octavo(session, recipe) for recipe in ("bf16", *RECIPES)}
-    entered = {
+    variants = {
         BASE: _step(session, octavo["bf16"], compiled=True),
         EAGER: _step(session, octavo["bf16"], compiled=False),
         PLAIN["eager"]: _step(session, lambda: _plain(session), compiled=False),
@@ -69,14 +69,14 @@ def _variants(session: Session) -> dict[str, Variant]:
         "tensorwise, compiled": _step(session, octavo["tensorwise"], compiled=True),
     }
     for recipe in TORCHAO:
-        entered[f"torchao {recipe}, compiled"] = _step(session, _torchao(session, recipe), compiled=True)
+        variants[f"torchao {recipe}, compiled"] = _step(session, _torchao(session, recipe), compiled=True)
     for compiled, recipe in (
         *((True, recipe) for recipe in FIRST_RECIPES[1:]),
         *((False, recipe) for recipe in RECIPES[1:]),
         *((True, recipe) for recipe in RECIPES[len(FIRST_RECIPES) :]),
     ):
-        entered[f"{recipe}, {'compiled' if compiled else 'eager'}"] = _step(session, octavo[recipe], compiled=compiled)
-    return entered
+        variants[f"{recipe}, {'compiled' if compiled else 'eager'}"] = _step(session, octavo[recipe], compiled=compiled)
+    return variants
 
 
 def _step(session: Session, make: Callable[[], tuple[nn.Module, Forward]], *, compiled: bool) -> Variant:

@@ -69,22 +69,22 @@ def _section(session: Session, case: LinearCase, how: str) -> Section:
 
 
 def _base(how: str) -> str:
-    """What a section's speeds are times of."""
+    """Name of the variant that a section's speeds are divided by."""
     return f"bf16, {EAGER if how == COMPILED else how}"
 
 
 def _variants(session: Session, case: LinearCase, weight: nn.Parameter, how: str) -> dict[str, Variant]:
     plain = nn.Linear(case.k, case.n, bias=False, device="meta")
     plain.weight = weight
-    entered = {_base(how): _step(session, case, lambda: plain, weight, graphed=how == GRAPH)}
+    variants = {_base(how): _step(session, case, lambda: plain, weight, graphed=how == GRAPH)}
     for recipe in RECIPES if how == EAGER else FIRST_RECIPES:
         make = _layer(case, recipe, weight)
         if how == COMPILED:
             make = _compiled(session, make)
-        entered[f"{recipe}, {how}"] = _step(session, case, make, weight, graphed=how == GRAPH)
+        variants[f"{recipe}, {how}"] = _step(session, case, make, weight, graphed=how == GRAPH)
     if how == COMPILED:
-        entered[f"bf16, {COMPILED}"] = _step(session, case, _compiled(session, lambda: plain), weight)
-    return entered
+        variants[f"bf16, {COMPILED}"] = _step(session, case, _compiled(session, lambda: plain), weight)
+    return variants
 
 
 def _layer(case: LinearCase, recipe: str, weight: nn.Parameter) -> Callable[[], Callable[[Tensor], Tensor]]:

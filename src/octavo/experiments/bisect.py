@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """What a bisection found.
+    """Result of a bisection.
 
     Attributes:
         gap: what BF16 everywhere saves.

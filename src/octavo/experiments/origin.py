@@ -1,4 +1,4 @@
-"""What a trial of a run starts from: its configuration, its tokens and its newest checkpoint."""
+"""Start of an experiment with a run: its configuration, its tokens and its newest checkpoint."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where trials begin.
+    """Start of experiments.
 
     Attributes:
         config: what to train and how.
@@ -51,7 +51,7 @@ def origin_of(run_dir: Path) -> Origin:
 
 
 def start_from(run_dir: Path, origin: Origin) -> Start | None:
-    """What a run's newest checkpoint holds, as resuming would load it; None where there is none yet.
+    """Contents of a run's newest checkpoint, as resuming would load it; None where there is none yet.
 
     Raises:
         CheckpointError: it is damaged, or of another configuration or text.

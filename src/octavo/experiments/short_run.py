@@ -34,7 +34,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortRun:
-    """What a short run came to.
+    """Losses and statistics of a short run.
 
     Attributes:
         losses: (step, nats) of every update.

@@ -130,7 +130,7 @@ def _studied(
     test_tokens: int | None,
     report: OnPhase,
 ) -> Study:
-    """What is not done of the study, and all of it measured."""
+    """Run what is missing of the study, and measure all of it."""
     recipes = list(configs)
     runs = [_measured(folder / recipe, configs[recipe], data, test_tokens, report) for recipe in recipes]
     noise = _gradient_noise(folder / recipes[0], configs, data, report)
@@ -315,7 +315,7 @@ def _with_noise(run: RunMeasures, noise: GradientNoise) -> RunMeasures:
 
 
 def _samples(folder: Path, recipes: Sequence[str], prompt: str, report: OnPhase) -> dict[str, str]:
-    """What each final model writes after the prompt, with the same random numbers."""
+    """Each final model's continuation of the prompt, with the same random numbers."""
     samples = {}
     for done, recipe in enumerate(recipes):
         report(Phase(name="generate", done=done, total=len(recipes)))
@@ -342,4 +342,4 @@ def _beginning_of_test(data: TokenData, tokens: int = 12) -> str:
 
 
 def _ignore(phase: Phase) -> None:
-    """Tell nobody."""
+    """Ignore a phase."""

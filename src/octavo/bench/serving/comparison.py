@@ -1,4 +1,4 @@
-"""Targets under the same load, in turn, round by round: what is measured of each, and who reaches which bar.
+"""Targets under the same load, in turn, round by round: the measurements of each, and the bars they reach.
 
 | load          | prompt     | answer    | clients       | shows                                    |
 |---------------|------------|-----------|---------------|------------------------------------------|
@@ -45,7 +45,7 @@ WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked.
+    """Prompts, answers and clients of a benchmark.
 
     Attributes:
         batches: how many clients at once.
@@ -104,7 +104,7 @@ class Workload:
 
 
 def load_name(kind: str, batch: int) -> str:
-    """What a closed loop's table is called.
+    """Title of a closed loop's table.
 
     Example:
         >>> load_name("decode", 16)
@@ -115,11 +115,11 @@ def load_name(kind: str, batch: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Somebody who answers.
+    """An engine or a server that is measured.
 
     Attributes:
-        ask: how.
-        weight_bytes: of its weights in memory; 0 where nobody knows.
+        ask: sends a prompt and yields tokens.
+        weight_bytes: of its weights in memory; 0 where unknown.
     """
 
     ask: Ask
@@ -183,10 +183,10 @@ async def measured(
     done, rate = 0, work.rate
     for turn in range(work.rounds + 1):  # the first warms up
         for load in loads:
-            for name, who in targets.items():
+            for name, target in targets.items():
                 advance(done, f"{load}: {name}")
                 done += 1
-                answers, tokens = await _asked(who.ask, work, load, turn, rate)
+                answers, tokens = await _asked(target.ask, work, load, turn, rate)
                 if turn:
                     found[load][name].add(answers, tokens)
                 elif rate is None and load == loads[-2]:  # the first target's decode with most clients
@@ -246,7 +246,7 @@ def _cell(percentiles: Sequence[float]) -> str:
 
 def _summary(found: Mapping[str, Runs], work: Workload, targets: Mapping[str, Target]) -> Section:
     """Memory, and the bars."""
-    known = {name: who.weight_bytes for name, who in targets.items() if who.weight_bytes}
+    known = {name: target.weight_bytes for name, target in targets.items() if target.weight_bytes}
     rows = tuple((name, f"{size / 1e6:,.1f} MB", _share(size, known)) for name, size in known.items())
     return Section(
         title="memory of weights, and the bars",
@@ -285,7 +285,7 @@ def _memory_bars(known: Mapping[str, int]) -> list[Verdict]:
 
 def _peer_bars(found: Mapping[str, Runs], work: Workload, targets: Mapping[str, Target]) -> list[Verdict]:
     """Of servers: the first one's throughput over each other's, with most clients."""
-    if any(who.weight_bytes for who in targets.values()):
+    if any(target.weight_bytes for target in targets.values()):
         return []
     runs = found[load_name(DECODE, max(work.batches))]
     own, *others = runs

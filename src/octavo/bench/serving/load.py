@@ -22,11 +22,11 @@ __all__ = ["AnswerTimes", "Ask", "Prompt", "closed_loop", "open_loop", "poisson_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is asked.
+    """A request.
 
     Attributes:
         ids: the prompt's tokens, where a tokenizer is at hand.
-        text: the prompt for whoever takes text.
+        text: the prompt for servers that take text.
         answer_tokens: how many to answer with.
     """
 

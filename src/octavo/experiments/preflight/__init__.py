@@ -1,4 +1,4 @@
-"""What is tried before a long run, one file a check."""
+"""Checks before a long run, one file each."""
 
 from octavo.experiments.preflight.all_checks import preflight
 from octavo.experiments.preflight.check import Check

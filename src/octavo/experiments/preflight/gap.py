@@ -1,4 +1,4 @@
-"""What FP8 will cost: a short run beside the same one in BF16, under several seeds."""
+"""The gap to BF16: a short run beside the same one in BF16, under several seeds."""
 
 import math
 import statistics

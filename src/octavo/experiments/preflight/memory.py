@@ -1,4 +1,4 @@
-"""What a step takes of the device's memory, estimated from one micro-batch.
+"""Memory of a step on the device, estimated from one micro-batch.
 
 Parameters, gradients and AdamW's two moments are FP32: 16 bytes a parameter. What backward needs of forward is counted,
 tensor by tensor, in a forward pass. The gradient of the logits and its softmax are added: they are the largest tensors

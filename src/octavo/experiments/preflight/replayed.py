@@ -25,7 +25,7 @@ NAME = "replay"
 
 @dataclass(slots=True, kw_only=True)
 class Replay:
-    """What one pass computed.
+    """Loss and gradients of one pass.
 
     Attributes:
         loss: in nats.
@@ -74,7 +74,7 @@ def replayed(probe: Probe) -> Replay:
 
 
 def first_difference(one: Replay, other: Replay) -> tuple[str, str] | None:
-    """What differs first, and the path of its module or the name of its parameter; None where nothing does."""
+    """First difference, and the path of its module or the name of its parameter; None without one."""
     for mine, theirs in zip_longest(one.trace, other.trace):
         if mine != theirs:
             what, path, _ = mine or theirs

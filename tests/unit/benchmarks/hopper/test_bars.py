@@ -22,8 +22,8 @@ BAR = Verdict(claim="c", bar=1.5)
 
 
 def made_up(seconds, failures=()):
-    entered = {name: Variant(build=lambda: list, work=1.0, unit="TFLOP") for name in seconds}
-    return Timings(entered, {}, {name: [found] * 3 for name, found in seconds.items()}, failures)
+    variants = {name: Variant(build=lambda: list, work=1.0, unit="TFLOP") for name in seconds}
+    return Timings(variants, {}, {name: [found] * 3 for name, found in seconds.items()}, failures)
 
 
 def claims(report):
@@ -65,8 +65,8 @@ def test_what_failed_or_had_no_time_owes_its_bars_still(part, session, monkeypat
     reasons = {"failed": "OutOfMemoryError: no memory", "late": NO_TIME}
     for how, reason in reasons.items():
 
-        def compare(_, entered, how=how, reason=reason, **__):
-            return Timings({}, {}, {}, tuple(Failure(name=name, reason=reason) for name in entered))
+        def compare(_, variants, how=how, reason=reason, **__):
+            return Timings({}, {}, {}, tuple(Failure(name=name, reason=reason) for name in variants))
 
         monkeypatch.setattr(Session, "compare", compare)
         verdicts = [verdict for section in part.measure(session) for verdict in section.verdicts]
@@ -192,10 +192,10 @@ def test_nothing_of_a_table_is_held_when_the_next_one_is_built(part, session, mo
     alive: list[object] = []
     compare = Session.compare
 
-    def looking(self, entered, **options):
+    def looking(self, variants, **options):
         gc.collect()
         alive.extend(name for ref in held if (name := ref()) is not None)
-        found = compare(self, entered, **options)
+        found = compare(self, variants, **options)
         held.extend(weakref.ref(run) for run in found.runs.values())
         return found
 

@@ -175,8 +175,8 @@ def test_a_cast_both_ways_is_judged_by_time_and_the_others_by_speed(session):
 
 
 def made_up(seconds):
-    entered = {name: Variant(build=lambda: list, work=1.0, unit="TFLOP") for name in seconds}
-    return Timings(entered, {}, seconds, ())
+    variants = {name: Variant(build=lambda: list, work=1.0, unit="TFLOP") for name in seconds}
+    return Timings(variants, {}, seconds, ())
 
 
 def test_who_is_faster_is_found_among_those_that_ran():

@@ -44,7 +44,7 @@ def test_a_contestant_that_fails_is_reported_and_the_others_run(session):
         raise RuntimeError("at its first call\nwith more")
 
     found = session.compare({"a": failing(BackendError("no")), "b": entry(), "c": entry(broken)})
-    assert [*found.seconds] == [*found.runs] == [*found.entered] == ["b"]
+    assert [*found.seconds] == [*found.runs] == [*found.variants] == ["b"]
     assert len(found.seconds["b"]) == session.sizes.rounds
     reasons = {failure.name: failure.reason for failure in found.failures}
     assert reasons == {"a": "BackendError: no", "c": "RuntimeError: at its first call"}
@@ -69,7 +69,7 @@ class Breaking:
 @pytest.mark.parametrize("kernels", [False, True])
 def test_a_contestant_that_fails_while_it_is_timed_drops_out_alone(session, after, kernels):
     found = session.compare({"a": entry(), "b": entry(Breaking(after)), "c": entry()}, kernels=kernels)
-    assert [*found.seconds] == [*found.runs] == [*found.entered] == ["a", "c"]
+    assert [*found.seconds] == [*found.runs] == [*found.variants] == ["a", "c"]
     assert [len(times) for times in found.seconds.values()] == [session.sizes.rounds] * 2
     assert all(math.isfinite(second) for times in found.seconds.values() for second in times)
     (failure,) = found.failures
@@ -114,8 +114,8 @@ def test_what_failed_has_given_its_memory_back_when_the_next_one_runs(after):
     def look():
         alive.append(held[0]() is not None)
 
-    entered = {"a": Variant(build=build, work=1.0, unit="GB"), "b": entry(look)}
-    assert [*freezing_session().compare(entered).seconds] == ["b"]
+    variants = {"a": Variant(build=build, work=1.0, unit="GB"), "b": entry(look)}
+    assert [*freezing_session().compare(variants).seconds] == ["b"]
     assert alive == [True] * after + [False] * (6 - after)  # b is built, measured, warmed up and timed three times
     assert gc.get_freeze_count() == 0
 
@@ -275,10 +275,10 @@ def test_who_builds_ahead_builds_its_share_and_times_nothing(session):
     def noting(name):
         return Variant(build=lambda: lambda: built.append(name), work=1.0, unit="GB")
 
-    entered = {name: noting(name) for name in "abcd"}
+    variants = {name: noting(name) for name in "abcd"}
     for index in range(2):
         session.prebuilds = share_out(index, 2)
-        found = session.compare(entered)
+        found = session.compare(variants)
         assert not found.seconds
         assert not found.runs
     assert built == ["a", "c", "b", "d"]

@@ -25,9 +25,9 @@ def operations(entry):
 @pytest.mark.parametrize("how", [linears.EAGER, linears.GRAPH, linears.COMPILED])
 def test_work_of_a_linear_is_what_torch_counts(session, how):
     for case in session.sizes.linears:
-        entered = linears._variants(session, case, torch.nn.Parameter(session.randn(case.n, case.k)), how)
-        assert {round(entry.work * 1e12) for entry in entered.values()} == {operations(entered[linears._base(how)])}
-        assert {entry.unit for entry in entered.values()} == {"TFLOP"}
+        variants = linears._variants(session, case, torch.nn.Parameter(session.randn(case.n, case.k)), how)
+        assert {round(entry.work * 1e12) for entry in variants.values()} == {operations(variants[linears._base(how)])}
+        assert {entry.unit for entry in variants.values()} == {"TFLOP"}
 
 
 def test_every_input_of_a_linear_is_a_graph_of_its_own(session, monkeypatch):
@@ -73,19 +73,19 @@ def test_work_of_a_copy_is_the_bytes_of_both_sides(session):
 
 
 def test_work_of_steps_is_tokens(session, monkeypatch):
-    entered: dict[str, Variant] = {}
+    variants: dict[str, Variant] = {}
 
     def compare(_, given, **__):
-        entered.update({f"{len(entered)}, {name}": entry for name, entry in given.items()})
+        variants.update({f"{len(variants)}, {name}": entry for name, entry in given.items()})
         return Timings({}, {}, {}, ())
 
     monkeypatch.setattr(type(session), "compare", compare)
     tokens = {}
     for name in ("layer", "training"):
-        entered.clear()
+        variants.clear()
         (part,) = (part for part in PARTS if part.name == name)
         list(part.measure(session))
-        tokens[name] = {entry.work for entry in entered.values()}
+        tokens[name] = {entry.work for entry in variants.values()}
     assert tokens["layer"] == {2 * 16}  # sequences of so many positions
     assert tokens["training"] == {2 * 16}
 
