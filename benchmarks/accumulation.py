@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.measure import hardware, interleaved, publish, ratio
+from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio
 from octavo import E4M3, quantize
 from octavo.kernels import cpu, products
 from octavo.numerics.accumulate import Accumulate, hopper_sums
@@ -33,9 +33,9 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
     machine = hardware()
-    lines = [*_table(["sums", "million products a second", "time × fp32"], speed_rows(arguments.rounds)), ""]
+    lines = [*markdown_table(["sums", "million products a second", "time × fp32"], speed_rows(arguments.rounds)), ""]
     lines += [f"{SIDE} x {SIDE} x {SIDE}, median of {arguments.rounds} interleaved rounds (quartiles).", ""]
-    lines += _table(ERROR_HEADER, error_rows())
+    lines += markdown_table(ERROR_HEADER, error_rows())
     publish("accumulation", lines, title="Sums as Hopper makes them", machine=machine, write=not arguments.no_write)
 
 
@@ -82,10 +82,6 @@ def _errors(k: int, how: Accumulate, *, one_sign: bool) -> tuple[Tensor, Tensor]
     a, b = (_codes(64, k, seed=seed, one_sign=one_sign) for seed in (0, 1))
     exact = a.double() @ b.double().t()
     return hopper_sums(a, b, accumulate=how).double() - exact, exact
-
-
-def _table(header: list[str], rows: Iterator[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.measure import hardware, publish
+from benchmarks.measure import hardware, markdown_table, publish
+from octavo.experiments.study import Phase, run_study
 from octavo.training.comparison import GAP_BAR_NATS, Study
 from octavo.training.config import demo_config
 from octavo.training.data import prepare
-from octavo.training.study import Phase, run_study
 
 BASE = "bf16"
 
@@ -59,14 +59,15 @@ class _Printer:
 
 
 def _table(studies: list[Study], recipes: list[str]) -> list[str]:
-    lines = ["| seed | " + " | ".join(f"{recipe} nats" for recipe in recipes), ""]
-    lines[0] += " | " + " | ".join(f"{recipe} − {BASE} (± standard error)" for recipe in recipes[1:]) + " |"
-    lines[1] = "|---" * (2 * len(recipes)) + "|"
+    columns = ["seed", *(f"{recipe} nats" for recipe in recipes)]
+    columns += [f"{recipe} − {BASE} (± standard error)" for recipe in recipes[1:]]
+    rows = []
     for seed, study in enumerate(studies):
         gaps = [study.gap(recipe, BASE) for recipe in recipes[1:]]
         cells = [f"{study.run(recipe).nats:.4f}" for recipe in recipes]
         cells += [f"{gap.nats:+.4f} ± {gap.standard_error:.4f}" for gap in gaps]
-        lines.append(f"| {seed} | " + " | ".join(cells) + " |")
+        rows.append([str(seed), *cells])
+    lines = markdown_table(columns, rows)
     base = [study.run(BASE).nats for study in studies]
     for recipe in recipes[1:]:
         lines += ["", *verdict_lines(recipe, [study.gap(recipe, BASE).nats for study in studies], base)]

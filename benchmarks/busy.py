@@ -21,10 +21,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from benchmarks.busy_worker import KINDS, TIMED_S
-from benchmarks.measure import hardware, publish, ratio, verdict
+from benchmarks.measure import hardware, markdown_table, publish, ratio, verdict
 
 BUSY_BAR, IDLE_BAR = 1.1, 1.05
 NOW, BEFORE = "now", "before"
+COLUMNS = ("timed", "machine", "measured", "times as long", "bar", "verdict")
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
         with busy_core():
             busy = timed(workers, [(NOW, 1), (NOW, 2), (BEFORE, 2)], arguments.rounds)
     lines = [
-        *table(idle, busy),
+        *markdown_table(COLUMNS, rows_of(idle, busy)),
         "",
         f"Median of {arguments.rounds} interleaved rounds of {TIMED_S} s each (quartiles).",
     ]
@@ -61,10 +62,8 @@ def timed(workers: "Mapping[str, Worker]", runs: list[tuple[str, int]], rounds: 
     return seconds
 
 
-def table(idle: Seconds, busy: Seconds) -> Iterator[str]:
+def rows_of(idle: Seconds, busy: Seconds) -> Iterator[tuple[str, ...]]:
     """A row for each kind and bar, and one for what the earlier build takes."""
-    yield "| timed | machine | measured | times as long | bar | verdict |"
-    yield "| --- | --- | --- | --- | --- | --- |"
     for kind in KINDS:
         rows = (
             ("busy", "2 threads beside 1", ratio(busy[kind], f"{NOW}, 2", f"{NOW}, 1"), BUSY_BAR),
@@ -73,7 +72,7 @@ def table(idle: Seconds, busy: Seconds) -> Iterator[str]:
         )
         for state, what, measured, bar in rows:
             judged = "" if bar is None else verdict(measured.median <= bar)
-            yield f"| {kind} | {state} | {what} | {measured} | {bar or ''} | {judged} |"
+            yield kind, state, what, str(measured), str(bar or ""), judged
 
 
 @contextmanager

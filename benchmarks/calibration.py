@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, interleaved, publish, ratio, verdict
+from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo.convert import choose_layers
 from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, text_windows
@@ -72,7 +72,8 @@ def kept_bytes(model: LanguageModel, batches: tuple[Tensor, ...]) -> list[int]:
 
 def lines_of(seconds: dict[str, list[float]], kept: list[int], *, windows: int) -> list[str]:
     """The result's text."""
-    rows = [["method", "reading", "once, s", f"tokens/s of {SAMPLES} samples ÷ evaluation's", "verdict"], ["---"] * 5]
+    columns = ["method", "reading", "once, s", f"tokens/s of {SAMPLES} samples ÷ evaluation's", "verdict"]
+    rows = []
     reading = ratio(seconds, PLAIN, COUNTED)
     for method in map(str, Method):
         whole = {
@@ -91,7 +92,7 @@ def lines_of(seconds: dict[str, list[float]], kept: list[int], *, windows: int) 
         f"{tokens_per_second:,.0f} tokens/s. Bar: {BAR:g} times that. The observers hold {kept[0] / 2**20:.1f} MiB "
         f"after one batch and {kept[-1] / 2**20:.1f} MiB after more."
     )
-    return [*(f"| {' | '.join(row)} |" for row in rows), "", note]
+    return [*markdown_table(columns, rows), "", note]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Ratio, bf16_note, hardware, interleaved, publish, ratio, verdict
+from benchmarks.measure import Ratio, bf16_note, hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo import E4M3, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize, scaled_mm
 from octavo.kernels import cpu
 from octavo.numerics import Accumulate, Granularity, ScaleRounding
@@ -90,7 +90,7 @@ def main() -> None:
     seconds = interleaved({name: entry.run for name, entry in entered.items()}, rounds=arguments.rounds)
     rows = list(result_rows(entered, seconds))
     judged = [row[-1] for row in rows if row[-1]]
-    lines = [f"| {' | '.join(row)} |" for row in (HEADER, ["---"] * len(HEADER), *rows)]
+    lines = markdown_table(HEADER, rows)
     lines += ["", f"{sum(word.startswith('met') for word in judged)} of {len(judged)} bars met."]
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles). {bf16_note()}"]
     publish("cpu_kernels", lines, title="Native CPU kernels", machine=machine, write=not arguments.no_write)

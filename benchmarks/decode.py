@@ -23,7 +23,7 @@ import argparse
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +34,7 @@ from torch import Tensor
 from benchmarks import smollm2
 from benchmarks.cpu_kernels import HEADER, Bound, Contestant, result_rows
 from benchmarks.generators import Generator, LlamaCpp, Octavo, Plain, Transformers, q8_0_of
-from benchmarks.measure import bf16_note, hardware, interleaved, publish
+from benchmarks.measure import bf16_note, hardware, interleaved, markdown_table, publish
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import BackendError, DataError
 from octavo.formats import FP32
@@ -87,7 +87,7 @@ def speed_lines(entered: Mapping[str, Contestant], seconds: Mapping[str, list[fl
     verdicts = [row[-1] for row in rows if row[-1]]
     rounds = len(next(iter(seconds.values())))
     return [
-        *_table(HEADER, rows),
+        *markdown_table(HEADER, rows),
         "",
         f"{sum(word.startswith('met') for word in verdicts)} of {len(verdicts)} bars met.",
         "",
@@ -197,7 +197,7 @@ def perplexity_lines(losses: Mapping[tuple[str, str, str], list[float]]) -> list
         for name, found in losses.items()
     ]
     header = ["run by", "weights", "keys and values", "perplexity", "nats above FP32 (± standard error)"]
-    lines = [*_table(header, rows), "", f"{len(full)} windows of {WINDOW} tokens; differences are paired."]
+    lines = [*markdown_table(header, rows), "", f"{len(full)} windows of {WINDOW} tokens; differences are paired."]
     exactly, redrawn = (KERNELS, "FP8", "FP32"), (KERNELS, "FP8", "FP8")
     lines += [
         "",
@@ -231,10 +231,6 @@ def _tokens(run: Callable[[], object], count: int, *bounds: Bound) -> Contestant
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB, a token's"
-
-
-def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
 if __name__ == "__main__":

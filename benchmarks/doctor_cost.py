@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.measure import hardware, interleaved, publish, ratio, verdict
+from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo.doctor import watch
 from octavo.doctor.captor import ASK_EVERY
 from octavo.models import Llama
@@ -49,14 +49,14 @@ def main() -> None:
         f"cost, a look every {INTERVAL} steps",
         "verdict",
     ]
-    rows = [header, ["---"] * len(header)]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for recipe in arguments.recipes:
             log = MetricsLog(Path(folder), after_step=None)
             seconds = interleaved(contestants(config, recipe, log), rounds=arguments.rounds, warmup=2)
             log.close()
             rows.append(row_of(recipe, seconds))
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines = markdown_table(header, rows)
     bar = f"Bar: at most {BAR:g} % of the step time."
     what = f"{config.training.tokens_per_step} tokens; {config.model}"
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles). {bar} {what}."]

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, publish, verdict
+from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.errors import DataError
 from octavo.export.sources import Request, load_source
 from octavo.export.verification import TOLERANCE
@@ -40,10 +40,7 @@ CASES = {
     "modelopt, KV cache": ("modelopt", None, True),
     "octavo": ("octavo", "mxfp8", False),
 }
-HEAD = [
-    "| model | format | read by | logits, lockstep | worst layer | greedy alike | free | bytes / BF16 |",
-    "|---|---|---|---|---|---|---|---|",
-]
+COLUMNS = ("model", "format", "read by", "logits, lockstep", "worst layer", "greedy alike", "free", "bytes / BF16")
 
 
 def main() -> None:
@@ -56,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     machine, write = hardware(), not arguments.no_write
     if arguments.mix is not None:
-        lines = [*HEAD, *mixed(arguments.mix)]
+        lines = mixed(arguments.mix)
         publish("export", lines, title="A mix, read back", machine=machine, write=write, variant="mix")
         return
     try:
@@ -64,11 +61,11 @@ def main() -> None:
     except DataError as error:
         parser.exit(2, f"{error}\n")
     cases = list(filter(None, arguments.cases.split(";"))) or list(CASES)
-    lines = [*HEAD, *rows(sources, cases)]
+    lines = markdown_table(COLUMNS, rows(sources, cases))
     publish("export", lines, title="Checkpoints, read back", machine=machine, write=write)
 
 
-def rows(sources: Mapping[str, str], cases: Sequence[str]) -> Iterator[str]:
+def rows(sources: Mapping[str, str], cases: Sequence[str]) -> Iterator[list[str]]:
     """A row for each model and case, shown as it comes."""
     console = Console(stderr=True)
     for name, source in sources.items():
@@ -77,17 +74,16 @@ def rows(sources: Mapping[str, str], cases: Sequence[str]) -> Iterator[str]:
             for case in cases:
                 fmt, recipe, is_static = CASES[case]
                 saved = measured(source, fmt, Request(recipe=recipe, calibration=scales if is_static else None))
-                line = row(name, case, saved)
-                console.print(line, markup=False, soft_wrap=True)
-                yield line
+                cells = row(name, case, saved)
+                console.print(" | ".join(cells), markup=False, soft_wrap=True)
+                yield cells
 
 
-def mixed(mix: Path) -> Iterator[str]:
-    """SmolLM2-135M's row by a mix, and its bytes."""
+def mixed(mix: Path) -> list[str]:
+    """SmolLM2-135M by a mix, and its bytes."""
     saved = measured(str(smollm2.model_path()), "octavo", Request(mix=mix))
-    yield row("SmolLM2-135M", "octavo, a mix", saved)
-    yield ""
-    yield f"{saved.nbytes:,} bytes of weights."
+    table = markdown_table(COLUMNS, [row("SmolLM2-135M", "octavo, a mix", saved)])
+    return [*table, "", f"{saved.nbytes:,} bytes of weights."]
 
 
 def measured(source: str, fmt: str, request: Request) -> Saved:
@@ -110,13 +106,13 @@ def _calibrated(source: str, folder: Path) -> Path:
     return folder / "scales"
 
 
-def row(model: str, case: str, saved: Saved) -> str:
+def row(model: str, case: str, saved: Saved) -> list[str]:
     """A case's figures, each with whether it meets its bar."""
     found = saved.agreement
     assert found is not None
     share = saved.nbytes / saved.bf16_nbytes
     same = found.greedy_equal == found.greedy_tokens >= GREEDY
-    cells = [
+    return [
         model,
         case,
         saved.reader,
@@ -126,7 +122,6 @@ def row(model: str, case: str, saved: Saved) -> str:
         f"{found.free_error:.1e}, {found.free_equal} of {found.greedy_tokens}",
         f"{share:.3f} ({verdict(share <= MOST_BYTES)})",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

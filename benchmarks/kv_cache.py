@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, publish, verdict
+from benchmarks.measure import hardware, markdown_table, publish, verdict
 from benchmarks.quantization import CACHE_NATS, CACHE_WINDOW, MEAN_WINDOWS, comparison_table
 from octavo import E4M3, PerRow, quantize
 from octavo.errors import DataError
@@ -81,7 +81,7 @@ def runner_lines(model: LanguageModel, windows: Tensor, means: Mapping[int, Tens
     losses = {name: [runner_nats(*made, window) for window in windows] for name, made in caches.items()}
     size = {name: runner.new_cache(fmt=fmt).nbytes for name, (runner, fmt) in caches.items()}
     header = ["cache", "perplexity", "against BF16", "nats more (± standard error)", "bar", "bytes ÷ BF16"]
-    rows = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    rows = []
     for name, found in losses.items():
         gaps = [one - other for one, other in zip(found, losses["BF16"], strict=True)]
         more, error = (
@@ -91,9 +91,9 @@ def runner_lines(model: LanguageModel, windows: Tensor, means: Mapping[int, Tens
         gap = [f"{100 * math.expm1(more):+.2f} %", f"{more:+.4f} ± {error:.4f}", verdict(more <= CACHE_NATS)]
         share = size[name] / size["BF16"]
         perplexity, judged = math.exp(statistics.mean(found)), gap if name != "BF16" else [""] * 3
-        rows.append(f"| {' | '.join([name, f'{perplexity:.4f}', *judged, f'{share:.3f}'])} |")
+        rows.append([name, f"{perplexity:.4f}", *judged, f"{share:.3f}"])
     head = f"A runner with FP8 weights, {len(windows)} windows of {windows.shape[1]} tokens; differences are paired."
-    return [head, "", *rows]
+    return [head, "", *markdown_table(header, rows)]
 
 
 def runner_nats(runner: ModelRunner, fmt: Format, window: Tensor) -> float:

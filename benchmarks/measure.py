@@ -1,4 +1,4 @@
-"""What a CPU's measurements share: the machine in a line, and a result's file. octavo.bench.rounds takes the times."""
+"""Measuring for all benchmarks: rounds (octavo.bench.timing), the machine in a line, tables, and result files."""
 
 import os
 import shlex
@@ -9,11 +9,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from octavo.bench.results import result_name
-from octavo.bench.rounds import Ratio, interleaved, ratio
+from octavo.bench.results import markdown_table, result_name, write_result
+from octavo.bench.timing import Ratio, interleaved, ratio
 from octavo.training.facts import processor_name
 
-__all__ = ["Ratio", "bf16_note", "hardware", "interleaved", "publish", "ratio", "verdict", "write_result"]
+__all__ = [
+    "Ratio",
+    "bf16_note",
+    "hardware",
+    "interleaved",
+    "markdown_table",
+    "publish",
+    "ratio",
+    "verdict",
+]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -47,21 +56,23 @@ def hardware() -> str:
 
 
 def publish(theme: str, lines: list[str], *, title: str, machine: str, write: bool, variant: str = "") -> None:
-    """Print a result, and write its file with the command line as it was given; a variant has a file of its own."""
+    """Print a result, and write ``results/<theme>_<hardware>_<date>.md`` with the command line as it was given.
+
+    Args:
+        theme: the benchmark's module.
+        lines: of the result, in Markdown.
+        title: of the file.
+        machine: from :func:`hardware`.
+        write: whether the file is written.
+        variant: joins the theme in the file's name.
+    """
     console = Console()
     console.print("\n".join(lines), markup=False, soft_wrap=True)
     if write:
+        today = datetime.now(tz=UTC).strftime("%Y-%m-%d")
         command = shlex.join(["python", "-m", f"benchmarks.{theme}", *sys.argv[1:]])
-        name = f"{theme}_{variant}" if variant else theme
-        path = write_result(name, lines, title=title, command=command, machine=machine)
-        console.print(f"written to {path}", markup=False, soft_wrap=True)
-
-
-def write_result(theme: str, lines: list[str], *, title: str, command: str, machine: str) -> Path:
-    """Write ``results/<theme>_<hardware>_<date>.md`` and return its path."""
-    today = datetime.now(tz=UTC).strftime("%Y-%m-%d")
-    name = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"
-    path = RESULTS / f"{result_name(theme, name, today)}.md"
-    head = [f"# {title}", "", f"`{command}`, {today}", "", machine, ""]
-    path.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
-    return path
+        head = [f"# {title}", "", f"`{command}`, {today}", "", machine, ""]
+        processor = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()}"
+        name = result_name(f"{theme}_{variant}" if variant else theme, processor, today)
+        path = write_result(RESULTS, name, {".md": "\n".join([*head, *lines]) + "\n"})
+        console.print(f"written to {path}.md", markup=False, soft_wrap=True)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import octavo
 from benchmarks import smollm2
-from benchmarks.measure import hardware, publish, verdict
+from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.errors import DataError
 from octavo.export.agreement import relative_error
 from octavo.export.onnx import OnnxOptions, OnnxReport, export_onnx
@@ -79,7 +79,7 @@ def main() -> None:
 
     names = arguments.recipes.split(",")
     rows = [measured(in_fp8(model, recipe, calibration), recipe, arguments.tokens, say) for recipe in names]
-    lines = [*_table(HEADER, rows), "", weighed(in_fp8(model, names[0], calibration), names[0], say)]
+    lines = [*markdown_table(HEADER, rows), "", weighed(in_fp8(model, names[0], calibration), names[0], say)]
     publish(
         "onnx_export",
         lines,
@@ -185,10 +185,6 @@ def _onnxruntime(report: OnnxReport) -> Logits:
     path = report.folder / "model.onnx"
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda tokens: torch.from_numpy(session.run(["logits"], {"input_ids": tokens.numpy()})[0])
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
 if __name__ == "__main__":

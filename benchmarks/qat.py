@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, publish
+from benchmarks.measure import hardware, markdown_table, publish
 from octavo import recipes
 from octavo.language_model import LanguageModel
 from octavo.quantization import QATResult, QATSettings, TuneSettings, run_qat, text_windows
@@ -88,13 +88,14 @@ def topic_windows(model: LanguageModel, count: int) -> Tensor:
 def table(result: QATResult) -> list[str]:
     """What was measured, and what the bar says to it."""
     reference = result.reference
-    lines = [f"| model | perplexity | above {reference} | nats ± standard error |", "|---|---:|---:|---:|"]
+    rows = []
     for name in result.windows:
         gap = result.gap(name)
         above = ("–", "–") if name == reference else (
             f"{gap.percent:+.2f} %", f"{gap.nats:+.4f} ± {gap.standard_error:.4f}"
         )  # fmt: skip
-        lines.append(f"| {name} | {result.perplexity(name):.4f} | {above[0]} | {above[1]} |")
+        rows.append((name, f"{result.perplexity(name):.4f}", *above))
+    lines = markdown_table(("model", "perplexity", f"above {reference}", "nats ± standard error"), rows)
     tuning, gap = result.settings.tuning, result.gap("fp8-qat")
     outcome = "met" if gap.percent <= BAR_PERCENT else "missed"
     lines += ["", f"- bar of {BAR_PERCENT} %: {outcome}, {gap.percent:+.2f} %"]

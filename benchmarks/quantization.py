@@ -18,14 +18,14 @@ there is no row fp8-qat.
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from benchmarks import smollm2
-from benchmarks.measure import bf16_note, hardware, publish, verdict
+from benchmarks.measure import bf16_note, hardware, markdown_table, publish, verdict
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, load_qat, text_windows
@@ -124,7 +124,7 @@ def comparison_table(found: Comparison, extra: Mapping[str, int | None] | None =
             row.append(f"{storage.memory_bytes / 1e6:.1f}")
             row.append(f"{(storage.memory_bytes + most) / 1e6:.1f}" if (most := extra[entry.name]) is not None else "–")
         rows.append(row)
-    return _table(HEADER if extra is None else [*HEADER, *SIZES], rows)
+    return markdown_table(HEADER if extra is None else [*HEADER, *SIZES], rows)
 
 
 def format_bars(found: Comparison) -> list[str]:
@@ -155,11 +155,7 @@ def cache_bars(found: Comparison, head_dim: int) -> list[str]:
 def speed_table(times: Sequence[PassTime]) -> list[str]:
     """Median passes by batch."""
     rows = [[t.name, str(t.batch), f"{t.latency_ms:,.0f}", f"{t.tokens_per_second:,.0f}"] for t in times]
-    return _table(["format", "batch", f"latency of {times[0].length} tokens, ms", "tokens/s"], rows)
-
-
-def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    return markdown_table(["format", "batch", f"latency of {times[0].length} tokens, ms", "tokens/s"], rows)
 
 
 if __name__ == "__main__":

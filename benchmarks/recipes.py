@@ -9,7 +9,7 @@ saved tensors, weights included where a recipe keeps codes of them. Finished run
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,16 +17,19 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import octavo
-from benchmarks.measure import hardware, interleaved, publish, ratio
+from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio
+from octavo.experiments.study import Phase, run_study
 from octavo.models import Llama
+from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, demo_config
 from octavo.training.data import TokenData, prepare
 from octavo.training.evaluate import token_loss
 from octavo.training.precision import apply_recipe, surroundings
-from octavo.training.study import Phase, run_study
 
 BASE = "bf16"
 RECIPES = tuple(name for name in octavo.recipes.names() if not octavo.recipes.get(name).has_static_input)
+
+COLUMNS = ("recipe", "held-out nats", "− bf16 (± standard error)", "step time × bf16", "bytes kept × bf16")
 
 
 def main() -> None:
@@ -45,16 +48,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     steps, kept = _steps_and_bytes(config, data)
     seconds = interleaved(steps, rounds=arguments.rounds)
-    lines = [
-        "| recipe | held-out nats | − bf16 (± standard error) | step time × bf16 | bytes kept × bf16 |",
-        "|---" * 5 + "|",
-    ]
-    for recipe in RECIPES:
-        gap = study.gap(recipe, BASE)
-        lines.append(
-            f"| `{recipe}` | {study.run(recipe).nats:.4f} | {gap.nats:+.4f} ± {gap.standard_error:.4f} | "
-            f"{ratio(seconds, recipe, BASE)} | {kept[recipe] / kept[BASE]:.2f} |"
-        )
+    lines = markdown_table(COLUMNS, (_row(study, recipe, seconds, kept) for recipe in RECIPES))
     lines += ["", f"{arguments.steps} steps, seed {config.training.seed}, {arguments.threads or 'all'} threads."]
     lines += [f"Step times: median of {arguments.rounds} interleaved rounds (quartiles)."]
     lines += ["They are a verdict only where the load average above is near 0; losses and bytes do not depend on it."]
@@ -72,6 +66,17 @@ class _Printer:
         if phase.name != self.name:
             self.name = phase.name
             self.console.print(phase.name, markup=False)
+
+
+def _row(study: Study, recipe: str, seconds: Mapping[str, list[float]], kept: Mapping[str, int]) -> list[str]:
+    gap = study.gap(recipe, BASE)
+    return [
+        f"`{recipe}`",
+        f"{study.run(recipe).nats:.4f}",
+        f"{gap.nats:+.4f} ± {gap.standard_error:.4f}",
+        str(ratio(seconds, recipe, BASE)),
+        f"{kept[recipe] / kept[BASE]:.2f}",
+    ]
 
 
 def _steps_and_bytes(config: RunConfig, data: TokenData) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:

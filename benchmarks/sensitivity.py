@@ -21,7 +21,7 @@ import torch
 from rich.progress import Progress, TaskID
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, publish, verdict
+from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.language_model import LanguageModel
 from octavo.quantization import load_mix, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
@@ -102,8 +102,11 @@ def _again(model: LanguageModel, arguments: argparse.Namespace) -> Iterator[str]
 
 def table(found: Sensitivity) -> Iterator[str]:
     """The best mix and what the bar says to it, and others."""
-    yield f"| {' | '.join(COLUMNS)} |"
-    yield "|---" * len(COLUMNS) + "|"
+    yield from markdown_table(COLUMNS, rows_of(found))
+
+
+def rows_of(found: Sensitivity) -> Iterator[list[str]]:
+    """A row for the best mix and for each of the others."""
     if found.best is not None:
         reached = found.is_met and found.best.bytes_share <= BYTES
         yield _row("best within 1.0 % and 0.60", found.best, verdict(reached))
@@ -112,13 +115,19 @@ def table(found: Sensitivity) -> Iterator[str]:
         yield _row(name, one, "–")
 
 
-def _row(name: str, one: Found, judged: str) -> str:
+def _row(name: str, one: Found, judged: str) -> list[str]:
     true = one.verified
     assert true is not None
-    return (
-        f"| {name} | {one.bytes_share:.4f} | {one.fp8_products:.0%} | {true.nats:+.4f} ± {true.error:.4f} | "
-        f"{true.perplexity_increase:+.2%} | {true.divergence:.4f} | {true.windows} | {judged} |"
-    )
+    return [
+        name,
+        f"{one.bytes_share:.4f}",
+        f"{one.fp8_products:.0%}",
+        f"{true.nats:+.4f} ± {true.error:.4f}",
+        f"{true.perplexity_increase:+.2%}",
+        f"{true.divergence:.4f}",
+        str(true.windows),
+        judged,
+    ]
 
 
 def notes(found: Sensitivity, seconds: float) -> Iterator[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import smollm2
 from benchmarks.kv_cache import runner_nats
-from benchmarks.measure import hardware, publish
+from benchmarks.measure import hardware, markdown_table, publish
 from octavo import E4M3
 from octavo.errors import DataError
 from octavo.formats import BF16, Format
@@ -83,14 +83,14 @@ def measured(path: Path, recipe: ServingRecipe, scales: Path, windows: Tensor, f
 
 def table(found: Sequence[Measured]) -> list[str]:
     """A row each; the first is what the others are compared with."""
-    base, rows = found[0], [HEADER, ["---"] * len(HEADER)]
+    base, rows = found[0], []
     for one in found:
         gap = paired_gap(one.nats, base.nats)
         percent, nats = f"{gap.percent:+.2f} %", f"{gap.nats:+.4f} ± {gap.standard_error:.4f}"
         perplexity = math.exp(math.fsum(one.nats) / len(one.nats))
         differs = ["", ""] if one is base else [percent, nats]
         rows.append([one.recipe, one.fmt.name, f"{perplexity:.4f}", *differs, f"{one.nbytes / base.nbytes:.3f}"])
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return markdown_table(HEADER, rows)
 
 
 if __name__ == "__main__":

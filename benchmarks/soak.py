@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import smollm2
-from benchmarks.measure import hardware, publish, verdict
+from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.server import Address
 
 KINDS = 60  # of requests, each known by its answer
@@ -170,8 +170,8 @@ def table(found: Counter[str], memory: list[int], used: int) -> tuple[list[str],
         ("pages still used at the end", used, used == 0),
         (f"memory, end over first fifth (end: {memory[-1] / 2**20:.0f} MiB)", f"{growth:.3f}", growth <= FLAT),
     ]
-    lines = [f"| {name} | {value} | {verdict(fine)} |" for name, value, fine in rows]
-    return ["| what | found | bar |", "| --- | --- | --- |", *lines], all(fine for *_, fine in rows)
+    cells = [(name, str(value), verdict(fine)) for name, value, fine in rows]
+    return markdown_table(("what", "found", "bar"), cells), all(fine for *_, fine in rows)
 
 
 def a_request(chance: random.Random) -> dict[str, Any]:

@@ -15,13 +15,13 @@ without BF16 instructions; it is ahead of torchao's eager emulation and takes at
 
 import argparse
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import bf16_note, hardware, interleaved, publish, ratio, verdict
+from benchmarks.measure import bf16_note, hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo.models import Llama
 from octavo.training.config import Precision, RunConfig, TrainingConfig, demo_config
 from octavo.training.evaluate import token_loss
@@ -45,7 +45,11 @@ def main() -> None:
     seconds = interleaved(contestants(config), rounds=arguments.rounds, warmup=2)
     rows = [[name, *(str(ratio(seconds, name, base)) for base in BASES)] for name in seconds]
     header = ["step", *(f"× {base}" for base in BASES)]
-    lines = [*_table(header, rows), "", *_table(["bar", "measured", "verdict"], bar_rows(seconds, arguments.width))]
+    lines = [
+        *markdown_table(header, rows),
+        "",
+        *markdown_table(["bar", "measured", "verdict"], bar_rows(seconds, arguments.width)),
+    ]
     what = f"{config.training.tokens_per_step} tokens; {config.model}"
     lines += ["", f"Median of {arguments.rounds} interleaved rounds (quartiles); {what}. {bf16_note()}"]
     publish(
@@ -89,10 +93,6 @@ def bar_rows(seconds: Mapping[str, list[float]], width: int) -> Iterator[list[st
 def _bar_row(name: str, base: str, bar: float, seconds: Mapping[str, list[float]]) -> list[str]:
     found = ratio(seconds, name, base)
     return [f"{name}: at most {bar} × {base}", str(found), verdict(found.median <= bar, base)]
-
-
-def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
 def contestants(config: RunConfig) -> dict[str, Callable[[], Tensor]]:

@@ -4,8 +4,8 @@
 #
 #   scripts/gpu.sh tests [PYTEST ARGUMENTS]    tests/gpu, and the Triton kernels' tests on the device
 #   scripts/gpu.sh unit [PYTEST ARGUMENTS]     what else needs a GPU, among the unit tests
-#   scripts/gpu.sh prebuild [PART:I/N...]      compiles what octavo bench hopper runs, all at once; no figures
-#   scripts/gpu.sh bench DIR [PARTS=SECONDS...]  octavo bench hopper, a process for each of PARTS (casts+linears=150)
+#   scripts/gpu.sh prebuild [PART:I/N...]      compiles what benchmarks.hopper runs, all at once; no figures
+#   scripts/gpu.sh bench DIR [PARTS=SECONDS...]  benchmarks.hopper, a process for each of PARTS (casts+linears=150)
 #
 # Whatever hangs is ended: tests after LIMIT (560) seconds and a part as Ctrl-C would end it, so that what was found is
 # reported, and half a minute later by force; building after BUILD (200) seconds. PYTHON chooses another interpreter.
@@ -40,7 +40,7 @@ prebuilt() {
     export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
     for part in "$@"; do
         # shellcheck disable=SC2046
-        timeout --kill-after=10 "${BUILD:-200}" "$PYTHON" -m octavo bench hopper \
+        timeout --kill-after=10 "${BUILD:-200}" "$PYTHON" -m benchmarks.hopper \
             --seconds "${BUILD:-200}" --prebuild "${part#*:}" $(only "${part%:*}") &
         started+=($!)
     done
@@ -55,12 +55,12 @@ measured() {
     for part in "$@"; do
         parts=${part%=*} seconds=${part#*=}
         # shellcheck disable=SC2046
-        "${limited[@]}" $((seconds * 5 / 4 + 20)) "$PYTHON" -m octavo bench hopper --out "$out/${parts//+/-}" \
+        "${limited[@]}" $((seconds * 5 / 4 + 20)) "$PYTHON" -m benchmarks.hopper --out "$out/${parts//+/-}" \
             --seconds "$seconds" $(only "$parts") || echo "bench: $parts ended with $?" >&2
     done
     found=$(find "$out" -mindepth 2 -name 'hopper_*.json' -printf '--from %p\n' | sort)
     # shellcheck disable=SC2086
-    [ -n "$found" ] && "$PYTHON" -m octavo bench hopper --out "$out" $found
+    [ -n "$found" ] && "$PYTHON" -m benchmarks.hopper --out "$out" $found
 }
 
 what=${1:-}

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import octavo
+from benchmarks.hopper.reading import load_report
 from octavo import recipes
-from octavo.bench.reading import load_report
 from octavo.bench.results import PartRecord, Report
 from octavo.checksums import write_sums
 from octavo.cli.options import read_api_key

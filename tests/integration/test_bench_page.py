@@ -5,14 +5,14 @@ import pytest
 from octavo.bench.render import page
 from octavo.bench.results import PartRecord, Report
 from octavo.bench.serving import Workload, measured
-from tests.unit.bench.serving.virtual_time import contestant, run
+from tests.unit.bench.serving.virtual_time import run, target
 
 
 @pytest.fixture(scope="module")
 def report():
     """Made before there is a browser, whose driver has this thread's event loop."""
-    contestants = {"bf16": contestant(0.2, weight_bytes=1000), "<fp8>": contestant(0.1, weight_bytes=540)}
-    sections = run(measured(contestants, Workload(batches=(1, 16), answer=4, prompt=8)))
+    targets = {"bf16": target(0.2, weight_bytes=1000), "<fp8>": target(0.1, weight_bytes=540)}
+    sections = run(measured(targets, Workload(batches=(1, 16), answer=4, prompt=8)))
     made = Report(facts={"device": "this"}, command="octavo bench serve", is_rehearsal=False, theme="serving")
     made.parts.append(PartRecord(name="serving", sections=sections))
     return made

@@ -32,7 +32,7 @@ ROWS = (
     "models",
     "doctor",
     "training",
-    "trials",
+    "experiments",
     "parallel",
     "interchange",
     "language_model",

@@ -1,6 +1,1 @@
-"""Measurements on a Hopper GPU, in one command: what is timed, how, and what is written down."""
-
-from octavo.bench.runner import PARTS, run
-from octavo.bench.session import Session, hopper_session, rehearsal_session
-
-__all__ = ["PARTS", "Session", "hopper_session", "rehearsal_session", "run"]
+"""Measurements in turn, their results as tables and pages, and the benchmark of serving (``octavo bench serve``)."""

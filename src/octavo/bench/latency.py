@@ -1,8 +1,8 @@
 """How long a language model takes for a pass, in each of the formats that are compared.
 
 A pass reads B sequences of T tokens and gives the logits of all of them: the work of a prompt, or of a batch that is
-scored. It is not generation, token by token from a cache. Formats are timed in turn (:mod:`octavo.bench.rounds`),
-because a machine that is shared or warms up would favour whoever happens to run in a calm moment.
+scored. It is not generation, token by token from a cache. Formats are timed in turn (:mod:`octavo.bench.timing`),
+because a machine that is shared or warms up would favour the one that runs in a calm moment.
 """
 
 import statistics
@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.bench.clock import EventClock
-from octavo.bench.rounds import Clock, interleaved, wall_clock
+from octavo.bench.timing import Clock, EventClock, interleaved, wall_clock
 
 __all__ = ["BATCHES", "PassTime", "emulation_note", "pass_times"]
 
@@ -22,7 +21,7 @@ BATCHES = (1, 16)
 
 
 class Reads(Protocol):
-    """What is timed."""
+    """A model that can be timed."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] → logits."""
@@ -97,7 +96,7 @@ def pass_times(
 
 
 def emulation_note(device: torch.device) -> str:
-    """What times on this device say about FP8."""
+    """A sentence on what times on this device say about FP8."""
     if device.type == "cuda":
         return "Times are of this GPU."
     return (

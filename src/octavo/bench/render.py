@@ -1,10 +1,10 @@
 """A report as Markdown, which is what is committed, and as one HTML page with pictures, which needs plotly."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from octavo.bench.results import Chart, PartRecord, Report, Section
+from octavo.bench.results import Chart, PartRecord, Report, Section, markdown_table
 from octavo.pages import plotly_script
 
 __all__ = ["markdown", "page"]
@@ -34,7 +34,7 @@ THEMES = {
         title="Hopper",
         heading="octavo on Hopper",
         method=(
-            "Medians of rounds; a round runs every contestant of a table once, in turn, in one process, on normally "
+            "Medians of rounds; a round runs every variant of a table once, in turn, in one process, on normally "
             "distributed inputs that rotate through more than the L2 cache holds. GPU times are taken between CUDA "
             "events: of casts and products without the launches, of steps and tokens with them. A ratio is the median "
             "of the rounds' ratios, with quartiles."
@@ -45,7 +45,7 @@ THEMES = {
         title="Serving",
         heading="octavo serves",
         method=(
-            "Medians of rounds; a round asks every contestant once, in turn, with the same prompts, in one process. "
+            "Medians of rounds; a round asks every target once, in turn, with the same prompts, in one process. "
             "Percentiles are of the answers of all rounds. A request's time counts from when it was due. A ratio is "
             "the median of the rounds' ratios, with quartiles."
         ),
@@ -104,16 +104,10 @@ def _section(section: Section) -> Iterator[str]:
     yield f"### {section.title}"
     yield ""
     if section.rows:
-        yield _row(section.columns)
-        yield _row(["---"] * len(section.columns))
-        yield from map(_row, section.rows)
+        yield from markdown_table(section.columns, section.rows)
     for note in section.notes:
         yield ""
         yield note
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def page(report: Report) -> str:
@@ -124,7 +118,8 @@ def page(report: Report) -> str:
     """
     theme = THEMES[report.theme]
     script = plotly_script(
-        "the page with pictures", after=", then octavo bench hopper --from RESULT.json draws it from the numbers"
+        "the page with pictures",
+        after=", then python -m benchmarks.hopper --from RESULT.json draws it from the numbers",
     )
     warning = f"<p><strong>{escape(REHEARSED.replace('*', ''))}</strong></p>" if report.is_rehearsal else ""
     facts = "".join(f"<li>{escape(name)}: {escape(fact)}</li>" for name, fact in report.facts.items())

@@ -1,18 +1,29 @@
-"""What a benchmark found: sections with a table, numbers, bars and what failed; as data that JSON holds.
+"""Results of a benchmark: sections with a table, numbers, bars and failures, as data that JSON holds; and their files.
 
-A report is drawn again from its JSON alone (bench/reading.py), on a machine that has what draws it.
+A report is drawn again from its JSON alone, on a machine that has what draws it.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.files import write_atomically
 
-__all__ = ["Chart", "Failure", "PartRecord", "Report", "Section", "Verdict", "joined", "result_name"]
+__all__ = [
+    "Chart",
+    "Failure",
+    "PartRecord",
+    "Report",
+    "Section",
+    "Verdict",
+    "markdown_table",
+    "result_name",
+    "write_result",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,50 +202,6 @@ class Report:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
-def joined(reports: Sequence[Report]) -> Report:
-    """One report of what was measured in several calls; of a part that several have, the last that found anything.
-
-    A bar that it could not judge is judged as the last call that could.
-
-    Raises:
-        ConfigError: they come from different hardware or versions.
-    """
-    first = reports[0]
-    for report in reports[1:]:
-        if other := [f"{key} {value}" for key, value in report.facts.items() if first.facts.get(key) != value]:
-            raise ConfigError(f"results of one machine can be joined, and these differ: {', '.join(other)}")
-    parts: dict[str, PartRecord] = {}
-    for part in (part for report in reports for part in report.parts):
-        if part.sections or part.name not in parts:
-            parts[part.name] = part
-    judged = {
-        (part.name, verdict.claim): verdict
-        for report in reports
-        for part in report.parts
-        for verdict in part.verdicts
-        if verdict.is_judged
-    }
-    return Report(
-        facts=first.facts,
-        command="; ".join(dict.fromkeys(report.command for report in reports)),
-        is_rehearsal=any(report.is_rehearsal for report in reports),
-        measured=max(report.measured for report in reports),
-        parts=[_judged(part, judged) for part in parts.values()],
-        is_interrupted=any(report.is_interrupted for report in reports),
-        theme=first.theme,
-    )
-
-
-def _judged(part: PartRecord, judged: Mapping[tuple[str, str], Verdict]) -> PartRecord:
-    """The part, each bar that it could not judge as another call did."""
-
-    def known(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-        return tuple(each if each.is_judged else judged.get((part.name, each.claim), each) for each in verdicts)
-
-    sections = [replace(section, verdicts=known(section.verdicts)) for section in part.sections]
-    return replace(part, sections=sections, owed=known(part.owed))
-
-
 def result_name(theme: str, hardware: str, day: str) -> str:
     """A result's file name without its ending.
 
@@ -244,3 +211,28 @@ def result_name(theme: str, hardware: str, day: str) -> str:
     """
     short = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
     return f"{theme}_{short}_{day}"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; a cell's own ``|`` becomes ``/``.
+
+    Example:
+        >>> markdown_table(["timed", "speed"], [["copy", "2 GB/s"]])
+        ['| timed | speed |', '| --- | --- |', '| copy | 2 GB/s |']
+    """
+    lines = (columns, ["---"] * len(columns), *rows)
+    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
+
+
+def write_result(folder: Path, name: str, texts: Mapping[str, str]) -> Path:
+    """Write a result's files, by ending, and return their common path without it.
+
+    Args:
+        folder: created where it does not exist.
+        name: from :func:`result_name`.
+        texts: of each file, by ending such as ".md".
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for ending, text in texts.items():
+        write_atomically(folder / f"{name}{ending}", text)
+    return folder / name

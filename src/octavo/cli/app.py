@@ -235,7 +235,7 @@ add_command(data, "data", short="Show a source's documents and bytes, by split a
 app.add_typer(
     bench,
     name="bench",
-    short_help="Measure a Hopper GPU, or serving on any machine.",
+    short_help="Measure serving: latency, throughput and memory.",
     epilog="Example: octavo bench serve model.gguf --batch 1,16",
 )
 add_command(formats, "formats", short="Print range, precision and counts of the number formats.", example="--errata")

@@ -16,14 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from octavo.bench.render import markdown, page
-from octavo.bench.results import PartRecord, Report, Section, result_name
-from octavo.bench.serving import Contestant, Workload, measured
+from octavo.bench.results import PartRecord, Report, Section, result_name, write_result
+from octavo.bench.serving import Target, Workload, measured
 from octavo.bench.serving.targets import Api, ask_engine, ask_server, connected, model_name
 from octavo.cli.console import stderr, stdout
 from octavo.cli.options import read_api_key
 from octavo.cli.progress import Display, open_display
 from octavo.errors import ConfigError
-from octavo.files import write_atomically
 from octavo.handed_on import own_version
 from octavo.inference import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
 from octavo.nn.arguments import check_choice
@@ -83,7 +82,7 @@ def _of_model(
 ) -> list[Section]:
     """Every recipe in an engine of its own, which rests while another is asked."""
     threads: dict[str, EngineThread] = {}
-    contestants: dict[str, Contestant] = {}
+    targets: dict[str, Target] = {}
     display.phase("loading", None)
     for recipe in recipes:
         given = calibration if recipe == ServingRecipe.FP8_STATIC else None
@@ -96,10 +95,10 @@ def _of_model(
             step_rows=max(256, clients),
         )
         thread = threads[recipe] = EngineThread(Engine(served.runner, served.tokenizer, config=config))
-        contestants[recipe] = Contestant(ask=ask_engine(thread), weight_bytes=served.runner.resident_bytes)
+        targets[recipe] = Target(ask=ask_engine(thread), weight_bytes=served.runner.resident_bytes)
     vocab_size = next(iter(threads.values())).engine.vocab_size
     try:
-        return asyncio.run(_measured(contestants, replace(work, vocab_size=vocab_size), display))
+        return asyncio.run(_measured(targets, replace(work, vocab_size=vocab_size), display))
     finally:
         for thread in threads.values():
             thread.engine.cancel_all()
@@ -125,16 +124,16 @@ def _servers(urls: list[str], apis: list[Api], names: list[str]) -> list[Server]
 async def _of_servers(
     servers: list[Server], key: str | None, timeout_s: float, work: Workload, display: Display
 ) -> list[Section]:
-    contestants = {}
+    targets = {}
     async with AsyncExitStack() as open_clients:
         for url, api, name in servers:
             client = await open_clients.enter_async_context(connected(url, key=key, timeout_s=timeout_s))
-            contestants[url] = Contestant(ask=ask_server(client, api, name or await model_name(client)))
-        return await _measured(contestants, work, display)
+            targets[url] = Target(ask=ask_server(client, api, name or await model_name(client)))
+        return await _measured(targets, work, display)
 
 
-async def _measured(contestants: dict[str, Contestant], work: Workload, display: Display) -> list[Section]:
-    return await measured(contestants, work, advance=display.phase("asking", work.runs(len(contestants))))
+async def _measured(targets: dict[str, Target], work: Workload, display: Display) -> list[Section]:
+    return await measured(targets, work, advance=display.phase("asking", work.runs(len(targets))))
 
 
 def _names(recipes: str) -> list[str]:
@@ -185,9 +184,6 @@ def _show(report: Report, *, as_json: bool) -> None:
 
 
 def _write(report: Report, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / result_name(THEME, report.facts["device"], report.measured)
-    written = {".json": report.to_json(), ".md": markdown(report), ".html": page(report)}
-    for ending, text in written.items():
-        write_atomically(path.with_name(path.name + ending), text)
-    stderr().print(f"written: {path}{', '.join(written)}", markup=False, soft_wrap=True)
+    texts = {".json": report.to_json(), ".md": markdown(report), ".html": page(report)}
+    path = write_result(folder, result_name(THEME, report.facts["device"], report.measured), texts)
+    stderr().print(f"written: {path}{', '.join(texts)}", markup=False, soft_wrap=True)

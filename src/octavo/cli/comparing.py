@@ -8,6 +8,7 @@ from typing import Any
 from octavo.cli.console import print_json, print_table, stderr, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
+from octavo.experiments.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
 from octavo.files import write_atomically
 from octavo.models.sources import has_run
 from octavo.training import report, study_table
@@ -18,7 +19,6 @@ from octavo.training.loop import build_model
 from octavo.training.memory import check_run_fits
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, check_start, is_own_config, remove_runs, resumable_state
-from octavo.training.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
 from octavo.training.tokenizer import SMALLEST_VOCABULARY
 
 __all__ = ["compare", "print_study"]

@@ -9,8 +9,8 @@ from octavo.cli import options
 from octavo.cli.comparing import compare, print_study
 from octavo.cli.console import stdout
 from octavo.cli.thread_choice import threads_of
+from octavo.experiments.study import DEFAULT_RECIPES
 from octavo.training.config import demo_config
-from octavo.training.study import DEFAULT_RECIPES
 
 __all__ = ["demo"]
 

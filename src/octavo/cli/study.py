@@ -8,7 +8,7 @@ import typer
 from octavo.cli import options
 from octavo.cli.comparing import compare, print_study
 from octavo.cli.thread_choice import says_threads, threads_of
-from octavo.training.study import DEFAULT_RECIPES
+from octavo.experiments.study import DEFAULT_RECIPES
 
 __all__ = ["study"]
 

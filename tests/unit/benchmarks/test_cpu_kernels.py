@@ -1,12 +1,11 @@
 """The bars of the CPU kernels' benchmark, judged on made-up times; and that all it names is there and runs."""
 
 import sys
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import cpu_kernels, measure
+from benchmarks import cpu_kernels
 from benchmarks.cpu_kernels import Bound, Contestant
 from octavo.kernels import cpu
 
@@ -56,17 +55,16 @@ def test_a_bar_is_met_by_what_reaches_it(seconds, verdict):
 
 @needs_extension
 @pytest.mark.parametrize("rounds", [2, 7])
-def test_the_result_names_the_command_and_counts_the_bars(monkeypatch, rounds):
-    written: dict[str, Any] = {}
+def test_the_result_names_the_command_and_counts_the_bars(monkeypatch, rounds, written):
     monkeypatch.setattr(sys, "argv", ["cpu_kernels", "--rounds", str(rounds)])
     monkeypatch.setattr(cpu_kernels, "contestants", lambda: ENTERED)
     monkeypatch.setattr(cpu_kernels, "interleaved", lambda _, rounds: SECONDS)
-    monkeypatch.setattr(measure, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
     cpu_kernels.main()
-    assert written["command"] == f"python -m benchmarks.cpu_kernels --rounds {rounds}"
-    assert written["machine"].endswith(f"kernels for {cpu.levels()[-1]}")
-    assert f"Median of {rounds} interleaved rounds" in written["lines"][-1]
-    assert "1 of 3 bars met." in written["lines"]
+    lines = written()
+    assert lines[2].startswith(f"`python -m benchmarks.cpu_kernels --rounds {rounds}`, ")
+    assert lines[4].endswith(f"kernels for {cpu.levels()[-1]}")
+    assert f"Median of {rounds} interleaved rounds" in lines[-1]
+    assert "1 of 3 bars met." in lines
 
 
 def test_without_native_kernels_it_refuses(monkeypatch, capsys):

@@ -1,11 +1,10 @@
 """The bar of the doctor's cost, judged on made-up times."""
 
 import sys
-from typing import Any
 
 import pytest
 
-from benchmarks import doctor_cost, measure
+from benchmarks import doctor_cost
 from benchmarks.measure import Ratio
 from octavo.doctor.captor import ASK_EVERY
 from octavo.training.config import demo_config
@@ -33,14 +32,13 @@ def test_a_look_writes_and_a_plain_step_does_not(tmp_path):
     assert written[0] == 0 < written[1] == written[2]
 
 
-def test_the_result_names_the_command_that_gives_it(monkeypatch):
-    written: dict[str, Any] = {}
+def test_the_result_names_the_command_that_gives_it(monkeypatch, written):
     monkeypatch.setattr(sys, "argv", ["doctor_cost", "--rounds", "7", "--recipes", "rowwise", "mxfp8"])
     monkeypatch.setattr(doctor_cost, "contestants", lambda *_: {})
     monkeypatch.setattr(doctor_cost, "interleaved", lambda *_, **__: {})
     monkeypatch.setattr(doctor_cost, "ratio", lambda *_: Ratio(1.2, 1.1, 1.3))
-    monkeypatch.setattr(measure, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
     doctor_cost.main()
-    assert written["command"] == "python -m benchmarks.doctor_cost --rounds 7 --recipes rowwise mxfp8"
-    assert "Median of 7 interleaved rounds" in written["lines"][-1]
-    assert [line.split(" | ")[0] for line in written["lines"][2:4]] == ["| rowwise", "| mxfp8"]
+    lines = written()
+    assert lines[2].startswith("`python -m benchmarks.doctor_cost --rounds 7 --recipes rowwise mxfp8`, ")
+    assert "Median of 7 interleaved rounds" in lines[-1]
+    assert [line.split(" | ")[0] for line in lines[8:10]] == ["| rowwise", "| mxfp8"]

@@ -1,7 +1,6 @@
 """The bars of the training step's benchmark, judged on made-up times."""
 
 import sys
-from typing import Any
 
 import pytest
 
@@ -60,17 +59,16 @@ def test_the_model_has_the_width_asked_for():
 
 
 @pytest.mark.parametrize("rounds", [2, 7])
-def test_the_result_names_the_command_that_gives_it(monkeypatch, rounds):
-    written: dict[str, Any] = {}
+def test_the_result_names_the_command_that_gives_it(monkeypatch, rounds, written):
     monkeypatch.setattr(sys, "argv", ["train_step", "--rounds", str(rounds)])
     monkeypatch.setattr(train_step, "contestants", lambda _: {})
     monkeypatch.setattr(train_step, "interleaved", lambda _, rounds, warmup: {**SECONDS, "fp32": [1.0] * rounds})
     monkeypatch.setattr(train_step, "ratio", lambda *_: Ratio(0.4, 0.4, 0.4))
-    monkeypatch.setattr(measure, "write_result", lambda theme, lines, **head: written.update(head, lines=lines))
     train_step.main()
-    assert written["command"] == f"python -m benchmarks.train_step --rounds {rounds}"
-    assert f"Median of {rounds} interleaved rounds" in written["lines"][-1]
-    assert sum("| met" in line for line in written["lines"]) == 10
+    lines = written()
+    assert lines[2].startswith(f"`python -m benchmarks.train_step --rounds {rounds}`, ")
+    assert f"Median of {rounds} interleaved rounds" in lines[-1]
+    assert sum("| met" in line for line in lines) == 10
 
 
 def test_what_the_bars_name_is_timed():

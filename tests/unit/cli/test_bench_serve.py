@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from octavo.bench.reading import load_report
+from benchmarks.hopper.reading import load_report
 from octavo.inference import Engine, EngineThread, load_served_model
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import write_llama, write_tokenizer

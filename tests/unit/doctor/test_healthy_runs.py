@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from octavo.doctor import Severity, diagnose
+from octavo.experiments import short_run
 from octavo.training.config import Precision
 from octavo.training.recipe_choice import PLAIN_RECIPES, trainable_recipes
-from octavo.trials import short_run
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 RECIPES = [name for name in trainable_recipes() if name not in PLAIN_RECIPES]

@@ -16,7 +16,7 @@ NAMES = [one.name for one in fields(Thresholds)]
 SOURCE = Path(doctor.__path__[0]).parent
 RULES = "".join(
     file.read_text(encoding="utf-8")
-    for folder in ("doctor/rules", "trials/preflight")
+    for folder in ("doctor/rules", "experiments/preflight")
     for file in (SOURCE / folder).glob("*.py")
 )
 

@@ -1,13 +1,13 @@
-"""What serving costs: requests in a closed and in an open loop, against octavo's engine or any server's URL."""
+"""The cost of serving: requests in a closed and in an open loop, to octavo's engine or any server's URL."""
 
-from octavo.bench.serving.comparison import Contestant, Workload, measured
-from octavo.bench.serving.load import Answer, Ask, Prompt, closed_loop, open_loop, poisson_arrivals
+from octavo.bench.serving.comparison import Target, Workload, measured
+from octavo.bench.serving.load import AnswerTimes, Ask, Prompt, closed_loop, open_loop, poisson_arrivals
 
 __all__ = [
-    "Answer",
+    "AnswerTimes",
     "Ask",
-    "Contestant",
     "Prompt",
+    "Target",
     "Workload",
     "closed_loop",
     "measured",

@@ -1,4 +1,4 @@
-"""Contestants under the same load, in turn, round by round: what is measured of each, and who reaches which bar.
+"""Targets under the same load, in turn, round by round: the measurements of each, and the bars they reach.
 
 | load          | prompt     | answer    | clients       | shows                                    |
 |---------------|------------|-----------|---------------|------------------------------------------|
@@ -6,7 +6,7 @@
 | decode, B     | ``START``  | ``answer``| B, closed     | how fast answers are written             |
 | open loop     | ``prompt`` | ``answer``| Poisson       | how long users wait at a rate of requests |
 
-The open loop's rate is the same for all: ``SHARE`` of what the first contestant's decode with most clients would serve,
+The open loop's rate is the same for all: ``SHARE`` of what the first target's decode with most clients would serve,
 unless it is given. Percentiles are over the answers of all rounds, linear between ranks, as numpy's.
 """
 
@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field, fields
 import numpy as np
 
 from octavo.bench.results import Chart, Section, Verdict
-from octavo.bench.rounds import ratio
-from octavo.bench.serving.load import Answer, Ask, Prompt, closed_loop, open_loop, poisson_arrivals
+from octavo.bench.serving.load import AnswerTimes, Ask, Prompt, closed_loop, open_loop, poisson_arrivals
+from octavo.bench.timing import ratio
 from octavo.errors import ConfigError
 from octavo.inference import ServingRecipe
 from octavo.nn.arguments import check_whole
 
-__all__ = ["Contestant", "Run", "Workload", "load_name", "measured"]
+__all__ = ["Run", "Target", "Workload", "load_name", "measured"]
 
 BF16 = ServingRecipe.BF16
 PREFILL, DECODE, OPEN = "prefill", "decode", "open loop"
@@ -34,7 +34,7 @@ START = 8  # tokens of a prompt whose answer is timed
 SHARE = 0.5
 PERCENTILES = (50, 95, 99)
 PERCENTILE_NAMES = tuple(f"p{number}" for number in PERCENTILES)
-LATENCIES: dict[str, Callable[[Answer], float | None]] = {
+LATENCIES: dict[str, Callable[[AnswerTimes], float | None]] = {
     "to the first token": lambda answer: answer.to_first,
     "from token to token": lambda answer: answer.a_token,
     "whole answer": lambda answer: answer.latency,
@@ -45,7 +45,7 @@ WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked.
+    """Prompts, answers and clients of a benchmark.
 
     Attributes:
         batches: how many clients at once.
@@ -86,9 +86,9 @@ class Workload:
         """Names to what is asked and how many clients ask."""
         return {load_name(kind, batch): (kind, batch) for kind in (PREFILL, DECODE) for batch in sorted(self.batches)}
 
-    def runs(self, contestants: int) -> int:
+    def runs(self, targets: int) -> int:
         """How many there are in all, with those that warm up."""
-        return (len(self.closed_loads) + 1) * contestants * (self.rounds + 1)
+        return (len(self.closed_loads) + 1) * targets * (self.rounds + 1)
 
     def prompts(self, count: int, length: int, answer: int, *, round_of: str) -> list[Prompt]:
         """Different ones in every round, so that no page of keys and values is found again."""
@@ -104,7 +104,7 @@ class Workload:
 
 
 def load_name(kind: str, batch: int) -> str:
-    """What a closed loop's table is called.
+    """Title of a closed loop's table.
 
     Example:
         >>> load_name("decode", 16)
@@ -114,12 +114,12 @@ def load_name(kind: str, batch: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contestant:
-    """Somebody who answers.
+class Target:
+    """An engine or a server that is measured.
 
     Attributes:
-        ask: how.
-        weight_bytes: of its weights in memory; 0 where nobody knows.
+        ask: sends a prompt and yields tokens.
+        weight_bytes: of its weights in memory; 0 where unknown.
     """
 
     ask: Ask
@@ -128,7 +128,7 @@ class Contestant:
 
 @dataclass(slots=True)
 class Run:
-    """One load on one contestant, in all rounds.
+    """One load on one target, in all rounds.
 
     Attributes:
         answers: of all rounds.
@@ -136,11 +136,11 @@ class Run:
         tokens: of each round that are counted: of prompts for a prefill, else of answers.
     """
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[AnswerTimes] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
-    def add(self, answers: Sequence[Answer], tokens: int) -> None:
+    def add(self, answers: Sequence[AnswerTimes], tokens: int) -> None:
         """A round's."""
         self.answers += answers
         self.seconds.append(max(a.last for a in answers) - min(a.due for a in answers))
@@ -156,17 +156,17 @@ class Run:
         """Of each round."""
         return [spent / count for count, spent in zip(self.tokens, self.seconds, strict=True)]
 
-    def percentiles_ms(self, of: Callable[[Answer], float | None]) -> list[float]:
+    def percentiles_ms(self, of: Callable[[AnswerTimes], float | None]) -> list[float]:
         """p50, p95 and p99 of something that answers have, in milliseconds; none where no answer has it."""
         found = [1e3 * value for answer in self.answers if (value := of(answer)) is not None]
         return [float(value) for value in np.percentile(found, PERCENTILES)] if found else []
 
 
-Runs = Mapping[str, Run]  # by contestant
+Runs = Mapping[str, Run]  # by target
 
 
 async def measured(
-    contestants: Mapping[str, Contestant],
+    targets: Mapping[str, Target],
     work: Workload,
     *,
     advance: Callable[[int, str], None] = lambda _done, _doing: None,
@@ -174,28 +174,28 @@ async def measured(
     """Ask everybody everything, and tell what was found: a table for each load, then memory.
 
     Args:
-        contestants: by name; ratios are to the first.
+        targets: by name; ratios are to the first.
         work: what is asked.
-        advance: called before each run with (runs done, what runs); there are ``work.runs(len(contestants))``.
+        advance: called before each run with (runs done, what runs); there are ``work.runs(len(targets))``.
     """
     loads = [*work.closed_loads, OPEN]
-    found = {load: {name: Run() for name in contestants} for load in loads}
+    found = {load: {name: Run() for name in targets} for load in loads}
     done, rate = 0, work.rate
     for turn in range(work.rounds + 1):  # the first warms up
         for load in loads:
-            for name, who in contestants.items():
+            for name, target in targets.items():
                 advance(done, f"{load}: {name}")
                 done += 1
-                answers, tokens = await _asked(who.ask, work, load, turn, rate)
+                answers, tokens = await _asked(target.ask, work, load, turn, rate)
                 if turn:
                     found[load][name].add(answers, tokens)
-                elif rate is None and load == loads[-2]:  # the first contestant's decode with most clients
+                elif rate is None and load == loads[-2]:  # the first target's decode with most clients
                     rate = SHARE * len(answers) / (max(a.last for a in answers) - min(a.due for a in answers))
     assert rate is not None
-    return [*(_section(load, found[load], rate) for load in loads), _summary(found, work, contestants)]
+    return [*(_section(load, found[load], rate) for load in loads), _summary(found, work, targets)]
 
 
-async def _asked(ask: Ask, work: Workload, load: str, turn: int, rate: float | None) -> tuple[list[Answer], int]:
+async def _asked(ask: Ask, work: Workload, load: str, turn: int, rate: float | None) -> tuple[list[AnswerTimes], int]:
     """One round of a load; and how many tokens count."""
     round_of = f"{turn}, {load}"
     if load == OPEN:
@@ -212,7 +212,7 @@ async def _asked(ask: Ask, work: Workload, load: str, turn: int, rate: float | N
 
 
 def _section(load: str, runs: Runs, rate: float) -> Section:
-    """A row for each contestant."""
+    """A row for each target."""
     base = next(iter(runs))
     columns = ["asked", "tokens/s", f"speed × {base} (quartiles)", *LATENCIES]
     seconds = {name: run.seconds_a_token for name, run in runs.items()}
@@ -244,15 +244,15 @@ def _cell(percentiles: Sequence[float]) -> str:
     return " / ".join(f"{value:,.1f}" for value in percentiles) or "–"
 
 
-def _summary(found: Mapping[str, Runs], work: Workload, contestants: Mapping[str, Contestant]) -> Section:
+def _summary(found: Mapping[str, Runs], work: Workload, targets: Mapping[str, Target]) -> Section:
     """Memory, and the bars."""
-    known = {name: who.weight_bytes for name, who in contestants.items() if who.weight_bytes}
+    known = {name: target.weight_bytes for name, target in targets.items() if target.weight_bytes}
     rows = tuple((name, f"{size / 1e6:,.1f} MB", _share(size, known)) for name, size in known.items())
     return Section(
         title="memory of weights, and the bars",
         columns=("weights", "bytes", f"of {BF16}"),
         rows=rows,
-        verdicts=(*_client_bars(found, work), *_memory_bars(known), *_peer_bars(found, work, contestants)),
+        verdicts=(*_client_bars(found, work), *_memory_bars(known), *_peer_bars(found, work, targets)),
         raw={"weight_bytes": known},
     )
 
@@ -283,9 +283,9 @@ def _memory_bars(known: Mapping[str, int]) -> list[Verdict]:
     ]
 
 
-def _peer_bars(found: Mapping[str, Runs], work: Workload, contestants: Mapping[str, Contestant]) -> list[Verdict]:
+def _peer_bars(found: Mapping[str, Runs], work: Workload, targets: Mapping[str, Target]) -> list[Verdict]:
     """Of servers: the first one's throughput over each other's, with most clients."""
-    if any(who.weight_bytes for who in contestants.values()):
+    if any(target.weight_bytes for target in targets.values()):
         return []
     runs = found[load_name(DECODE, max(work.batches))]
     own, *others = runs

@@ -17,16 +17,16 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Answer", "Ask", "Prompt", "closed_loop", "open_loop", "poisson_arrivals"]
+__all__ = ["AnswerTimes", "Ask", "Prompt", "closed_loop", "open_loop", "poisson_arrivals"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is asked.
+    """A request.
 
     Attributes:
         ids: the prompt's tokens, where a tokenizer is at hand.
-        text: the prompt for whoever takes text.
+        text: the prompt for servers that take text.
         answer_tokens: how many to answer with.
     """
 
@@ -39,7 +39,7 @@ Ask = Callable[[Prompt], AsyncIterator[int]]  # yields, as they come, how many t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AnswerTimes:
     """When one request's tokens came; seconds.
 
     Attributes:
@@ -89,31 +89,31 @@ def poisson_arrivals(count: int, rate: float, *, seed: int) -> list[float]:
     return due
 
 
-async def closed_loop(ask: Ask, prompts: Sequence[Prompt], *, clients: int) -> list[Answer]:
+async def closed_loop(ask: Ask, prompts: Sequence[Prompt], *, clients: int) -> list[AnswerTimes]:
     """Ask everything; each of so many clients sends its next request when its last is answered."""
     waiting, now = iter(prompts), asyncio.get_running_loop().time
 
-    async def client() -> list[Answer]:
+    async def client() -> list[AnswerTimes]:
         return [await _answered(ask, prompt, now()) for prompt in waiting]
 
     found = await asyncio.gather(*(client() for _ in range(clients)))
     return [answer for answers in found for answer in answers]
 
 
-async def open_loop(ask: Ask, prompts: Sequence[Prompt], arrivals: Sequence[float]) -> list[Answer]:
+async def open_loop(ask: Ask, prompts: Sequence[Prompt], arrivals: Sequence[float]) -> list[AnswerTimes]:
     """Ask everything, each prompt at its own time."""
     start = asyncio.get_running_loop().time()
 
-    async def one(prompt: Prompt, due: float) -> Answer:
+    async def one(prompt: Prompt, due: float) -> AnswerTimes:
         await asyncio.sleep(start + due - asyncio.get_running_loop().time())
         return await _answered(ask, prompt, start + due)
 
     return list(await asyncio.gather(*map(one, prompts, arrivals)))
 
 
-async def _answered(ask: Ask, prompt: Prompt, due: float) -> Answer:
+async def _answered(ask: Ask, prompt: Prompt, due: float) -> AnswerTimes:
     now, times, tokens = asyncio.get_running_loop().time, [], 0
     async for count in ask(prompt):
         times.append(now())
         tokens += count
-    return Answer(due=due, first=times[0], last=times[-1], tokens=tokens)
+    return AnswerTimes(due=due, first=times[0], last=times[-1], tokens=tokens)

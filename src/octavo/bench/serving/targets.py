@@ -75,7 +75,7 @@ async def connected(url: str, *, key: str | None, timeout_s: float) -> "AsyncIte
 
 @contextmanager
 def _answering(client: "AsyncClient") -> Iterator[None]:
-    """What goes wrong inside is this server's failure."""
+    """Turn errors of the connection into a sentence that names the server."""
     import httpx2
 
     try:

@@ -10,9 +10,9 @@ import typer
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.progress import open_display
+from octavo.experiments import Bisection, origin_of
+from octavo.experiments import bisect as find_layers
 from octavo.models.sources import check_is_run
-from octavo.trials import Bisection, origin_of
-from octavo.trials import bisect as find_layers
 
 __all__ = ["bisect"]
 

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from octavo.cli.doctor.bisect import bisect
 from octavo.cli.doctor.examine import examine
 from octavo.cli.doctor.preflight import preflight
-from octavo.cli.doctor.selftest import selftest
+from octavo.cli.moved import add_moved
 
 __all__ = ["doctor"]
 
@@ -51,11 +51,7 @@ doctor.command(
     short_help="Try a configuration before a long run.",
     epilog="Example: octavo doctor preflight long.toml",
 )(preflight)
-doctor.command(
-    name="selftest",
-    short_help="Inject known faults, and see whether the doctor names them.",
-    epilog="Example: octavo doctor selftest --quick",
-)(selftest)
+add_moved(doctor, "selftest", "octavo doctor selftest", "benchmarks.doctor_selftest")
 
 
 @doctor.callback()

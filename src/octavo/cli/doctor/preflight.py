@@ -14,6 +14,9 @@ from octavo.cli.console import print_json, print_table, stdout
 from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, print_remedies
 from octavo.cli.progress import Display, open_display, phases
 from octavo.doctor import Finding
+from octavo.experiments import Check, Origin, run_data
+from octavo.experiments import preflight as try_out
+from octavo.experiments.paired import check_numbers
 from octavo.models.sources import check_is_run
 from octavo.training.config import RunConfig, load_config
 from octavo.training.data import preparing
@@ -21,9 +24,6 @@ from octavo.training.loop import check_data
 from octavo.training.memory import check_run_fits, fitting_in_memory
 from octavo.training.run_folder import CONFIG
 from octavo.training.tokenizer import SMALLEST_VOCABULARY
-from octavo.trials import Check, Origin, run_data
-from octavo.trials import preflight as try_out
-from octavo.trials.paired import check_numbers
 
 __all__ = ["preflight"]
 

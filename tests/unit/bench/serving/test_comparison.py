@@ -1,4 +1,4 @@
-"""What is made of answers, beside numpy, and of contestants whose speed is known."""
+"""What is made of answers, beside numpy, and of targets whose speed is known."""
 
 import json
 import operator
@@ -6,24 +6,24 @@ import operator
 import numpy as np
 import pytest
 
-from octavo.bench.reading import load_report
+from benchmarks.hopper.reading import load_report
 from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report
-from octavo.bench.serving import Answer, Workload, measured
+from octavo.bench.serving import AnswerTimes, Workload, measured
 from octavo.bench.serving.comparison import Run
 from octavo.errors import ConfigError
-from tests.unit.bench.serving.virtual_time import contestant, run
+from tests.unit.bench.serving.virtual_time import run, target
 
 
-def measured_sections(contestants, **options):
+def measured_sections(targets, **options):
     work = Workload(batches=(1, 16), answer=4, prompt=8, **options)
-    return run(measured(contestants, work))
+    return run(measured(targets, work))
 
 
 def test_percentiles_are_numpys():
     draw = np.random.default_rng(0)
     times = draw.gamma(2.0, size=(57, 2)).cumsum(axis=1)
-    answers = [Answer(due=0.0, first=float(first), last=float(last), tokens=5) for first, last in times]
+    answers = [AnswerTimes(due=0.0, first=float(first), last=float(last), tokens=5) for first, last in times]
     found = Run(answers=answers)
     wanted = {
         "latency": times[:, 1],
@@ -36,15 +36,15 @@ def test_percentiles_are_numpys():
 
 
 def test_a_single_token_has_no_time_between_tokens():
-    assert Run(answers=[Answer(due=0.0, first=1.0, last=1.0, tokens=1)]).percentiles_ms(lambda a: a.a_token) == []
+    assert Run(answers=[AnswerTimes(due=0.0, first=1.0, last=1.0, tokens=1)]).percentiles_ms(lambda a: a.a_token) == []
 
 
 def test_a_run_counts_from_the_first_request_to_the_last_token():
     found = Run()
     for scale in (1.0, 2.0, 4.0):
         pair = [
-            Answer(due=10.0, first=10.5, last=10.0 + scale, tokens=3),
-            Answer(due=10.5, first=10.6, last=10.7, tokens=5),
+            AnswerTimes(due=10.0, first=10.5, last=10.0 + scale, tokens=3),
+            AnswerTimes(due=10.5, first=10.6, last=10.7, tokens=5),
         ]
         found.add(pair, 8)
     assert found.seconds == [1.0, 2.0, 4.0]
@@ -52,7 +52,7 @@ def test_a_run_counts_from_the_first_request_to_the_last_token():
 
 
 def test_speeds_ratios_and_bars_are_those_of_the_contestants():
-    slow, fast = contestant(0.2, weight_bytes=1000), contestant(0.1, weight_bytes=540)
+    slow, fast = target(0.2, weight_bytes=1000), target(0.1, weight_bytes=540)
     sections = measured_sections({"bf16": slow, "fp8": fast})
     titles = ["prefill, 1 at once", "prefill, 16 at once", "decode, 1 at once", "decode, 16 at once", "open loop"]
     assert [section.title for section in sections] == [*titles, "memory of weights, and the bars"]
@@ -70,7 +70,7 @@ def test_speeds_ratios_and_bars_are_those_of_the_contestants():
 
 
 def test_servers_are_compared_with_the_first():
-    sections = measured_sections({"ours": contestant(0.1), "theirs": contestant(0.15)})
+    sections = measured_sections({"ours": target(0.1), "theirs": target(0.15)})
     (verdict,) = (v for v in sections[-1].verdicts if "over theirs" in v.claim)
     assert verdict.found == pytest.approx(1.5)
     assert not verdict.is_met
@@ -78,14 +78,14 @@ def test_servers_are_compared_with_the_first():
 
 def test_the_open_loop_has_half_the_requests_that_the_first_can_serve():
     """16 at once, four tokens of 0.1 s each: 40 requests a second."""
-    sections = measured_sections({"ours": contestant(0.1)}, rounds=2)
+    sections = measured_sections({"ours": target(0.1)}, rounds=2)
     assert sections[4].raw["rate"] == pytest.approx(20.0)
     assert "20 a second" in sections[4].notes[0]
-    assert measured_sections({"ours": contestant(0.1)}, rate=3.0)[4].raw["rate"] == 3.0
+    assert measured_sections({"ours": target(0.1)}, rate=3.0)[4].raw["rate"] == 3.0
 
 
 def test_a_report_of_it_is_json_and_comes_back(tmp_path):
-    sections = measured_sections({"bf16": contestant(0.2, weight_bytes=10), "fp8": contestant(0.1, weight_bytes=5)})
+    sections = measured_sections({"bf16": target(0.2, weight_bytes=10), "fp8": target(0.1, weight_bytes=5)})
     report = Report(facts={"device": "this"}, command="octavo bench serve", is_rehearsal=False, theme="serving")
     report.parts.append(PartRecord(name="serving", sections=sections))
     path = tmp_path / "result.json"

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from octavo.bench.serving import Answer, Prompt, closed_loop, open_loop, poisson_arrivals
+from octavo.bench.serving import AnswerTimes, Prompt, closed_loop, open_loop, poisson_arrivals
 from tests.unit.bench.serving.virtual_time import run
 
 PROMPTS = [Prompt(answer_tokens=count) for count in (3, 1, 2, 2)]
@@ -40,7 +40,7 @@ def test_a_client_asks_again_when_it_is_answered():
 def test_clients_ask_side_by_side():
     answers = run(closed_loop(server(), PROMPTS, clients=2))
     assert sorted((a.due, a.last) for a in answers) == [(0.0, 1.0), (0.0, 2.0), (1.0, 2.5), (2.0, 3.5)]
-    assert run(closed_loop(server(), PROMPTS, clients=9))[0] == Answer(due=0.0, first=1.0, last=2.0, tokens=3)
+    assert run(closed_loop(server(), PROMPTS, clients=9))[0] == AnswerTimes(due=0.0, first=1.0, last=2.0, tokens=3)
 
 
 def test_an_open_loop_does_not_wait_for_a_slow_server():

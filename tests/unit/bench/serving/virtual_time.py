@@ -3,7 +3,7 @@
 import asyncio
 import selectors
 
-from octavo.bench.serving import Contestant
+from octavo.bench.serving import Target
 
 
 class _Jumping(selectors.SelectSelector):
@@ -32,7 +32,7 @@ def run(coroutine):
         return runner.run(coroutine)
 
 
-def contestant(seconds_a_token, *, weight_bytes=0):
+def target(seconds_a_token, *, weight_bytes=0):
     """Everybody is answered at once, however many they are."""
 
     async def ask(prompt):
@@ -40,4 +40,4 @@ def contestant(seconds_a_token, *, weight_bytes=0):
             await asyncio.sleep(seconds_a_token)
             yield 1
 
-    return Contestant(ask=ask, weight_bytes=weight_bytes)
+    return Target(ask=ask, weight_bytes=weight_bytes)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from octavo.trials import Bisection, Part
-from octavo.trials.paired import Effect
+from octavo.experiments import Bisection, Part
+from octavo.experiments.paired import Effect
 
 GAP = Effect(nats=0.08, error=0.001, orders=(0.079, 0.081))
 FOUND = Bisection(

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from octavo.trials import Check
+from octavo.experiments import Check
 
 QUICK = ["--steps", "2"]
 

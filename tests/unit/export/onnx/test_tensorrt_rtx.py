@@ -1,7 +1,7 @@
-"""What TensorRT-RTX is asked and says; with the wheel, beside what the lint says of the same graphs."""
+"""What TensorRT-RTX is asked and says; with its bindings, beside what the lint says of the same graphs."""
 
 import sys
-from types import SimpleNamespace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -34,38 +34,44 @@ STEPS = """
 """
 
 
-def with_package(monkeypatch, folder, *names):
-    """A package of that name lies in a folder, with these files."""
-    for name in names:
-        (folder / name).write_text("no library")
-    monkeypatch.setattr(module_under_test, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[folder]))
+def with_packages(monkeypatch, **versions):
+    """Installed packages of TensorRT-RTX, ``bindings`` and ``libs``, by version; others are not installed."""
+
+    def version(name):
+        try:
+            return versions[name.rpartition("-")[2]]
+        except KeyError:
+            raise PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(module_under_test, "version", version)
 
 
 def with_program(monkeypatch, folder, script):
     """Runs in place of Python."""
-    with_package(monkeypatch, folder, "libtensorrt_rtx.so.1.7.1")
+    with_packages(monkeypatch, bindings="1.7.1.116", libs="1.7.1.116")
     (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
 
 
-def test_skipped_without_the_wheel(tmp_path, monkeypatch):
-    monkeypatch.setattr(module_under_test, "find_spec", lambda _: None)
+@pytest.mark.parametrize(("versions", "missing"), [({}, "bindings"), ({"bindings": "1.7.1.116"}, "libs")])
+def test_skipped_without_the_bindings_or_their_libraries(tmp_path, monkeypatch, versions, missing):
+    with_packages(monkeypatch, **versions)
     found = check_build(tmp_path / "model.onnx", RANGES)
     assert str(found) == (
-        "TensorRT-RTX: not run: onnxruntime-ep-nv-tensorrt-rtx-cu13 is not installed; "
-        "pip install 'octavo[tensorrt-rtx]'"
+        f"TensorRT-RTX: not run: tensorrt-rtx-cu13-{missing} is not installed; pip install 'octavo[tensorrt-rtx]'"
     )
     assert not found.problem
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [(("libtensorrt_rtx.so.1", "libtensorrt_rtx.so.1.8.0"), "libtensorrt_rtx.so.1.8.0"), ((), "no libtensorrt_rtx.so")],
-)
-def test_another_version_is_not_called(tmp_path, monkeypatch, names, said):
-    with_package(monkeypatch, tmp_path, *names)
-    wanted = f"this check calls version 1.7.1, and onnxruntime_ep_nv_tensorrt_rtx holds {said}"
+@pytest.mark.parametrize("version", ["1.8.0.7", "1.7.10.1"])
+@pytest.mark.parametrize("other", ["bindings", "libs"])
+def test_another_version_is_not_called(tmp_path, monkeypatch, version, other):
+    with_packages(monkeypatch, **{"bindings": "1.7.1.116", "libs": "1.7.1.116", other: version})
+    wanted = (
+        f"this check reads engines of version 1.7.1, and tensorrt-rtx-cu13-{other} is version {version}; "
+        "pip install 'octavo[tensorrt-rtx]'"
+    )
     assert why_skipped() == check_build(tmp_path / "model.onnx", RANGES).skipped == wanted
 
 
@@ -74,7 +80,7 @@ def test_what_it_is_asked(tmp_path, monkeypatch):
         echo '{{"engine_bytes": 3000000, "fp8_products": 14, "fp8_bytes": 98304}}'""")  # fmt: skip
     found = check_build(tmp_path / "model.onnx", RANGES)
     command, ranges = (tmp_path / "asked").read_text().splitlines()
-    assert command == f"-I {module_under_test.__file__} {tmp_path} {tmp_path}/model.onnx"
+    assert command == f"-I {module_under_test.__file__} {tmp_path}/model.onnx"
     assert ranges == '[{"name": "x", "min": [3, 4], "opt": [3, 4], "max": [3, 4]}]'
     assert str(found) == (
         "TensorRT-RTX 1.7.1: parsed and built on a CPU, not run; an engine of 3.0 MB with 14 products in FP8 and "
@@ -88,10 +94,11 @@ def test_a_crash_is_a_failed_check(tmp_path, monkeypatch):
     assert problem == "its process ended by SIGSEGV: it said nothing"
 
 
-def test_a_broken_library_is_a_failed_check(tmp_path, monkeypatch):
-    with_package(monkeypatch, tmp_path, "libtensorrt_rtx.so.1.7.1")
+def test_bindings_that_do_not_load_are_a_failed_check(tmp_path, monkeypatch):
+    """A traceback's last line says why."""
+    with_program(monkeypatch, tmp_path, "echo Traceback >&2; echo 'ImportError: libtensorrt_rtx.so.1' >&2; exit 1")
     problem = check_build(tmp_path / "model.onnx", RANGES).problem
-    assert problem.startswith("its process ended by exit code 1: OSError: ")
+    assert problem == "its process ended by exit code 1: ImportError: libtensorrt_rtx.so.1"
 
 
 def test_a_refused_graph_leaves_no_folder(tmp_path, monkeypatch):

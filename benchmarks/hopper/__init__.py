@@ -1,0 +1,1 @@
+"""Measurements on a Hopper GPU, in one command: ``python -m benchmarks.hopper``."""

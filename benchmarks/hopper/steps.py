@@ -1,0 +1,77 @@
+"""A forward and a backward pass of a module, and the memory that it takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from benchmarks.hopper.session import Rotation, Session
+
+__all__ = ["Memory", "TrainingStep", "leaf", "memory_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one variant, as if it were alone; 0 in a rehearsal.
+
+    Attributes:
+        peak: parameters and the most that a step adds to them.
+        kept: what lies between forward and backward, the output included.
+    """
+
+    peak: int
+    kept: int
+
+
+class TrainingStep:
+    """Forward and backward; gradients of parameters and input are made and dropped.
+
+    Args:
+        run: the forward pass, maybe compiled.
+        parameters: what takes gradients.
+        inputs: batches in turn, which take gradients too.
+        grads: of the output, in turn.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor], Tensor],
+        parameters: Sequence[nn.Parameter],
+        inputs: Rotation[Tensor],
+        grads: Rotation[Tensor],
+    ) -> None:
+        self.run, self.parameters, self.inputs, self.grads = run, parameters, inputs, grads
+
+    def __call__(self) -> None:
+        """One step; no gradient stays, even of one that fails, since others may share the parameters."""
+        x = self.inputs()
+        try:
+            self.run(x).backward(self.grads())
+        finally:
+            self._drop(x)
+
+    def kept(self, session: Session) -> int:
+        """Bytes between forward and backward."""
+        x, before = self.inputs(), session.allocated()
+        y = self.run(x)
+        kept = session.allocated() - before
+        y.backward(self.grads())
+        self._drop(x)
+        return kept
+
+    def _drop(self, x: Tensor) -> None:
+        x.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def memory_of(session: Session, step: TrainingStep) -> Memory:
+    """Memory of a step; measured after its times, so that nothing is allocated for the first time."""
+    own = sum(parameter.nbytes for parameter in step.parameters) if session.on_gpu else 0
+    kept = step.kept(session)
+    return Memory(own + session.peak_above(session.allocated(), step), kept)
+
+
+def leaf(session: Session, *shape: int) -> Tensor:
+    """A BF16 input that takes a gradient."""
+    return session.randn(*shape).requires_grad_()

@@ -1,0 +1,117 @@
+"""Which layers account for a run's loss gap to BF16, found by keeping some of them in BF16 for a few steps.
+
+The layers are tested in groups: all of them, halves, halves of the halves that count, down to single layers. A group's
+share is what the loss falls by when that group alone runs in BF16 and the others as the recipe says, over what it
+falls by when all do. Nothing below the noise floor is followed: three standard errors, pooled over all that was
+measured, of the difference between two runs under several orders of the batches. Shares need not add up to 1: two
+layers may each hide what the other costs.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from octavo.experiments.origin import Origin
+from octavo.experiments.paired import Effect, PairedRuns, pooled_error
+from octavo.training.loop import Trainer
+
+__all__ = ["Bisection", "Part", "bisect"]
+
+FLOOR_ERRORS = 3.0  # a gap and two halves give three degrees of freedom, whose 95 % quantile is 3.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Layers that account for a part of the gap.
+
+    Attributes:
+        layers: one, or several whose parts are each below the noise floor.
+        effect: what keeping them in BF16 saves.
+        share: of the gap.
+    """
+
+    layers: tuple[str, ...]
+    effect: Effect
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """Result of a bisection.
+
+    Attributes:
+        gap: what BF16 everywhere saves.
+        floor: nats below which a difference means nothing.
+        parts: largest share first; none where the gap itself is below the floor.
+        layers: how many were asked about.
+        first_step: updates behind the weights that every run began with.
+        steps: updates of each run.
+        runs: how many were made.
+    """
+
+    gap: Effect
+    floor: float
+    parts: tuple[Part, ...]
+    layers: int
+    first_step: int
+    steps: int
+    runs: int
+
+    @property
+    def is_measurable(self) -> bool:
+        """Whether there is a gap to speak of."""
+        return self.gap.nats > self.floor
+
+
+def bisect(
+    origin: Origin,
+    *,
+    steps: int = 40,
+    orders: int = 2,
+    around: Callable[[Trainer], AbstractContextManager[object]] = lambda _: nullcontext(),
+    on_run: Callable[[int], None] = lambda _: None,
+) -> Bisection:
+    """Find the layers that cost a run its accuracy.
+
+    Args:
+        origin: see :func:`octavo.experiments.origin_of`; from a checkpoint late in a run the gap is what that run has.
+        steps: updates of each run; the losses of the second half count.
+        orders: orders of the batches that each is measured under, 2 or more.
+        around: a context of each run's updates, such as a fault.
+        on_run: called with the number of runs made so far.
+
+    Raises:
+        ConfigError: a number is out of range, or the recipe casts nothing to FP8.
+    """
+    runs = PairedRuns(origin, steps=steps, orders=orders, around=around, on_run=on_run)
+    gap = runs.effect((), runs.layers)
+    measured = {runs.layers: gap} | {half: runs.effect((), half) for half in halves(runs.layers)}
+    leaves: list[tuple[str, ...]] = []
+    waiting = [runs.layers]
+    while waiting and gap.nats > _floor(measured):
+        group = waiting.pop()
+        measured |= {half: runs.effect((), half) for half in halves(group) if half not in measured}
+        worse = [half for half in halves(group) if measured[half].nats > _floor(measured)]
+        waiting += worse
+        if not worse:
+            leaves.append(group)
+    parts = [Part(layers=one, effect=measured[one], share=measured[one].nats / gap.nats) for one in leaves]
+    return Bisection(
+        gap=gap,
+        floor=_floor(measured),
+        parts=tuple(sorted(parts, key=lambda part: -part.share)),
+        layers=len(runs.layers),
+        first_step=origin.first_step,
+        steps=steps,
+        runs=runs.made,
+    )
+
+
+def halves(group: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Both, the first the smaller; none of a single layer."""
+    middle = len(group) // 2
+    return (group[:middle], group[middle:]) if middle else ()
+
+
+def _floor(measured: dict[tuple[str, ...], Effect]) -> float:
+    return FLOOR_ERRORS * pooled_error(list(measured.values()))

@@ -1,0 +1,108 @@
+"""One short training run in a folder of its own, from first weights or from those of a longer run."""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.doctor import Series, series_of
+from octavo.errors import NonFiniteLossError
+from octavo.training.config import RunConfig
+from octavo.training.data import TokenData
+from octavo.training.evaluate import evaluate
+from octavo.training.events import Event
+from octavo.training.loop import Trainer, build_model
+from octavo.training.metrics import read_metrics
+from octavo.training.threads import using_threads
+
+__all__ = ["ShortRun", "Start", "short_run", "start_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a short run begins: weights and optimizer after ``step`` updates of a longer one."""
+
+    step: int
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortRun:
+    """Losses and statistics of a short run.
+
+    Attributes:
+        losses: (step, nats) of every update.
+        validation_nats: after the last update; None where the run broke.
+        series: what the doctor's rules read.
+        failure: the sentence it broke with, None where it did not.
+    """
+
+    losses: tuple[tuple[int, float], ...]
+    validation_nats: float | None
+    series: Series
+    failure: str | None = None
+
+
+def start_of(trainer: Trainer) -> Start:
+    """A copy of what a trainer has come to."""
+    return Start(
+        step=trainer.step,
+        weights={name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()},
+        optimizer=copy.deepcopy(trainer.optimizer.state_dict()),
+    )
+
+
+def short_run(
+    config: RunConfig,
+    data: TokenData,
+    *,
+    steps: int,
+    start: Start | None = None,
+    around: Callable[[Trainer], AbstractContextManager[object]] = lambda _: nullcontext(),
+    prepare: Callable[[nn.Module], None] = lambda _: None,
+) -> tuple[ShortRun, Trainer]:
+    """Train for a few updates; a run that breaks says so in its result.
+
+    Args:
+        config: what to train and how; its schedule counts from ``start``.
+        data: the token files.
+        steps: updates, after those of ``start``.
+        start: None trains from the first weights.
+        around: a context in which the updates run, such as a fault or a watch on something else.
+        prepare: called with the converted model before the trainer is built, which may change its modules.
+    """
+    events: list[Event] = []
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder, using_threads(config.training.threads):
+        model, converted = build_model(config, data.vocab_size)
+        prepare(model)
+        trainer = Trainer(config, Path(folder), model, data=data, on_event=events.append, converted=converted)
+        if start is not None:
+            trainer.step = start.step
+            trainer.model.load_state_dict(start.weights)
+            trainer.optimizer.load_state_dict(copy.deepcopy(start.optimizer))
+        log, failure, nats = trainer.open_log(), None, None
+        trainer.model.train()
+        try:
+            with around(trainer):
+                for _ in range(steps):
+                    trainer.train_step(log)
+                nats = evaluate(
+                    trainer.model,
+                    data,
+                    context=config.training.context,
+                    max_tokens=config.training.eval_tokens or None,
+                    surroundings=trainer.surroundings,
+                ).nats
+        except NonFiniteLossError as error:
+            failure = str(error)
+        finally:
+            log.close()
+        lines = read_metrics(trainer.run_dir)
+    losses = tuple((line["step"], line["loss"]) for line in lines if line["kind"] == "step")
+    return ShortRun(losses=losses, validation_nats=nats, series=series_of(lines), failure=failure), trainer
