@@ -12,7 +12,7 @@ import typer
 
 from octavo.bench import PARTS, Session, hopper_session, rehearsal_session, run
 from octavo.bench.reading import load_report
-from octavo.bench.render import markdown, page
+from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report, joined, result_name
 from octavo.bench.runner import check_parts, facts
 from octavo.bench.session import share_out
@@ -20,6 +20,7 @@ from octavo.cli.console import stderr, stdout
 from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
+from octavo.reports.benchmark import benchmark_page
 
 __all__ = ["bench_hopper"]
 
@@ -126,7 +127,7 @@ def _write(report: Report, folder: Path) -> None:
     path = _write_numbers(report, folder)
     written = [".md", ".json"]
     try:
-        write_atomically(path.with_suffix(".html"), page(report))
+        write_atomically(path.with_suffix(".html"), benchmark_page(report))
         written.append(".html")
     except ConfigError as error:
         stderr().print(str(error), markup=False, soft_wrap=True)

@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from octavo.bench.render import markdown, page
+from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report, Section, result_name
 from octavo.bench.serving import Contestant, Workload, measured
 from octavo.bench.serving.targets import Api, ask_engine, ask_server, connected, model_name
@@ -26,6 +26,7 @@ from octavo.errors import ConfigError
 from octavo.files import write_atomically
 from octavo.handed_on import own_version
 from octavo.nn.arguments import check_choice
+from octavo.reports.benchmark import benchmark_page
 from octavo.serving import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
 from octavo.training.facts import processor_name
 
@@ -187,7 +188,7 @@ def _show(report: Report, *, as_json: bool) -> None:
 def _write(report: Report, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / result_name(THEME, report.facts["device"], report.measured)
-    written = {".json": report.to_json(), ".md": markdown(report), ".html": page(report)}
+    written = {".json": report.to_json(), ".md": markdown(report), ".html": benchmark_page(report)}
     for ending, text in written.items():
         write_atomically(path.with_name(path.name + ending), text)
     stderr().print(f"written: {path}{', '.join(written)}", markup=False, soft_wrap=True)

@@ -9,7 +9,8 @@ from octavo.cli.console import print_json, print_table, stderr, stdout
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
-from octavo.training import report, study_table
+from octavo.reports.study import study_page
+from octavo.training import study_table
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
 from octavo.training.data import open_data, preparing
@@ -157,7 +158,7 @@ def _check_runs(out: Path, configs: Mapping[str, RunConfig]) -> None:
 
 def _write_report(study: Study, out: Path, device: str) -> None:
     try:
-        page = report.render(study, device=device)
+        page = study_page(study, device=device)
     except ConfigError as error:
         stderr().print(f"note: no report.html: {error}", soft_wrap=True, markup=False)
         return

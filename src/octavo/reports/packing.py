@@ -1,4 +1,4 @@
-"""Numbers of every layer at every step, as small as a page can carry them.
+"""Pack the numbers of every layer at every step as small as a page can carry them.
 
 The step axis is cut into at most 400 columns of consecutive looks, and a cell keeps the worst of its looks, so that one
 bad step in a million is still there to be seen. A cell is 16 bits:
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.doctor.report.shown import Kind, Statistic, Worst
 from octavo.doctor.series import CastKey, ProductKey, Series
+from octavo.doctor.statistics_catalog import Kind, Statistic, Worst
 
 __all__ = ["MOST_COLUMNS", "Columns", "columns_of", "decode", "encode", "layers_of", "sheets"]
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from octavo.doctor.findings import CAUSES
-from octavo.doctor.report.cells import MOST_COLUMNS, columns_of, decode, encode, layers_of, sheets
-from octavo.doctor.report.shown import STATISTIC_OF_CODE, Kind, Statistic, Worst, all_statistics
 from octavo.doctor.series import CastKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, Kind, Statistic, Worst, all_statistics
 from octavo.doctor.thresholds import Thresholds
-from tests.unit.doctor.report.synthetic_run import paths, run
+from octavo.reports.packing import MOST_COLUMNS, columns_of, decode, encode, layers_of, sheets
+from tests.unit.reports.synthetic_run import paths, run
 
 
 def statistic(name):
