@@ -5,12 +5,13 @@ draws the map, the layer's curves and the histogram in the layout of the figures
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from octavo.doctor.findings import Finding, worst_first
 from octavo.doctor.histograms import Histogram
 from octavo.doctor.series import Series
-from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, Statistic, all_statistics
+from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, all_statistics
 from octavo.doctor.thresholds import Thresholds
 from octavo.reports import packing
 from octavo.reports.doctor_figures import COLOURS, gap_figure, loss_figure
@@ -90,14 +91,9 @@ def _data(
         data["looks"] = -(-len(steps) // len(columns.starts))
         for statistic in all_statistics(thresholds, series.modules):
             if sheets := packing.sheets(series, statistic, columns):
-                data["statistics"].append(_entry(statistic) | {"sheets": sheets})
+                data["statistics"].append(asdict(statistic) | {"name": statistic.name, "sheets": sheets})
     data["findings"] = [_target(one, data) for one in findings]
     return data
-
-
-def _entry(statistic: Statistic) -> dict[str, Any]:
-    fields = ("name", "table", "title", "kind", "meaning", "low", "high")
-    return {name: getattr(statistic, name) for name in fields}
 
 
 def _target(one: Finding, data: Mapping[str, Any]) -> dict[str, Any] | None:

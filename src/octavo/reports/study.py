@@ -1,6 +1,6 @@
 """The study's page: what FP8 cost, how the runs went and where they parted, the table, the setting, sampled text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.curves import difference, perplexity_text, smoothed
@@ -98,16 +98,14 @@ def _gap_figure(study: Study, pairs: Sequence[Pair]) -> Any:
 
 def _pairs(study: Study) -> list[Pair]:
     """FP8 against BF16 in the FP8 run's colour, FP8 against FP32 in grey, BF16 against FP32 in blue."""
-    colours = _colours(study)
-    by_recipe = {run.recipe: run for run in study.runs}
-
-    def wanted() -> Iterator[tuple[str, str, str]]:
-        for run in study.fp8_runs:
-            yield run.recipe, "bf16", colours[run.recipe]
-            yield run.recipe, "fp32", colours["fp32"]
-        yield "bf16", "fp32", colours["bf16"]
-
-    return [(by_recipe[one], by_recipe[base], colour) for one, base, colour in wanted() if {one, base} <= {*by_recipe}]
+    colours, by_recipe = _colours(study), {run.recipe: run for run in study.runs}
+    gaps = [
+        (run.recipe, base, colours[run.recipe if base == "bf16" else base])
+        for run in study.fp8_runs
+        for base in ("bf16", "fp32")
+    ]
+    gaps.append(("bf16", "fp32", colours["bf16"]))
+    return [(by_recipe[one], by_recipe[base], colour) for one, base, colour in gaps if {one, base} <= by_recipe.keys()]
 
 
 def _gap_name(run: RunMeasures, base: RunMeasures) -> str:
