@@ -72,36 +72,27 @@ class Histogram:
         magnitudes = np.abs(self.values.detach().float().cpu().numpy().ravel())
         magnitudes = magnitudes[np.isfinite(magnitudes)]
         nonzero = magnitudes[magnitudes > 0].astype(np.float64)
-        low, high = np.log2(self.scale * np.array([self._smallest / 2, self.format.max]))
+        form = self.format
+        assert form.min_subnormal is not None
+        low, normal, high = np.log2(self.scale * np.array([form.min_subnormal / 2, form.min_normal, form.max])).tolist()
+        grid = np.log2([self.scale * form.magnitude(code) for code in range(1, form.max_code + 1)])
         exponents = np.log2(nonzero)
         first, counts = _bars(exponents)
         count = max(1, nonzero.size)
         return {
-            "title": self._title,
+            "title": f"{self.path or 'the model'} · {self.role}"
+            + ("" if self.step is None else f", step {self.step:,}"),
             "path": self.path,
             "first": first,
             "width": 1 / BARS_A_BINADE,
             "shares": [float(f"{share:.4g}") for share in counts / count],
-            "ends": [float(low), float(np.log2(self.scale * self.format.min_normal)), float(high)],
-            "grid": [round(float(x), 4) for x in np.log2(self.scale * self._grid())],
-            "format": str(self.format),
+            "ends": [low, normal, high],
+            "grid": [round(float(x), 4) for x in grid],
+            "format": str(form),
             "zeros": (magnitudes.size - nonzero.size) / max(1, magnitudes.size),
             "flushed": float((exponents <= low).sum() / count),
             "saturated": float((exponents > high).sum() / count),
         }
-
-    @property
-    def _smallest(self) -> float:
-        assert self.format.min_subnormal is not None
-        return self.format.min_subnormal
-
-    @property
-    def _title(self) -> str:
-        when = "" if self.step is None else f", step {self.step:,}"
-        return f"{self.path or 'the model'} · {self.role}{when}"
-
-    def _grid(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        return np.array([self.format.magnitude(code) for code in range(1, self.format.max_code + 1)])
 
 
 def _bars(exponents: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, np.ndarray[Any, np.dtype[np.int64]]]:
