@@ -27,8 +27,8 @@ from octavo.quantization import load_mix, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.qat.tuning import window_nats
 from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
+from octavo.quantization.sensitivity.summary import how_ranked
 from octavo.quantization.sensitivity.surroundings import in_bf16
-from octavo.quantization.sensitivity.telling import how_ranked
 from octavo.training.comparison import paired_gap
 from octavo.training.text import LIBRARY_SOURCES, TOPICS
 

@@ -13,13 +13,14 @@ import typer
 from benchmarks.hopper.reading import joined, load_report
 from benchmarks.hopper.runner import PARTS, check_parts, facts, run
 from benchmarks.hopper.session import Session, hopper_session, rehearsal_session, share_out
-from octavo.bench.render import markdown, page
+from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report, result_name, write_result
 from octavo.cli.app import ErrorBoundary
 from octavo.cli.console import stderr, stdout
 from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
+from octavo.reports.benchmark import benchmark_page
 
 __all__ = ["app"]
 
@@ -132,7 +133,7 @@ def _write(report: Report, folder: Path) -> None:
     """Write all forms, and print a line about them."""
     path, written = _write_numbers(report, folder), ".md, .json"
     try:
-        write_result(folder, _name(report), {".html": page(report)})
+        write_result(folder, _name(report), {".html": benchmark_page(report)})
         written += ", .html"
     except ConfigError as error:
         stderr().print(str(error), markup=False, soft_wrap=True)

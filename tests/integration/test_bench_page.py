@@ -2,9 +2,9 @@
 
 import pytest
 
-from octavo.bench.render import page
 from octavo.bench.results import PartRecord, Report
 from octavo.bench.serving import Workload, measured
+from octavo.reports.benchmark import benchmark_page
 from tests.unit.bench.serving.virtual_time import run, target
 
 
@@ -22,11 +22,11 @@ def report():
 def test_the_page_opens(report, width, tmp_path, open_page):
     pytest.importorskip("plotly", reason="plotly is not installed")
     path = tmp_path / "serving.html"
-    path.write_text(page(report), encoding="utf-8")
+    path.write_text(benchmark_page(report), encoding="utf-8")
     opened = open_page(path, width=width)
     charts = sum(section.chart is not None for section in report.parts[0].sections)
     assert charts >= 4
     opened.wait_for_function(f"document.querySelectorAll('.plot .plot-container').length == {charts}")
     assert opened.locator("h1").inner_text() == "octavo serves"
     assert opened.locator("li.met, li.missed").count() == len(report.verdicts)
-    assert opened.locator("tbody tr td:first-child", has_text="<fp8>").count() >= 5
+    assert opened.locator("tbody tr th", has_text="<fp8>").count() >= 5

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from octavo.doctor import diagnose, series_of
-from octavo.doctor.report import Histogram, render
+from octavo.doctor.histograms import Histogram
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.formats import E4M3, E5M2
+from octavo.reports.doctor import doctor_page
 from octavo.training.loop import train
 from octavo.training.metrics import read_metrics
-from tests.unit.doctor.report.synthetic_run import findings, long_run, paths, run, samples, steps
+from tests.unit.reports.synthetic_run import findings, long_run, paths, run, samples, steps
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 LAYERS, LOOKS = 21, 60
@@ -30,14 +31,16 @@ def folder(tmp_path_factory):
         for role, form in (("input", E4M3), ("grad_output", E5M2))
     ]
     reference = series_of(steps(590, seed=1))
-    page = render(run(layers=LAYERS, looks=LOOKS), findings(), title="t", reference=reference, histograms=histograms)
+    page = doctor_page(
+        run(layers=LAYERS, looks=LOOKS), findings(), title="t", reference=reference, histograms=histograms
+    )
     (folder / "faulty.html").write_text(page, encoding="utf-8")
-    (folder / "empty.html").write_text(render(series_of([]), [], title="t"), encoding="utf-8")
+    (folder / "empty.html").write_text(doctor_page(series_of([]), [], title="t"), encoding="utf-8")
     far = list(samples(layers=7, looks=9))
     for look, one in enumerate(far):
         for numbers in one.casts.values():
             numbers[CAST_FIELDS.index("stale_ratio")] = 2.0 ** (3 * (look - 4))
-    (folder / "far.html").write_text(render(series_of([], far), [], title="t"), encoding="utf-8")
+    (folder / "far.html").write_text(doctor_page(series_of([], far), [], title="t"), encoding="utf-8")
     return folder
 
 
@@ -212,7 +215,7 @@ def test_a_real_run_opens(opened, folder, tmp_path):
     config = tiny_config(recipe="delayed", statistics_interval=2)
     train(config, tmp_path / "run", data=tiny_data(tmp_path))
     series = series_of(read_metrics(tmp_path / "run"))
-    page = render(series, diagnose(series), title="tiny")
+    page = doctor_page(series, diagnose(series), title="tiny")
     (folder / "real.html").write_text(page, encoding="utf-8")
     tab = opened("real.html")
     layers = [key.path for key in series.casts.keys]
@@ -224,7 +227,7 @@ def test_a_real_run_opens(opened, folder, tmp_path):
 
 def test_two_hundred_layers_and_ten_thousand_steps_open(opened, folder, capsys):
     big = long_run(layers=200, looks=1000)
-    (folder / "big.html").write_text(render(big, findings(), title="big"), encoding="utf-8")
+    (folder / "big.html").write_text(doctor_page(big, findings(), title="big"), encoding="utf-8")
     tab = opened("big.html")
     ready, complete = (int(tab.locator("html").get_attribute(f"data-{name}")) for name in ("ready", "complete"))
     with capsys.disabled():

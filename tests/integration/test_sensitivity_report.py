@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.quantization import Budget, measure_sensitivity
-from octavo.quantization.sensitivity.page import render
+from octavo.reports.sensitivity import sensitivity_page
 from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
 
 
@@ -13,7 +13,7 @@ def test_the_page_opens(budget, tmp_path, open_page):
     windows = windows_of(model, 4)
     found = measure_sensitivity(model, windows[:2], windows[2:], budget=budget, true_pairs=4)
     path = tmp_path / "report.html"
-    path.write_text(render(found, {"model": "<b>small</b>"}), encoding="utf-8")
+    path.write_text(sensitivity_page(found, {"model": "<b>small</b>"}), encoding="utf-8")
     page = open_page(path)
     figures = 3 + (found.best is not None)
     page.wait_for_function(f"document.querySelectorAll('.plot .main-svg').length >= {figures}")

@@ -13,7 +13,6 @@ ROWS = (
     "control_groups",
     "memory",
     "curves",
-    "pages",
     "formats",
     "numerics",
     "kernels",
@@ -45,6 +44,7 @@ ROWS = (
     "planning",
     "compat",
     "bench",
+    "reports",
     "cli",
     "__main__",
 )

@@ -41,8 +41,9 @@ print(json.dumps({
 }))
 """
 OPTIONAL = [
-    "datasets", "gguf", "onnx", "plotly", "pyarrow", "rich", "safetensors", "tensorboard", "tokenizers", "tomli_w",
-    "torch._dynamo", "torch._inductor", "torch.utils.tensorboard", "torchao", "transformers", "triton", "typer",
+    "datasets", "gguf", "jinja2", "onnx", "plotly", "pyarrow", "rich", "safetensors", "tensorboard", "tokenizers",
+    "tomli_w", "torch._dynamo", "torch._inductor", "torch.utils.tensorboard", "torchao", "transformers", "triton",
+    "typer",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from octavo.bench.render import markdown, page
+from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report, Section, result_name, write_result
 from octavo.bench.serving import Target, Workload, measured
 from octavo.bench.serving.targets import Api, ask_engine, ask_server, connected, model_name
@@ -26,6 +26,7 @@ from octavo.errors import ConfigError
 from octavo.handed_on import own_version
 from octavo.inference import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
 from octavo.nn.arguments import check_choice
+from octavo.reports.benchmark import benchmark_page
 from octavo.training.facts import processor_name
 
 __all__ = ["bench_serve"]
@@ -184,6 +185,6 @@ def _show(report: Report, *, as_json: bool) -> None:
 
 
 def _write(report: Report, folder: Path) -> None:
-    texts = {".json": report.to_json(), ".md": markdown(report), ".html": page(report)}
+    texts = {".json": report.to_json(), ".md": markdown(report), ".html": benchmark_page(report)}
     path = write_result(folder, result_name(THEME, report.facts["device"], report.measured), texts)
     stderr().print(f"written: {path}{', '.join(texts)}", markup=False, soft_wrap=True)

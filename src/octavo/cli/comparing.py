@@ -11,7 +11,8 @@ from octavo.errors import ConfigError
 from octavo.experiments.study import MEASURES, STUDY, Phase, check_prompt, check_study_data, configs_of, run_study
 from octavo.files import write_atomically
 from octavo.models.sources import has_run
-from octavo.training import report, study_table
+from octavo.reports.study import study_page
+from octavo.training import study_table
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
 from octavo.training.data import open_data, preparing
@@ -158,7 +159,7 @@ def _check_runs(out: Path, configs: Mapping[str, RunConfig]) -> None:
 
 def _write_report(study: Study, out: Path, device: str) -> None:
     try:
-        page = report.render(study, device=device)
+        page = study_page(study, device=device)
     except ConfigError as error:
         stderr().print(f"note: no report.html: {error}", soft_wrap=True, markup=False)
         return

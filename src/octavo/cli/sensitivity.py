@@ -15,14 +15,14 @@ from octavo.errors import ConfigError, DataError
 from octavo.files import check_folder, write_atomically
 from octavo.language_model import load_language_model
 from octavo.models.sources import located
-from octavo.pages import plotly_script
 from octavo.parsing import read_object
 from octavo.quantization import text_windows
 from octavo.quantization.overlap import MOST_SHARED, shared_share
 from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
-from octavo.quantization.sensitivity.page import render
-from octavo.quantization.sensitivity.telling import FORMAT, cost_of, headline, name_of, notes, record, worst_first
+from octavo.quantization.sensitivity.summary import FORMAT, cost_of, headline, name_of, notes, record, worst_first
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit
+from octavo.reports.rendering import check_report_extra
+from octavo.reports.sensitivity import sensitivity_page
 from octavo.training.config import MOST_SEED
 
 __all__ = ["show_sensitivity"]
@@ -72,7 +72,7 @@ def show_sensitivity(
     other = text if verify_source is None else verify_source
     _check_apart((text, split), (other, verify_split))
     check_folder(out, is_own=_is_ours)
-    plotly_script(PAGE)  # refused now, if plotly is missing, and not after the work
+    check_report_extra(PAGE)  # refused now, and not after the work
     model = load_language_model(source_of_model, device=place)
     length = min(512, model.context) if context is None else context
     chosen_on = text_windows(model, text, split, count=windows, length=length, seed=seed)
@@ -160,7 +160,7 @@ def _files(found: Sensitivity) -> list[str]:
 
 def _write(out: Path, found: Sensitivity, kept: dict[str, Any], facts: dict[str, str]) -> None:
     """The record first: it marks the folder as this command's. A mix of before that no longer holds goes."""
-    page = render(found, facts)
+    page = sensitivity_page(found, facts)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / RECORD, json.dumps(kept, indent=1, allow_nan=False) + "\n")
     write_atomically(out / PAGE, page)

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.bench.render import markdown, page
+from octavo.bench.render import markdown
 from octavo.bench.results import Report, Verdict, markdown_table, result_name, write_result
-from octavo.errors import ConfigError
 from tests.unit.bench.made_report import made_report
 
 
@@ -51,22 +50,6 @@ def test_markdown_has_the_table_the_bars_and_what_is_missing(report):
 def test_a_rehearsal_says_that_its_times_mean_nothing(report):
     report.is_rehearsal = True
     assert "the times mean nothing" in markdown(report)
-
-
-def test_the_page_holds_everything_and_loads_nothing(report):
-    pytest.importorskip("plotly", reason="plotly is not installed")
-    html = page(report)
-    assert "a &lt;cast&gt;" in html
-    assert "BackendError: no" in html
-    assert 'src="http' not in html
-    assert [html.count(f'<li class="{word}">') for word in ("met", "missed", "not-judged")] == [1, 1, 1]
-    assert html.count("Plotly.newPlot") >= 1
-
-
-def test_without_plotly_the_page_is_refused_with_what_to_do(report, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
-    with pytest.raises(ConfigError, match=r"--from RESULT\.json"):
-        page(report)
 
 
 def test_a_result_is_named_by_hardware_and_day():

@@ -7,8 +7,8 @@ from torch import nn
 import octavo
 from octavo.doctor import Captures, Severity, diagnose, series_of, watch
 from octavo.doctor.remedies import ranked
-from octavo.doctor.report import render
 from octavo.doctor.run_wide import run_wide
+from octavo.reports.doctor import doctor_page
 from tests.unit.doctor.one_layer import finding, found
 
 PATHS = [f"layers.{index}" for index in range(8)]
@@ -92,7 +92,7 @@ def test_a_recipe_that_rounds_scales_down_is_one_finding_and_its_remedy_is_the_r
     series = series_of([], list(watcher.samples))
     proven = ranked(one, captures, series=series, rounds=1)
     assert all(remedy.error_removed is not None for remedy in proven)
-    page = render(series, [one], title="t")
+    page = doctor_page(series, [one], title="t")
     assert "Show where" in page
     assert not watched(stack("mxfp8")).findings()
 

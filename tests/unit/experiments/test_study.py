@@ -12,7 +12,8 @@ import torch
 from octavo.doctor import diagnose
 from octavo.errors import ConfigError, DataError
 from octavo.experiments.study import Phase, run_study
-from octavo.training import loop, report, study_table
+from octavo.reports.study import study_page
+from octavo.training import loop, study_table
 from octavo.training.comparison import Gap, Study
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from octavo.training.corpus import Split
@@ -261,7 +262,7 @@ def test_a_loss_whose_perplexity_overflows_is_trained_measured_and_shown(data, c
     assert "Steps to perplexity inf" in table
     assert study_table.verdict(study)
     assert study_table.target_note(study).startswith("Target perplexity inf")
-    assert ">inf<" in report.render(study)
+    assert ">inf<" in study_page(study)
     run = watched_run(tmp_path / "runs/tensorwise")
     assert run.series.curve("nats")[1].min() > 710
     diagnose(run.series)

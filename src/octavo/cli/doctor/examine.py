@@ -16,12 +16,13 @@ from octavo.cli.doctor.printing import counts, exit_code_of, print_findings, pri
 from octavo.cli.progress import open_display
 from octavo.cli.targets import check_target
 from octavo.doctor import Captures, Finding, Severity, diagnose
+from octavo.doctor.histograms import histograms_of
 from octavo.doctor.losses import newest_gap
 from octavo.doctor.remedies import applied, ranked
-from octavo.doctor.report import histograms_of, render
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
 from octavo.models.sources import has_run
+from octavo.reports.doctor import doctor_page
 from octavo.training.config import RunConfig, config_from_dict, save_config
 from octavo.training.run_folder import CAPTURES, CONFIG
 from octavo.training.watched_run import WatchedRun, check_comparable, read_run, watched_run
@@ -153,7 +154,7 @@ def _free_folder(run_dir: Path) -> Path:
 
 
 def _write_page(run: WatchedRun, reference: WatchedRun | None, findings: list[Finding], page: Path) -> None:
-    content = render(
+    content = doctor_page(
         run.series,
         findings,
         title=run.run_dir.resolve().name,

@@ -2,12 +2,11 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
 
-from octavo.errors import ConfigError
-from octavo.training import report, study_table
+from octavo.reports.study import study_page
+from octavo.training import study_table
 from octavo.training.comparison import GAP_BAR_NATS
 from tests.chromium import CHROMIUM, FLAGS
 from tests.unit.training.synthetic_study import run, study
@@ -17,7 +16,7 @@ QUIET = ["--headless", *FLAGS, "--enable-logging=stderr"]
 
 @pytest.fixture(scope="module")
 def page():
-    return report.render(study())
+    return study_page(study())
 
 
 def without_scripts(page):
@@ -35,7 +34,7 @@ def test_page_shows_verdict_table_facts_and_text(page):
 @pytest.mark.parametrize(("device", "difference"), [("cpu", "–"), ("cuda", "+14.3 %")])
 def test_page_compares_peak_memory_on_a_gpu(device, difference):
     runs = (run("fp32", 0.0), run("bf16", 0.0), run("tensorwise", 0.0, peak_memory_bytes=800 << 20))
-    text = without_scripts(report.render(study(*runs), device=device))
+    text = without_scripts(study_page(study(*runs), device=device))
     assert f'<td data-label="FP8 tensorwise">800</td><td data-label="FP8 vs BF16">{difference}</td>' in text
 
 
@@ -58,13 +57,7 @@ def test_the_gap_bar_is_drawn(page):
 
 
 def test_one_run_makes_a_page_too():
-    assert "One run has no gap" in report.render(study(run("fp32", 0.0)))
-
-
-def test_missing_plotly_is_named_with_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ConfigError, match=r"octavo\[report\]"):
-        report.render(study())
+    assert "One run has no gap" in study_page(study(run("fp32", 0.0)))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to open the report with")
@@ -80,4 +73,4 @@ def test_a_browser_draws_both_figures_without_console_errors(page, tmp_path):
 
 def test_the_page_says_why_speeds_are_not_compared():
     unlike = study(run("fp32", 0.0), run("bf16", 0.0, threads=(1,)))
-    assert str(study_table.threads_note(unlike, "cpu")) in report.render(unlike)
+    assert str(study_table.threads_note(unlike, "cpu")) in study_page(unlike)

@@ -1,4 +1,4 @@
-"""The run's loss, and how far it is from that of a reference run."""
+"""Figures of a run's loss, and of its gap to that of a reference run."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 from octavo.curves import Curve, difference, smoothed, thinned
 from octavo.doctor.series import Series
-from octavo.pages import INK, MUTED, line, points, step_figure
+from octavo.reports.figures import MUTED, add_level, add_line, add_points, new_figure
 
 __all__ = ["COLOURS", "gap_figure", "loss_figure"]
 
@@ -20,38 +20,33 @@ MOST_MARKS = 12
 
 def loss_figure(series: Series, reference: Series | None) -> Any:
     """Training and validation loss over steps, the reference's below the run's."""
-    drawn = step_figure("nats a token")
+    figure = new_figure("nats a token")
     for name, one in (("reference", reference), ("run", series)):
         if one is not None:
-            _draw(drawn, name, one)
+            _draw(figure, name, one)
     for event in [one for one in series.events if one["kind"] in MARKED][:MOST_MARKS]:
-        drawn.add_vline(
-            x=event["step"],
-            line={"color": MUTED, "dash": "dot", "width": 1.2},
-            annotation={"text": MARKED[event["kind"]], "font": {"size": 11.5, "color": INK}},
-            annotation_position="top left",
-        )
-    return drawn
+        add_level(figure, event["step"], MARKED[event["kind"]], axis="x", position="top left")
+    return figure
 
 
 def gap_figure(series: Series, reference: Series) -> Any:
     """The run's loss minus the reference's at the same steps; above zero the run is worse."""
-    drawn = step_figure("gap, nats")
+    figure = new_figure("gap, nats")
     raw = difference(_curve(series, "loss"), _curve(reference, "loss"))
     gap = smoothed(raw, _span(raw))
-    line(drawn, thinned(raw, MOST_POINTS), "gap", COLOURS["run"], width=1, opacity=0.25)
-    line(drawn, thinned(gap, MOST_POINTS), "gap, smoothed", COLOURS["run"], width=2.2, opacity=1)
+    add_line(figure, thinned(raw, MOST_POINTS), "gap", COLOURS["run"], width=1, opacity=0.25)
+    add_line(figure, thinned(gap, MOST_POINTS), "gap, smoothed", COLOURS["run"], width=2.2, opacity=1)
     held_out = difference(_curve(series, "nats"), _curve(reference, "nats"))
-    points(drawn, held_out, "gap on validation text", COLOURS["run"])
-    drawn.update_yaxes(zeroline=True, zerolinecolor=MUTED, zerolinewidth=1)
-    return drawn
+    add_points(figure, held_out, "gap on validation text", COLOURS["run"])
+    figure.update_yaxes(zeroline=True, zerolinecolor=MUTED, zerolinewidth=1)
+    return figure
 
 
-def _draw(drawn: Any, name: str, series: Series) -> None:
+def _draw(figure: Any, name: str, series: Series) -> None:
     colour, raw = COLOURS[name], _curve(series, "loss")
-    line(drawn, thinned(raw, MOST_POINTS), name, colour, width=1, opacity=0.25)
-    line(drawn, thinned(smoothed(raw, _span(raw)), MOST_POINTS), f"{name}, smoothed", colour, width=2.2, opacity=1)
-    points(drawn, _curve(series, "nats"), f"{name}, validation", colour)
+    add_line(figure, thinned(raw, MOST_POINTS), name, colour, width=1, opacity=0.25)
+    add_line(figure, thinned(smoothed(raw, _span(raw)), MOST_POINTS), f"{name}, smoothed", colour, width=2.2, opacity=1)
+    add_points(figure, _curve(series, "nats"), f"{name}, validation", colour)
 
 
 def _span(curve: Curve) -> float:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.doctor.report import Histogram
+from octavo.doctor.histograms import Histogram
 from octavo.errors import ConfigError
 from octavo.formats import BF16, E4M3, E5M2, E8M0
 

@@ -2,24 +2,22 @@
 
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
 from plotly.offline import get_plotlyjs
 
 from octavo.doctor import Finding, Sample, Severity, series_of
-from octavo.doctor.report import render
-from octavo.doctor.report.findings import headline
 from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS
-from octavo.errors import ConfigError
-from tests.unit.doctor.report.synthetic_run import findings, paths, run, steps
+from octavo.reports.doctor import doctor_page
+from octavo.reports.findings import headline
+from tests.unit.reports.synthetic_run import findings, paths, run, steps
 
 
 @pytest.fixture(scope="module")
 def page():
-    return render(run(), findings()[::-1], title="a <small> run & more", reference=series_of(steps(590, seed=1)))
+    return doctor_page(run(), findings()[::-1], title="a <small> run & more", reference=series_of(steps(590, seed=1)))
 
 
 def one_look(path, value=1.0):
@@ -45,7 +43,7 @@ def test_the_worst_finding_is_the_headline_and_findings_follow_worst_first(page)
 
 def test_a_run_that_has_not_cast_yet_is_not_healthy():
     before = Sample(step=1, casts={}, products={}, parameters={})
-    text = text_of(render(series_of([], [before, before]), [], title="t"))
+    text = text_of(doctor_page(series_of([], [before, before]), [], title="t"))
     assert "<h1>Nothing to judge yet: no layer has cast to FP8 at 2 looks.</h1>" in text
 
 
@@ -73,8 +71,8 @@ def test_a_finding_shows_its_numbers_and_remedies_with_their_bars(page):
 def test_text_from_outside_is_escaped(page):
     text = text_of(page)
     assert "a &lt;small&gt; run &amp; more" in text
-    assert "head&lt;b&gt;&amp;&quot;x&quot;" in text
-    assert "The output head &lt;b&gt;runs&lt;/b&gt; in FP8 &amp; is &quot;sensitive&quot;." in text
+    assert "head&lt;b&gt;&amp;&#34;x&#34;" in text
+    assert "The output head &lt;b&gt;runs&lt;/b&gt; in FP8 &amp; is &#34;sensitive&#34;." in text
     assert "a history of 4 instead of &lt;16&gt;" in text
     assert "head<b>" not in text
     assert paths(21)[-1] in data_of(page)["layers"]
@@ -83,8 +81,8 @@ def test_text_from_outside_is_escaped(page):
 def test_no_path_ends_the_script_that_holds_it():
     evil = "</script><script>alert(1)</script>"
     finding = Finding(code="saturation", severity=Severity.WARN, path=evil, role="input", cause=evil)
-    page = render(series_of([], [one_look(evil)]), [finding], title=evil).replace(get_plotlyjs(), "")
-    assert page.count("<script") == page.count("</script") == 3
+    page = doctor_page(series_of([], [one_look(evil)]), [finding], title=evil).replace(get_plotlyjs(), "")
+    assert page.count("<script") == page.count("</script") == 4
     assert data_of(page)["layers"] == [evil]
 
 
@@ -110,14 +108,14 @@ def test_findings_point_at_their_rows_and_those_of_the_run_at_the_loss(page):
 
 def test_a_finding_nothing_shows_has_no_link():
     lost = Finding(code="slow-layer", severity=Severity.NOTE, path="elsewhere", cause="it is slow")
-    page = render(run(looks=2), [lost], title="t")
+    page = doctor_page(run(looks=2), [lost], title="t")
     assert data_of(page)["findings"] == [None]
     assert "Show where" not in text_of(page)
 
 
 def test_many_findings_are_folded():
     many = [Finding(code="saturation", severity=Severity.WARN, path=path, role="input") for path in paths(21)]
-    assert "<summary>15 more findings</summary>" in text_of(render(run(looks=2), many, title="t"))
+    assert "<summary>15 more findings</summary>" in text_of(doctor_page(run(looks=2), many, title="t"))
 
 
 def test_numbers_no_json_has_still_make_a_page():
@@ -125,22 +123,16 @@ def test_numbers_no_json_has_still_make_a_page():
     sample = Sample(step=1, casts={CastKey("", "input", "output"): numbers}, products={}, parameters={})
     finding = Finding(code="nonfinite", severity=Severity.FAIL, evidence={"loss": float("nan"), "amax": float("inf")})
     lines = [{"kind": "step", "step": 1, "loss": float("nan")}, {"kind": "failure", "step": 1, "loss": None}]
-    page = render(series_of(lines, [sample]), [finding], title="t")
+    page = doctor_page(series_of(lines, [sample]), [finding], title="t")
     assert data_of(page)["layers"] == [""]
     assert "<dt>amax</dt><dd>inf</dd>" in page
 
 
 def test_a_healthy_run_and_one_that_was_not_measured_differ():
-    healthy = text_of(render(run(faulty=False, looks=5), [], title="t"))
+    healthy = text_of(doctor_page(run(faulty=False, looks=5), [], title="t"))
     assert "<h1>Healthy: 5 looks at 21 layers found nothing.</h1>" in healthy
-    empty = text_of(render(series_of(steps(5)), [], title="t"))
+    empty = text_of(doctor_page(series_of(steps(5)), [], title="t"))
     assert "<h1>Nothing was measured in this run.</h1>" in empty
     assert "lies on many grids, and one in BF16 on none of FP8's." in empty
     assert "no reference run" in empty
-    assert "hold no loss" in text_of(render(series_of([]), [], title="t"))
-
-
-def test_missing_plotly_is_named_with_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ConfigError, match=r"octavo\[report\]"):
-        render(series_of([]), [], title="t")
+    assert "hold no loss" in text_of(doctor_page(series_of([]), [], title="t"))

@@ -1,15 +1,30 @@
 """What the heat map is made of: columns that keep the worst, rows of the right layers, 16-bit codes that decode."""
 
+import base64
+
 import numpy as np
 import pytest
 
 from octavo.doctor.findings import CAUSES
-from octavo.doctor.report.cells import MOST_COLUMNS, columns_of, decode, encode, layers_of, sheets
-from octavo.doctor.report.shown import STATISTIC_OF_CODE, Kind, Statistic, Worst, all_statistics
 from octavo.doctor.series import CastKey, Sample, series_of
 from octavo.doctor.statistics import CAST_FIELDS
+from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, Kind, Statistic, Worst, all_statistics
 from octavo.doctor.thresholds import Thresholds
-from tests.unit.doctor.report.synthetic_run import paths, run
+from octavo.reports.packing import MOST_COLUMNS, columns_of, encode, layers_of, sheets
+from tests.unit.reports.synthetic_run import paths, run
+
+
+def decode(packed, rows):
+    """Cells [R, B] of packed ones, as doctor.js decodes them."""
+    codes = np.frombuffer(base64.b64decode(packed["data"]), dtype="<u2").astype(np.int64).reshape(rows, -1)
+    low, high = packed["span"]
+    numbers = low + codes / 65532 * (high - low)
+    if packed["log"]:
+        numbers = np.where(codes == 0, 0.0, np.exp(low + (codes - 1) / 65531 * (high - low)))
+    special = ((65535, np.nan), (65534, np.inf), (65533, -np.inf))
+    for code, value in special if not packed["log"] else special[:2]:
+        numbers[codes == code] = value
+    return np.asarray(numbers, dtype=np.float64)
 
 
 def statistic(name):

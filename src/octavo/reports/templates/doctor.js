@@ -1,8 +1,6 @@
-// The doctor's page: decodes what cells.py packed and keeps figures, menus and links on one selection.
-"use strict";
+// The doctor's page: decodes what packing.py packed and keeps figures, menus and links on one selection.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const config = { displayModeBar: false, responsive: true };
 const by = (id) => document.getElementById(id);
 const COLOURS = ["#0072b2", "#009e73", "#d55e00", "#cc79a7", "#8a6d00", "#56b4e9"];
 const PANELS = ["casts.amax", "casts.scale", "casts.stale_ratio", "casts.sqnr_db", "casts.underflow_fraction",
@@ -356,7 +354,7 @@ function stepShapes() {
   const target = selected.finding === null ? null : data.findings[selected.finding];
   if (!target || !columns) return [];
   const [first, last] = reach(target), [x0, x1] = [data.edges[first], data.edges[last + 1]];
-  return [{ type: "rect", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, line: { width: 0 },
+  return [{ type: "rect", name: "chosen", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, line: { width: 0 },
     fillcolor: "#0072b2", opacity: 0.1, layer: "below" }];
 }
 
@@ -376,8 +374,9 @@ function choose(changes) {
 }
 
 function shadeLoss() {
-  for (const id of ["loss", "gap"]) {
-    if (data[id]) Plotly.relayout(id, { shapes: [...(data[id].layout.shapes || []), ...stepShapes()] });
+  for (const figure of [by("loss"), by("gap")].filter(({ layout }) => layout)) {
+    const others = (figure.layout.shapes || []).filter((one) => one.name !== "chosen");
+    Plotly.relayout(figure, { shapes: [...others, ...stepShapes()] });
   }
   document.querySelectorAll(".finding").forEach((card) =>
     card.classList.toggle("chosen", card.id === `finding-${selected.finding}`));
@@ -499,7 +498,6 @@ function drawWaiting() {
 }
 
 function begin() {
-  for (const id of ["loss", "gap"]) if (data[id]) Plotly.newPlot(id, data[id].data, structuredClone(data[id].layout), config);
   if (data.statistics.length) {
     const target = data.findings.find((one) => one && one.statistic);
     if (target) {

@@ -1,4 +1,4 @@
-"""Numbers of every layer at every step, as small as a page can carry them.
+"""Pack the numbers of every layer at every step as small as a page can carry them.
 
 The step axis is cut into at most 400 columns of consecutive looks, and a cell keeps the worst of its looks, so that one
 bad step in a million is still there to be seen. A cell is 16 bits:
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.doctor.report.shown import Kind, Statistic, Worst
 from octavo.doctor.series import CastKey, ProductKey, Series
+from octavo.doctor.statistics_catalog import Kind, Statistic, Worst
 
-__all__ = ["MOST_COLUMNS", "Columns", "columns_of", "decode", "encode", "layers_of", "sheets"]
+__all__ = ["MOST_COLUMNS", "Columns", "columns_of", "encode", "layers_of", "sheets"]
 
 MOST_COLUMNS = 400
 BY_CAST = "rank_scale_ratio"  # of Series.modules, the one whose keys are casts: "path role gemm"
@@ -115,9 +115,8 @@ def encode(cells: Floats, logarithmic: bool) -> dict[str, Any]:
     """Cells [R, B] as {"log", "span": [low, high], "data": base64 of little-endian 16-bit codes, row by row}.
 
     Example:
-        >>> packed = encode(np.array([[1.0, 2.0, np.nan]]), False)
-        >>> packed["span"], decode(packed, 1).tolist()
-        ([1.0, 2.0], [[1.0, 2.0, nan]])
+        >>> encode(np.array([[1.0, 2.0, np.nan]]), False)
+        {'log': False, 'span': [1.0, 2.0], 'data': 'AAD8////'}
     """
     numbers = np.where(cells > 0, np.log(np.where(cells > 0, cells, 1.0)), np.nan) if logarithmic else cells
     finite = numbers[np.isfinite(numbers)]
@@ -132,19 +131,6 @@ def encode(cells: Floats, logarithmic: bool) -> dict[str, Any]:
     codes[np.isneginf(cells)] = NEGATIVE_INFINITE
     data = base64.b64encode(codes.astype("<u2").tobytes()).decode()
     return {"log": logarithmic, "span": [low, high], "data": data}
-
-
-def decode(packed: dict[str, Any], rows: int) -> Floats:
-    """What the page's script makes of ``encode``'s result: [R, B]."""
-    codes = np.frombuffer(base64.b64decode(packed["data"]), dtype="<u2").astype(np.int64).reshape(rows, -1)
-    low, high = packed["span"]
-    numbers = low + codes / 65532 * (high - low)
-    if packed["log"]:
-        numbers = np.where(codes == 0, 0.0, np.exp(low + (codes - 1) / 65531 * (high - low)))
-    special = ((MISSING, np.nan), (INFINITE, np.inf), (NEGATIVE_INFINITE, -np.inf))
-    for code, value in special if not packed["log"] else special[:2]:
-        numbers[codes == code] = value
-    return np.asarray(numbers, dtype=np.float64)
 
 
 def _groups(series: Series, statistic: Statistic) -> list[tuple[str, str, dict[str, int]]]:

@@ -1,0 +1,138 @@
+"""The doctor's page: the verdict first, then what it rests on.
+
+The heat map's numbers are embedded as 16-bit codes (packing.py) and decoded when they are shown; templates/doctor.js
+draws the map, the layer's curves and the histogram in the layout of the figures here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from octavo.doctor.findings import Finding, worst_first
+from octavo.doctor.histograms import Histogram
+from octavo.doctor.series import Series
+from octavo.doctor.statistics_catalog import STATISTIC_OF_CODE, all_statistics
+from octavo.doctor.thresholds import Thresholds
+from octavo.reports import packing
+from octavo.reports.doctor_figures import COLOURS, gap_figure, loss_figure
+from octavo.reports.figures import new_figure
+from octavo.reports.findings import SHOWN_AT_ONCE, card_of, counted, counts, headline
+from octavo.reports.rendering import check_report_extra, render
+
+__all__ = ["doctor_page"]
+
+RUN_WIDE = ("loss-gap", "loss-scale", "learning-rate", "gradient-below-noise", "nondeterministic")
+
+
+def doctor_page(
+    series: Series,
+    findings: Sequence[Finding],
+    *,
+    title: str,
+    reference: Series | None = None,
+    histograms: Sequence[Histogram] = (),
+    thresholds: Thresholds | None = None,
+) -> str:
+    """HTML of a run's diagnosis.
+
+    Args:
+        series: what was measured.
+        findings: of ``diagnose``; remedies that were replayed show what they removed and cost.
+        title: the run's name.
+        reference: a run to compare the loss with, in BF16 as a rule.
+        histograms: captured tensors to draw against their format's grid.
+        thresholds: those that ``diagnose`` compared with: where the map's healthy ranges end; None for the defaults.
+
+    Raises:
+        ConfigError: plotly or jinja2 is not installed.
+
+    Example:
+        >>> from octavo.doctor.series import series_of
+        >>> page = doctor_page(series_of([]), [], title="a <small> run")
+        >>> "a &lt;small&gt; run" in page, "Nothing was measured" in page
+        (True, True)
+    """
+    check_report_extra("report.html")
+    ordered = worst_first(list(findings))
+    data = _data(series, ordered, histograms, thresholds or Thresholds())
+    places = zip(ordered, data["findings"], strict=True)
+    names = ("run", "reference")[: 1 + (reference is not None)]
+    return render(
+        "doctor",
+        title=title,
+        headline=headline(ordered, len(series.casts.steps), len(_cast_paths(series))),
+        standfirst=f"{_scope(series)} {counts(ordered)}",
+        cards=[card_of(one, index, is_shown=place is not None) for index, (one, place) in enumerate(places)],
+        shown_at_once=SHOWN_AT_ONCE,
+        more=counted(len(ordered) - SHOWN_AT_ONCE, "more finding"),
+        loss_legend=[(name, COLOURS[name]) for name in names],
+        loss=loss_figure(series, reference) if _has_loss(series) else None,
+        gap=None if reference is None else gap_figure(series, reference),
+        data=data,
+    )
+
+
+def _data(
+    series: Series, findings: Sequence[Finding], histograms: Sequence[Histogram], thresholds: Thresholds
+) -> dict[str, Any]:
+    """Plain data for doctor.js."""
+    layers = packing.layers_of(series)
+    data: dict[str, Any] = {
+        "layers": layers,
+        "facts": {path: _facts(series.layers.get(path, {})) for path in layers},
+        "histograms": [one.facts() for one in histograms],
+        "layout": new_figure("").to_plotly_json()["layout"],
+        "statistics": [],
+    }
+    steps = series.casts.steps
+    if len(steps):
+        columns = packing.columns_of(steps)
+        data |= {"edges": columns.edges.tolist(), "first": columns.first.tolist(), "last": columns.last.tolist()}
+        data["looks"] = -(-len(steps) // len(columns.starts))
+        for statistic in all_statistics(thresholds, series.modules):
+            if sheets := packing.sheets(series, statistic, columns):
+                data["statistics"].append(asdict(statistic) | {"name": statistic.name, "sheets": sheets})
+    data["findings"] = [_target(one, data) for one in findings]
+    return data
+
+
+def _target(one: Finding, data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where a finding is to be seen: a sheet's row, or the loss; None where nothing shows it."""
+    target: dict[str, Any] = {"first": one.first_step, "last": one.last_step}
+    path = next(iter(one.places), one.path)
+    if path not in data["layers"]:
+        return target | {"statistic": None} if not path or one.code in RUN_WIDE else None
+    layer = data["layers"].index(path)
+    order = {name: index for index, name in enumerate(STATISTIC_OF_CODE.get(one.code, ()))}
+    for entry in sorted(data["statistics"], key=lambda entry: order.get(entry["name"], len(order))):
+        having = [index for index, sheet in enumerate(entry["sheets"]) if layer in sheet["rows"]]
+        matching = [index for index in having if entry["sheets"][index]["role"] == one.role]
+        if having:
+            return target | {"statistic": entry["name"], "sheet": (matching or having)[0], "layer": layer}
+    return None
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    """A layer's recipe and shape in a few words."""
+    if not facts:
+        return ""
+    window = f", history of {facts['history_length']}" if "history_length" in facts else ""
+    return f"{facts['recipe']}{window}, {facts['in_features']:,} → {facts['out_features']:,}"
+
+
+def _cast_paths(series: Series) -> list[str]:
+    return list(dict.fromkeys(key.path for key in series.casts.keys))
+
+
+def _scope(series: Series) -> str:
+    steps, layers = series.casts.steps, _cast_paths(series)
+    if not len(steps):
+        return "No layer was looked at."
+    recipes = sorted({str(series.layers[path]["recipe"]) for path in layers if path in series.layers})
+    named = f" ({', '.join(recipes)})" if recipes else ""
+    when = f"from step {int(steps[0]):,} to {int(steps[-1]):,}"
+    return f"FP8 layers{named}: {len(layers):,}, looked at {len(steps):,} times {when}."
+
+
+def _has_loss(series: Series) -> bool:
+    return bool(len(series.curve("loss")[0]) or len(series.curve("nats")[0]))

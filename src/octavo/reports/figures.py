@@ -1,0 +1,77 @@
+"""Plotly figures in the look that all pages share."""
+
+from html import escape
+from typing import Any
+
+from octavo.curves import Curve
+
+__all__ = ["GRID", "INK", "MUTED", "PALETTE", "add_level", "add_line", "add_points", "new_figure", "plain"]
+
+INK, MUTED, GRID = "#1f2328", "#6b7280", "#e7e5e0"
+PALETTE = {
+    "blue": "#2563eb",
+    "orange": "#d9480f",
+    "teal": "#0f766e",
+    "violet": "#7c3aed",
+    "pink": "#be185d",
+    "slate": "#64748b",
+}
+
+
+def new_figure(unit: str, *, x: str = "step") -> Any:
+    """An empty figure with titled axes, a step of training on the horizontal one by default."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    figure.update_layout(
+        template="none",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
+        margin={"l": 58, "r": 12, "t": 8, "b": 44},
+        hovermode="x unified",
+        showlegend=False,
+        autosize=True,
+    )
+    figure.update_xaxes(title=x, gridcolor=GRID, zeroline=False, ticks="", linecolor=MUTED, rangemode="tozero")
+    figure.update_yaxes(title=unit, gridcolor=GRID, zeroline=False, ticks="", automargin=True)
+    return figure
+
+
+def add_line(figure: Any, curve: Curve, name: str, colour: str, *, width: float, opacity: float = 0.5) -> None:
+    """Add a curve as a thin line."""
+    steps, values = _columns(curve)
+    style = {"color": colour, "width": width}
+    figure.add_scatter(x=steps, y=values, name=plain(name), mode="lines", opacity=opacity, line=style)
+
+
+def add_points(figure: Any, curve: Curve, name: str, colour: str, *, width: float = 2.0) -> None:
+    """Add a curve of few points, each marked."""
+    steps, values = _columns(curve)
+    style = {"line": {"color": colour, "width": width}, "marker": {"color": colour, "size": 5 + width}}
+    figure.add_scatter(x=steps, y=values, name=plain(name), mode="lines+markers", **style)
+
+
+def add_level(figure: Any, value: float, label: str, *, axis: str = "y", position: str = "top right") -> None:
+    """Add a dotted line across the figure at a value of an axis, with a label."""
+    add = figure.add_hline if axis == "y" else figure.add_vline
+    add(
+        **{axis: value},
+        line={"color": MUTED, "dash": "dot", "width": 1.2},
+        annotation={"text": plain(label), "font": {"size": 11.5, "color": MUTED}},
+        annotation_position=position,
+    )
+
+
+def plain(text: str) -> str:
+    """Text that plotly shows as it is; it reads ``<b>`` and the like as markup.
+
+    Example:
+        >>> plain("a < b & c")
+        'a &lt; b &amp; c'
+    """
+    return escape(text, quote=False)
+
+
+def _columns(curve: Curve) -> tuple[list[int], list[float]]:
+    return [step for step, _ in curve], [value for _, value in curve]

@@ -1,0 +1,28 @@
+"""Pages need the report extra, and say so before any work; templates are part of the installed package."""
+
+import sys
+from importlib import resources
+
+import jinja2
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.reports.rendering import check_report_extra, render
+
+
+@pytest.mark.parametrize(("module", "library"), [("plotly.offline", "plotly"), ("jinja2", "jinja2")])
+def test_a_missing_library_is_named_with_the_extra_and_what_to_do_then(module, library, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"^a page needs {library}, .*'octavo\[report\]', then look again$"):
+        check_report_extra("a page", then=", then look again")
+
+
+def test_a_template_that_uses_an_unknown_name_is_refused():
+    with pytest.raises(jinja2.UndefinedError, match="headline"):
+        render("study")
+
+
+def test_templates_are_package_data():
+    names = {path.name for path in resources.files("octavo.reports").joinpath("templates").iterdir()}
+    templates = ("base", "macros", "doctor", "finding", "study", "sensitivity", "benchmark")
+    assert names == {f"{name}.html.jinja" for name in templates} | {"style.css", "doctor.js"}
