@@ -256,7 +256,7 @@ def test_a_tuned_folder_of_another_model_is_refused(octavo, gguf, tuned_run):
     [
         (["--compare", "fp4"], "there is no format 'fp4' to compare; use some of fp32, bf16"),
         (["--compare", ""], "there is no format ''"),
-        (["--compare", "bf16,bf16"], "different formats"),
+        (["--compare", "bf16,bf16"], "distinct formats"),
         (["--compare", "bf16", "--calibration", "x"], "--calibration is for fp8-static and fp8-kv-centred, which is"),
         (["--compare", "bf16", "--qat", "x"], "--qat is for fp8-qat, which is not compared"),
         (["--compare", "fp8-qat"], "fp8-qat needs --qat"),
