@@ -25,7 +25,7 @@ from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.errors import DataError
 from octavo.export.sources import Request, load_source
 from octavo.export.verification import TOLERANCE
-from octavo.export.writing import GREEDY, Saved, save_quantized
+from octavo.export.writing import GREEDY, SavedCheckpoint, save_quantized
 from octavo.language_model import load_language_model
 from octavo.quantization import calibrate, text_windows
 from octavo.training.text import BUILTIN
@@ -86,7 +86,7 @@ def mixed(mix: Path) -> list[str]:
     return [*table, "", f"{saved.nbytes:,} bytes of weights."]
 
 
-def measured(source: str, fmt: str, request: Request) -> Saved:
+def measured(source: str, fmt: str, request: Request) -> SavedCheckpoint:
     """Write one case into a temporary folder, with its verification."""
     ready = load_source(source, fmt, request)
     with tempfile.TemporaryDirectory() as scratch:
@@ -106,7 +106,7 @@ def _calibrated(source: str, folder: Path) -> Path:
     return folder / "scales"
 
 
-def row(model: str, case: str, saved: Saved) -> list[str]:
+def row(model: str, case: str, saved: SavedCheckpoint) -> list[str]:
     """A case's figures, each with whether it meets its bar."""
     found = saved.agreement
     assert found is not None

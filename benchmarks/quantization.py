@@ -30,7 +30,7 @@ from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, load_qat, text_windows
 from octavo.quantization.comparison.cache_formats import key_means, vector_bytes
-from octavo.quantization.comparison.comparison import Comparison, compare
+from octavo.quantization.comparison.comparison import FormatComparison, compare
 from octavo.quantization.comparison.contestants import CACHE, CENTRED, STATIC, TUNED
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.comparison.lineup import line_up
@@ -108,7 +108,7 @@ def _training_text(model: LanguageModel, count: int, length: int) -> Tensor:
     return text_windows(model, LIBRARY_SOURCES, "train", count=count, length=length)
 
 
-def comparison_table(found: Comparison, extra: Mapping[str, int | None] | None = None) -> list[str]:
+def comparison_table(found: FormatComparison, extra: Mapping[str, int | None] | None = None) -> list[str]:
     """A row for each format, and its sizes where it is known what a pass takes beside the weights."""
     rows = []
     for entry in found.entries:
@@ -127,7 +127,7 @@ def comparison_table(found: Comparison, extra: Mapping[str, int | None] | None =
     return markdown_table(HEADER if extra is None else [*HEADER, *SIZES], rows)
 
 
-def format_bars(found: Comparison) -> list[str]:
+def format_bars(found: FormatComparison) -> list[str]:
     """What the bars say to fp8-dynamic and fp8-static."""
     gap = found.gap("fp8-dynamic")
     off, allowed = gap.nats - REFERENCE_NATS, STANDARD_ERRORS * gap.standard_error
@@ -139,7 +139,7 @@ def format_bars(found: Comparison) -> list[str]:
     return [*lines, f"- {STATIC}: {verdict(gap.nats <= STATIC_NATS)}; {gap.percent:+.2f} %, at most +3.0 %"]
 
 
-def cache_bars(found: Comparison, head_dim: int) -> list[str]:
+def cache_bars(found: FormatComparison, head_dim: int) -> list[str]:
     """What the bar says to each cache, and the bytes it takes."""
     lines = []
     share = vector_bytes(head_dim) / (2 * head_dim)

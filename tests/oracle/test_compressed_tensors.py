@@ -65,7 +65,7 @@ def test_tokens_in_one_dimension_are_a_limit_that_is_named(tmp_path):
         model=OPTForCausalLM(config).eval(), tokenizer=language_model().tokenizer, context=64, source=""
     )
     octavo.convert(given.model, ROW)
-    words = r"fc2' by .*'model\.decoder\.layers\.0\.fc1' is given all tokens in one dimension, .* skip such layers"
+    words = r"fc2' by .*'model\.decoder\.layers\.0\.fc1' receives all tokens in one dimension, .* skip such layers"
     with pytest.raises(CheckpointError, match=words):
         save_quantized(given, tmp_path / "all")
     octavo.convert(given.model, ROW, overrides={"*.fc?": "weight_only"})

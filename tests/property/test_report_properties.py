@@ -18,7 +18,7 @@ from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.formats import E4M3
 from octavo.quantization import Budget
-from octavo.quantization.sensitivity.ranking import Agreement
+from octavo.quantization.sensitivity.ranking import RankAgreement
 from octavo.quantization.sensitivity.study import Found, Sensitivity
 from octavo.quantization.sensitivity.truth import Increase
 from octavo.quantization.sensitivity.units import CHOICES, Unit
@@ -104,7 +104,7 @@ def a_sensitivity_page(text):
         measured={(path, "rowwise"): increase},
         floor=increase,
         costs=costs,
-        agreement=Agreement(rank_correlation=1.0, pairs=3),
+        agreement=RankAgreement(rank_correlation=1.0, pairs=3),
         budget=Budget(perplexity=0.1, bytes_share=0.9),
         best=best,
         front=(best,),

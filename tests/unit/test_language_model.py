@@ -236,7 +236,7 @@ def test_an_unknown_quantization_is_never_taken_for_weights(folder, tmp_path, gi
 
 NORM, PROJ = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
 UNEXPLAINED = {
-    "codes": (lambda t: t.update({PROJ: t[PROJ].to(torch.float8_e4m3fn)}), "FP8 codes, and config.json does not say"),
+    "codes": (lambda t: t.update({PROJ: t[PROJ].to(torch.float8_e4m3fn)}), "FP8 codes, but config.json has no"),
     "one too many": (lambda t: t.update({f"{PROJ}_scale": torch.ones(1)}), f"without {PROJ}_scale, which its model"),
     "one too few": (lambda t: t.pop(NORM), f"without {NORM}, which is not there"),
 }

@@ -18,15 +18,15 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
 from octavo.quantization.comparison.cache_formats import key_means
-from octavo.quantization.comparison.comparison import Comparison, compare
+from octavo.quantization.comparison.comparison import FormatComparison, compare
 from octavo.quantization.comparison.contestants import (
     AS_IT_IS,
     BF16,
     CENTRED,
     STATIC,
     TUNED,
-    Contestant,
-    Scales,
+    FormatVariant,
+    StaticScales,
     as_it_is,
 )
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
@@ -162,7 +162,7 @@ def _check_folders(question: Question, names: Sequence[str]) -> None:
 
 def _calibration(
     model: LanguageModel, question: Question, names: Sequence[str], display: Display
-) -> tuple[Scales | None, dict[str, Any]]:
+) -> tuple[StaticScales | None, dict[str, Any]]:
     """The scales of fp8-static: those in a folder, or of text that the evaluation does not have."""
     if STATIC not in names:
         return None, {}
@@ -190,13 +190,13 @@ def _training_windows(model: LanguageModel, question: Question, count: int) -> T
 
 
 def _compared(
-    display: Display, contestants: Sequence[Contestant], windows: Tensor, reference: str = BF16
-) -> Comparison:
+    display: Display, contestants: Sequence[FormatVariant], windows: Tensor, reference: str = BF16
+) -> FormatComparison:
     advance = display.phase("evaluate", len(windows) * len(contestants))
     return compare(contestants, windows, reference=reference, advance=lambda done, _: advance(done))
 
 
-def _extra_memory(display: Display, contestants: Sequence[Contestant], windows: Tensor) -> dict[str, int | None]:
+def _extra_memory(display: Display, contestants: Sequence[FormatVariant], windows: Tensor) -> dict[str, int | None]:
     """What a pass over a window takes beside the weights; every format has run by then."""
     display.phase("memory of a pass", None)
     return {
@@ -205,7 +205,7 @@ def _extra_memory(display: Display, contestants: Sequence[Contestant], windows: 
     }
 
 
-def _timed(display: Display, contestants: Sequence[Contestant], windows: Tensor) -> list[PassTime]:
+def _timed(display: Display, contestants: Sequence[FormatVariant], windows: Tensor) -> list[PassTime]:
     show = phases(display)
     return pass_times(
         {contestant.name: contestant for contestant in contestants},
@@ -220,7 +220,7 @@ SIZES = ["format", "layers in it", "file, MB", "of BF16's", "memory, MB", "peak,
 
 def _print(
     facts: dict[str, Any],
-    found: Comparison,
+    found: FormatComparison,
     extra: Mapping[str, int | None],
     times: Sequence[PassTime],
     device: torch.device,
@@ -239,7 +239,7 @@ def _print(
         stdout().print(emulation_note(device), markup=False, soft_wrap=True)
 
 
-def _quality(found: Comparison, name: str) -> list[str]:
+def _quality(found: FormatComparison, name: str) -> list[str]:
     scores, gap = found.entry(name).scores, found.gap(name)
     if name == found.reference:
         return [name, f"{scores.perplexity:.4f}", *[""] * 4]
@@ -253,7 +253,7 @@ def _quality(found: Comparison, name: str) -> list[str]:
     ]
 
 
-def _sizes(found: Comparison, name: str, extra: int | None) -> list[str]:
+def _sizes(found: FormatComparison, name: str, extra: int | None) -> list[str]:
     entry = found.entry(name)
     sizes = (entry.storage.file_bytes, entry.storage.memory_bytes, _peak(found, name, extra))
     file, *in_memory = ("–" if size is None else f"{size / 1e6:,.1f}" for size in sizes)
@@ -261,12 +261,12 @@ def _sizes(found: Comparison, name: str, extra: int | None) -> list[str]:
     return [name, layers, file, f"{found.share_of_bytes(name):.3f}", *in_memory]
 
 
-def _peak(found: Comparison, name: str, extra: int | None) -> int | None:
+def _peak(found: FormatComparison, name: str, extra: int | None) -> int | None:
     """Weights, and the most that a pass takes beside them."""
     return None if extra is None else found.entry(name).storage.memory_bytes + extra
 
 
-def _peak_note(found: Comparison, device: torch.device) -> str:
+def _peak_note(found: FormatComparison, device: torch.device) -> str:
     how = "by CUDA's allocator" if device.type == "cuda" else "by the process's resident memory"
     return (
         f"Peak: the weights in memory, and the most that one pass over a window of {found.length} tokens took beside "
@@ -279,7 +279,7 @@ def _times(times: Sequence[PassTime], name: str) -> list[str]:
     return [cell for time in own for cell in (f"{time.latency_ms:,.1f}", f"{time.tokens_per_second:,.0f}")]
 
 
-def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:
+def _notes(facts: dict[str, Any], found: FormatComparison) -> Iterator[str]:
     yield (
         f"{found.windows} windows of {found.length} tokens ({facts['data']}, {facts['split']}). Differences are paired "
         f"with {found.reference}, window by window, ± their standard error; top-1: how often the likeliest next token "
@@ -297,7 +297,7 @@ def _notes(facts: dict[str, Any], found: Comparison) -> Iterator[str]:
 
 def _record(
     facts: dict[str, Any],
-    found: Comparison,
+    found: FormatComparison,
     extra: Mapping[str, int | None],
     times: Sequence[PassTime],
     device: torch.device,

@@ -10,7 +10,7 @@ from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export_job import Job
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
-from octavo.export import Saved, save_quantized
+from octavo.export import SavedCheckpoint, save_quantized
 from octavo.export.servers import DOES, SOURCES
 from octavo.export.sources import load_source
 from octavo.export.verification import TOLERANCE
@@ -64,11 +64,11 @@ def size_of(size: str) -> int:
     raise ConfigError(f"--max-shard-size is a number and {', '.join(UNITS)}, such as 500MB, not {size!r}")
 
 
-def _record(saved: Saved) -> dict[str, Any]:
+def _record(saved: SavedCheckpoint) -> dict[str, Any]:
     return {**asdict(saved), "folder": str(saved.folder), "servers": dict(DOES[saved.format])}
 
 
-def _print(saved: Saved) -> None:
+def _print(saved: SavedCheckpoint) -> None:
     rows = [(scheme, number(count)) for scheme, count in saved.schemes.items()]
     rows.append(("high precision: " + ", ".join(saved.left_out[:3]), number(len(saved.left_out))))
     print_table(f"{saved.folder}, {saved.format}", ["layers", ""], rows)
@@ -81,7 +81,7 @@ def _print(saved: Saved) -> None:
     print_table("Who does what with it", ["", "weights and inputs", "source"], servers, left=3)
 
 
-def verdict(saved: Saved) -> str:
+def verdict(saved: SavedCheckpoint) -> str:
     """Who has read it back, and what they found."""
     found = saved.agreement
     if found is None:

@@ -7,7 +7,7 @@ from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export_job import Job
 from octavo.cli.progress import Display, open_display
 from octavo.export.onnx import OPSETS, OnnxOptions, OnnxReport, check_packages, export_onnx
-from octavo.export.sources import ONNX, Source, load_source
+from octavo.export.sources import ONNX, ExportSource, load_source
 from octavo.files import claimed_folder
 from octavo.quantization import text_windows
 from octavo.training.corpus import Split
@@ -57,7 +57,7 @@ def graph_options(job: Job) -> OnnxOptions:
     )
 
 
-def load_graph_source(job: Job, asked: OnnxOptions) -> tuple[Source, OnnxOptions]:
+def load_graph_source(job: Job, asked: OnnxOptions) -> tuple[ExportSource, OnnxOptions]:
     """A job's model as it becomes a graph, and the options with attention's text in the model's tokens."""
     source = load_source(job.model, ONNX, job.request)
     if job.graph.attention is None:

@@ -6,14 +6,14 @@ from pathlib import Path
 from octavo.cli.runs import own_source, text_to_train_on
 from octavo.errors import DataError
 from octavo.quantization import load_calibration
-from octavo.quantization.overlap import MOST_SHARED, Part, shared_share
+from octavo.quantization.overlap import MOST_SHARED, TextSplit, shared_share
 from octavo.quantization.qat.folder import MARK, text_of_qat
 from octavo.training.corpus import Split
 from octavo.training.text import ALL, unseen_split
 
 __all__ = ["default_split", "readers_of", "shares_read", "warnings_of"]
 
-Readers = Mapping[str, Part]
+Readers = Mapping[str, TextSplit]
 
 
 def readers_of(
@@ -30,7 +30,7 @@ def readers_of(
     Raises:
         CheckpointError: a folder is damaged.
     """
-    found: dict[str, Part] = {}
+    found: dict[str, TextSplit] = {}
     if own := own_source(model):
         found["the run's training"] = (own, Split.TRAIN)
     if calibrates:

@@ -1,6 +1,6 @@
-"""Models on their way to whoever serves them: checkpoints in FP8 that are read back before they count."""
+"""Export of FP8 checkpoints for other programs, verified by reading them back."""
 
-from octavo.export.writing import Saved, save_quantized
+from octavo.export.writing import SavedCheckpoint, save_quantized
 from octavo.interchange import QuantizedModel, load_quantized
 
-__all__ = ["QuantizedModel", "Saved", "load_quantized", "save_quantized"]
+__all__ = ["QuantizedModel", "SavedCheckpoint", "load_quantized", "save_quantized"]

@@ -1,10 +1,10 @@
-"""What goes beside the weights: the tokenizer, the chat template, which token ends an answer, the model's shape.
+"""Model files other than weights: tokenizer, chat template, end-of-answer token and model configuration.
 
-| source                 | where they come from                                                          |
+| source                 | origin of the files                                                           |
 |------------------------|-------------------------------------------------------------------------------|
-| a Hugging Face folder  | its own files, byte for byte; config.json but for what it says of quantization |
+| a Hugging Face folder  | its own files, byte for byte; config.json without quantization                |
 | a .gguf file           | the file's values                                                             |
-| a model on the hub     | transformers, which has them already                                          |
+| a model on the hub     | transformers                                                                  |
 | a run, or anything else | the tokenizer; its end-of-text token ends an answer                           |
 """
 
@@ -50,11 +50,11 @@ COPIED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companions:
-    """What a folder has beside weights and quantization.
+    """Model files other than weights.
 
     Attributes:
         config: config.json of the model in high precision.
-        files: contents of other files, by name.
+        files: contents of the other files, by name.
     """
 
     config: Mapping[str, Any]
@@ -62,56 +62,60 @@ class Companions:
 
 
 def companions_of(model: LanguageModel) -> Companions:
-    """Find them where the model came from."""
+    """Collect the files from the model's source."""
     source = Path(model.source)
-    own = {TOKENIZER: model.tokenizer.to_str().encode()}
+    tokenizer_file = {TOKENIZER: model.tokenizer.to_str().encode()}
     if (source / CONFIG).is_file():
         copied = {name: (source / name).read_bytes() for name in COPIED if (source / name).is_file()}
-        return Companions(config=plain_configuration(source), files=_settings(model, {}) | own | copied)
+        return Companions(config=plain_configuration(source), files=_settings(model, {}) | tokenizer_file | copied)
     if is_gguf(source) and source.is_file():
-        return _from_gguf(model, GGUFFile(source), own)
+        return _from_gguf(model, GGUFFile(source), tokenizer_file)
     if isinstance(model.model, Llama):
         ends = model.tokenizer.token_to_id(END_OF_TEXT)
-        return _of_llama(model, own, {"eos_token_id": ends}, {} if ends is None else {"eos_token": END_OF_TEXT})
-    return _from_transformers(model, own)
+        return _of_llama(
+            model, tokenizer_file, {"eos_token_id": ends}, {} if ends is None else {"eos_token": END_OF_TEXT}
+        )
+    return _from_transformers(model, tokenizer_file)
 
 
-def _from_gguf(model: LanguageModel, file: GGUFFile, own: dict[str, bytes]) -> Companions:
+def _from_gguf(model: LanguageModel, file: GGUFFile, tokenizer_file: dict[str, bytes]) -> Companions:
     ids = {f"{which}_token_id": token_id(file, which) for which in ("bos", "eos")}
     names = {
-        key.removesuffix("_id"): str(model.tokenizer.id_to_token(found))
-        for key, found in ids.items()
-        if found is not None
+        key.removesuffix("_id"): str(model.tokenizer.id_to_token(token))
+        for key, token in ids.items()
+        if token is not None
     }
     if CHAT_TEMPLATE in file.values:
-        own = own | {"chat_template.jinja": file.get(CHAT_TEMPLATE, str).encode()}
-    return _of_llama(model, own, ids, names)
+        tokenizer_file = tokenizer_file | {"chat_template.jinja": file.get(CHAT_TEMPLATE, str).encode()}
+    return _of_llama(model, tokenizer_file, ids, names)
 
 
 def _of_llama(
-    model: LanguageModel, own: dict[str, bytes], ids: Mapping[str, int | None], names: Mapping[str, str]
+    model: LanguageModel, tokenizer_file: dict[str, bytes], ids: Mapping[str, int | None], names: Mapping[str, str]
 ) -> Companions:
-    """The files of an octavo Llama, whose special tokens are known otherwise."""
+    """Files of an octavo Llama, with special tokens from its source."""
     assert isinstance(model.model, Llama)
-    known = {key: found for key, found in ids.items() if found is not None}
-    files = own | _settings(model, names) | ({GENERATION: _json(known)} if known else {})
-    return Companions(config=config_record(model.model.config, model.model.lm_head.weight.dtype) | known, files=files)
+    known_ids = {key: token for key, token in ids.items() if token is not None}
+    files = tokenizer_file | _settings(model, names) | ({GENERATION: _json(known_ids)} if known_ids else {})
+    return Companions(
+        config=config_record(model.model.config, model.model.lm_head.weight.dtype) | known_ids, files=files
+    )
 
 
 def _settings(model: LanguageModel, names: Mapping[str, str]) -> dict[str, bytes]:
     return {SETTINGS: _json({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.context, **names})}
 
 
-def _from_transformers(model: LanguageModel, own: dict[str, bytes]) -> Companions:
-    """A model that transformers knows by a name on the hub, or that somebody built."""
-    theirs: Any = model.model
+def _from_transformers(model: LanguageModel, tokenizer_file: dict[str, bytes]) -> Companions:
+    """Files of a model from the hub or one built in memory, written by transformers."""
+    hf_model: Any = model.model
     with TemporaryDirectory() as folder:
-        theirs.config.save_pretrained(folder)
-        if theirs.can_generate():
-            theirs.generation_config.save_pretrained(folder)
+        hf_model.config.save_pretrained(folder)
+        if hf_model.can_generate():
+            hf_model.generation_config.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     config = parse_json(files.pop(CONFIG), allow_nan=True)
-    return Companions(config=config, files=_settings(model, {}) | own | files)
+    return Companions(config=config, files=_settings(model, {}) | tokenizer_file | files)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

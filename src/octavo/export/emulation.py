@@ -1,4 +1,4 @@
-"""The exported model as octavo computes it: other tensors rounded as the file has them, inputs cast as servers do."""
+"""Emulation of an exported model: other tensors rounded to the file's dtype, inputs cast as by servers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ Logits = Callable[[Tensor], Tensor]
 def emulated(
     model: LanguageModel, contents: Contents, *, dtype: torch.dtype, served: Callable[[Recipe], Recipe]
 ) -> Iterator[Logits]:
-    """Inside the block the model computes what its file will, in FP32; it is itself again after it.
+    """Context manager under which the model computes like its exported file, in FP32; restored afterwards.
 
     Args:
         model: converted.
-        contents: of it.
-        dtype: that other tensors are written in.
-        served: what becomes of a recipe.
+        contents: contents of the model.
+        dtype: dtype of other tensors in the file.
+        served: maps a recipe to the one that servers run.
 
     Yields:
         token ids [B, T] → logits [B, T, V].
@@ -40,7 +40,7 @@ def emulated(
 
 
 def cast_keys_and_values(scales: Mapping[int, tuple[Tensor, Tensor]]) -> KVTransform:
-    """Keys and values as a cache with one scale each a layer gives them back."""
+    """Round trip through an FP8 cache with one scale for keys and one for values per layer."""
 
     def through(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         key_scale, value_scale = scales[layer]
@@ -55,27 +55,27 @@ def _cast(x: Tensor, scale: Tensor) -> Tensor:
 
 @contextmanager
 def _rounded(rest: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Let tensors have the values that a narrower dtype keeps of them, in the dtype that they have."""
-    kept = [(tensor, tensor.clone()) for tensor in rest.values() if tensor.is_floating_point()]
+    """Round tensors to a narrower dtype, keeping their own dtype; restored afterwards."""
+    originals = [(tensor, tensor.clone()) for tensor in rest.values() if tensor.is_floating_point()]
     with torch.no_grad():
-        for tensor, _ in kept:
+        for tensor, _ in originals:
             tensor.copy_(tensor.to(dtype))
         try:
             yield
         finally:
-            for tensor, before in kept:
-                tensor.copy_(before)
+            for tensor, original in originals:
+                tensor.copy_(original)
 
 
 @contextmanager
 def _serving(model: nn.Module, contents: Contents, served: Callable[[Recipe], Recipe]) -> Iterator[None]:
-    """Let layers run what is left of their recipes once they are served; their histories stay as they are."""
+    """Run layers with their served recipes, without changing amax histories; restored afterwards."""
     layers = [layer for path in contents.layers if isinstance(layer := model.get_submodule(path), Linear)]
-    kept = [layer.recipe for layer in layers]
+    originals = [layer.recipe for layer in layers]
     try:
         for layer in layers:
             layer.recipe = served(layer.recipe)
         yield
     finally:
-        for layer, recipe in zip(layers, kept, strict=True):
+        for layer, recipe in zip(layers, originals, strict=True):
             layer.recipe = recipe

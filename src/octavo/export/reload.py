@@ -1,9 +1,9 @@
-"""A fresh process that reads an exported folder as its reader would, and says how far it is from what was exported.
+"""Fresh process that loads an exported folder with its reader and compares it with the exported model.
 
     python -m octavo.export.reload FOLDER PROBE READER
 
-READER is "transformers" (with compressed-tensors) or "octavo". Prints an ``Agreement`` as one line of JSON; exit code 2
-and one sentence on stderr where the folder cannot be read.
+READER is "transformers" (with compressed-tensors) or "octavo". Prints a ``LockstepAgreement`` as one line of JSON; exit
+code 2 and one sentence on stderr if the folder cannot be read.
 """
 
 import sys
@@ -27,23 +27,25 @@ TRANSFORMERS, OCTAVO = "transformers", "octavo"
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Run the command; returns its exit code."""
     folder, probe, reader = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
         model, logits = _by_transformers(folder) if reader == TRANSFORMERS else _by_octavo(folder)
-        found = compare(logits, model, load_probe(probe))
+        agreement = compare(logits, model, load_probe(probe))
     except OctavoError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(found.to_json() + "\n")
+    sys.stdout.write(agreement.to_json() + "\n")
     return 0
 
 
 def _by_octavo(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    read = load_quantized(folder)
-    model = LanguageModel(model=read.model, tokenizer=read.tokenizer, context=read.context, source=str(folder))
-    cast = cast_keys_and_values(read.kv_scales) if read.kv_scales else None
-    return read.model, partial(model.logits, kv_transform=cast)
+    quantized = load_quantized(folder)
+    model = LanguageModel(
+        model=quantized.model, tokenizer=quantized.tokenizer, context=quantized.context, source=str(folder)
+    )
+    cast = cast_keys_and_values(quantized.kv_scales) if quantized.kv_scales else None
+    return quantized.model, partial(model.logits, kv_transform=cast)
 
 
 def _by_transformers(folder: Path) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:

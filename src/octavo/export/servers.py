@@ -1,4 +1,4 @@
-"""What each program that loads language models does with each format, and where it says so."""
+"""Support for each checkpoint format in programs that load language models, with sources."""
 
 from types import MappingProxyType
 
@@ -7,7 +7,7 @@ __all__ = ["DOES", "SOURCES"]
 VLLM, SGLANG, TENSORRT_LLM, TRANSFORMERS = "vLLM", "SGLang", "TensorRT-LLM", "transformers"
 NOTHING = "refuses: unknown model_type"
 
-# What the format's weights become. "FP8 products" need an Ada, Hopper or Blackwell GPU, or an MI300.
+# Computation with the format's weights. "FP8 products" need an Ada, Hopper or Blackwell GPU, or an MI300.
 DOES = MappingProxyType(
     {
         "compressed-tensors": {

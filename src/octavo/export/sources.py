@@ -1,13 +1,13 @@
-"""What is exported, from where the user has it: a model, and what says how it runs in FP8.
+"""Loading of a model for export, converted to FP8 as requested.
 
-| given                         | the layers run                                    | scales of keys and values |
+| source                        | recipes of the layers                             | scales of keys and values |
 |-------------------------------|---------------------------------------------------|---------------------------|
-| a folder of ``octavo qat``    | what they were trained for                        | –                         |
-| a folder that is in FP8       | what they ran: codes and scales are not touched   | those that it has         |
+| a folder of ``octavo qat``    | the recipe used in training                       | –                         |
+| a folder in FP8               | unchanged, with its codes and scales              | the folder's              |
 | a model and a calibration     | the calibration's static recipe                   | the calibration's         |
-| a model and a mix             | each its own                                      | –                         |
-| a run of a delayed recipe     | ``static``, by the amaxes that it kept, on request | –                        |
-| any other model               | the recipe of that name, or the format's          | –                         |
+| a model and a mix             | the mix's                                         | –                         |
+| a run of a delayed recipe     | ``static``, on request, from its amax history     | –                         |
+| any other model               | the requested recipe, or the format's default     | –                         |
 """
 
 from collections.abc import Mapping
@@ -32,27 +32,27 @@ from octavo.training.config import Device
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG as RUN
 
-__all__ = ["ONNX", "Request", "Source", "load_source"]
+__all__ = ["ONNX", "ExportSource", "Request", "load_source"]
 
 STATIC, ONNX, OWN = "static", "onnx", "octavo"
 PRESETS = {name: fmt.preset for name, fmt in FORMATS.items()} | {ONNX: "tensorwise"}
-SCALE_OPTIONS = ("rowwise", "blockwise", STATIC)  # presets that leave the choice of powers of two
+SCALE_OPTIONS = ("rowwise", "blockwise", STATIC)  # presets with the option power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """How a model is to run in FP8; None and empty leave it to the model and the format.
+    """Options for converting a model to FP8; defaults depend on the model and the format.
 
     Attributes:
-        recipe: a preset's name.
-        power_of_two: let its scales be powers of two.
-        calibration: a folder of ``octavo calibrate``.
-        mix: a file of ``octavo sensitivity``.
+        recipe: name of a preset.
+        power_of_two: use power-of-two scales.
+        calibration: folder of ``octavo calibrate``.
+        mix: file of ``octavo sensitivity``.
         skip: shell patterns of layers that stay in high precision.
-        convert_head: whether a head of its own is in FP8 too.
+        convert_head: also convert an untied head.
 
     Raises:
-        ConfigError: options that contradict each other, or no recipe of that name: before a model is loaded.
+        ConfigError: contradictory options or an unknown recipe, before a model is loaded.
     """
 
     recipe: str | None = None
@@ -68,30 +68,30 @@ class Request:
         if self.recipe == STATIC and self.calibration is not None:
             given.remove("--recipe")
         if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]} both say how layers run; leave one of them out")
+            raise ConfigError(f"{given[0]} and {given[1]} both define how layers run; leave one of them out")
         if self.mix is not None and (self.skip or self.convert_head):
-            raise ConfigError("a mix says which layers it is for; leave out --skip and --head")
+            raise ConfigError("a mix defines its layers; leave out --skip and --head")
         if self.power_of_two and (self.calibration or self.mix):
-            raise ConfigError("--power-of-two goes with a recipe; calibrations and mixes say for themselves")
+            raise ConfigError("--power-of-two goes with a recipe; calibrations and mixes have their own scales")
         if self.recipe is not None:
             _recipe(self.recipe, power_of_two=self.power_of_two)
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything is left to the model."""
+        """True if all options have their defaults."""
         return self == Request()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A model that is ready to be written.
+class ExportSource:
+    """Converted model, ready to be written.
 
     Attributes:
-        language_model: converted, its weights held as codes.
-        kv_scales: of keys and of values, by decoder layer.
-        tables: embeddings whose rows are codes, by path.
-        calibration: that it was given.
-        dtype: that loses nothing of what is not in FP8, where the model was in FP8 already.
+        language_model: converted, with weights held as codes.
+        kv_scales: scales of keys and of values, by decoder layer.
+        tables: embeddings stored as rows of codes, by path.
+        calibration: the applied calibration.
+        dtype: lossless dtype of the tensors that are not FP8, if the model was already in FP8.
     """
 
     language_model: LanguageModel
@@ -101,39 +101,39 @@ class Source:
     dtype: torch.dtype | None = None
 
 
-def load_source(model: str, fmt: str, request: Request, *, device: Device = Device.CPU) -> Source:
-    """Load a model and let it run in FP8 as asked for, or as suits the format.
+def load_source(model: str, fmt: str, request: Request, *, device: Device = Device.CPU) -> ExportSource:
+    """Load a model and convert it to FP8 as requested, or with the format's default.
 
     Args:
         model: a run, a folder or a file.
         fmt: a checkpoint format, or "onnx".
-        request: how the layers are to run.
-        device: where to put it.
+        request: conversion options.
+        device: device of the model.
 
     Raises:
-        ConfigError: options that contradict each other or the model, a static recipe without scales, a mix with rows of
-            an embedding in FP8 for a format that has none.
-        CheckpointError: there is no such model, calibration or mix, or it belongs to another model.
+        ConfigError: options that contradict each other or the model, a static recipe without scales, or a mix with FP8
+            tables for a format that does not support them.
+        CheckpointError: the model, calibration or mix is missing, or belongs to another model.
     """
     place, folder = resolve_device(device), located(model)
     if (folder / MARK).is_file():
-        return _finished(_trained(folder, request, place))
+        return _hold_codes(_load_qat_folder(folder, request, place))
     if kind_of(folder) is SourceKind.HUGGING_FACE and is_quantized(folder):
-        return _in_fp8(folder, request, place)
+        return _load_fp8_folder(folder, request, place)
     loaded = load_language_model(folder, device=device)
     loaded.model.requires_grad_(False)
     if request.calibration is not None:
-        return _calibrated(loaded, load_calibration(request.calibration), request)
+        return _apply_calibration(loaded, load_calibration(request.calibration), request)
     if request.mix is not None:
-        return _mixed(loaded, request.mix, fmt)
+        return _apply_mix(loaded, request.mix, fmt)
     name = request.recipe or PRESETS[fmt]
     if name == STATIC:
-        return _from_history(loaded, folder, fmt, request)
+        return _calibrate_from_run(loaded, folder, fmt, request)
     recipe = _recipe(name, power_of_two=request.power_of_two)
     if not choose_layers(loaded.model, skip=request.skip, convert_head=request.convert_head)[0]:
         raise ConfigError(nothing_in_fp8(loaded.model))
     convert(loaded.model, recipe, skip=request.skip, convert_head=request.convert_head)
-    return _finished(loaded)
+    return _hold_codes(loaded)
 
 
 def _recipe(name: str, *, power_of_two: bool) -> Recipe:
@@ -144,56 +144,60 @@ def _recipe(name: str, *, power_of_two: bool) -> Recipe:
     return recipes.get(name)
 
 
-def _trained(folder: Path, request: Request, place: torch.device) -> LanguageModel:
+def _load_qat_folder(folder: Path, request: Request, place: torch.device) -> LanguageModel:
     if not request.is_empty:
-        raise ConfigError(f"{str(folder)!r} was trained for a recipe of its own; leave out what says how layers run")
+        raise ConfigError(
+            f"{str(folder)!r} was trained for its own recipe; leave out the options that define how layers run"
+        )
     loaded = load_qat(folder)
     loaded.model.to(place)
     return loaded
 
 
-def _in_fp8(folder: Path, request: Request, place: torch.device) -> Source:
+def _load_fp8_folder(folder: Path, request: Request, place: torch.device) -> ExportSource:
     if not request.is_empty:
-        raise ConfigError(f"{str(folder)!r} is in FP8 already; leave out what says how layers run")
-    read = load_quantized(folder)
+        raise ConfigError(f"{str(folder)!r} is already in FP8; leave out the options that define how layers run")
+    quantized = load_quantized(folder)
     model = LanguageModel(
-        model=read.model.to(place), tokenizer=read.tokenizer, context=read.context, source=str(folder)
+        model=quantized.model.to(place), tokenizer=quantized.tokenizer, context=quantized.context, source=str(folder)
     )
-    return Source(language_model=model, kv_scales=read.kv_scales, tables=read.tables, dtype=read.dtype)
+    return ExportSource(
+        language_model=model, kv_scales=quantized.kv_scales, tables=quantized.tables, dtype=quantized.dtype
+    )
 
 
-def _calibrated(loaded: LanguageModel, calibration: Calibration, request: Request) -> Source:
+def _apply_calibration(loaded: LanguageModel, calibration: Calibration, request: Request) -> ExportSource:
     if request.skip or request.convert_head:
-        raise ConfigError("a calibration says which layers it is for; leave out --skip and --head")
+        raise ConfigError("a calibration defines its layers; leave out --skip and --head")
     calibration.apply(loaded, hold_weights=True)
-    return Source(language_model=loaded, kv_scales=calibration.kv_scales, calibration=calibration)
+    return ExportSource(language_model=loaded, kv_scales=calibration.kv_scales, calibration=calibration)
 
 
-def _mixed(loaded: LanguageModel, path: Path, fmt: str) -> Source:
+def _apply_mix(loaded: LanguageModel, path: Path, fmt: str) -> ExportSource:
     mix = load_mix(path)
     if mix.tables and fmt != OWN:
         raise ConfigError(
-            f"{str(path)!r} keeps rows of {next(iter(mix.tables))!r} in FP8, which the format {OWN} alone has; leave "
+            f"{str(path)!r} has rows of {next(iter(mix.tables))!r} in FP8, which only the format {OWN} supports; leave "
             "its [tables] out"
         )
     tables = mix.coded_tables(loaded.model)
     mix.apply(loaded.model, cache_weights=False)
-    return replace(_finished(loaded), tables=tables)
+    return replace(_hold_codes(loaded), tables=tables)
 
 
-def _from_history(loaded: LanguageModel, folder: Path, fmt: str, request: Request) -> Source:
-    """The amaxes that a delayed run has kept are its calibration."""
+def _calibrate_from_run(loaded: LanguageModel, folder: Path, fmt: str, request: Request) -> ExportSource:
+    """Convert a run of a delayed recipe with scales from its amax history."""
     if not (folder / RUN).is_file():
         raise ConfigError(
             f"{request.recipe or fmt} has static inputs, whose scales come from data: octavo "
             "calibrate MODEL --out SCALES, then --calibration SCALES"
         )
-    return _calibrated(loaded, calibration_from_run(folder, power_of_two=request.power_of_two), request)
+    return _apply_calibration(loaded, calibration_from_run(folder, power_of_two=request.power_of_two), request)
 
 
-def _finished(loaded: LanguageModel) -> Source:
-    """Weights become codes, so that nothing is cast twice."""
+def _hold_codes(loaded: LanguageModel) -> ExportSource:
+    """Hold the weights as codes, so that nothing is cast twice."""
     loaded.model.requires_grad_(False)
     layers = {path: layer for path, layer in loaded.model.named_modules() if isinstance(layer, Linear)}
     hold_weights(loaded.model, [path for path, layer in layers.items() if not layer.recipe.is_high_precision])
-    return Source(language_model=loaded)
+    return ExportSource(language_model=loaded)

@@ -1,14 +1,14 @@
-"""``octavo.save_quantized``: a converted language model as a folder that others load.
+"""Export of a converted language model to a checkpoint folder (``octavo.save_quantized``).
 
 | file                                      | content                                                                |
 |-------------------------------------------|------------------------------------------------------------------------|
 | model.safetensors, or shards and an index | codes, FP32 scales, and every other tensor in ``dtype``                |
-| config.json                               | the model's own, and what is quantized how: ``quantization_config``    |
-| tokenizer.json and its companions         | ``octavo.export.companions``                                           |
-| what the format adds                      | hf_quant_config.json (modelopt), recipe-1.toml … (octavo)              |
-| octavo.sha256                             | the SHA-256 of all of them (``octavo.checksums``)                      |
+| config.json                               | the model's own, with the ``quantization_config``                      |
+| tokenizer.json and other model files      | ``octavo.export.companions``                                           |
+| files of the format                       | hf_quant_config.json (modelopt), recipe-1.toml … (octavo)              |
+| octavo.sha256                             | SHA-256 of all files (``octavo.checksums``)                            |
 
-The folder is written beside its place, verified there, and renamed: it is whole and verified, or not there.
+The folder is written and verified under a temporary name, then renamed: it is complete and verified, or absent.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.checksums import write_sums
 from octavo.errors import ConfigError
-from octavo.export.agreement import Agreement, make_probe
+from octavo.export.agreement import LockstepAgreement, make_probe
 from octavo.export.companions import Companions, companions_of
 from octavo.export.emulation import emulated
 from octavo.export.verification import reader_of, verify
@@ -44,7 +44,7 @@ from octavo.recipes.specs import check_member
 from octavo.training.corpus import Split
 from octavo.training.text import BUILTIN
 
-__all__ = ["DTYPES", "Saved", "save_quantized"]
+__all__ = ["DTYPES", "SavedCheckpoint", "save_quantized"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WINDOWS, PROMPT, GREEDY = 2, 32, 64
@@ -52,19 +52,19 @@ OnPhase = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What :func:`save_quantized` wrote.
+class SavedCheckpoint:
+    """Result of :func:`save_quantized`.
 
     Attributes:
-        folder: where.
-        format: its name.
-        schemes: how many layers are computed how.
+        folder: the written folder.
+        format: name of the format.
+        schemes: number of layers by scheme.
         left_out: paths of linear layers in high precision.
-        notes: what whoever serves the folder computes otherwise than the recipe says.
-        nbytes: of the weights' files.
-        bf16_nbytes: what they would have in BF16.
-        reader: who read the folder back; "" where nobody did.
-        agreement: how far its numbers were; None as above.
+        notes: differences between the recipe and the computation of a server.
+        nbytes: size of the weights' files.
+        bf16_nbytes: size of the same weights in BF16.
+        reader: program that read the folder back; "" without verification.
+        agreement: result of the verification; None without.
     """
 
     folder: Path
@@ -75,39 +75,40 @@ class Saved:
     nbytes: int
     bf16_nbytes: int
     reader: str = ""
-    agreement: Agreement | None = None
+    agreement: LockstepAgreement | None = None
 
 
 def save_quantized(
     model: LanguageModel,
     folder: str | Path,
     *,
-    format: str = "compressed-tensors",  # noqa: A002 (what everybody calls it)
+    format: str = "compressed-tensors",  # noqa: A002 (the common name)
     kv_scales: Mapping[int, KVScales] | None = None,
     tables: Mapping[str, CodedTable] | None = None,
     dtype: str = "bf16",
     max_shard_bytes: int = 5_000_000_000,
     verify_folder: bool = True,
     on_phase: OnPhase = lambda _label, _done, _total: None,
-) -> Saved:
-    """Write a language model whose layers run FP8 recipes, so that others load it and compute the same.
+) -> SavedCheckpoint:
+    """Write a language model whose layers run FP8 recipes to a checkpoint folder for other programs.
 
     Args:
-        model: converted, with held codes or weights in high precision; it is left as it is.
+        model: converted, with held codes or weights in high precision; not changed.
         folder: new or empty.
         format: "compressed-tensors", "hf-fp8", "modelopt" or "octavo".
-        kv_scales: one of keys and one of values by decoder layer, such as a calibration's; written in FP32.
-        tables: embeddings whose rows are codes, by path; the model has what they decode to. "octavo" alone writes them.
+        kv_scales: scales of keys and of values by decoder layer, such as a calibration's; written in FP32.
+        tables: embeddings stored as rows of codes, by path; the model holds the decoded rows. Only "octavo" supports
+            them.
         dtype: of every other tensor: "bf16", "fp16" or "fp32".
-        max_shard_bytes: of a file of weights.
-        verify_folder: read it back in a fresh process and compare, before it takes its place.
-        on_phase: called with a phase's name, what is done and the total.
+        max_shard_bytes: maximum size of a file of weights.
+        verify_folder: read the folder back in a fresh process and compare, before it is renamed.
+        on_phase: called with a phase's name, the number of steps done and their total.
 
     Raises:
         TypeError: ``model`` is a bare module, without its tokenizer.
-        ConfigError: the folder holds something, no layer is in FP8, or the format cannot say what the model computes.
-        CheckpointError: what was written reads back as something else; it is removed.
-        OSError: it cannot be written; nothing is left of it.
+        ConfigError: the folder is not empty, no layer is in FP8, or the format cannot describe the model.
+        CheckpointError: the verification failed; the folder is removed.
+        OSError: the folder cannot be written; nothing is left behind.
 
     Example:
         >>> import octavo
@@ -126,21 +127,23 @@ def save_quantized(
     contents = contents_of(model.model, kv_scales, tables)
     if (reason := fmt.unsupported_reason(contents)) is not None:
         raise ConfigError(reason)
-    job = _Job(model=model, contents=contents, fmt=fmt, dtype=DTYPES[dtype], most=max_shard_bytes, on_phase=on_phase)
+    writer = _CheckpointWriter(
+        model=model, contents=contents, fmt=fmt, dtype=DTYPES[dtype], most=max_shard_bytes, on_phase=on_phase
+    )
     with claimed_folder(folder), replacing_folder(folder) as temporary:
         on_phase("write", 0, 1)
-        job.write(temporary)
+        writer.write(temporary)
         nbytes = sum(path.stat().st_size for path in temporary.glob("*.safetensors"))
         reader = reader_of(fmt) if verify_folder else ""
-        agreement = job.verified(temporary, reader, beside=folder) if verify_folder else None
-    return Saved(
+        agreement = writer.verify(temporary, reader, beside=folder) if verify_folder else None
+    return SavedCheckpoint(
         folder=folder,
         format=format,
-        schemes=job.schemes(),
+        schemes=writer.schemes(),
         left_out=contents.left_out,
-        notes=job.notes(),
+        notes=writer.notes(),
         nbytes=nbytes,
-        bf16_nbytes=job.bf16_nbytes(),
+        bf16_nbytes=writer.bf16_nbytes(),
         reader=reader,
         agreement=agreement,
     )
@@ -157,8 +160,8 @@ def _check_language_model(model: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """One model on its way into one format."""
+class _CheckpointWriter:
+    """Writer of one model in one format."""
 
     model: LanguageModel
     contents: Contents
@@ -168,7 +171,7 @@ class _Job:
     on_phase: OnPhase = field(repr=False)
 
     def write(self, folder: Path) -> None:
-        """Every file."""
+        """Write all files."""
         companions = companions_of(self.model)
         for name, content in companions.files.items():
             (folder / name).write_bytes(content)
@@ -179,8 +182,8 @@ class _Job:
         write_tensors(folder, self._tensors(), floats, self.most)
         write_sums(folder)
 
-    def verified(self, folder: Path, reader: str, *, beside: Path) -> Agreement:
-        """What a fresh process finds."""
+    def verify(self, folder: Path, reader: str, *, beside: Path) -> LockstepAgreement:
+        """Verify the written folder in a fresh process."""
         length = min(PROMPT + GREEDY, self.model.context)
         text = text_windows(self.model, BUILTIN, Split.TEST, count=WINDOWS, length=length)
         text = text.to(next(self.model.model.parameters()).device)
@@ -190,7 +193,7 @@ class _Job:
                 self.model.model,
                 self.contents.layers,
                 text,
-                prompt=max(1, min(PROMPT, length // 2)),  # a context of 1 continues nothing
+                prompt=max(1, min(PROMPT, length // 2)),  # with a context of 1 no token is generated
                 on_token=lambda done, total: self.on_phase("emulate", done, total),
             )
         self.on_phase("read back", 0, 1)
@@ -198,27 +201,27 @@ class _Job:
             return verify(folder, probe, reader=reader, scratch=scratch)
 
     def schemes(self) -> dict[str, int]:
-        """How many layers are computed how."""
-        found: dict[str, int] = {}
+        """Number of layers by scheme."""
+        counts: dict[str, int] = {}
         for layer in self.contents.layers.values():
             name = layer.recipe.name if self.fmt.schemes is None else str(scheme_of(layer.recipe))
-            found[name] = found.get(name, 0) + 1
-        return found
+            counts[name] = counts.get(name, 0) + 1
+        return counts
 
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each recipe of which a server computes something else."""
-        said = []
+        """One sentence for each recipe whose input cast differs on a server."""
+        sentences = []
         for recipe in {layer.recipe.name: layer.recipe for layer in self.contents.layers.values()}.values():
-            now = self.fmt.served(recipe)
-            if recipe.output.a is not None and now.output.a != recipe.output.a:
-                said.append(
-                    f"recipe {recipe.name!r} casts inputs in a way that {self.fmt.name} cannot say: servers cast them "
-                    f"{scheme_of(recipe).inputs}, from their own amax; that is what was verified"
+            served_recipe = self.fmt.served(recipe)
+            if recipe.output.a is not None and served_recipe.output.a != recipe.output.a:
+                sentences.append(
+                    f"recipe {recipe.name!r} casts inputs in a way that {self.fmt.name} cannot describe: servers cast "
+                    f"them {scheme_of(recipe).inputs}, from their own amax; that is what was verified"
                 )
-        return tuple(said)
+        return tuple(sentences)
 
     def bf16_nbytes(self) -> int:
-        """Of the model in BF16."""
+        """Size of the model in BF16."""
         weights = sum(layer.weight.data.numel() for layer in self.contents.layers.values())
         rows = sum(table.shape[0] * table.shape[1] for table in self.contents.tables.values())
         return 2 * (weights + rows + sum(tensor.numel() for tensor in self.contents.rest.values()))
@@ -229,17 +232,17 @@ class _Job:
         return written_configuration(self.fmt, {**plain, "dtype": dtype}, self.fmt.configuration(self.contents))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """In the model's order, a layer's scales behind its weight."""
-        names, found = self.fmt.names, dict[str, Tensor]()
+        """All tensors in the model's order, each layer's scales after its weight."""
+        names, tensors = self.fmt.names, dict[str, Tensor]()
         for path, layer in self.contents.layers.items():
-            found[f"{path}.weight"] = layer.weight.data
-            found[f"{path}.{names.weight}"] = names.written(layer.weight.scale)
+            tensors[f"{path}.weight"] = layer.weight.data
+            tensors[f"{path}.{names.weight}"] = names.written(layer.weight.scale)
             if layer.input_scale is not None:
-                found[f"{path}.{names.input}"] = names.written(layer.input_scale)
+                tensors[f"{path}.{names.input}"] = names.written(layer.input_scale)
         for index, (key, value) in self.contents.kv_scales.items():
             attention = attention_path(self.model.model, index)
-            found[f"{attention}.{names.key}"] = names.written(key)
-            found[f"{attention}.{names.value}"] = names.written(value)
+            tensors[f"{attention}.{names.key}"] = names.written(key)
+            tensors[f"{attention}.{names.value}"] = names.written(value)
         for path, table in self.contents.tables.items():
-            found |= table.tensors(path)
-        return found | dict(self.contents.rest)
+            tensors |= table.tensors(path)
+        return tensors | dict(self.contents.rest)

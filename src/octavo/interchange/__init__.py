@@ -1,4 +1,4 @@
-"""Formats in which FP8 models change hands: their names and shapes, what each can say, and how they are read."""
+"""Checkpoint formats of FP8 models: names and shapes, supported schemes, reading and writing."""
 
 from octavo.interchange.contents import Contents, FP8Layer, KVScales, attention_path, contents_of
 from octavo.interchange.file_format import FileFormat

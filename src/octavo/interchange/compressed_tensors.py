@@ -1,8 +1,8 @@
-"""compressed-tensors: what vLLM's tools write, and vLLM, SGLang and transformers load.
+"""The compressed-tensors format, written by vLLM's tools and loaded by vLLM, SGLang and transformers.
 
-Its quantization_config has groups of layers; each says how weights and inputs are cast, and which layers it is for, by
-class ("Linear"), by path, or by an expression ("re:…"). `ignore` names those that stay as they are. Of the formats it
-is the most expressive: different layers may have different schemes.
+Its quantization_config contains groups of layers; each defines the casts of weights and inputs and the layers they
+apply to, by class ("Linear"), path or regular expression ("re:…"). `ignore` lists layers that are not quantised.
+Different layers may have different schemes.
 
 Source: the library compressed-tensors, ``quantization/quant_config.py`` and ``quant_scheme.py``.
 """
@@ -68,65 +68,67 @@ def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     }
 
 
-def _refuses(layer: FP8Layer) -> str | None:
+def _refusal_reason(layer: FP8Layer) -> str | None:
     columns = layer.weight.shape[1]
     if scheme_of(layer.recipe).inputs is Inputs.GROUP and columns % GROUP.columns:
         return (
-            f"its inputs have {columns} numbers, no multiple of {GROUP.columns}, which compressed-tensors cannot "
+            f"its inputs have {columns} features, not a multiple of {GROUP.columns}, which compressed-tensors cannot "
             "divide into groups; use a scale a row, or the format hf-fp8"
         )
     return None
 
 
-def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
-    if given.get("format") != FORMAT:
-        raise damaged("format", given.get("format"), f"{FORMAT!r}: weights as FP8 codes")
-    _check_dense(given)
-    groups = given.get("config_groups")
+def _layout(config: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
+    if config.get("format") != FORMAT:
+        raise damaged("format", config.get("format"), f"{FORMAT!r}: weights as FP8 codes")
+    _check_dense(config)
+    groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise damaged("config_groups", groups, "groups of layers by name")
-    ignored = _targets("ignore", given)
+    ignored = _targets("ignore", config)
     schemes = [(_targets("targets", group), _scheme(group)) for group in groups.values()]
     recipes = {}
     for path in linears:
-        if any(_is_meant(target, path) for target in ignored):
+        if any(_matches(target, path) for target in ignored):
             continue
-        # A path says more than an expression, and that more than a class.
-        found = sorted((_rank(target), i) for i, (targets, _) in enumerate(schemes) for target in _hits(targets, path))
-        if found:
-            recipes[path] = schemes[found[0][1]][1].recipe
-    kv_scheme = given.get("kv_cache_scheme")
-    if kv_scheme is not None and not _is_cache(kv_scheme):
+        # A path takes precedence over an expression, and an expression over a class.
+        matches = sorted(
+            (_rank(target), i) for i, (targets, _) in enumerate(schemes) for target in _matching_targets(targets, path)
+        )
+        if matches:
+            recipes[path] = schemes[matches[0][1]][1].recipe
+    kv_scheme = config.get("kv_cache_scheme")
+    if kv_scheme is not None and not _is_supported_cache(kv_scheme):
         raise damaged("kv_cache_scheme", kv_scheme, "symmetric E4M3, a static scale for keys and one for values")
     return Layout(recipes=recipes, has_kv_scales=kv_scheme is not None)
 
 
-def _check_dense(given: Mapping[str, Any]) -> None:
-    """Raise where weights are sparse or transformed; a sparsity_config may say that they are not."""
-    sparsity = given.get("sparsity_config")
+def _check_dense(config: Mapping[str, Any]) -> None:
+    """Raise if weights are sparse or transformed; a sparsity_config may state that they are dense."""
+    sparsity = config.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == DENSE):
-        found = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
-        raise damaged("the format of its sparsity_config", found, f"{DENSE!r}, weights without sparsity")
-    if given.get("transform_config"):
-        raise damaged("transform_config", given["transform_config"], "weights that are not transformed")
+        sparsity_format = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
+        raise damaged("the format of its sparsity_config", sparsity_format, f"{DENSE!r}, weights without sparsity")
+    if config.get("transform_config"):
+        raise damaged("transform_config", config["transform_config"], "weights that are not transformed")
 
 
-def _targets(key: str, given: Mapping[str, Any]) -> list[str]:
-    """Names and expressions, each of which compiles."""
-    found = names_in(key, given.get(key))
-    for target in found:
+def _targets(key: str, config: Mapping[str, Any]) -> list[str]:
+    """Names and valid regular expressions."""
+    targets = names_in(key, config.get(key))
+    for target in targets:
         try:
             re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
         except re.error as error:
-            raise damaged(key, target, f"regular expressions; this is none: {error}") from error
-    return found
+            raise damaged(key, target, f"regular expressions; this one is invalid: {error}") from error
+    return targets
 
 
-def _hits(targets: Sequence[str], path: str) -> Iterator[str]:
-    return (target for target in targets if target == "Linear" or _is_meant(target, path))
+def _matching_targets(targets: Sequence[str], path: str) -> Iterator[str]:
+    return (target for target in targets if target == "Linear" or _matches(target, path))
 
 
-def _is_meant(target: str, path: str) -> bool:
+def _matches(target: str, path: str) -> bool:
     return bool(re.match(target.removeprefix("re:"), path)) if target.startswith("re:") else target == path
 
 
@@ -134,12 +136,12 @@ def _rank(target: str) -> int:
     return 2 if target == "Linear" else 1 if target.startswith("re:") else 0
 
 
-def _is_cache(args: object) -> bool:
-    """Keys and values as octavo reads them; what is left out is as compressed-tensors has it by default."""
+def _is_supported_cache(args: object) -> bool:
+    """Report whether a KV-cache scheme is supported; missing keys have the defaults of compressed-tensors."""
     if not isinstance(args, Mapping):
         return False
-    found = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False} | dict(args)
-    return all(found[key] == value for key, value in CACHE.items())
+    scheme = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": False} | dict(args)
+    return all(scheme[key] == value for key, value in CACHE.items())
 
 
 def _scheme(group: Mapping[str, Any]) -> Scheme:
@@ -163,8 +165,8 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
 def _inputs(args: Mapping[str, Any] | None) -> Inputs:
     if args is None:
         return Inputs.HIGH_PRECISION
-    for inputs, known in INPUTS.items():
-        if known is not None and all(args.get(key, False) == value for key, value in known.items()):
+    for inputs, expected in INPUTS.items():
+        if expected is not None and all(args.get(key, False) == value for key, value in expected.items()):
             return inputs
     raise damaged("input_activations", dict(args), "static per tensor, dynamic per token, and dynamic per group of 128")
 
@@ -178,5 +180,5 @@ COMPRESSED_TENSORS = FileFormat(
     one_scheme=False,
     configuration=_configuration,
     layout=_layout,
-    refuses=_refuses,
+    refuses=_refusal_reason,
 )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model: layers in FP8, every other tensor, and scales of keys and values."""
+"""Contents of an FP8 checkpoint: quantised layers, all other tensors, and scales of keys and values."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -24,12 +24,12 @@ ATTENTION = re.compile(r"model\.layers\.\d+\.self_attn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FP8Layer:
-    """A linear layer whose weight is written as codes.
+    """Linear layer whose weight is stored as codes.
 
     Attributes:
-        recipe: what the layer runs.
+        recipe: recipe of the layer.
         weight: codes [N, K] and their scale.
-        input_scale: float32 [], of a static input; None where the input is not static.
+        input_scale: float32 [], for a static input; None otherwise.
     """
 
     recipe: Recipe
@@ -39,15 +39,15 @@ class FP8Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """A model, taken apart.
+    """Tensors of a checkpoint.
 
     Attributes:
-        layers: in FP8, by path, in the model's order.
-        rest: every other tensor under its name in the ``state_dict``; of tied ones the first alone.
-        tables: embeddings whose rows are codes, by path.
+        layers: FP8 layers by path, in the model's order.
+        rest: every other tensor by its name in the ``state_dict``; tied tensors under their first name only.
+        tables: embeddings stored as rows of codes, by path.
         left_out: paths of linear layers that stay in high precision.
-        kv_scales: float32 [] of keys and of values, by decoder layer.
-        experts: names of tensors that hold the matrices of all experts at once, in high precision.
+        kv_scales: scales of keys and of values, float32 [] each, by decoder layer.
+        experts: names of high-precision tensors that contain the matrices of all experts.
     """
 
     layers: Mapping[str, FP8Layer]
@@ -63,18 +63,18 @@ def contents_of(
     kv_scales: Mapping[int, KVScales] | None = None,
     tables: Mapping[str, CodedTable] | None = None,
 ) -> Contents:
-    """Take a converted model apart; codes that it holds stay as they are, other weights are cast as its recipes say.
+    """Collect the contents of a converted model; held codes are kept, other weights are cast by their recipes.
 
-    ``tables`` are those whose decoded rows the model has as embeddings.
+    ``tables`` must decode to the model's embeddings.
 
     Raises:
-        ConfigError: no layer is in FP8, one that is shares its weight with another module, a static input has no scale
-            yet, the scales of keys and values are not a pair of positive numbers for each layer of a Llama, or a table
-            is not the model's.
+        ConfigError: no layer is in FP8, an FP8 layer shares its weight with another module, a static input has no
+            scale, the scales of keys and values are not a pair of positive numbers for each layer of a Llama, or a
+            table does not match the model.
     """
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     owners = _owners(model)
-    layers = {path: _taken(path, layer, owners) for path, layer in linears.items() if _is_fp8(layer)}
+    layers = {path: _fp8_layer(path, layer, owners) for path, layer in linears.items() if _is_fp8(layer)}
     if not layers:
         raise ConfigError(nothing_in_fp8(model))
     tables = tables or {}
@@ -84,17 +84,17 @@ def contents_of(
         rest={name: tensor for name, tensor in _rest(model, layers) if name.removesuffix(".weight") not in tables},
         tables=tables,
         left_out=tuple(path for path in linears if path not in layers),
-        kv_scales=_checked_kv_scales(model, kv_scales or {}),
+        kv_scales=_check_kv_scales(model, kv_scales or {}),
         experts=tuple(_experts(model)),
     )
 
 
 def nothing_in_fp8(model: nn.Module) -> str:
-    """Why there is nothing to write, and what to do, for users of Python and of the command line."""
+    """Error message for a model without FP8 layers, for Python and the command line."""
     linears = sum(isinstance(layer, nn.Linear) for layer in model.modules())
     return (
         f"no layer of this model is in FP8: each of its {linears} linear layers is the head, is skipped, or has a "
-        "recipe in high precision, or none was converted (GPT-2's Conv1D is no nn.Linear); choose a recipe and "
+        "recipe in high precision, or none was converted (GPT-2's Conv1D is not an nn.Linear); choose a recipe and "
         "what to skip (--recipe, --skip, --head) or octavo.convert(model, recipe) first"
     )
 
@@ -103,55 +103,55 @@ def _check_tables(model: nn.Module, tables: Mapping[str, CodedTable]) -> None:
     for path, table in tables.items():
         weight = dict(model.named_parameters()).get(f"{path}.weight")
         if weight is None or not torch.equal(weight.detach(), table.decoded().to(weight)):
-            raise ConfigError(f"the rows of {path!r} are not what its codes decode to; apply the mix to it first")
+            raise ConfigError(f"the rows of {path!r} differ from its decoded codes; apply the mix to the model first")
 
 
 def attention_path(model: nn.Module, index: int) -> str:
-    """Where the attention of a decoder layer is.
+    """Path of a decoder layer's attention.
 
     Raises:
-        ConfigError: not where a Llama's is, and so no format says where its scales belong.
+        ConfigError: the model does not have a Llama's paths, after which formats name the scales.
     """
     path = LAYER.format(index)
     if path not in dict(model.named_modules()):
         raise ConfigError(
-            f"this model has no {path!r}, which the scales of keys and values are named after; calibrate it without "
+            f"this model has no {path!r}, after which the scales of keys and values are named; calibrate it without "
             "them"
         )
     return path
 
 
-def _checked_kv_scales(model: nn.Module, given: Mapping[int, KVScales]) -> dict[int, tuple[Tensor, Tensor]]:
+def _check_kv_scales(model: nn.Module, kv_scales: Mapping[int, KVScales]) -> dict[int, tuple[Tensor, Tensor]]:
     paths = dict(model.named_modules())
-    for index in given:
+    for index in kv_scales:
         attention_path(model, index)
-    for index in range(sum(ATTENTION.fullmatch(path) is not None for path in paths) if given else 0):
-        if index not in given:
-            raise ConfigError(f"layer {index} has no scales of keys and values; give them of every layer, or of none")
-    return {index: _checked_pair(index, pair) for index, pair in given.items()}
+    for index in range(sum(ATTENTION.fullmatch(path) is not None for path in paths) if kv_scales else 0):
+        if index not in kv_scales:
+            raise ConfigError(f"layer {index} has no scales of keys and values; give them for every layer, or for none")
+    return {index: _check_scale_pair(index, pair) for index, pair in kv_scales.items()}
 
 
-def _checked_pair(index: int, given: object) -> tuple[Tensor, Tensor]:
-    """A layer's scales in FP32."""
-    found = [_as_fp32(each) for each in given] if isinstance(given, tuple | list) else []
-    pair = [scale for scale in found if scale is not None and scale.numel() == 1 and scale.isfinite() and scale > 0]
-    if len(pair) != 2 or len(found) != 2:
+def _check_scale_pair(index: int, pair: object) -> tuple[Tensor, Tensor]:
+    """Validate a layer's pair of scales; returns them in FP32."""
+    values = [_as_fp32(each) for each in pair] if isinstance(pair, tuple | list) else []
+    scales = [scale for scale in values if scale is not None and scale.numel() == 1 and scale.isfinite() and scale > 0]
+    if len(scales) != 2 or len(values) != 2:
         raise ConfigError(
-            f"the scales of keys and values of layer {index} are {given}; give a pair, each one positive, finite "
+            f"the scales of keys and values of layer {index} are {scales}; give a pair, each one positive, finite "
             "number in FP32's range"
         )
-    return pair[0].reshape(()), pair[1].reshape(())
+    return scales[0].reshape(()), scales[1].reshape(())
 
 
-def _as_fp32(given: object) -> Tensor | None:
-    """A number, or a tensor of floating numbers; None of anything else."""
-    if isinstance(given, Tensor):
-        return given.detach().float() if given.is_floating_point() else None
-    return torch.tensor(given, dtype=torch.float32) if type(given) in (int, float) else None
+def _as_fp32(value: object) -> Tensor | None:
+    """Convert a number or a floating tensor to FP32; None for anything else."""
+    if isinstance(value, Tensor):
+        return value.detach().float() if value.is_floating_point() else None
+    return torch.tensor(value, dtype=torch.float32) if type(value) in (int, float) else None
 
 
 def _experts(model: nn.Module) -> Iterator[str]:
-    """Transformers keeps them as parameters of three dimensions, as only a convolution's are otherwise."""
+    """Names of expert weights: transformers' parameters of three dimensions outside convolutions."""
     for path, module in model.named_modules():
         if not isinstance(module, CONVOLUTIONS):
             for name, parameter in module.named_parameters(path, recurse=False):
@@ -164,7 +164,7 @@ def _is_fp8(layer: nn.Linear) -> bool:
 
 
 def _owners(model: nn.Module) -> dict[int, int]:
-    """How many modules have each parameter."""
+    """Number of modules that own each parameter, by id."""
     count: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -172,11 +172,11 @@ def _owners(model: nn.Module) -> dict[int, int]:
     return count
 
 
-def _taken(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Layer:
+def _fp8_layer(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Layer:
     assert isinstance(layer, Linear)
     if owners[id(layer.stored_weight)] > 1:
         raise ConfigError(
-            f"layer {path!r} is in FP8 and shares its weight with another module, which a checkpoint would tear apart; "
+            f"layer {path!r} is in FP8 and shares its weight with another module, which a checkpoint would separate; "
             f"convert the model without that layer: leave out convert_head (--head), or skip {path!r} (--skip)"
         )
     scale = layer.input_scale.detach().clone() if layer.recipe.has_static_input else None
@@ -194,11 +194,11 @@ def _codes(layer: Linear) -> QuantizedTensor:
 
 
 def _rest(model: nn.Module, layers: Mapping[str, FP8Layer]) -> Iterator[tuple[str, Tensor]]:
-    own = {f"{path}.{name}" for path in layers for name in ("weight", "weight_codes", "weight_scale")}
-    seen: set[tuple[int, torch.Size]] = set()
+    layer_tensors = {f"{path}.{name}" for path in layers for name in ("weight", "weight_codes", "weight_scale")}
+    identities: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():
         identity = (tensor.data_ptr(), tensor.shape)
-        if name in own or (identity in seen and tensor.numel()):
+        if name in layer_tensors or (identity in identities and tensor.numel()):
             continue
-        seen.add(identity)
+        identities.add(identity)
         yield name, tensor

@@ -1,4 +1,4 @@
-"""What every checkpoint format can say of itself; each has a file of its own beside this one."""
+"""Description of a checkpoint format; each format is defined in its own module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ __all__ = ["FileFormat", "Layout", "damaged", "matched_scheme", "names_in"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What a folder's configuration says of its layers.
+    """Quantised layers of a folder, from its configuration.
 
     Attributes:
-        recipes: of each layer in FP8, by path.
-        has_kv_scales: whether scales of keys and values go with them.
-        tables: paths of embeddings whose rows are codes.
+        recipes: recipe of each FP8 layer, by path.
+        has_kv_scales: True if the folder has scales of keys and values.
+        tables: paths of embeddings stored as rows of codes.
     """
 
     recipes: Mapping[str, Recipe]
@@ -31,22 +31,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat:
-    """A format of checkpoints.
+    """Checkpoint format.
 
     Attributes:
         name: on the command line.
         quant_method: in config.json.
-        names: of its scales.
-        preset: the recipe that suits it best where nobody asks for one.
-        schemes: those it can name; None where it names every recipe.
-        one_scheme: whether all layers have the same, or those left out none.
-        refuses: why a layer of such a path and scheme cannot be written, or None.
+        names: names of its scales.
+        preset: default recipe.
+        schemes: supported schemes; None if the format stores whole recipes.
+        one_scheme: True if all quantised layers must have the same scheme.
+        refuses: returns the reason why a layer cannot be written, or None.
         configuration: contents → config.json's quantization_config.
-        other_files: contents → texts of more files, by name.
-        model_type: what config.json has instead of the model's own, which is in quantization_config then; None leaves
-            it there. A program that does not know a quant_method may load codes as weights; one that does not know a
-            model_type refuses.
-        layout: quantization_config, paths of the model's linear layers, the folder → what they say.
+        other_files: contents → texts of additional files, by name.
+        model_type: replaces the model's own in config.json, which moves to quantization_config; None changes nothing. A
+            program that does not know a quant_method may load codes as weights; an unknown model_type is an error.
+        layout: (quantization_config, paths of the model's linear layers, folder) → layout.
     """
 
     name: str
@@ -62,11 +61,11 @@ class FileFormat:
     model_type: str | None = None
 
     def served(self, recipe: Recipe) -> Recipe:
-        """What is computed of a layer that runs ``recipe`` by whoever loads the file."""
+        """Recipe that a program which loads the file runs for a layer of ``recipe``."""
         return recipe if self.schemes is None else served(recipe)
 
     def unsupported_reason(self, contents: Contents) -> str | None:
-        """Why the format cannot hold these contents, in a sentence, or None."""
+        """Reason why the format cannot store these contents, or None."""
         if contents.experts and self.schemes is not None:
             return (
                 f"this model has experts, {contents.experts[0]!r} and {len(contents.experts) - 1} more tensors, which "
@@ -75,8 +74,8 @@ class FileFormat:
             )
         if contents.tables and self.schemes is not None:
             return (
-                f"rows of {next(iter(contents.tables))!r} are FP8 codes, which {self.name} cannot say; only the format "
-                "octavo can, or export the model that they were made of"
+                f"rows of {next(iter(contents.tables))!r} are FP8 codes, which {self.name} cannot store; use the "
+                "format octavo, or export the model that they were made from"
             )
         if contents.kv_scales and self.names.key is None:
             return f"{self.name} has no scales of keys and values; calibrate without --kv-cache"
@@ -86,10 +85,10 @@ class FileFormat:
         return self._reason_of_mixture(contents) if self.one_scheme else None
 
     def _reason_of_mixture(self, contents: Contents) -> str | None:
-        found = {scheme_of(layer.recipe): path for path, layer in contents.layers.items()}
-        if len(found) == 1:
+        schemes = {scheme_of(layer.recipe): path for path, layer in contents.layers.items()}
+        if len(schemes) == 1:
             return None
-        (one, first), (other, second), *_ = found.items()
+        (one, first), (other, second), *_ = schemes.items()
         return f"{self.name} has one scheme for all layers; {first!r} has {one}, and {second!r} {other}"
 
     def _reason_of(self, layer: FP8Layer) -> str | None:
@@ -105,30 +104,30 @@ class FileFormat:
         return self.refuses(layer)
 
 
-def matched_scheme(fmt: str, scheme: Scheme, known: frozenset[Scheme]) -> Scheme:
-    """The scheme that a configuration describes.
+def matched_scheme(fmt: str, scheme: Scheme, supported: frozenset[Scheme]) -> Scheme:
+    """Check that the scheme of a configuration is supported.
 
     Raises:
-        CheckpointError: it is none of the format's.
+        CheckpointError: the format does not support it.
     """
-    if scheme not in known:
-        raise CheckpointError(f"this {fmt} checkpoint has {scheme}; octavo reads " + "; or ".join(map(str, known)))
+    if scheme not in supported:
+        raise CheckpointError(f"this {fmt} checkpoint has {scheme}; octavo reads " + "; or ".join(map(str, supported)))
     return scheme
 
 
-def damaged(what: str, given: object, allowed: str) -> CheckpointError:
-    """The error for a configuration that says something octavo does not read."""
-    return CheckpointError(f"quantization_config has {given!r} as {what}; octavo reads {allowed}")
+def damaged(what: str, value: object, allowed: str) -> CheckpointError:
+    """Error for a configuration value that octavo does not support."""
+    return CheckpointError(f"quantization_config has {value!r} as {what}; octavo reads {allowed}")
 
 
-def names_in(what: str, given: object) -> list[str]:
-    """A configuration's list of names; None is an empty one.
+def names_in(what: str, value: object) -> list[str]:
+    """List of names in a configuration; None is an empty list.
 
     Raises:
-        CheckpointError: it is no such list.
+        CheckpointError: the value is not a list of names.
     """
-    if given is None:
+    if value is None:
         return []
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise damaged(what, given, "a list of names")
-    return given
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise damaged(what, value, "a list of names")
+    return value

@@ -1,4 +1,4 @@
-"""The formats by name, and which of them a folder is in."""
+"""Checkpoint formats by name, and detection of a folder's format."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,72 +10,72 @@ from octavo.interchange.compressed_tensors import COMPRESSED_TENSORS
 from octavo.interchange.file_format import FileFormat, damaged
 from octavo.interchange.hf_fp8 import HF_FP8
 from octavo.interchange.modelopt import HF_QUANT_CONFIG, MODELOPT, configuration_from_file
-from octavo.interchange.own import OWN
+from octavo.interchange.own import OCTAVO_FORMAT
 from octavo.interchange.tensor_files import read_json
 
 __all__ = ["CONFIG", "FORMATS", "is_quantized", "plain_configuration", "read_configuration", "written_configuration"]
 
 CONFIG, QUANTIZATION, MODEL_TYPE = "config.json", "quantization_config", "model_type"
-FORMATS = MappingProxyType({fmt.name: fmt for fmt in (COMPRESSED_TENSORS, HF_FP8, MODELOPT, OWN)})
+FORMATS = MappingProxyType({fmt.name: fmt for fmt in (COMPRESSED_TENSORS, HF_FP8, MODELOPT, OCTAVO_FORMAT)})
 METHODS = {fmt.quant_method: fmt for fmt in FORMATS.values()}
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether a folder with a config.json says that it is quantized, be it in a format that octavo does not read.
+    """Report whether a folder's config.json declares any quantisation method, supported or not.
 
-    Whoever takes such a folder for a plain one takes codes for weights, so every method counts, unknown ones too.
+    Loading such a folder as a plain model would load codes as weights, so unknown methods count too.
 
     Raises:
-        CheckpointError: its config.json cannot be read.
+        CheckpointError: config.json cannot be read.
     """
     return bool(_method(folder, read_json(folder / CONFIG)))
 
 
 def read_configuration(folder: Path) -> tuple[FileFormat, dict[str, Any], dict[str, Any]]:
-    """The format of a folder, its config.json as of the model in high precision, and its quantization_config.
+    """Return a folder's format, its config.json without quantisation, and its quantization_config.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it is in no format that octavo reads.
+        CheckpointError: the configuration is missing, unreadable, or of an unsupported format.
     """
     record = read_json(folder / CONFIG)
-    given = _method(folder, record)
-    method = given.get("quant_method")
+    config = _method(folder, record)
+    method = config.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise CheckpointError(
-            f"{str(folder)!r} says {method!r} as quant_method; octavo reads {', '.join(map(repr, METHODS))}"
-            if given
+            f"{str(folder)!r} has {method!r} as quant_method; octavo reads {', '.join(map(repr, METHODS))}"
+            if config
             else f"{str(folder)!r} is not in FP8: its {CONFIG} has no {QUANTIZATION}; octavo export writes such folders"
         )
-    return METHODS[method], plain_configuration(folder), given
+    return METHODS[method], plain_configuration(folder), config
 
 
-def written_configuration(fmt: FileFormat, plain: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json in a format: of the model in high precision, and the quantization_config."""
+def written_configuration(fmt: FileFormat, plain: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Combine the model's config.json with a format's quantization_config."""
     if fmt.model_type is None:
-        return {**plain, QUANTIZATION: dict(given)}
-    return {**plain, MODEL_TYPE: fmt.model_type, QUANTIZATION: {**given, MODEL_TYPE: plain.get(MODEL_TYPE)}}
+        return {**plain, QUANTIZATION: dict(config)}
+    return {**plain, MODEL_TYPE: fmt.model_type, QUANTIZATION: {**config, MODEL_TYPE: plain.get(MODEL_TYPE)}}
 
 
 def plain_configuration(folder: Path) -> dict[str, Any]:
-    """config.json as the model in high precision has it, whatever the folder is in.
+    """config.json without quantisation, as for the model in high precision.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: config.json cannot be read.
     """
     record = read_json(folder / CONFIG)
-    given = _method(folder, record)
-    method = given.get("quant_method")
+    config = _method(folder, record)
+    method = config.get("quant_method")
     fmt = METHODS.get(method) if isinstance(method, str) else None
-    own = {} if fmt is None or fmt.model_type is None else {MODEL_TYPE: given.get(MODEL_TYPE)}
-    return {key: value for key, value in record.items() if key != QUANTIZATION} | own
+    model_type = {} if fmt is None or fmt.model_type is None else {MODEL_TYPE: config.get(MODEL_TYPE)}
+    return {key: value for key, value in record.items() if key != QUANTIZATION} | model_type
 
 
 def _method(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    given = record.get(QUANTIZATION)
-    if given is not None:
-        if not isinstance(given, Mapping) or not given:
-            raise damaged("what it holds", given, "an object with a quant_method")
-        return dict(given)
+    config = record.get(QUANTIZATION)
+    if config is not None:
+        if not isinstance(config, Mapping) or not config:
+            raise damaged("its value", config, "an object with a quant_method")
+        return dict(config)
     if (folder / HF_QUANT_CONFIG).is_file():
         return configuration_from_file(read_json(folder / HF_QUANT_CONFIG))
     return {}

@@ -1,4 +1,4 @@
-"""Hugging Face's "fp8": what DeepSeek-V3 was published in. 128x128 blocks of weights, inputs cast as they come.
+"""Hugging Face's "fp8" format, used by DeepSeek-V3: 128x128 blocks of weights, dynamic inputs.
 
 Source: DeepSeek-V3, arXiv 2412.19437 §3.3.2; ``FineGrainedFP8Config`` of transformers.
 """
@@ -24,21 +24,21 @@ def _configuration(contents: Contents) -> dict[str, Any]:
     return {"quant_method": "fp8", **FIXED, "modules_to_not_convert": list(contents.left_out)}
 
 
-def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
+def _layout(config: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
     for key, value in FIXED.items():
-        found = given.get(key, DEFAULTS.get(key))
-        if (list(found) if isinstance(found, tuple) else found) != value:
-            raise damaged(key, found, repr(value))
-    if given.get("scale_fmt", "float") != "float":  # "ue8m0" casts inputs by powers of two: another scheme
-        raise damaged("scale_fmt", given["scale_fmt"], "'float'")
-    said = given.get("modules_to_not_convert", given.get("ignored_layers"))
-    # As transformers has it; DeepSeek's files leave it out.
-    left_out = HEAD_NAMES if said is None else names_in("modules_to_not_convert", said)
+        setting = config.get(key, DEFAULTS.get(key))
+        if (list(setting) if isinstance(setting, tuple) else setting) != value:
+            raise damaged(key, setting, repr(value))
+    if config.get("scale_fmt", "float") != "float":  # "ue8m0" uses power-of-two scales for inputs, another scheme
+        raise damaged("scale_fmt", config["scale_fmt"], "'float'")
+    excluded = config.get("modules_to_not_convert", config.get("ignored_layers"))
+    # The default of transformers; DeepSeek's files omit the key.
+    left_out = HEAD_NAMES if excluded is None else names_in("modules_to_not_convert", excluded)
     return Layout(recipes={path: SCHEME.recipe for path in linears if not _is_left_out(path, left_out)})
 
 
 def _is_left_out(path: str, left_out: Sequence[str]) -> bool:
-    """A name stands for the module of that path, for those inside it, and for those whose path ends with it."""
+    """Report whether a name is a dotted part of the path: the module itself, a parent, or the end of the path."""
     return any(f".{path}.".find(f".{name}.") >= 0 for name in left_out)
 
 

@@ -1,8 +1,7 @@
-"""ModelOpt's FP8: one scale for each weight and one, from calibration, for each input. What TensorRT-LLM loads.
+"""ModelOpt's FP8 format, loaded by TensorRT-LLM: one scale per weight and one calibrated scale per input.
 
-The configuration is written twice: hf_quant_config.json is what TensorRT-LLM and older servers look for, and
-config.json's quantization_config what newer ones do. Both name ModelOpt as the producer, which servers insist on; its
-version says who wrote it.
+The configuration is written twice: to hf_quant_config.json for TensorRT-LLM and older servers, and to config.json's
+quantization_config for newer ones. Both name ModelOpt as the producer, which servers require; the version names octavo.
 
 Source: NVIDIA Model Optimizer, "Unified HuggingFace Checkpoint".
 """
@@ -52,9 +51,9 @@ def _producer() -> dict[str, str]:
     return {"name": "modelopt", "version": f"octavo {own_version()}"}
 
 
-def configuration_from_file(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A hf_quant_config.json as the quantization_config that older files lack."""
-    inner = given.get("quantization")
+def configuration_from_file(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert hf_quant_config.json to a quantization_config, which older folders lack."""
+    inner = config.get("quantization")
     inner = inner if isinstance(inner, Mapping) else {}
     cache = inner.get("kv_cache_quant_algo")
     return {
@@ -65,11 +64,11 @@ def configuration_from_file(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layout(given: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
-    if given.get("quant_algo") != ALGORITHM:
-        raise damaged("quant_algo", given.get("quant_algo"), repr(ALGORITHM))
-    ignored = names_in("ignore", given.get("ignore")) or names_in("exclude_modules", given.get("exclude_modules"))
-    cache = given.get("kv_cache_scheme")
+def _layout(config: Mapping[str, Any], linears: Sequence[str], _: Path) -> Layout:
+    if config.get("quant_algo") != ALGORITHM:
+        raise damaged("quant_algo", config.get("quant_algo"), repr(ALGORITHM))
+    ignored = names_in("ignore", config.get("ignore")) or names_in("exclude_modules", config.get("exclude_modules"))
+    cache = config.get("kv_cache_scheme")
     if cache is not None and cache != STATIC:
         raise damaged("kv_cache_scheme", cache, f"{STATIC}: {ALGORITHM}")
     recipes = {path: SCHEME.recipe for path in linears if not any(fnmatchcase(path, name) for name in ignored)}

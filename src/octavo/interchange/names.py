@@ -1,4 +1,4 @@
-"""The one table of foreign names: what each checkpoint format calls a scale, and the shape it writes it in.
+"""Names and shapes of scales in each checkpoint format.
 
 | format             | weight             | input                | keys, values                       | one scale is |
 |--------------------|--------------------|----------------------|------------------------------------|--------------|
@@ -7,11 +7,11 @@
 | modelopt           | `weight_scale`     | `input_scale`        | `k_proj.k_scale`, `v_proj.v_scale` | []           |
 | octavo             | `weight_scale`     | `input_scale`        | `k_scale`, `v_scale`               | []           |
 
-Names follow the path of the layer, or of the attention for keys and values. **All of them decode**: high precision ≈
-codes · scale. `weight_scale_inv` does too: DeepSeek named it after the inverse of the encode factor. A scale for each
-row is [N, 1] and one for each block [ceil(N/128), ceil(K/128)] in all of them.
+Names follow the path of the layer, or of the attention for keys and values. **All are decode scales**: high precision ≈
+codes · scale, including `weight_scale_inv`, which DeepSeek named after the inverse of the encode factor. In all formats
+scales per row are [N, 1] and scales per block [ceil(N/128), ceil(K/128)].
 
-Files are written in FP32. Read are BF16, FP16 and FP32, which are exact in FP32; one scale as [] or as [1].
+Scales are written in FP32, and read from BF16, FP16 or FP32, which are exact in FP32; a single scale may be [] or [1].
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleNames:
-    """A row of the table.
+    """Names of a format's scales: a row of the module's table.
 
     Attributes:
-        weight: of a weight's scale, after its layer's path and a dot.
-        input: of a static input's; None where the format has none.
-        key: of the keys', after the attention's path and a dot; None where the format has none.
-        value: of the values'.
-        one: the shape in which one scale for a whole tensor is written.
+        weight: suffix of a weight's scale, after the layer's path and a dot.
+        input: suffix of a static input's scale; None if the format has none.
+        key: suffix of the keys' scale, after the attention's path and a dot; None if the format has none.
+        value: suffix of the values' scale.
+        one: shape of a single scale for a whole tensor.
     """
 
     weight: str
@@ -48,7 +48,7 @@ class ScaleNames:
     one: tuple[int, ...] = ()
 
     def written(self, scale: Tensor) -> Tensor:
-        """A scale in the shape that the format writes."""
+        """Reshape a scale to the format's shape."""
         return scale.reshape(self.one) if scale.ndim == 0 else scale
 
 
@@ -67,20 +67,19 @@ NAMES = MappingProxyType(
 
 
 def checked_scale(
-    name: str, given: Tensor, granularity: Granularity, shape: torch.Size, scale_format: Format = FP32
+    name: str, stored: Tensor, granularity: Granularity, shape: torch.Size, scale_format: Format = FP32
 ) -> Tensor:
-    """A scale of a file as octavo has it: decoding, float32 (E8M0 bytes stay bytes), in the granularity's shape.
+    """Validate a scale from a file; returns a decode scale, float32 or E8M0 bytes, in the granularity's shape.
 
     Args:
-        name: in the file, for the error's sentence.
-        given: the file's tensor.
-        granularity: which elements of the scaled tensor share a scale.
-        shape: of the scaled tensor.
+        name: name in the file, for error messages.
+        stored: the file's tensor.
+        granularity: granularity of the scaled tensor.
+        shape: shape of the scaled tensor.
         scale_format: FP32, or E8M0 for bytes.
 
     Raises:
-        CheckpointError: another dtype or shape, or a number that no scale is: NaN (byte 255), infinite, zero or
-            negative.
+        CheckpointError: a wrong dtype or shape, or a scale that is NaN (byte 255), infinite, zero or negative.
 
     Example:
         >>> from octavo import PerTensor
@@ -88,30 +87,30 @@ def checked_scale(
         tensor(0.5000)
     """
     expected = granularity.scale_shape(shape)
-    scale = _checked_bytes(name, given) if scale_format == E8M0 else _checked_numbers(name, given)
+    scale = _checked_bytes(name, stored) if scale_format == E8M0 else _checked_numbers(name, stored)
     if not expected and scale.shape == (1,):
         scale = scale.reshape(())
     if scale.shape != expected:
         raise CheckpointError(
-            f"{name} is {list(given.shape)}; a {granularity} scale of {list(shape)} is {list(expected)}"
+            f"{name} is {list(stored.shape)}; a {granularity} scale of {list(shape)} is {list(expected)}"
         )
     return scale
 
 
-def _checked_bytes(name: str, given: Tensor) -> Tensor:
+def _checked_bytes(name: str, stored: Tensor) -> Tensor:
     (nan,) = E8M0.nan_codes
-    if given.dtype != torch.uint8:
-        raise CheckpointError(f"{name} is {given.dtype}; a scale of its recipe is an E8M0 byte, uint8")
-    if (given == nan).any():
+    if stored.dtype != torch.uint8:
+        raise CheckpointError(f"{name} is {stored.dtype}; a scale of its recipe is an E8M0 byte, uint8")
+    if (stored == nan).any():
         raise CheckpointError(f"{name} holds {nan}, which is NaN in E8M0; every scale is a number")
-    return given
+    return stored
 
 
-def _checked_numbers(name: str, given: Tensor) -> Tensor:
-    if given.dtype not in EXACT_IN_FP32:
-        raise CheckpointError(f"{name} is {given.dtype}; a scale is float32, bfloat16 or float16")
-    scale = given.float()
+def _checked_numbers(name: str, stored: Tensor) -> Tensor:
+    if stored.dtype not in EXACT_IN_FP32:
+        raise CheckpointError(f"{name} is {stored.dtype}; a scale is float32, bfloat16 or float16")
+    scale = stored.float()
     if not ((scale > 0) & scale.isfinite()).all():
-        wrong = scale[~((scale > 0) & scale.isfinite())][0].item()
-        raise CheckpointError(f"{name} holds {wrong}; every scale is a positive, finite number")
+        invalid = scale[~((scale > 0) & scale.isfinite())][0].item()
+        raise CheckpointError(f"{name} holds {invalid}; every scale is a positive, finite number")
     return scale

@@ -1,15 +1,15 @@
-"""octavo's own: every recipe, whole. The ``state_dict`` as it is, and recipes as ``octavo.recipes.to_toml`` has them.
+"""octavo's own format, which stores whole recipes: the ``state_dict``, and recipes from ``octavo.recipes.to_toml``.
 
     config.json           "model_type": "octavo",
                           "quantization_config": {"quant_method": "octavo", "version": 1, "model_type": "llama",
                            "recipes": {"recipe-1.toml": ["model.layers.0.self_attn.q_proj", …], …},
                            "tables": ["model.embed_tokens"]}
-    recipe-1.toml         what those layers run
+    recipe-1.toml         the recipe of those layers
 
-``tables`` are embeddings whose rows are codes (:mod:`octavo.interchange.tables`); most models have none.
+``tables`` are embeddings stored as rows of codes (:mod:`octavo.interchange.tables`); most models have none.
 
-The model's own type is in quantization_config. An unknown method alone is passed over: transformers warns and takes
-codes for weights. An unknown model_type it refuses.
+The model's own type is in quantization_config, because transformers only warns about an unknown quant_method and loads
+codes as weights, but raises for an unknown model_type.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,20 +23,20 @@ from octavo.interchange.file_format import FileFormat, Layout, damaged, names_in
 from octavo.interchange.names import NAMES
 from octavo.recipes import Recipe
 
-__all__ = ["OWN"]
+__all__ = ["OCTAVO_FORMAT"]
 
 METHOD, VERSION = "octavo", 1
 
 
-def _grouped(contents: Contents) -> dict[str, list[str]]:
-    """Paths by their recipe's text; layers of equal recipes share a file."""
-    found: dict[str, list[str]] = {}
+def _paths_by_recipe(contents: Contents) -> dict[str, list[str]]:
+    """Paths by recipe text; layers with equal recipes share a file."""
+    groups: dict[str, list[str]] = {}
     for path, layer in contents.layers.items():
-        found.setdefault(recipes.to_toml(layer.recipe), []).append(path)
-    return found
+        groups.setdefault(recipes.to_toml(layer.recipe), []).append(path)
+    return groups
 
 
-def _file(index: int) -> str:
+def _recipe_file(index: int) -> str:
     return f"recipe-{index}.toml"
 
 
@@ -44,38 +44,40 @@ def _configuration(contents: Contents) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "version": VERSION,
-        "recipes": {_file(i): paths for i, paths in enumerate(_grouped(contents).values(), 1)},
+        "recipes": {_recipe_file(i): paths for i, paths in enumerate(_paths_by_recipe(contents).values(), 1)},
         "kv_cache": bool(contents.kv_scales),
         "tables": list(contents.tables),
     }
 
 
 def _other_files(contents: Contents) -> dict[str, str]:
-    return {_file(i): text for i, text in enumerate(_grouped(contents), 1)}
+    return {_recipe_file(i): text for i, text in enumerate(_paths_by_recipe(contents), 1)}
 
 
-def _layout(given: Mapping[str, Any], linears: Sequence[str], folder: Path) -> Layout:
-    if given.get("version") != VERSION:
-        raise damaged("version", given.get("version"), str(VERSION))
-    groups = given.get("recipes")
+def _layout(config: Mapping[str, Any], linears: Sequence[str], folder: Path) -> Layout:
+    if config.get("version") != VERSION:
+        raise damaged("version", config.get("version"), str(VERSION))
+    groups = config.get("recipes")
     if not isinstance(groups, Mapping) or not groups:
         raise damaged("recipes", groups, "paths of layers by the file of their recipe")
     listed = {file: names_in(f"layers of {file}", paths) for file, paths in groups.items()}
-    found = {path: recipe for file, paths in listed.items() for recipe in [_read(folder, file)] for path in paths}
-    if unknown := sorted(found.keys() - set(linears)):
-        raise CheckpointError(f"quantization_config names the layer {unknown[0]!r}, which the model has not")
-    tables = tuple(names_in("tables", given.get("tables")))
-    return Layout(recipes=found, has_kv_scales=bool(given.get("kv_cache")), tables=tables)
+    layer_recipes = {
+        path: recipe for file, paths in listed.items() for recipe in [_read_recipe(folder, file)] for path in paths
+    }
+    if unknown := sorted(layer_recipes.keys() - set(linears)):
+        raise CheckpointError(f"quantization_config names the layer {unknown[0]!r}, which the model does not have")
+    tables = tuple(names_in("tables", config.get("tables")))
+    return Layout(recipes=layer_recipes, has_kv_scales=bool(config.get("kv_cache")), tables=tables)
 
 
-def _read(folder: Path, file: str) -> Recipe:
+def _read_recipe(folder: Path, file: str) -> Recipe:
     try:
         return recipes.from_toml((folder / Path(file).name).read_text(encoding="utf-8"))
     except (OSError, ConfigError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{str(folder / file)!r} is no recipe: {error}; write the folder again") from error
+        raise CheckpointError(f"{str(folder / file)!r} is not a recipe: {error}; write the folder again") from error
 
 
-OWN = FileFormat(
+OCTAVO_FORMAT = FileFormat(
     name=METHOD,
     quant_method=METHOD,
     names=NAMES[METHOD],

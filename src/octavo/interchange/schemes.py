@@ -1,4 +1,4 @@
-"""What a server computes of a linear layer in FP8: the few schemes that checkpoint formats can name.
+"""Quantisation schemes of linear layers that checkpoint formats can describe and servers can run.
 
 | a scale of the weight for each | inputs                                | known as                         |
 |--------------------------------|---------------------------------------|----------------------------------|
@@ -7,9 +7,9 @@
 | tensor, row                    | a scale a token, from this token      | dynamic, per token               |
 | 128x128 block                  | a scale for 1x128, from those numbers | dynamic, per group; DeepSeek's   |
 
-A recipe says more than that: how a dynamic scale is rounded, which amaxes it comes from. No format can say those, and
-servers decide them alike: each token's (or group's) own amax over 448, an FP32 number. So :func:`served` is what is
-left of a recipe once it is served. The weight's codes and scales are in the file, and keep whatever the recipe made.
+A recipe also defines the rounding and the amax of dynamic scales, which no format can describe. Servers compute them
+alike: the amax of each token (or group) over 448, in FP32. :func:`served` converts a recipe accordingly. The weight's
+codes and scales are stored in the file and do not change.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ WEIGHTS: dict[Granularity, str] = {PerTensor(): "tensor", PerRow(): "row", BLOCK
 
 
 class Inputs(StrEnum):
-    """How a layer's input reaches the product."""
+    """Cast of a layer's input."""
 
     HIGH_PRECISION = "in high precision"
     STATIC = "with one scale from calibration"
@@ -38,11 +38,11 @@ class Inputs(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A row of the table above.
+    """Cast of a layer's weight and input: a row of the module's table.
 
     Attributes:
-        weight: which elements of the weight share a scale.
-        inputs: what becomes of the input.
+        weight: granularity of the weight's scales.
+        inputs: cast of the input.
     """
 
     weight: Granularity
@@ -55,7 +55,7 @@ class Scheme:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of a layer that is loaded from a file of this scheme; its gradients are in high precision."""
+        """Recipe of a layer loaded with this scheme; its gradients are in high precision."""
         if self.inputs is Inputs.STATIC:
             return recipes.get("static", weight_granularity=WEIGHTS[self.weight])
         if self.inputs is Inputs.HIGH_PRECISION:
@@ -71,10 +71,10 @@ class Scheme:
 
 
 def scheme_of(recipe: Recipe) -> Scheme:
-    """The scheme that a recipe's layers are served by.
+    """Scheme for serving the layers of a recipe.
 
     Raises:
-        ConfigError: no scheme has such weights or inputs.
+        ConfigError: no scheme describes the recipe's weights or inputs.
 
     Example:
         >>> from octavo import recipes
@@ -103,7 +103,7 @@ def scheme_of(recipe: Recipe) -> Scheme:
 
 
 def served(recipe: Recipe) -> Recipe:
-    """What a server computes of a layer that runs ``recipe``: its weight's codes, and inputs as the scheme has them.
+    """Recipe that a server runs for a layer of ``recipe``: the same weight cast, and inputs of the scheme.
 
     Example:
         >>> from octavo import recipes
@@ -111,8 +111,8 @@ def served(recipe: Recipe) -> Recipe:
         <ScaleRounding.FP32: 'fp32'>
     """
     b = recipe.output.b
-    made = scheme_of(recipe).recipe
+    scheme_recipe = scheme_of(recipe).recipe
     assert b is not None
     if b.scaling is not Scaling.DYNAMIC:
         b = replace(b, scaling=Scaling.DYNAMIC)  # as octavo.nn.fp8_weight.hold_weight_as_codes does
-    return replace(made, output=replace(made.output, b=b))
+    return replace(scheme_recipe, output=replace(scheme_recipe.output, b=b))

@@ -1,12 +1,12 @@
-"""A table, such as an embedding, whose rows are FP8 codes with a scale each, but for some that stay in BF16.
+"""Embedding table stored as rows of FP8 codes with one scale each; some rows stay in BF16.
 
-    PATH.table.codes       E4M3 [V - R, D]      the other rows, in order
-    PATH.table.scale       float32 [V - R, 1]   they decode: row ≈ codes · scale
+    PATH.table.codes       E4M3 [V - R, D]      all other rows, in order
+    PATH.table.scale       float32 [V - R, 1]   decode scales: row ≈ codes · scale
     PATH.table.bf16        bfloat16 [R, D]      rows in BF16
-    PATH.table.bf16_rows   int32 [R]            their numbers, ascending
+    PATH.table.bf16_rows   int32 [R]            their indices, ascending
 
-It takes the place of PATH.weight in octavo's own format; no other has such a thing. Nothing multiplies the codes: a
-model that is read holds what they decode to.
+These tensors replace PATH.weight in octavo's own format; no other format supports them. A loaded model holds the
+decoded rows.
 """
 
 from dataclasses import dataclass
@@ -27,18 +27,18 @@ ROLES = ("codes", "scale", "bf16", "bf16_rows")
 
 
 def table_names(path: str) -> tuple[str, ...]:
-    """The names of a table's tensors."""
+    """Names of a table's tensors."""
     return tuple(f"{path}.table.{role}" for role in ROLES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedTable:
-    """A table taken apart.
+    """Table as FP8 codes and BF16 rows.
 
     Attributes:
-        codes: of the rows that are not in BF16, and their scales.
+        codes: codes and scales of the rows that are not in BF16.
         bf16: rows in BF16, bfloat16 [R, D].
-        bf16_rows: their numbers, int64 [R], ascending.
+        bf16_rows: their indices, int64 [R], ascending.
     """
 
     codes: QuantizedTensor
@@ -47,7 +47,7 @@ class CodedTable:
 
     @classmethod
     def of(cls, table: Tensor, bf16_rows: Tensor) -> "CodedTable":
-        """Cast a table [V, D], all rows but those of these numbers, in any order.
+        """Cast the rows of a table [V, D], except those with the given indices, in any order.
 
         Example:
             >>> table = torch.tensor([[1.0, 0.3], [0.1, 0.7]])
@@ -62,10 +62,10 @@ class CodedTable:
 
     @classmethod
     def read(cls, path: str, files: TensorFiles, shape: torch.Size) -> "CodedTable":
-        """Out of a folder, for a table of this shape [V, D].
+        """Read the tensors of a table with this shape [V, D].
 
         Raises:
-            CheckpointError: a tensor is missing, or is not what it has to be.
+            CheckpointError: a tensor is missing, or has an invalid dtype, shape or value.
         """
         if missing := [name for name in table_names(path) if name not in files]:
             raise CheckpointError(f"the folder has no {missing[0]}; {AGAIN}")
@@ -93,19 +93,19 @@ class CodedTable:
         return len(self.codes.data) + len(self.bf16_rows), self.bf16.shape[1]
 
     def decoded(self) -> Tensor:
-        """What the rows stand for, float32 [V, D]."""
-        found = self.bf16.new_empty(self.shape, dtype=torch.float32)
-        found[_others(self.bf16_rows, len(found))] = self.codes.dequantize().float()
-        found[self.bf16_rows] = self.bf16.float()
-        return found
+        """Decoded table, float32 [V, D]."""
+        table = self.bf16.new_empty(self.shape, dtype=torch.float32)
+        table[_others(self.bf16_rows, len(table))] = self.codes.dequantize().float()
+        table[self.bf16_rows] = self.bf16.float()
+        return table
 
     def tensors(self, path: str) -> dict[str, Tensor]:
-        """As they are written."""
+        """Tensors to write, by name."""
         return dict(
             zip(table_names(path), (self.codes.data, self.codes.scale, self.bf16, self.bf16_rows.int()), strict=True)
         )
 
 
 def _others(rows: Tensor, count: int) -> Tensor:
-    """Whether each of ``count`` rows is none of these."""
+    """Mask of the rows, of ``count``, that are not in ``rows``."""
     return torch.ones(count, dtype=torch.bool, device=rows.device).index_fill(0, rows, False)

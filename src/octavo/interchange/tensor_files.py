@@ -1,12 +1,12 @@
-"""Safetensors in a folder: one file, or shards and the index that says which tensor is in which.
+"""Safetensors in a folder: one file, or shards with an index from tensor to file.
 
 | file                                | content                                                              |
 |-------------------------------------|----------------------------------------------------------------------|
-| model.safetensors                   | all tensors, where they fit into one file                            |
+| model.safetensors                   | all tensors, if they fit into one file                               |
 | model-00001-of-00003.safetensors    | the first of three shards                                            |
 | model.safetensors.index.json        | `weight_map`: name → file; `metadata.total_size`: bytes of all       |
 
-Reading maps the files: a tensor takes memory when it is asked for.
+Files are memory-mapped: a tensor takes memory when it is read.
 """
 
 import json
@@ -35,14 +35,14 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], dtypes: Mapping[s
     """Write tensors into an existing folder.
 
     Args:
-        folder: where to.
-        tensors: by name, in the order to write them in.
-        dtypes: of those that are cast on the way, by name.
-        most: bytes of a shard; a tensor that is larger gets a shard of its own.
+        folder: destination.
+        tensors: by name, in file order.
+        dtypes: dtypes of tensors to cast, by name.
+        most: maximum bytes of a shard; a larger tensor gets its own shard.
 
     Raises:
         ConfigError: a finite number would become infinite in its dtype.
-        OSError: the disk is full, or refuses otherwise.
+        OSError: the disk is full or not writable.
     """
     shards = list(_shards(tensors, dtypes, most))
     names = (
@@ -57,38 +57,37 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], dtypes: Mapping[s
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file into a folder that is not in its place yet.
+    """Write a JSON file, not atomically, into a temporary folder.
 
     Raises:
-        CheckpointError: it would hold infinity or NaN, which Python's reader lets pass and JSON has not.
+        CheckpointError: the value contains infinity or NaN, which Python reads but JSON does not allow.
     """
     try:
         text = json.dumps(value, indent=2, allow_nan=False)
     except ValueError as error:
         raise CheckpointError(
-            f"the model's {path.name} holds Infinity or NaN, which JSON has no word for and other programs refuse; "
-            "write a number in its place"
+            f"the model's {path.name} contains Infinity or NaN, which JSON does not allow; replace it by a number"
         ) from error
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read an object from a JSON file.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the file cannot be read, or contains no object.
     """
     try:
-        return parsing.read_object(path, allow_nan=True)  # Python writes it, and some models' own files have it
+        return parsing.read_object(path, allow_nan=True)  # Python writes NaN, and some models' files contain it
     except (OSError, DataError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}; {AGAIN}") from error
 
 
 def check_no_codes(folder: Path) -> None:
-    """Make sure that no tensor of a folder whose configuration knows nothing of it is FP8 codes.
+    """Check that a folder without a quantization_config contains no FP8 tensors.
 
     Raises:
-        CheckpointError: one is, or a file of tensors cannot be read.
+        CheckpointError: a tensor is FP8, or a file of tensors cannot be read.
     """
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -98,16 +97,15 @@ def check_no_codes(folder: Path) -> None:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error}; {AGAIN}") from error
         if coded:
             raise CheckpointError(
-                f"{coded[0]} in {str(path)!r} is FP8 codes, and config.json does not say what of "
-                f"(quantization_config); {AGAIN}"
+                f"{coded[0]} in {str(path)!r} contains FP8 codes, but config.json has no quantization_config; {AGAIN}"
             )
 
 
 class TensorFiles:
-    """The tensors of a folder, by name.
+    """Tensors of a folder, by name.
 
     Raises:
-        CheckpointError: a file is missing, truncated or otherwise damaged, or has other tensors than the index says.
+        CheckpointError: a file is missing, truncated or damaged, or its tensors differ from the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,24 +114,24 @@ class TensorFiles:
         if (folder / INDEX).is_file():
             self._open_shards(read_json(folder / INDEX).get("weight_map"))
         else:
-            opened = self._opened(SINGLE)
+            opened = self._open(SINGLE)
             self._files = dict.fromkeys(opened.keys(), opened)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return tuple(self._files)
 
     def shape(self, name: str) -> torch.Size:
-        """Of a tensor, without reading it."""
+        """Shape of a tensor, without reading it."""
         return torch.Size(self._files[name].get_slice(name).get_shape())
 
     def is_fp8(self, name: str) -> bool:
-        """Whether a tensor is FP8 codes."""
+        """Report whether a tensor is FP8."""
         return self.kind(name) in CODES
 
     def kind(self, name: str) -> str:
-        """What a tensor's elements are, in safetensors' word, without reading it."""
+        """Element type of a tensor in safetensors' notation, without reading it."""
         kind: str = self._files[name].get_slice(name).get_dtype()
         return kind
 
@@ -143,24 +141,26 @@ class TensorFiles:
     def __getitem__(self, name: str) -> Tensor:
         try:
             with library_errors():
-                found: Tensor = self._files[name].get_tensor(name)
+                tensor: Tensor = self._files[name].get_tensor(name)
         except (OSError, DataError) as error:
             raise CheckpointError(f"{name} in {str(self._folder)!r} cannot be read: {error}; {AGAIN}") from error
-        return found
+        return tensor
 
     def _open_shards(self, weight_map: Any) -> None:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{str(self._folder / INDEX)!r} has no weight_map of names and files; {AGAIN}")
         for file in sorted(set(weight_map.values())):
-            opened = self._opened(file)
+            opened = self._open(file)
             self._files |= dict.fromkeys(opened.keys(), opened)
-            if wrong := sorted(set(opened.keys()) ^ {name for name, where in weight_map.items() if where == file}):
+            if mismatched := sorted(
+                set(opened.keys()) ^ {name for name, mapped_file in weight_map.items() if mapped_file == file}
+            ):
                 raise CheckpointError(
-                    f"{str(self._folder / file)!r} and {INDEX} disagree about {wrong[0]} and {len(wrong) - 1} more; "
-                    f"{AGAIN}"
+                    f"{str(self._folder / file)!r} and {INDEX} disagree about {mismatched[0]} and "
+                    f"{len(mismatched) - 1} more; {AGAIN}"
                 )
 
-    def _opened(self, file: str) -> Any:
+    def _open(self, file: str) -> Any:
         path = self._folder / file
         if Path(file).name != file:
             raise CheckpointError(f"{INDEX} names {file!r}, which is not in its folder; {AGAIN}")
@@ -176,15 +176,15 @@ def _from_one(items: list[Any]) -> range:
 
 
 def _shards(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], most: int) -> Iterator[list[str]]:
-    """Names, in order, as many together as fit."""
-    names, held = list[str](), 0
+    """Split names, in order, into shards of at most ``most`` bytes."""
+    names, shard_bytes = list[str](), 0
     for name, tensor in tensors.items():
         size = _bytes(tensor, dtypes.get(name))
-        if names and held + size > most:
+        if names and shard_bytes + size > most:
             yield names
-            names, held = [], 0
+            names, shard_bytes = [], 0
         names.append(name)
-        held += size
+        shard_bytes += size
     yield names
 
 
@@ -200,7 +200,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
             f"{name} holds {largest:g}, and {str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}; "
             "write it in fp32"
         )
-    return cast if cast.untyped_storage().nbytes() == cast.nbytes else cast.clone()  # a part of another tensor
+    return cast if cast.untyped_storage().nbytes() == cast.nbytes else cast.clone()  # a view of a larger tensor
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:

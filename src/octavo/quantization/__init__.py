@@ -1,4 +1,4 @@
-"""From a trained model to one in FP8: calibration, training that knows of the rounding, the best mix; text for all."""
+"""Quantisation of trained models: calibration, quantisation-aware training, layer sensitivity and text windows."""
 
 from octavo.quantization.calibration import (
     Calibration,

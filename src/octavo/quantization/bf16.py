@@ -1,11 +1,11 @@
-"""The BF16 model: what every format is compared with, and what every format is made from.
+"""BF16 reference model: the baseline of every comparison, and the source of the weights that are quantised.
 
-    weights        every parameter rounded to BF16 and no other: what a BF16 checkpoint holds, norms and biases included
-    around them    BF16 autocast: linear layers multiply BF16 values, what runs between them stays FP32
+    weights        every parameter rounded to BF16, as in a BF16 checkpoint, norms and biases included
+    computation    BF16 autocast: linear layers multiply BF16 values, operations between them stay FP32
 
-FP8 and INT8 codes are made of the rounded weights too, because a checkpoint is what they would be made of. Rounding
-twice is not rounding once: made of the FP32 weights, some codes would be others, and a comparison would credit a format
-with digits that the reference was never given. ``octavo eval --compare`` and ``octavo sensitivity`` both start here.
+FP8 and INT8 codes are also computed from the rounded weights, because they would be computed from a BF16 checkpoint.
+Rounding twice is not rounding once: codes of the FP32 weights would partly differ, and a comparison would credit a
+format with precision that the reference does not have. Used by ``octavo eval --compare`` and ``octavo sensitivity``.
 """
 
 import torch
@@ -17,13 +17,13 @@ __all__ = ["bf16_autocast", "round_to_bf16"]
 
 
 def round_to_bf16(model: nn.Module) -> None:
-    """Round every parameter to the nearest BF16 value, ties to even, in place; dtypes and sharing stay.
+    """Round every parameter to the nearest BF16 value, ties to even, in place; dtypes and sharing do not change.
 
-    FP8 codes, which are no values, stay as they are.
+    Tensors of FP8 codes are left alone.
 
     Raises:
-        ConfigError: a parameter's largest value becomes infinite, as FP16's 65504 does: BF16's nearest is 65536. The
-            model is left as it was.
+        ConfigError: a finite parameter becomes infinite, such as FP16's 65504, whose nearest BF16 value is 65536. The
+            model is not changed then.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -33,8 +33,8 @@ def round_to_bf16(model: nn.Module) -> None:
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.element_size() > 1 and _overflows(parameter):
             raise ConfigError(
-                f"parameter {path!r} has a value whose nearest in BF16 is infinite as {parameter.dtype}; load the "
-                "model in FP32, or mend that value"
+                f"parameter {path!r} has a value whose nearest BF16 value is infinite in {parameter.dtype}; load the "
+                "model in FP32, or correct that value"
             )
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.element_size() > 1:
@@ -42,7 +42,7 @@ def round_to_bf16(model: nn.Module) -> None:
 
 
 def _overflows(parameter: nn.Parameter) -> bool:
-    """Whether a finite value becomes infinite: its largest does then."""
+    """Report whether the largest magnitude is finite and becomes infinite in BF16."""
     if not parameter.numel():
         return False
     largest = parameter.detach().abs().amax()
@@ -50,5 +50,5 @@ def _overflows(parameter: nn.Parameter) -> bool:
 
 
 def bf16_autocast(device: torch.device) -> torch.autocast:
-    """What the rounded model runs in."""
+    """Autocast context of the BF16 reference."""
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)

@@ -1,7 +1,7 @@
-"""Which layers can be quantised at all: ``nn.Linear``, and no class that multiplies by a matrix of its own.
+"""Check that a model has layers to quantise: ``nn.Linear``, and no other class that holds a weight matrix.
 
-Transformers' GPT-2 keeps its weights, transposed, in a class ``Conv1D``. Nothing of it would be quantised but its head,
-and its figures beside BF16's would look perfect: so such a model is refused, by the name of that class.
+Transformers' GPT-2 keeps its weights, transposed, in a class ``Conv1D``. Only its head would be quantised, and its
+results would look as good as BF16's, so such a model is refused with an error that names the class.
 """
 
 from collections.abc import Collection
@@ -14,14 +14,14 @@ __all__ = ["check_has_layers"]
 
 
 def check_has_layers(model: nn.Module, paths: Collection[str]) -> None:
-    """Refuse a model without a layer to quantise.
+    """Raise if a model has no layer to quantise.
 
     Args:
-        model: any.
-        paths: of the layers that would be quantised.
+        model: any module.
+        paths: paths of the layers that would be quantised.
 
     Raises:
-        ConfigError: there are none; it names the classes that hold the model's matrices.
+        ConfigError: ``paths`` is empty; the message names the classes that hold the model's weight matrices.
 
     Example:
         >>> check_has_layers(nn.Sequential(nn.Conv1d(4, 4, 1)), ())
@@ -37,7 +37,7 @@ def check_has_layers(model: nn.Module, paths: Collection[str]) -> None:
         if type(module) is not nn.Linear and not isinstance(module, nn.Embedding)
         if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     }
-    mend = f"its weights are in {', '.join(owners)}; replace those by nn.Linear, or give" if owners else "give"
+    remedy = f"its weights are in {', '.join(owners)}; replace those by nn.Linear, or give" if owners else "give"
     raise ConfigError(
-        f"this model has no nn.Linear layer besides its head, so there is nothing to quantise; {mend} another model"
+        f"this model has no nn.Linear layer besides its head, so there is nothing to quantise; {remedy} another model"
     )

@@ -1,14 +1,14 @@
-"""How much of one text stands in another: whether what is chosen on the one can be verified on the other.
+"""Overlap of two texts: a choice made on one text can only be verified on another that is largely different.
 
-Names do not tell. ``own.txt`` and ``./own.txt`` are one file, ``builtin`` has all of ``library-sources`` in it, and a
-copy has a path of its own. So the texts are compared, line by line:
+Names are not enough: ``own.txt`` and ``./own.txt`` are one file, ``builtin`` contains ``library-sources``, and a copy
+has another path. The texts are therefore compared line by line:
 
-    share = characters of the other text's lines that are lines of this one too / characters of all its lines
+    share = characters of the other text's lines that also occur in this one / characters of all its lines
 
-Lines are taken within the pieces that splits are made of (``octavo.training.text``), without the spaces around them.
+Lines are taken from the documents that splits consist of (``octavo.training.text``) and stripped.
 
-Two splits of one source are never compared: they are apart by construction. Some lines are common to all text of a
-kind: by this count a quarter of the built-in corpus's test split stands in its training split as well, and 95 % of the
+Two splits of one source are not compared: they are disjoint by construction. Some lines are common to all text of a
+kind: by this measure a quarter of the built-in corpus's test split also occurs in its training split, and 95 % of the
 language topics.
 """
 
@@ -18,23 +18,23 @@ from octavo.errors import ConfigError
 from octavo.training.corpus import Split
 from octavo.training.text import ALL, BUILTIN, divide, load_documents, same_source
 
-__all__ = ["MOST_SHARED", "Part", "shared_share"]
+__all__ = ["MOST_SHARED", "TextSplit", "shared_share"]
 
-MOST_SHARED = 0.5  # between what text of a kind has in common and the same text, see above
+MOST_SHARED = 0.5  # between what text of one kind has in common and identical text, see above
 
-Part = tuple[str, str]  # a source and a split, see text_windows
+TextSplit = tuple[str, str]  # (source, split), see text_windows
 
 
-def shared_share(this: Part, other: Part) -> float:
-    """The share of ``other`` that is in ``this`` too, from 0 to 1.
+def shared_share(this: TextSplit, other: TextSplit) -> float:
+    """Share of ``other`` that also occurs in ``this``, from 0 to 1.
 
     Args:
         this: a source and its split, as for :func:`octavo.quantization.text_windows`.
-        other: likewise.
+        other: the same for the other text.
 
     Raises:
         ConfigError: an unknown split.
-        DataError: a source holds no text.
+        DataError: a source has no text.
 
     Example:
         >>> (
@@ -49,8 +49,8 @@ def shared_share(this: Part, other: Part) -> float:
             raise ConfigError(f"split must be one of {', '.join(Split)}, {ALL}, not {name!r}")
     if same_source(source, other_source):
         return 1.0 if split == other_split or ALL in (split, other_split) else 0.0
-    known = {*_lines(source, split)}
-    lengths = [(len(line), line in known) for line in _lines(other_source, other_split)]
+    lines = {*_lines(source, split)}
+    lengths = [(len(line), line in lines) for line in _lines(other_source, other_split)]
     return sum(length for length, is_known in lengths if is_known) / max(1, sum(length for length, _ in lengths))
 
 

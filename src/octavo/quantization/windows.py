@@ -1,13 +1,12 @@
-"""Windows of text, in a model's own tokens: what it is calibrated, tuned and evaluated on.
+"""Token windows sampled from text, for calibration, tuning and evaluation.
 
-A few windows must stand for a whole text. The first ones would be its first documents, so the text is cut into as many
-equal parts as windows are wanted, and one window is taken from each part, at a place that the seed draws:
+A few windows have to represent a whole text, and the first ones would cover only its first documents. The text is
+therefore cut into ``count`` equal parts, and one window is taken from each part at a position drawn from the seed:
 
-    part i = [i · characters / count, (i + 1) · characters / count)        moved on to the next space
+    part i = [i · characters / count, (i + 1) · characters / count)        moved to the next space
 
-Windows never overlap, whatever the seed. Only what they hold is tokenised, not the whole text. Documents follow each
-other with the tokenizer's end-of-text token between them, or with an empty line where it has none; no other token is
-added.
+Windows never overlap, for any seed. Only the sampled characters are tokenised, not the whole text. Documents are joined
+with the tokenizer's end-of-text token, or with an empty line if it has none; no other token is added.
 """
 
 import re
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHARACTERS_A_TOKEN", "text_windows", "unbounded"]
 
-CHARACTERS_A_TOKEN = 8  # more than most text has; a part with more is tokenised as a whole
+CHARACTERS_A_TOKEN = 8  # above the average of most text; otherwise the whole part is tokenised
 LONGEST_WORD = 256  # characters to look ahead for a space
 
 
@@ -41,40 +40,40 @@ def text_windows(
     """Windows spread evenly over a split's text.
 
     Args:
-        model: whose tokenizer to use.
+        model: source of the tokenizer.
         source: "builtin", a file, a folder or a data set (``octavo.training.text``).
         split: "train", "validation", "test" or "all".
-        count: how many windows.
-        length: tokens in each; at most ``model.context``.
-        seed: draws each window's place in its part of the text; from 0 to 2^63 - 1.
+        count: number of windows.
+        length: tokens per window; at most ``model.context``.
+        seed: of each window's position in its part of the text; from 0 to 2^63 - 1.
 
     Returns:
-        int64 [count, length], in the text's order, on the model's device; the same for the same arguments.
+        int64 [count, length], in the text's order, on the model's device; deterministic.
 
     Raises:
-        ConfigError: an unknown split, a count or length below 1, a length that the model does not read, or a seed out
-            of range.
-        DataError: the source holds no text, or a part of it is too short for a window.
+        ConfigError: an unknown split, a count or length below 1, a length above the model's context, or a seed
+            out of range.
+        DataError: the source has no text, or a part of it is shorter than a window.
     """
     _check(model, split, count, length, seed)
     documents = load_documents(source)
-    chosen = documents if split == ALL else divide(documents, by_file=str(source) == BUILTIN)[Split(split)]
+    selected = documents if split == ALL else divide(documents, by_file=str(source) == BUILTIN)[Split(split)]
     separator = END_OF_TEXT if model.tokenizer.token_to_id(END_OF_TEXT) is not None else "\n\n"
-    text = separator.join(document.text for document in chosen)
+    text = separator.join(document.text for document in selected)
     if count > len(text):
         raise DataError(
-            f"the {split} text of {str(source)!r} has too little for {count} windows: {len(text)} characters; ask for "
+            f"the {split} text of {str(source)!r} has {len(text)} characters, too few for {count} windows; ask for "
             "fewer, or give more text"
         )
     tokenizer = unbounded(model.tokenizer)
-    places = np.random.default_rng(seed).random(count)
+    fractions = np.random.default_rng(seed).random(count)
     bounds = [_next_space(text, i * len(text) // count) for i in range(count)] + [len(text)]
     windows = []
-    for part, place in enumerate(places):
-        ids = _window(tokenizer, text[bounds[part] : bounds[part + 1]], length, place)
+    for part, fraction in enumerate(fractions):
+        ids = _window(tokenizer, text[bounds[part] : bounds[part + 1]], length, fraction)
         if ids is None:
             raise DataError(
-                f"the {split} text of {str(source)!r} has too little for {count} windows of {length} tokens: part "
+                f"the {split} text of {str(source)!r} is too short for {count} windows of {length} tokens: part "
                 f"{part + 1} of {count} is shorter than one; ask for fewer or shorter windows, or give more text"
             )
         windows.append(ids)
@@ -92,11 +91,11 @@ def _check(model: LanguageModel, split: str, count: int, length: int, seed: int)
         raise ConfigError(f"this model reads at most {model.context} tokens at once, not {length}; shorten the windows")
 
 
-def _window(tokenizer: "Tokenizer", part: str, length: int, place: float) -> list[int] | None:
-    """``length`` tokens of a part of the text, from about ``place`` of it on; None where it has fewer."""
+def _window(tokenizer: "Tokenizer", part: str, length: int, fraction: float) -> list[int] | None:
+    """``length`` tokens of ``part``, starting at ``fraction`` of it; None if it has fewer."""
     reach = CHARACTERS_A_TOKEN * length
-    start = _next_space(part, int(place * max(0, len(part) - reach)))
-    for piece in (part[start : _next_space(part, start + reach)], part):  # seldom the whole of it
+    start = _next_space(part, int(fraction * max(0, len(part) - reach)))
+    for piece in (part[start : _next_space(part, start + reach)], part):  # the whole part is rarely needed
         ids: list[int] = tokenizer.encode(piece, add_special_tokens=False).ids
         if len(ids) >= length:
             return ids[:length]
@@ -104,13 +103,13 @@ def _window(tokenizer: "Tokenizer", part: str, length: int, place: float) -> lis
 
 
 def _next_space(text: str, position: int) -> int:
-    """Where the word at ``position`` ends, so that no word and no end-of-text mark is cut; 0 stays."""
-    found = re.compile(r"\s").search(text, position, position + LONGEST_WORD) if position else None
-    return found.start() if found else position
+    """End of the word at ``position``, so that no word or end-of-text token is cut; 0 stays 0."""
+    space = re.compile(r"\s").search(text, position, position + LONGEST_WORD) if position else None
+    return space.start() if space else position
 
 
 def unbounded(tokenizer: "Tokenizer") -> "Tokenizer":
-    """A copy of the tokenizer without the truncation and padding that some files ask for."""
+    """Copy of the tokenizer without the truncation and padding that some files configure."""
     copied = parse_tokenizer(tokenizer.to_str())
     copied.no_truncation()
     copied.no_padding()

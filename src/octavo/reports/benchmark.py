@@ -18,7 +18,7 @@ def benchmark_page(report: Report) -> str:
     Raises:
         ConfigError: plotly or jinja2 is not installed.
     """
-    then = ", then octavo bench hopper --from RESULT.json draws it from the numbers"
+    then = ", then the command with --from RESULT.json draws it from the numbers"
     check_report_extra("the page with pictures", then=then)
     theme = THEMES[report.theme]
     return render(

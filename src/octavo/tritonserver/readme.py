@@ -2,13 +2,13 @@
 
 from string import Template
 
-from octavo.export import Saved
+from octavo.export import SavedCheckpoint
 from octavo.export.onnx import OnnxReport
 
 __all__ = ["readme"]
 
 
-def readme(saved: Saved, report: OnnxReport, *, models: str, others: str) -> str:
+def readme(saved: SavedCheckpoint, report: OnnxReport, *, models: str, others: str) -> str:
     """The text.
 
     Args:

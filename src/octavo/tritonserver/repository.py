@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from octavo.errors import ConfigError
-from octavo.export import Saved, save_quantized
+from octavo.export import SavedCheckpoint, save_quantized
 from octavo.export.onnx import OnnxOptions, OnnxReport, export_onnx
 from octavo.export.onnx.signature import graph_tensors
 from octavo.export.onnx.tensorrt import ENGINE, LARGEST_BATCH, MODEL, USUAL_BATCH
-from octavo.export.sources import Source
+from octavo.export.sources import ExportSource
 from octavo.files import claimed_folder, replacing_folder
 from octavo.inference import load_served_model
 from octavo.language_model import LanguageModel
@@ -69,7 +69,7 @@ class Repository:
     """
 
     folder: Path
-    engine: Saved
+    engine: SavedCheckpoint
     graph: OnnxReport
     models: tuple[str, ...] = (OCTAVO, WHOLE, ONNX)
     others: tuple[str, ...] = (TENSORRT, VLLM, TENSORRT_LLM)
@@ -78,8 +78,8 @@ class Repository:
 def write_repository(
     folder: Path,
     *,
-    engine: Callable[[], Source],
-    graph: Callable[[], tuple[Source, OnnxOptions]],
+    engine: Callable[[], ExportSource],
+    graph: Callable[[], tuple[ExportSource, OnnxOptions]],
     max_shard_bytes: int,
     verify: bool,
     on_phase: OnPhase = lambda _label, _done, _total: None,
@@ -107,7 +107,9 @@ def write_repository(
     return Repository(folder=folder, engine=saved, graph=report)
 
 
-def _write_engine(folder: Path, source: Source, *, max_shard_bytes: int, verify: bool, on_phase: OnPhase) -> Saved:
+def _write_engine(
+    folder: Path, source: ExportSource, *, max_shard_bytes: int, verify: bool, on_phase: OnPhase
+) -> SavedCheckpoint:
     """Everything that needs the checkpoint."""
     place = folder / MODELS / OCTAVO
     saved = save_quantized(
@@ -139,7 +141,7 @@ def _write_engine(folder: Path, source: Source, *, max_shard_bytes: int, verify:
     return saved
 
 
-def _write_graph(folder: Path, source: Source, options: OnnxOptions, on_phase: OnPhase) -> OnnxReport:
+def _write_graph(folder: Path, source: ExportSource, options: OnnxOptions, on_phase: OnPhase) -> OnnxReport:
     """Everything that needs the graph."""
     if options.dtype == "bf16":
         raise ConfigError("onnxruntime takes no tensors in bf16 from Python; give --dtype fp16 or fp32")

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import export as benchmark
 from benchmarks import smollm2
-from octavo.export.agreement import Agreement
+from octavo.export.agreement import LockstepAgreement
 from octavo.export.sources import Request
-from octavo.export.writing import Saved
+from octavo.export.writing import SavedCheckpoint
 from tests.unit.cli.conftest import TINY, run_octavo
 
 GOOD: dict[str, Any] = {
@@ -25,8 +25,8 @@ GOOD: dict[str, Any] = {
 
 
 def saved(nbytes=619, **changes):
-    agreement = Agreement(**GOOD | changes)
-    return Saved(
+    agreement = LockstepAgreement(**GOOD | changes)
+    return SavedCheckpoint(
         folder=Path(),
         format="octavo",
         schemes={},

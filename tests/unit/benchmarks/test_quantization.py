@@ -8,7 +8,7 @@ import torch
 import octavo
 from benchmarks import quantization as benchmark
 from benchmarks.quantization import CACHE_NATS, REFERENCE_NATS, STATIC_NATS, cache_bars, comparison_table, format_bars
-from octavo.quantization.comparison.comparison import Comparison, Entry
+from octavo.quantization.comparison.comparison import Entry, FormatComparison
 from octavo.quantization.comparison.scores import Scores, WindowScore
 from octavo.quantization.comparison.storage import Storage
 from tests.unit.quantization.tiny_models import CONTEXT, language_model, windows
@@ -22,7 +22,7 @@ def comparison(**gaps):
         scores = tuple(WindowScore(nats=n, agreement=0.9, divergence=0.01) for n in (2.0 + one, 3.0 + other))
         storage = Storage(file_bytes=200_000_000 if name == "bf16" else 121_000_000, memory_bytes=122_000_000)
         entries.append(Entry(name=name, scores=Scores(windows=scores), storage=storage, quantized=210))
-    return Comparison(reference="bf16", entries=tuple(entries), windows=2, length=512)
+    return FormatComparison(reference="bf16", entries=tuple(entries), windows=2, length=512)
 
 
 @pytest.mark.parametrize(

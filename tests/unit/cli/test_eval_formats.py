@@ -200,7 +200,7 @@ def test_a_folder_in_fp8_is_no_reference_and_is_not_called_fp32(octavo, gguf, fi
     for names in ("bf16,fp8-static", "fp32", "fp8-kv-centred"):
         result = octavo("eval", out, "--compare", names, *FEW)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "give the model in high precision that they were made of" in " ".join(result.stderr.split())
+        assert "give the high-precision model that they were made from" in " ".join(result.stderr.split())
     record = json.loads(octavo("eval", out, *FEW, "--json").stdout)
     assert record["format"] == "FP8 codes in 7 layers, as stored"
     model = load_language_model(out)
@@ -247,7 +247,7 @@ def test_a_tuned_folder_is_a_model_and_a_contestant(octavo, finished_run, tuned_
 def test_a_tuned_folder_of_another_model_is_refused(octavo, gguf, tuned_run):
     result = octavo("eval", gguf, "--compare", "fp8-qat", "--qat", tuned_run, *FEW)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "what octavo qat tuned is another model" in result.stderr
+    assert "the tuned model is another model" in result.stderr
     assert "leave fp8-qat out" in result.stderr
 
 
@@ -256,7 +256,7 @@ def test_a_tuned_folder_of_another_model_is_refused(octavo, gguf, tuned_run):
     [
         (["--compare", "fp4"], "there is no format 'fp4' to compare; use some of fp32, bf16"),
         (["--compare", ""], "there is no format ''"),
-        (["--compare", "bf16,bf16"], "different formats"),
+        (["--compare", "bf16,bf16"], "distinct formats"),
         (["--compare", "bf16", "--calibration", "x"], "--calibration is for fp8-static and fp8-kv-centred, which is"),
         (["--compare", "bf16", "--qat", "x"], "--qat is for fp8-qat, which is not compared"),
         (["--compare", "fp8-qat"], "fp8-qat needs --qat"),

@@ -163,7 +163,7 @@ def test_generate_takes_the_means_of_a_calibration(octavo, finished_run, tmp_pat
     result = octavo("generate", path, *arguments, tmp_path / "with")
     assert result.stdout == "the 12" + loaded.tokenizer.decode(new).rstrip("\ufffd") + "\n"
     for model, folder, words in (
-        (path, "without", "no means of keys; octavo calibrate --kv-cache finds them"),
+        (path, "without", "no means of keys; octavo calibrate --kv-cache computes them"),
         (path, "nowhere", "nowhere"),
         (finished_run, "with", "--calibration is not for a run"),
     ):

@@ -66,7 +66,7 @@ def test_the_table_says_what_stands_beside_what(octavo, finished_run, text, tmp_
         (["--context", 4096], "reads at most"),
         (["--eval-windows", 0], "at least 1"),
         (["--data", "no/such/file.txt"], "there is no file"),
-        (["--steps", 100_000], "has too little"),
+        (["--steps", 100_000], "too few for"),
     ],
 )
 def test_bad_input_ends_with_one_sentence_and_leaves_nothing(octavo, finished_run, text, tmp_path, *, options, words):

@@ -45,7 +45,7 @@ def test_what_reads_back_otherwise_is_removed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "verify", spoiled)
     monkeypatch.setattr(writing, "reader_of", lambda _: "octavo")
-    with pytest.raises(CheckpointError, match=r"computes something else when octavo reads it, and is removed.*o_proj"):
+    with pytest.raises(CheckpointError, match=r"gives other results when octavo reads it and was removed.*o_proj"):
         save_quantized(dynamic(ROW), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
@@ -59,7 +59,7 @@ def test_what_cannot_be_read_back_is_removed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "verify", spoiled)
     monkeypatch.setattr(writing, "reader_of", lambda _: "octavo")
-    with pytest.raises(CheckpointError, match=r"cannot be read back by octavo, and is removed.*model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"cannot be read back by octavo and was removed.*model\.safetensors"):
         save_quantized(dynamic(ROW), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_the_model_is_left_as_it_was(tmp_path):
 
 def test_notes_say_what_is_served_otherwise(tmp_path):
     saved = save_quantized(dynamic("tensorwise"), tmp_path / "m", verify_folder=False)
-    assert "casts inputs in a way that compressed-tensors cannot say" in saved.notes[0]
+    assert "casts inputs in a way that compressed-tensors cannot describe" in saved.notes[0]
     assert saved.agreement is None
 
 
@@ -114,7 +114,7 @@ def test_a_mix_of_recipes(tmp_path):
 REFUSED = {
     "hf-fp8": ("rowwise", "it has weights with a scale a row"),
     "modelopt": ("rowwise", "it has weights with a scale a row"),
-    "compressed-tensors": ("blockwise", "no multiple of 128"),
+    "compressed-tensors": ("blockwise", "not a multiple of 128"),
 }
 
 

@@ -11,8 +11,8 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.checksums import SUMS
-from octavo.export.agreement import Agreement
-from octavo.export.writing import Saved, save_quantized
+from octavo.export.agreement import LockstepAgreement
+from octavo.export.writing import SavedCheckpoint, save_quantized
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
 from octavo.recipes import Recipe
@@ -52,7 +52,7 @@ def layer_of(model: nn.Module, path: str) -> Linear:
     return found
 
 
-def verdict(saved: Saved) -> Agreement:
+def verdict(saved: SavedCheckpoint) -> LockstepAgreement:
     """What the verification found."""
     assert saved.agreement is not None
     return saved.agreement

@@ -171,7 +171,7 @@ FAULTS = {
     "a norm of another shape": (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"is \[3\] in the folder"),
     "a weight that is no codes": (
         lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].bfloat16()}),
-        "is no FP8 codes",
+        "is not FP8 codes",
     ),
     "codes where none belong": (
         lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
@@ -197,7 +197,7 @@ NUMBERS = {
     "a tied head of its own": (
         lambda t: t.update({"lm_head.weight": t[EMBEDDING] * 2}),
         "rows",
-        f"lm_head.weight and {EMBEDDING} are one tensor",
+        f"lm_head.weight and {EMBEDDING} are tied",
     ),
     "a scale byte that is NaN": (lambda t: t[f"{LAYER}.weight_scale"][0].fill_(255), "own groups", "holds 255"),
     "bytes as scales": (
@@ -289,7 +289,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another version": ("own rows", {"version": 2}, "version"),
     "no recipes": ("own rows", {"recipes": {}}, "recipes"),
     "a layer that is not there": ("own rows", {"recipes": {"recipe-1.toml": ["model.x"]}}, "'model.x'"),
-    "a recipe that is not there": ("own rows", {"recipes": {"recipe-9.toml": [LAYER]}}, "is no recipe"),
+    "a recipe that is not there": ("own rows", {"recipes": {"recipe-9.toml": [LAYER]}}, "is not a recipe"),
 }
 
 
@@ -455,7 +455,7 @@ def test_transformers_is_asked_for_other_architectures(broken, monkeypatch):
     record = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(record | {"model_type": "mistral"}))
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ConfigError, match="transformers builds"):
+    with pytest.raises(ConfigError, match="which needs transformers"):
         load_quantized(folder)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from octavo.checksums import SUMS
 from octavo.errors import CheckpointError, ConfigError
 from octavo.export import save_quantized
-from octavo.export.sources import Source
+from octavo.export.sources import ExportSource
 from octavo.interchange import load_quantized
 from octavo.interchange.tables import CodedTable, table_names
 from octavo.language_model import load_language_model
@@ -59,16 +59,16 @@ def test_a_model_in_bf16_is_written_too(tmp_path):
     mix.apply(source.model, cache_weights=False)
     save_quantized(source, tmp_path / "m", format="octavo", tables=tables, verify_folder=False)
     assert load_quantized(tmp_path / "m").tables[PATH].shape == (VOCABULARY, 64)
-    with pytest.raises(ConfigError, match="the rows of 'nope' are not what its codes decode to"):
+    with pytest.raises(ConfigError, match="the rows of 'nope' differ from its decoded codes"):
         save_quantized(source, tmp_path / "n", format="octavo", tables={"nope": tables[PATH]}, verify_folder=False)
 
 
-def mixed(*, tied: bool) -> Source:
+def mixed(*, tied: bool) -> ExportSource:
     """A tiny model with every block in FP8 and a table of codes."""
     model, mix = language_model(tied=tied), Mix(overrides={"*_proj": "tensorwise"}, tables={PATH: ROWS})
     tables = mix.coded_tables(model.model)
     mix.apply(model.model, cache_weights=False)
-    return Source(language_model=model, tables=tables)
+    return ExportSource(language_model=model, tables=tables)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_table_of_another_model_is_refused(tmp_path):
     source = mixed(tied=True)
     with torch.no_grad():
         source.language_model.model.get_submodule(PATH).get_parameter("weight")[5] += 1
-    with pytest.raises(ConfigError, match=r"the rows of 'model\.embed_tokens' are not what its codes decode to"):
+    with pytest.raises(ConfigError, match=r"the rows of 'model\.embed_tokens' differ from its decoded codes"):
         save_quantized(source.language_model, tmp_path / "m", format="octavo", tables=source.tables)
 
 
@@ -189,5 +189,5 @@ def test_a_configuration_and_its_tables_agree(folder, tmp_path, named):
     record = json.loads((broken / "config.json").read_text())
     record["quantization_config"]["tables"] = named
     (broken / "config.json").write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match=r"FP8 codes of no linear layer|is no table of codes"):
+    with pytest.raises(CheckpointError, match=r"FP8 codes of no linear layer|is not a table of codes"):
         load_quantized(broken)

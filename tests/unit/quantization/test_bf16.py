@@ -34,7 +34,7 @@ def test_a_value_that_would_become_infinite_is_refused_and_nothing_has_changed(d
     weight = model.get_parameter("1.weight").data
     weight[0, 0] = -value
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(ConfigError, match=r"parameter '1\.weight' has a value whose nearest in BF16 is infinite"):
+    with pytest.raises(ConfigError, match=r"parameter '1\.weight' has a value whose nearest BF16 value is infinite"):
         round_to_bf16(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     weight[0, 0] = -0.99 * value

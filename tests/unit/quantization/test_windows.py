@@ -68,7 +68,7 @@ def test_a_window_may_hold_a_whole_text(model, tmp_path):
     ids = model.tokenizer.encode(path.read_text(), add_special_tokens=False).ids
     window = text_windows(model, path, "all", count=1, length=len(ids))
     assert window.tolist() == [ids]
-    with pytest.raises(DataError, match=r"too little for 1 windows of \d+ tokens: part 1 of 1"):
+    with pytest.raises(DataError, match=r"too short for 1 windows of \d+ tokens: part 1 of 1"):
         text_windows(model, path, "all", count=1, length=len(ids) + 1)
 
 
@@ -123,5 +123,5 @@ def test_what_is_refused(model, file, given, message):
 
 
 def test_more_windows_than_characters_are_refused_at_once(model, file):
-    with pytest.raises(DataError, match=r"has too little for 1000000000000 windows: \d+ characters; ask for fewer"):
+    with pytest.raises(DataError, match=r"has \d+ characters, too few for 1000000000000 windows; ask for fewer"):
         text_windows(model, file, "train", count=10**12, length=2)

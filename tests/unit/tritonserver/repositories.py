@@ -3,7 +3,7 @@
 import octavo
 from octavo import recipes
 from octavo.export.onnx import OnnxOptions
-from octavo.export.sources import Source
+from octavo.export.sources import ExportSource
 from octavo.language_model import LanguageModel
 from octavo.models import Llama
 from octavo.tritonserver.repository import write_repository
@@ -15,7 +15,7 @@ def source(tokenizer, recipe):
     model = LanguageModel(model=Llama(SHAPE, seed=3), tokenizer=tokenizer, context=SHAPE.max_positions, source="made")
     model.model.requires_grad_(False)
     octavo.convert(model.model, recipe)
-    return Source(language_model=model)
+    return ExportSource(language_model=model)
 
 
 def written_repository(folder, tokenizer, *, dtype="fp32"):

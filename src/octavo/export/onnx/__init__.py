@@ -1,4 +1,4 @@
-"""ONNX graphs in FP8 that TensorRT reads: export.py writes and checks, operators.py says what the casts become."""
+"""Export of FP8 ONNX graphs for TensorRT."""
 
 from octavo.export.onnx.checks import EngineCheck
 from octavo.export.onnx.export import OPSETS, OnnxOptions, check_packages, export_onnx

@@ -1,10 +1,9 @@
-"""Which QuantizeLinear of a graph is which cast of its form in torch.
+"""Matching of a graph's QuantizeLinear nodes with the casts of its torch module.
 
-A graph has its casts in the order in which torch makes them, but it makes no cast twice: the exporter's optimiser
-merges nodes that compute the same (common subexpressions), so q, k and v of one input share a cast, also where each of
-them reaches that input by operations of its own. What is merged, only the graph knows; what it may merge, torch shows:
-casts of equal tensors by equal scales. So torch's casts are walked along the graph's. One that repeats an earlier cast
-is that cast's node, unless the graph's next node repeats it as well.
+A graph has its casts in the order in which torch executes them, but without duplicates: the exporter's optimiser merges
+common subexpressions, so q, k and v of one input share a cast. The graph does not record which casts were merged;
+candidates are casts of equal tensors with equal scales. The casts of torch are therefore matched in order. A cast that
+repeats an earlier one maps to that one's node, unless the graph's next node repeats it too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,12 +20,12 @@ from octavo.export.onnx.layers import DynamicCast, StaticCast
 from octavo.formats import E4M3
 from octavo.numerics.cast import cast_nearest
 
-__all__ = ["GivenCodes", "MadeCast", "nodes_of", "noted_casts"]
+__all__ = ["RecordedCast", "ReplayCodes", "match_nodes", "record_casts"]
 
 
 @dataclass(frozen=True, slots=True)
-class MadeCast:
-    """What one cast was made of.
+class RecordedCast:
+    """Operands of one cast.
 
     Attributes:
         x: the tensor.
@@ -36,18 +35,18 @@ class MadeCast:
     x: Tensor
     encode_scale: Tensor
 
-    def repeats(self, other: "MadeCast") -> bool:
-        """Whether both make the same codes of the same tensor."""
+    def repeats(self, other: "RecordedCast") -> bool:
+        """Report whether both cast the same tensor with the same scale."""
         return torch.equal(self.x, other.x) and torch.equal(self.encode_scale, other.encode_scale)
 
 
 @contextmanager
-def noted_casts(module: nn.Module) -> Iterator[list[tuple[DynamicCast | StaticCast, MadeCast]]]:
-    """Inside, every cast that the module makes is listed, in order, with the tensor as it then was."""
-    casts: list[tuple[DynamicCast | StaticCast, MadeCast]] = []
+def record_casts(module: nn.Module) -> Iterator[list[tuple[DynamicCast | StaticCast, RecordedCast]]]:
+    """Context manager that records every cast of the module, in order, with a copy of its tensor."""
+    casts: list[tuple[DynamicCast | StaticCast, RecordedCast]] = []
 
-    def note(cast: Any, given: tuple[Tensor, ...], _: Any) -> None:
-        casts.append((cast, MadeCast(given[0].clone(), cast.encode(given[0]))))  # what follows may write into it
+    def note(cast: Any, args: tuple[Tensor, ...], _: Any) -> None:
+        casts.append((cast, RecordedCast(args[0].clone(), cast.encode(args[0]))))  # later operations may modify it
 
     hooked = [each for each in module.modules() if isinstance(each, DynamicCast | StaticCast)]
     handles = [each.register_forward_hook(note) for each in hooked]
@@ -58,46 +57,46 @@ def noted_casts(module: nn.Module) -> Iterator[list[tuple[DynamicCast | StaticCa
             handle.remove()
 
 
-def nodes_of(casts: Sequence[MadeCast], nodes: Sequence[MadeCast]) -> list[int]:
-    """The index of the node that each of torch's casts is.
+def match_nodes(casts: Sequence[RecordedCast], nodes: Sequence[RecordedCast]) -> list[int]:
+    """Index of the node for each of torch's casts.
 
     Args:
         casts: of torch, in order.
         nodes: of the graph, in order.
 
     Raises:
-        CheckpointError: the graph has casts that torch has not, or lacks some.
+        CheckpointError: the graph has additional casts, or lacks some.
 
     Example:
-        >>> one, two = (MadeCast(torch.full((2,), x), torch.ones(())) for x in (1.0, 2.0))
-        >>> nodes_of([one, one, two], [one, two])  # the graph has merged two casts
+        >>> one, two = (RecordedCast(torch.full((2,), x), torch.ones(())) for x in (1.0, 2.0))
+        >>> match_nodes([one, one, two], [one, two])  # the graph has merged two casts
         [0, 0, 1]
-        >>> nodes_of([one, one, two], [one, one, two])  # and here it has not
+        >>> match_nodes([one, one, two], [one, one, two])  # the graph has not merged them
         [0, 1, 2]
     """
-    found: list[int] = []
-    reached = 0
-    for place, cast in enumerate(casts):
-        before = next((node for node, other in zip(found, casts, strict=False) if other.repeats(cast)), None)
-        if before is not None and not (reached < len(nodes) and nodes[reached].repeats(nodes[before])):
-            found.append(before)
-        elif reached < len(nodes):
-            found.append(reached)
-            reached += 1
+    matches: list[int] = []
+    next_node = 0
+    for index, cast in enumerate(casts):
+        earlier = next((node for node, other in zip(matches, casts, strict=False) if other.repeats(cast)), None)
+        if earlier is not None and not (next_node < len(nodes) and nodes[next_node].repeats(nodes[earlier])):
+            matches.append(earlier)
+        elif next_node < len(nodes):
+            matches.append(next_node)
+            next_node += 1
         else:
-            raise _miscounted(casts[: place + 1], nodes)
-    if reached < len(nodes):
-        raise _miscounted(casts, nodes)
-    return found
+            raise _count_error(casts[: index + 1], nodes)
+    if next_node < len(nodes):
+        raise _count_error(casts, nodes)
+    return matches
 
 
-def _miscounted(casts: Sequence[MadeCast], nodes: Sequence[MadeCast]) -> CheckpointError:
+def _count_error(casts: Sequence[RecordedCast], nodes: Sequence[RecordedCast]) -> CheckpointError:
     different = sum(not any(cast.repeats(other) for other in casts[:place]) for place, cast in enumerate(casts))
-    return CheckpointError(f"the graph has {len(nodes)} casts to FP8, the model {different} different ones")
+    return CheckpointError(f"the graph has {len(nodes)} casts to FP8, the model {different} distinct ones")
 
 
-class GivenCodes(TorchDispatchMode):
-    """Inside, casts give these codes, one after the other."""
+class ReplayCodes(TorchDispatchMode):
+    """Dispatch mode under which casts return the given codes, in order."""
 
     def __init__(self, codes: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,4 +105,4 @@ class GivenCodes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.octavo.graph_quantize.default:
             return func(*args, **(kwargs or {}))
-        return cast_nearest(next(self.remaining), E4M3)  # they are E4M3's values already
+        return cast_nearest(next(self.remaining), E4M3)  # exact: they are E4M3 values

@@ -1,19 +1,19 @@
-"""An exported graph, run by two engines and compared with torch and with octavo's casts.
+"""Verification of an exported graph in two engines, compared with torch and octavo's casts.
 
-| engine                       | what it says                                                                       |
+| engine                       | purpose                                                                            |
 |------------------------------|------------------------------------------------------------------------------------|
-| onnxruntime, on the CPU      | that the file loads and runs elsewhere; no bfloat16 there. Its own fusions of Q    |
-|                              | and DQ are off (``session.disable_quant_qdq``): they know INT8 only                |
-| ONNX's ReferenceEvaluator    | what the standard says, every operator and dtype                                   |
+| onnxruntime, on the CPU      | the file loads and runs in a deployed engine, without bfloat16. Its Q/DQ fusions,  |
+|                              | which support only INT8, are off (``session.disable_quant_qdq``)                   |
+| ONNX's ReferenceEvaluator    | the semantics of the standard, for all operators and dtypes                        |
 
-Shapes are other ones than the graph was traced with. At every QuantizeLinear the tensor that was cast, the encode scale
-and the codes are read out: the codes must be those of ``octavo.numerics`` for just that tensor and scale, and the scale
-that of the very layer whose cast it is: its constant, or what octavo computes of that tensor; all to the bit.
+Shapes differ from those used in tracing. At every QuantizeLinear the input tensor, the encode scale and the codes are
+read out: the codes must be bitwise those of ``octavo.numerics`` for that tensor and scale, and the scale that of the
+corresponding layer: its constant, or the one that octavo computes from the tensor.
 
-Results are compared with torch's, by ‖difference‖ / ‖torch's‖, in two ways. Sums in another order move a last digit of
-FP32; sooner or later that moves a value across a tie between two codes, 6 % apart, and the layers behind amplify it.
-That says nothing about the graph. So torch runs once more *with the codes that the engine made*: what then remains is
-the engine's arithmetic, and has to be small. The free-running difference is reported beside it.
+Results are compared with torch's, as ‖difference‖ / ‖torch's‖, in two ways. Another summation order changes the last
+digit of FP32, which eventually moves a value across a tie between two codes, 6 % apart, and later layers amplify it.
+That is no error of the graph. Torch therefore runs again *with the engine's codes*: the remaining difference is the
+engine's arithmetic, which must be small. The free-running difference is reported too.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 
 from octavo.export.agreement import relative_error
-from octavo.export.onnx.casts import GivenCodes, MadeCast, nodes_of, noted_casts
+from octavo.export.onnx.casts import RecordedCast, ReplayCodes, match_nodes, record_casts
 from octavo.export.onnx.graph import BATCH, PAST, SEQUENCE, Graph
 from octavo.formats import E4M3
 from octavo.numerics.cast import cast_nearest
 
 __all__ = ["MOST_ERROR", "SIZES", "EngineCheck", "check_engines", "sample_inputs"]
 
-# With the same codes; from 2^-24, 2^-11 and 2^-8, each rounded some hundred times on the way.
+# With the same codes: about a hundred times the rounding of 2^-24, 2^-11 and 2^-8.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-SIZES = {BATCH: 3, SEQUENCE: 7, PAST: 5}  # torch.export was shown other ones
+SIZES = {BATCH: 3, SEQUENCE: 7, PAST: 5}  # different from those in torch.export
 PROBE = "probe.onnx"
 Feeds = Mapping[str, Any]
 Results = dict[str, Any]
@@ -43,20 +43,20 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCheck:
-    """One engine's answer.
+    """Result of one engine.
 
     Attributes:
-        engine: its name and version.
-        skipped: why it did not run; empty where it did.
-        casts: QuantizeLinear nodes.
-        codes: compared.
-        wrong_codes: that are not octavo's.
-        wrong_scales: that are not those of the layer whose cast it is.
-        error: ‖result - torch's‖ / ‖torch's‖ with the engine's codes, of the worst output.
-        allowed: of ``error``.
+        engine: name and version.
+        skipped: reason why it did not run; empty if it did.
+        casts: number of QuantizeLinear nodes.
+        codes: number of compared codes.
+        wrong_codes: number of codes that differ from octavo's.
+        wrong_scales: number of scales that differ from their layer's.
+        error: ‖result - torch's‖ / ‖torch's‖ with the engine's codes, for the worst output.
+        allowed: tolerance of ``error``.
         free_error: the same with torch's own codes.
         choices: rows of the first output, such as next tokens.
-        same_choices: whose largest element stands where torch's does, with the engine's codes.
+        same_choices: number of rows with the same argmax as torch's, with the engine's codes.
     """
 
     engine: str
@@ -73,7 +73,7 @@ class EngineCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing it found speaks against the graph."""
+        """True if the engine was skipped or found no error."""
         return bool(self.skipped) or (not self.wrong_codes and not self.wrong_scales and self.error <= self.allowed)
 
     def __str__(self) -> str:
@@ -87,8 +87,8 @@ class EngineCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cast:
-    """The names of what one QuantizeLinear reads and writes."""
+class _CastNames:
+    """Names of the values of one QuantizeLinear."""
 
     x: str
     encode_scale: str
@@ -96,110 +96,113 @@ class _Cast:
 
 
 def sample_inputs(graph: Graph, *, vocabulary: int | None) -> tuple[Tensor, ...]:
-    """Inputs of shapes that the graph was not traced with, always the same ones.
+    """Deterministic inputs with other shapes than in tracing.
 
     Args:
-        graph: as it is exported.
-        vocabulary: number of token ids; None takes the graph's own inputs, with the first of what may vary once more.
+        graph: the exported graph.
+        vocabulary: number of token ids; None repeats the first element of the graph's own inputs in each dynamic
+            dimension.
     """
     if vocabulary is None:
         pairs = zip(graph.inputs, graph.shapes, strict=True)
         return tuple(_one_more(each, varying) for each, varying in pairs)
     generator = torch.Generator().manual_seed(0)
-    made = []
+    samples = []
     for each, varying in zip(graph.inputs, graph.shapes, strict=True):
         shape = [SIZES[varying[i]] if i in varying else size for i, size in enumerate(each.shape)]
         if each.is_floating_point():
-            made.append(torch.randn(shape, generator=generator).to(each.dtype))
+            samples.append(torch.randn(shape, generator=generator).to(each.dtype))
         else:
-            made.append(torch.randint(vocabulary, shape, generator=generator))
-    return tuple(made)
+            samples.append(torch.randint(vocabulary, shape, generator=generator))
+    return tuple(samples)
 
 
-def _one_more(given: Tensor, dimensions: Iterable[int]) -> Tensor:
+def _one_more(tensor: Tensor, dimensions: Iterable[int]) -> Tensor:
     for dimension in dimensions:
-        given = torch.cat([given, given.narrow(dimension, 0, 1)], dimension)
-    return given
+        tensor = torch.cat([tensor, tensor.narrow(dimension, 0, 1)], dimension)
+    return tensor
 
 
 def check_engines(graph: Graph, path: Path, inputs: tuple[Tensor, ...]) -> tuple[EngineCheck, ...]:
     """Run the file in both engines.
 
     Args:
-        graph: what was exported.
-        path: the ONNX file; a second one is written beside it for the time of the check.
+        graph: the exported graph.
+        path: the ONNX file; a temporary one is written next to it.
         inputs: of one call.
     """
     import onnx
     import onnxruntime
 
-    probe, casts = _probe(onnx.load(path, load_external_data=False))
-    at = path.with_name(PROBE)
-    onnx.save(probe, at)
+    probe, casts = _add_cast_outputs(onnx.load(path, load_external_data=False))
+    probe_path = path.with_name(PROBE)
+    onnx.save(probe, probe_path)
     feeds = {name: _array(tensor) for name, tensor in zip(graph.names, inputs, strict=True)}
-    wanted = sorted({*graph.outputs, *(name for cast in casts for name in (cast.x, cast.encode_scale, cast.codes))})
+    output_names = sorted(
+        {*graph.outputs, *(name for cast in casts for name in (cast.x, cast.encode_scale, cast.codes))}
+    )
     engines: dict[str, Callable[[Path, Feeds, list[str]], Results]] = {
-        f"onnxruntime {onnxruntime.__version__}": _by_onnxruntime,
-        f"ReferenceEvaluator of onnx {onnx.__version__}": _by_reference,
+        f"onnxruntime {onnxruntime.__version__}": _run_onnxruntime,
+        f"ReferenceEvaluator of onnx {onnx.__version__}": _run_reference,
     }
-    found = []
+    checks = []
     try:
         for name, run in engines.items():
-            if graph.dtype is torch.bfloat16 and run is _by_onnxruntime:
-                found.append(EngineCheck(engine=name, skipped="it has no bfloat16 on a CPU"))
+            if graph.dtype is torch.bfloat16 and run is _run_onnxruntime:
+                checks.append(EngineCheck(engine=name, skipped="it has no bfloat16 on a CPU"))
             else:
-                found.append(_compare(name, graph, inputs, casts, run(at, feeds, wanted)))
+                checks.append(_compare(name, graph, inputs, casts, run(probe_path, feeds, output_names)))
     finally:
-        at.unlink()
-    return tuple(found)
+        probe_path.unlink()
+    return tuple(checks)
 
 
 def _compare(
-    engine: str, graph: Graph, inputs: tuple[Tensor, ...], casts: list[_Cast], results: Results
+    engine: str, graph: Graph, inputs: tuple[Tensor, ...], casts: list[_CastNames], results: Results
 ) -> EngineCheck:
-    with noted_casts(graph.module) as noted:
-        free = _torchs(graph, inputs)
-    nodes = [MadeCast(_tensor(results[cast.x]), _tensor(results[cast.encode_scale])) for cast in casts]
-    given = [_tensor(results[cast.codes]) for cast in casts]
-    places = nodes_of([made for _, made in noted], nodes)
+    with record_casts(graph.module) as recorded:
+        free = _run_torch(graph, inputs)
+    nodes = [RecordedCast(_tensor(results[cast.x]), _tensor(results[cast.encode_scale])) for cast in casts]
+    engine_codes = [_tensor(results[cast.codes]) for cast in casts]
+    matches = match_nodes([cast for _, cast in recorded], nodes)
     codes = wrong_codes = wrong_scales = 0
-    for node, found in zip(nodes, given, strict=True):
-        own = cast_nearest(node.x, E4M3, node.encode_scale).float()
-        codes += own.numel()
-        wrong_codes += int((found.view(torch.int32) != own.view(torch.int32)).sum())
-    for (own_cast, _), place in zip(noted, places, strict=True):
-        wrong_scales += int((own_cast.encode(nodes[place].x) != nodes[place].encode_scale).sum())
-    with GivenCodes([given[place] for place in places]):
-        wanted = _torchs(graph, inputs)
+    for node, codes_of_node in zip(nodes, engine_codes, strict=True):
+        octavo_codes = cast_nearest(node.x, E4M3, node.encode_scale).float()
+        codes += octavo_codes.numel()
+        wrong_codes += int((codes_of_node.view(torch.int32) != octavo_codes.view(torch.int32)).sum())
+    for (module, _), node_index in zip(recorded, matches, strict=True):
+        wrong_scales += int((module.encode(nodes[node_index].x) != nodes[node_index].encode_scale).sum())
+    with ReplayCodes([engine_codes[node_index] for node_index in matches]):
+        torch_results = _run_torch(graph, inputs)
     first = graph.outputs[0]
-    chosen, choices = wanted[first].argmax(-1), _tensor(results[first]).argmax(-1)
+    torch_choices, choices = torch_results[first].argmax(-1), _tensor(results[first]).argmax(-1)
     return EngineCheck(
         engine=engine,
         casts=len(casts),
         codes=codes,
         wrong_codes=wrong_codes,
         wrong_scales=wrong_scales,
-        error=_worst_error(wanted, results),
+        error=_worst_error(torch_results, results),
         allowed=MOST_ERROR[graph.dtype],
         free_error=_worst_error(free, results),
         choices=choices.numel(),
-        same_choices=int((choices == chosen).sum()),
+        same_choices=int((choices == torch_choices).sum()),
     )
 
 
 @torch.no_grad()
-def _torchs(graph: Graph, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    made = graph.module(*inputs)
-    return dict(zip(graph.outputs, [made] if isinstance(made, Tensor) else made, strict=True))
+def _run_torch(graph: Graph, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    result = graph.module(*inputs)
+    return dict(zip(graph.outputs, [result] if isinstance(result, Tensor) else result, strict=True))
 
 
-def _worst_error(wanted: dict[str, Tensor], results: Results) -> float:
-    """Of the engine's results against torch's."""
-    return max(relative_error(_tensor(results[name]), tensor) for name, tensor in wanted.items())
+def _worst_error(torch_results: dict[str, Tensor], results: Results) -> float:
+    """Largest relative error of the engine's results against torch's."""
+    return max(relative_error(_tensor(results[name]), tensor) for name, tensor in torch_results.items())
 
 
-def _probe(model: Any) -> tuple[Any, list[_Cast]]:
-    """The model with every cast's tensor, encode scale and codes among its outputs; codes as FP32, which is exact."""
+def _add_cast_outputs(model: Any) -> tuple[Any, list[_CastNames]]:
+    """Add each cast's tensor, encode scale and codes to the model's outputs; codes as FP32, which is exact."""
     import onnx
 
     made_by = {name: node for node in model.graph.node for name in node.output}
@@ -208,35 +211,35 @@ def _probe(model: Any) -> tuple[Any, list[_Cast]]:
         product, decoded = made_by[node.input[0]], f"{node.output[0]}_as_fp32"
         model.graph.node.append(onnx.helper.make_node("Cast", node.output, [decoded], to=onnx.TensorProto.FLOAT))
         x, encode = product.input
-        cast = _Cast(x, f"{encode}_{node.output[0]}", decoded)
+        cast = _CastNames(x, f"{encode}_{node.output[0]}", decoded)
         model.graph.node.append(onnx.helper.make_node("Identity", [encode], [cast.encode_scale]))
         casts.append(cast)
-    known = {each.name for each in model.graph.output}
-    for name in {name for cast in casts for name in (cast.x, cast.encode_scale, cast.codes)} - known:
+    existing = {each.name for each in model.graph.output}
+    for name in {name for cast in casts for name in (cast.x, cast.encode_scale, cast.codes)} - existing:
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
     return model, casts
 
 
-def _by_onnxruntime(path: Path, feeds: Feeds, wanted: list[str]) -> Results:
+def _run_onnxruntime(path: Path, feeds: Feeds, output_names: list[str]) -> Results:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return dict(zip(wanted, session.run(wanted, feeds), strict=True))
+    return dict(zip(output_names, session.run(output_names, feeds), strict=True))
 
 
-def _by_reference(path: Path, feeds: Feeds, wanted: list[str]) -> Results:
+def _run_reference(path: Path, feeds: Feeds, output_names: list[str]) -> Results:
     import onnx
     from onnx.reference import ReferenceEvaluator
 
     evaluator = ReferenceEvaluator(onnx.load(path))
-    return dict(zip(wanted, evaluator.run(wanted, dict(feeds)), strict=True))
+    return dict(zip(output_names, evaluator.run(output_names, dict(feeds)), strict=True))
 
 
 def _array(tensor: Tensor) -> Any:
-    """As numpy has it; bfloat16 is a type of ml_dtypes there."""
+    """Convert to numpy; bfloat16 is a type of ml_dtypes."""
     if tensor.dtype is not torch.bfloat16:
         return tensor.numpy()
     import ml_dtypes

@@ -1,15 +1,15 @@
-"""``export_onnx``: a model in FP8 as a checked ONNX file in a folder of its own.
+"""Export of an FP8 model to a folder with a verified ONNX file (``export_onnx``).
 
 | file              | content                                                                                    |
 |-------------------|--------------------------------------------------------------------------------------------|
-| model.onnx        | the graph, and its weights                                                                 |
-| model.onnx.data   | the weights, where they are above 2 GB or ``external_data`` asks for it                    |
+| model.onnx        | the graph with its weights                                                                 |
+| model.onnx.data   | the weights, if they exceed 2 GB or with ``external_data``                                 |
 | tokenizer.json    | of a language model                                                                        |
-| report.json       | the layers, bytes and checks (:class:`OnnxReport`)                                         |
-| tensorrt scripts  | where asked for (``tensorrt.py``)                                                          |
-| octavo.sha256     | the SHA-256 of all of them (``octavo.checksums``)                                          |
+| report.json       | the layers, sizes and checks (:class:`OnnxReport`)                                         |
+| TensorRT scripts  | on request (``tensorrt.py``)                                                               |
+| octavo.sha256     | SHA-256 of all files (``octavo.checksums``)                                                |
 
-The folder is there when every check has passed, and not before.
+The folder appears only after every check has passed.
 """
 
 import json
@@ -50,22 +50,22 @@ INSTALL = "pip install 'octavo[export]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxOptions:
-    """How a graph is written.
+    """Options of an ONNX export.
 
     Attributes:
-        opset: 21, which TensorRT 10 reads, or 23.
+        opset: 21, for TensorRT 10, or 23.
         dtype: of everything that is not FP8: "fp32", "fp16" or "bf16".
-        kv_cache: inputs and outputs for keys and values; octavo's Llama only.
-        attention: token ids [B, T] to take the scales of attention's operands from, which are FP8 then; None leaves
-            attention in ``dtype``. Octavo's Llama only.
-        tensorrt: write the commands and the script that build an engine; where TensorRT-RTX is installed, build one
-            as a check.
-        max_batch: the largest batch of that engine; None takes 16.
-        max_length: the most tokens of a text in it; None takes 1,024, or the model's context where that is less.
-        external_data: keep the weights in a file of their own, whatever their size.
+        kv_cache: add inputs and outputs for keys and values; octavo's Llama only.
+        attention: token ids [B, T] to calibrate the operands of FP8 attention; None keeps attention in ``dtype``.
+            Octavo's Llama only.
+        tensorrt: write commands and a script to build an engine; if TensorRT-RTX is installed, also build one as a
+            check.
+        max_batch: largest batch of that engine; the default is 16.
+        max_length: largest number of tokens; the default is 1,024 or the model's context, if smaller.
+        external_data: store the weights in a separate file at any size.
 
     Raises:
-        ConfigError: another opset or dtype, a size below 1, or sizes of an engine without ``tensorrt``.
+        ConfigError: an unsupported opset or dtype, a size below 1, or engine sizes without ``tensorrt``.
     """
 
     opset: int = 21
@@ -84,7 +84,7 @@ class OnnxOptions:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         check_sizes(max_batch=self.max_batch, max_length=self.max_length)
         if not self.tensorrt and (self.max_batch, self.max_length) != (None, None):
-            raise ConfigError("max_batch and max_length are of TensorRT's engine; ask for tensorrt, or leave them out")
+            raise ConfigError("max_batch and max_length apply to TensorRT's engine; set tensorrt, or leave them out")
 
 
 def export_onnx(
@@ -97,24 +97,23 @@ def export_onnx(
     calibration: "Calibration | None" = None,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> OnnxReport:
-    """Write a model whose layers octavo has converted or calibrated as ONNX, and check what was written.
+    """Export a converted or calibrated model to ONNX and verify the file.
 
-    Codes and scales are those that the model multiplies. The model is not changed; it is exported, and compared, as it
-    computes in evaluation mode.
+    Codes and scales are the model's own. The model is not changed; it is exported and compared in evaluation mode.
 
     Args:
         model: a language model (token ids to logits), or any module.
         folder: new or empty.
         options: see :class:`OnnxOptions`.
         inputs: for a module, the tensors of one call.
-        varying: for each of them the dimensions that may vary, "batch" or "sequence". None: the first is a batch; the
-            second of [B, T, K] and of token ids [B, T] a sequence; a floating vector, and all else, keep their sizes.
-        calibration: whose scales the model has; its summary is written beside TensorRT's scripts.
-        on_step: told what is being done, before it is.
+        varying: for each input its dynamic dimensions, "batch" or "sequence". None: the first is a batch, the second of
+            [B, T, K] and of token ids [B, T] a sequence; a floating vector and all other dimensions are static.
+        calibration: source of the model's scales; its summary is written with TensorRT's scripts.
+        on_step: called with a description of each step before it starts.
 
     Raises:
-        ConfigError: a package is missing, the folder is not empty, or a layer has no form in a graph.
-        CheckpointError: what was written breaks a rule of TensorRT's or computes something else; no folder is left.
+        ConfigError: a package is missing, the folder is not empty, or a layer cannot be exported.
+        CheckpointError: the graph violates a rule of TensorRT or gives other results; no folder is left.
 
     Example:
         >>> import tempfile, octavo
@@ -133,20 +132,20 @@ def export_onnx(
         with replacing_folder(folder) as temporary:
             on_step("tracing the graph")
             write_graph(graph, temporary / MODEL, opset=options.opset, external_data=options.external_data)
-            report = _checked(model, graph, temporary / MODEL, options, on_step)
+            report = _verify_file(model, graph, temporary / MODEL, options, on_step)
             if options.tensorrt:
                 on_step("asking TensorRT-RTX")
-                report = replace(report, build=_for_tensorrt(temporary, ranges, calibration))
+                report = replace(report, build=_write_tensorrt(temporary, ranges, calibration))
             if isinstance(model, LanguageModel):
                 model.tokenizer.save(str(temporary / TOKENIZER))
-            report = replace(report, folder=folder, files=_names(temporary))
+            report = replace(report, folder=folder, files=_file_names(temporary))
             (temporary / REPORT).write_text(json.dumps(report.to_record(), indent=2) + "\n", encoding="utf-8")
             write_sums(temporary)
     return report
 
 
 def check_packages() -> None:
-    """Refuse to begin without what an export needs.
+    """Check that the packages for an export are installed.
 
     Raises:
         ConfigError: onnx, onnxscript or onnxruntime is not installed.
@@ -168,48 +167,52 @@ def _graph(
     dtype = DTYPES[options.dtype]
     if isinstance(model, LanguageModel):
         if inputs != () or varying is not None:
-            raise ConfigError("a LanguageModel takes token ids, which vary as they may; leave inputs and varying out")
+            raise ConfigError(
+                "the inputs of a LanguageModel are token ids with dynamic sizes; leave inputs and varying out"
+            )
         least = SIZES[SEQUENCE] + (SIZES[PAST] if options.kv_cache else 0)
         if model.context < least:
             raise ConfigError(
-                f"this model reads at most {model.context} tokens, and a graph is checked with {least}; one with so "
-                "short a context is not exported"
+                f"this model reads at most {model.context} tokens, but checking a graph takes {least}; export a model "
+                "with a longer context"
             )
         return graph_of_decoder(model, dtype, has_cache=options.kv_cache, attention=options.attention)
     if options.kv_cache or options.attention is not None:
-        raise ConfigError("a cache and attention in FP8 are exported of a LanguageModel; leave them out")
+        raise ConfigError("a cache and attention in FP8 need a LanguageModel; leave them out")
     return graph_of_module(model, inputs, dtype, varying=varying)
 
 
-def _checked(
+def _verify_file(
     model: LanguageModel | nn.Module, graph: Graph, path: Path, options: OnnxOptions, on_step: Callable[[str], None]
 ) -> OnnxReport:
-    """The report; raises CheckpointError where something speaks against the file."""
+    """Verify the file and create the report; raises CheckpointError if a check fails."""
     import onnx
 
     on_step("checking the graph")
     vocabulary = _vocabulary(model) if isinstance(model, LanguageModel) else None
-    given = sample_inputs(graph, vocabulary=vocabulary)
+    inputs = sample_inputs(graph, vocabulary=vocabulary)
     inner = model.model if isinstance(model, LanguageModel) else model
-    coarsest = coarsest_dtype(inner, graph, lambda: _source(model, graph, given))
-    layer_error = _worst_layer(model, graph, given, coarsest)
-    lockstep_error = _worst_place(model, graph, given, coarsest)
+    coarsest = coarsest_dtype(inner, graph, lambda: _run_model(model, graph, inputs))
+    layer_error = _worst_layer(model, graph, inputs, coarsest)
+    lockstep_error = _worst_lockstep(model, graph, inputs, coarsest)
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"the graph is no valid ONNX, opset {options.opset}, {options.dtype}: {said}") from error
+        message = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"the graph is not valid ONNX, opset {options.opset}, {options.dtype}: {message}"
+        ) from error
     loaded = onnx.load(path)
     faults = lint(loaded, weights={path: linear.codes for path, linear in graph.linears.items()})
     if faults:
-        raise CheckpointError(f"the graph breaks {len(faults)} rules of TensorRT's; the first: {faults[0]}")
+        raise CheckpointError(f"the graph violates {len(faults)} rules of TensorRT; the first: {faults[0]}")
     sizes = graph_bytes(loaded)
     del loaded
     on_step("running it in onnxruntime and in ONNX's reference")
-    engines = check_engines(graph, path, given)
+    engines = check_engines(graph, path, inputs)
     for each in engines:
         if not each.passed:
-            raise CheckpointError(f"the written graph does not compute what torch does: {each}")
+            raise CheckpointError(f"the written graph gives other results than torch: {each}")
     return OnnxReport(
         folder=path.parent,
         opset=options.opset,
@@ -220,7 +223,7 @@ def _checked(
         compared_in=str(coarsest).removeprefix("torch."),
         layer_error=layer_error,
         lockstep_error=lockstep_error,
-        model_error=relative_error(_torchs(model, graph, given), _source(model, graph, given)),
+        model_error=relative_error(_run_graph(model, graph, inputs), _run_model(model, graph, inputs)),
         engines=engines,
     )
 
@@ -228,51 +231,55 @@ def _checked(
 def _worst_layer(
     model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...], coarsest: torch.dtype
 ) -> float:
-    """How far the graph's layers are from the model's in torch; raises CheckpointError where one is too far."""
+    """Largest error of the graph's layers in torch; raises CheckpointError if it is out of tolerance."""
     inner = model.model if isinstance(model, LanguageModel) else model
-    errors = layer_errors(inner, graph, lambda: _source(model, graph, inputs))
+    errors = layer_errors(inner, graph, lambda: _run_model(model, graph, inputs))
     for path in graph.linears:
         if path not in errors:
             raise CheckpointError(
-                f"layer {path!r} is not called with these inputs, so nothing says whether it is right; give inputs "
-                "that reach it, or leave it out of the conversion (skip)"
+                f"layer {path!r} is not called with these inputs, so it cannot be verified; give inputs that reach it, "
+                "or leave it out of the conversion (skip)"
             )
     path, error = max(errors.items(), key=lambda item: item[1])
     if error > MOST_LAYER_ERROR[coarsest]:
-        raise CheckpointError(f"layer {path!r} is {error:.1e} (relative) from the model's in a graph of {graph.dtype}")
+        raise CheckpointError(
+            f"layer {path!r} differs by {error:.1e} (relative) from the model's in a graph of {graph.dtype}"
+        )
     return error
 
 
-def _worst_place(
+def _worst_lockstep(
     model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...], coarsest: torch.dtype
 ) -> float:
-    """How far they are between the layers, in lockstep; raises CheckpointError where it is too far."""
+    """Largest lockstep error between the layers; raises CheckpointError if it is out of tolerance."""
     inner = model.model if isinstance(model, LanguageModel) else model
-    errors = lockstep_errors(inner, graph, lambda: _source(model, graph, inputs), lambda: _torchs(model, graph, inputs))
+    errors = lockstep_errors(
+        inner, graph, lambda: _run_model(model, graph, inputs), lambda: _run_graph(model, graph, inputs)
+    )
     path, error = max(errors.items(), key=lambda item: item[1])
     if error > MOST_ERROR[coarsest]:
-        where = f"what reaches layer {path!r}" if path else "the result"
-        raise CheckpointError(f"{where} is {error:.1e} (relative) from the model's in a graph of {graph.dtype}")
+        where = f"the input of layer {path!r}" if path else "the result"
+        raise CheckpointError(f"{where} differs by {error:.1e} (relative) from the model's in a graph of {graph.dtype}")
     return error
 
 
 @torch.no_grad()
-def _torchs(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> Tensor:
-    """The first output of the graph's form in torch; a cache is empty for that, as the model has none."""
-    given = (inputs[0], *(past[:, :, :0] for past in inputs[1:])) if isinstance(model, LanguageModel) else inputs
-    return _first(graph.module(*given))
+def _run_graph(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> Tensor:
+    """First output of the graph's torch module, with an empty cache, as the model has none."""
+    args = (inputs[0], *(past[:, :, :0] for past in inputs[1:])) if isinstance(model, LanguageModel) else inputs
+    return _first(graph.module(*args))
 
 
 @torch.no_grad()
-def _source(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> Tensor:
-    """What the model makes of a graph's inputs, in the dtypes that it was given: its first output."""
+def _run_model(model: LanguageModel | nn.Module, graph: Graph, inputs: tuple[Tensor, ...]) -> Tensor:
+    """First output of the model for a graph's inputs, cast to their original dtypes."""
     if isinstance(model, LanguageModel):
         return model.logits(inputs[0])
     return _first(model(*(each.to(dtype) for each, dtype in zip(inputs, graph.given, strict=True))))
 
 
-def _first(made: Any) -> Tensor:
-    first: Tensor = made if isinstance(made, Tensor) else made[0]
+def _first(result: Any) -> Tensor:
+    first: Tensor = result if isinstance(result, Tensor) else result[0]
     return first
 
 
@@ -286,19 +293,19 @@ def _ranges(model: LanguageModel | nn.Module, graph: Graph, options: OnnxOptions
     return shape_ranges(graph, context=context, max_batch=options.max_batch, max_length=options.max_length)
 
 
-def _for_tensorrt(folder: Path, ranges: tuple[ShapeRange, ...], calibration: "Calibration | None") -> BuildCheck:
-    """What TensorRT-RTX made of the graph; scripts are beside it then. Raises CheckpointError where it is refused."""
-    found = check_build(folder / MODEL, ranges)
-    if found.problem:
-        raise CheckpointError(f"{found.engine} refuses the graph: {found.problem}")
+def _write_tensorrt(folder: Path, ranges: tuple[ShapeRange, ...], calibration: "Calibration | None") -> BuildCheck:
+    """Build with TensorRT-RTX and write the scripts; raises CheckpointError if the build fails."""
+    build = check_build(folder / MODEL, ranges)
+    if build.problem:
+        raise CheckpointError(f"{build.engine} rejects the graph: {build.problem}")
     for name, text in tensorrt_files(ranges).items():
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o755)
     if calibration is not None:
         summary: dict[str, Any] = {"recipe": calibration.recipe.name, **calibration.to_record()}
         (folder / CALIBRATION).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return found
+    return build
 
 
-def _names(folder: Path) -> tuple[str, ...]:
+def _file_names(folder: Path) -> tuple[str, ...]:
     return (*sorted(path.name for path in folder.iterdir()), REPORT, SUMS)

@@ -1,7 +1,7 @@
-"""From a model to an ONNX file: a copy in the graph's dtype, its linears as operators, ``torch.onnx.export``.
+"""Conversion of a model to an ONNX file: a copy in the graph's dtype, with linears as operators, is exported by torch.
 
-The copy is made by ``copy.deepcopy`` with the converted layers already in its memo: each is replaced wherever it
-stands, nothing of its weight is copied, and tied parameters stay tied. The model itself is not changed.
+``copy.deepcopy`` receives the converted layers in its memo, so each is replaced at every occurrence without copying its
+weight, and tied parameters stay tied. The model itself is not changed.
 """
 
 import copy
@@ -33,27 +33,27 @@ from octavo.nn.fp8_weight import is_own_linear
 __all__ = ["Graph", "graph_of_decoder", "graph_of_module", "write_graph"]
 
 BATCH, SEQUENCE, PAST = "batch", "sequence", "past"
-FEATURES = 3  # the most dimensions of an input whose second one is a sequence: [B, T, K]; a fourth makes it an image
-LARGEST_PROTOBUF = 2**31 - 2**20  # bytes; a message of 2 GiB cannot be written, and names and shapes need some
-RAISED = re.compile(r'raised this error:\s+File "[^"]*", line \d+, in (\w+)\s+([^#\n]+)')  # how torch names a line
+FEATURES = 3  # largest rank of an input whose second dimension is a sequence, [B, T, K]; rank 4 is an image
+LARGEST_PROTOBUF = 2**31 - 2**20  # bytes; a message is limited to 2 GiB, including names and shapes
+RAISED = re.compile(r'raised this error:\s+File "[^"]*", line \d+, in (\w+)\s+([^#\n]+)')  # torch's line reference
 UNFOLDED = ("Transpose", "QuantizeLinear", "DequantizeLinear")
-Shapes = Mapping[int, str]  # dimension → its name, of those that may vary
+Shapes = Mapping[int, str]  # dynamic dimension → its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """A model in the form that is exported.
+    """Model prepared for export.
 
     Attributes:
-        name: the model's class, as its user knows it.
+        name: class of the original model.
         module: takes ``inputs`` as positional arguments.
-        inputs: of one call.
-        given: the dtype of each input as the model takes it.
-        names: of the input tensors, in order.
-        shapes: of each input tensor, the dimensions that may vary.
-        outputs: names.
-        notes: of the linear layers.
-        linears: those that are operators now, by their paths in the model.
+        inputs: example inputs of one call.
+        given: dtype of each input of the original model.
+        names: names of the inputs, in order.
+        shapes: dynamic dimensions of each input.
+        outputs: names of the outputs.
+        notes: notes on the linear layers.
+        linears: converted layers by path in the model.
         dtype: of the graph's tensors.
     """
 
@@ -70,35 +70,38 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Linears:
-    """What became of a model's linear layers: the operators by path, and a note of each."""
+class _ConvertedLinears:
+    """Converted linear layers by path, and notes on all linear layers."""
 
-    made: dict[str, GraphLinear]
+    converted: dict[str, GraphLinear]
     notes: list[LayerNote]
 
 
 def graph_of_decoder(model: LanguageModel, dtype: torch.dtype, *, has_cache: bool, attention: Tensor | None) -> Graph:
-    """A language model's graph: token ids, and perhaps a cache, to logits.
+    """Prepare a language model: token ids, and optionally a cache, to logits.
 
     Args:
-        model: octavo's Llama, or one of transformers'.
+        model: octavo's Llama, or a transformers model.
         dtype: of the graph.
-        has_cache: with inputs and outputs for keys and values; octavo's Llama only.
-        attention: token ids [B, T] that the scales of attention's operands are taken from; None leaves it in ``dtype``.
+        has_cache: add inputs and outputs for keys and values; octavo's Llama only.
+        attention: token ids [B, T] to calibrate the operands of FP8 attention; None keeps attention in ``dtype``.
 
     Raises:
-        ConfigError: a cache or attention in FP8 of a model that is not octavo's Llama; a layer without such a form.
+        ConfigError: a cache or FP8 attention requested for another model than octavo's Llama, or a layer that cannot be
+            exported.
     """
     tokens = torch.zeros(2, 3, dtype=torch.long)
     if not isinstance(model.model, Llama):
         if has_cache or attention is not None:
             raise ConfigError(
-                f"{model.source!r} is a {type(model.model).__name__}; a cache and attention in FP8 are exported of "
-                "octavo's own Llama (a run or a .gguf file); leave them out"
+                f"{model.source!r} is a {type(model.model).__name__}; a cache and attention in FP8 need octavo's own "
+                "Llama (a run or a .gguf file); leave them out"
             )
-        module, linears = _with_graph_linears(model.model, dtype)
-        return _graph_of_tokens(model, _Logits(module), {"input_ids": tokens}, ("logits",), linears, dtype=dtype)
-    copied, linears = _with_graph_linears(model.model, dtype)
+        module, linears = _convert_linears(model.model, dtype)
+        return _graph_of_tokens(
+            model, _TransformersLogits(module), {"input_ids": tokens}, ("logits",), linears, dtype=dtype
+        )
+    copied, linears = _convert_linears(model.model, dtype)
     assert isinstance(copied, Llama)
     decoder = GraphDecoder(copied, has_cache=has_cache)
     if attention is not None:
@@ -117,7 +120,7 @@ def _graph_of_tokens(
     module: nn.Module,
     inputs: dict[str, Tensor],
     outputs: tuple[str, ...],
-    linears: _Linears,
+    linears: _ConvertedLinears,
     *,
     dtype: torch.dtype,
 ) -> Graph:
@@ -130,7 +133,7 @@ def _graph_of_tokens(
         shapes=tuple({0: BATCH, 2: PAST} if _is_cache(name) else {0: BATCH, 1: SEQUENCE} for name in inputs),
         outputs=outputs,
         notes=tuple(linears.notes),
-        linears=linears.made,
+        linears=linears.converted,
         dtype=dtype,
     )
 
@@ -138,22 +141,22 @@ def _graph_of_tokens(
 def graph_of_module(
     model: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype, *, varying: tuple[Shapes, ...] | None = None
 ) -> Graph:
-    """Any module's graph; floating inputs are taken in the graph's dtype.
+    """Prepare any module; floating inputs are cast to the graph's dtype.
 
     Args:
         model: converted.
-        inputs: the tensors of one call.
+        inputs: tensors of one call.
         dtype: of the graph.
-        varying: for each input the names, "batch" or "sequence", of the dimensions that may vary; None takes the first
-            as a batch, and the second of token ids [B, T] and of features [B, T, K] as a sequence.
+        varying: for each input the names, "batch" or "sequence", of its dynamic dimensions; None makes the first a
+            batch, and the second of token ids [B, T] and of features [B, T, K] a sequence.
 
     Raises:
-        ConfigError: a layer without such a form, no inputs or empty ones, or dimensions that they do not have.
+        ConfigError: a layer that cannot be exported, missing or empty inputs, or invalid dimensions.
     """
     _check_inputs(inputs)
     shapes = tuple(_varying(each) for each in inputs) if varying is None else varying
     _check_varying(shapes, inputs)
-    module, linears = _with_graph_linears(model, dtype)
+    module, linears = _convert_linears(model, dtype)
     parameters = list(inspect.signature(model.forward).parameters.values())[: len(inputs)]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(parameters) < len(inputs) or any(each.kind not in positional for each in parameters):
@@ -162,32 +165,32 @@ def graph_of_module(
             "parameter for each tensor (no *args)"
         )
     names = tuple(each.name for each in parameters)
-    given = tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
+    cast_inputs = tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
     with torch.no_grad():
-        made = module(*given)
-    if isinstance(made, dict):
-        raise ConfigError(f"this {type(model).__name__} gives a dict; a graph gives a tensor or a tuple of them")
-    count = 1 if isinstance(made, Tensor) else len(made)
+        result = module(*cast_inputs)
+    if isinstance(result, dict):
+        raise ConfigError(f"this {type(model).__name__} returns a dict; a graph needs a tensor or a tuple of tensors")
+    count = 1 if isinstance(result, Tensor) else len(result)
     outputs = ("output",) if count == 1 else tuple(f"output_{index}" for index in range(count))
-    while set(outputs) & set(names):  # a graph has one name for one tensor
+    while set(outputs) & set(names):  # names in a graph must be unique
         outputs = tuple(f"{name}_" for name in outputs)
     return Graph(
         name=type(model).__name__,
         module=module.eval(),
-        inputs=given,
+        inputs=cast_inputs,
         given=tuple(each.dtype for each in inputs),
         names=names,
         shapes=shapes,
         outputs=outputs,
         notes=tuple(linears.notes),
-        linears=linears.made,
+        linears=linears.converted,
         dtype=dtype,
     )
 
 
 def _check_inputs(inputs: object) -> None:
     if not isinstance(inputs, tuple) or not inputs or not all(isinstance(each, Tensor) for each in inputs):
-        raise ConfigError("a module is exported with the tensors of one call; give inputs=(tensor, …)")
+        raise ConfigError("exporting a module needs the tensors of one call; give inputs=(tensor, …)")
     for each in inputs:
         if not each.numel():
             raise ConfigError(f"an input is {list(each.shape)}, which is empty; give the tensors of a real call")
@@ -195,7 +198,7 @@ def _check_inputs(inputs: object) -> None:
 
 def _check_varying(varying: tuple[Shapes, ...], inputs: tuple[Tensor, ...]) -> None:
     if len(varying) != len(inputs):
-        raise ConfigError(f"varying names the dimensions of {len(varying)} inputs, and there are {len(inputs)}")
+        raise ConfigError(f"varying has dimensions for {len(varying)} inputs, but there are {len(inputs)}")
     for shape, each in zip(varying, inputs, strict=True):
         for dimension, name in shape.items():
             if not 0 <= dimension < each.ndim or name not in (BATCH, SEQUENCE):
@@ -206,13 +209,13 @@ def _check_varying(varying: tuple[Shapes, ...], inputs: tuple[Tensor, ...]) -> N
 
 
 def _varying(tensor: Tensor) -> Shapes:
-    """Batch and sequence: the first two dimensions, but not a floating tensor's last one, nor an image's channels."""
+    """Default dynamic dimensions: the first two, except a floating tensor's last and an image's channels."""
     count = 1 if tensor.ndim > FEATURES else tensor.ndim - (1 if tensor.is_floating_point() else 0)
     return dict(enumerate((BATCH, SEQUENCE)[:count]))
 
 
-class _Logits(nn.Module):
-    """One of transformers' models as token ids → logits."""
+class _TransformersLogits(nn.Module):
+    """Transformers model from token ids to logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -223,9 +226,9 @@ class _Logits(nn.Module):
         return logits
 
 
-def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, _Linears]:
-    """A copy in ``dtype`` whose octavo linears are :class:`GraphLinear`, and what became of every linear."""
-    linears, replaced = _Linears(made={}, notes=[]), {}
+def _convert_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, _ConvertedLinears]:
+    """Copy a model to ``dtype`` with octavo linears replaced by :class:`GraphLinear`."""
+    linears, replaced = _ConvertedLinears(converted={}, notes=[]), {}
     for path, layer in model.named_modules():
         if isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None):
             if not is_own_linear(layer):
@@ -233,12 +236,12 @@ def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module
                     f"layer {path!r} is a {type(layer).__name__}; make it a layer for inference first "
                     "(octavo.convert_qat)"
                 )
-            linears.made[path], note = graph_linear(layer, dtype, path)
+            linears.converted[path], note = graph_linear(layer, dtype, path)
             linears.notes.append(note)
-            replaced[id(layer)] = linears.made[path]
+            replaced[id(layer)] = linears.converted[path]
         elif isinstance(layer, nn.Linear):
-            why = "recipe bf16" if isinstance(layer, Linear) else "not converted"
-            linears.notes.append(LayerNote(path=path, input=HIGH_PRECISION, weight=HIGH_PRECISION, reason=why))
+            reason = "recipe bf16" if isinstance(layer, Linear) else "not converted"
+            linears.notes.append(LayerNote(path=path, input=HIGH_PRECISION, weight=HIGH_PRECISION, reason=reason))
     if not replaced:
         raise ConfigError(nothing_in_fp8(model))
     copied = copy.deepcopy(model, dict(replaced)).requires_grad_(False)
@@ -247,19 +250,19 @@ def _with_graph_linears(model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in ``dtype``; buffers, such as tables of angles, stay as they are."""
-    for parameter in model.parameters():  # operators have none
+    """Cast parameters to ``dtype``; buffers, such as tables of angles, do not change."""
+    for parameter in model.parameters():  # converted layers have buffers only
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def write_graph(graph: Graph, path: Path, *, opset: int, external_data: bool) -> None:
-    """Write the graph as ONNX, its weights beside it (``model.onnx.data``) if asked or if it is above 2 GB.
+    """Write the graph as ONNX; weights go to ``model.onnx.data`` if requested or if they exceed 2 GB.
 
     Raises:
         ConfigError: torch cannot export the module.
     """
-    with _quiet(), torch.no_grad():
+    with _suppress_output(), torch.no_grad():
         try:
             program: Any = torch.onnx.export(
                 graph.module,
@@ -268,20 +271,20 @@ def write_graph(graph: Graph, path: Path, *, opset: int, external_data: bool) ->
                 opset_version=opset,
                 input_names=list(graph.names),
                 output_names=list(graph.outputs),
-                dynamic_shapes=_nested(graph),
+                dynamic_shapes=_dynamic_shapes(graph),
                 optimize=False,
                 custom_translation_table=translations(opset),
                 verbose=False,
             )
         except torch.onnx.OnnxExporterError as error:
             raise ConfigError(f"torch cannot export this {graph.name}{_reason(graph, error)}") from error
-    _tidy(program.model)
+    _optimise(program.model)
     size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
     program.save(str(path), external_data=external_data or size > LARGEST_PROTOBUF)
 
 
 def _reason(graph: Graph, error: Exception) -> str:
-    """Why torch cannot export a graph, and what to do."""
+    """Describe why torch cannot export a graph, and the remedy."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     cause = error.__cause__ or error
@@ -289,22 +292,21 @@ def _reason(graph: Graph, error: Exception) -> str:
         place = RAISED.search(str(cause))
         where = f" ({place[1]}: {place[2].strip().rstrip(':')})" if place else ""
         return (
-            f": what it does depends on the numbers in a tensor{where}, and a graph does the same whatever they are; "
-            "write a checkpoint, or let forward decide without them"
+            f": its control flow depends on tensor values{where}, which a graph does not support; write a "
+            "checkpoint, or remove the dependence from forward"
         )
     first = str(cause).strip().splitlines()[0]
     return (
-        f", whose inputs are to vary as {dict(zip(graph.names, graph.shapes, strict=True))}: {first.rstrip(':')}; "
-        "varying says which of a module's dimensions do"
+        f" with dynamic dimensions {dict(zip(graph.names, graph.shapes, strict=True))}: {first.rstrip(':')}; "
+        "set a module's dynamic dimensions with varying"
     )
 
 
-def _tidy(model: Any) -> None:
-    """Fold constants and share what is computed twice; leave weights as they are, and drop the exporter's notes.
+def _optimise(model: Any) -> None:
+    """Fold constants, merge common subexpressions, and remove the exporter's metadata, without folding weights.
 
-    A transposed copy of a head that is tied to its embedding would double its bytes, and stack traces name the paths of
-    the machine that exported. The optimizer tries each of its patterns on each node, constants too, which takes it
-    longest; so it is given what is left of them.
+    Folding would store a transposed copy of a head tied to its embedding, and stack traces contain paths of the
+    exporting machine. The optimiser tries each pattern on each node, including constants, so it runs last.
     """
     from onnx_ir.passes import common
     from onnxscript import optimizer
@@ -324,8 +326,8 @@ def _tidy(model: Any) -> None:
     common.ClearMetadataAndDocStringPass()(model)
 
 
-def _nested(graph: Graph) -> tuple[Any, ...]:
-    """The varying dimensions in the structure of forward's arguments, where the cache is one (``*past``)."""
+def _dynamic_shapes(graph: Graph) -> tuple[Any, ...]:
+    """Dynamic dimensions in the structure of forward's arguments, with the cache as one (``*past``)."""
     plain = [dict(shape) for name, shape in zip(graph.names, graph.shapes, strict=True) if not _is_cache(name)]
     cache = tuple(dict(shape) for name, shape in zip(graph.names, graph.shapes, strict=True) if _is_cache(name))
     return (*plain, cache) if cache else tuple(plain)
@@ -336,31 +338,31 @@ def _is_cache(name: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the exporter says of itself: deprecations in torch, libraries that it looked for, half a graph."""
-    before = logging.root.manager.disable
+def _suppress_output() -> Iterator[None]:
+    """Suppress the exporter's own output: deprecation warnings, missing optional libraries, partial graphs."""
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        silent: Any = _Silent(sys.stderr)
-        with warnings.catch_warnings(), redirect_stderr(silent):
+        filtered: Any = _ThreadFilter(sys.stderr)
+        with warnings.catch_warnings(), redirect_stderr(filtered):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(disabled_level)
 
 
-class _Silent:
-    """A stream without what the thread that made this writes; a progress bar's goes on.
+class _ThreadFilter:
+    """Stream that drops text from the thread that created it; other threads, such as a progress bar's, still write.
 
     Args:
-        stream: whose every other attribute it has.
+        stream: the wrapped stream.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._thread = stream, threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Of another thread only."""
+        """Write text from other threads; drop the creating thread's."""
         return len(text) if threading.get_ident() == self._thread else int(self._stream.write(text))
 
     def __getattr__(self, name: str) -> Any:

@@ -1,15 +1,15 @@
-"""An octavo linear layer as the operators of a graph: codes of the input, codes of the weight, a product, a bias.
+"""Linear layers as graph operators: input codes, weight codes, a product and a bias.
 
     static input     x → to_codes(encode_scale) → from_codes(scale) ─────┐
     dynamic input    x → encode_scale ─ to_codes → from_codes(unit) ─────┤ product [· factor] + bias
     weights only     x ──────────────────────────────────────────────────┤
     weight           codes [K, N] → from_codes(scale [] or [N]) ─────────┘
 
-The weight's codes are those that the layer multiplies, held ones untouched, transposed to [K, N]: the product is a
-plain MatMul of two decoded operands, the form that TensorRT turns into an FP8 product.
+The weight's codes are the layer's own, transposed to [K, N]. The product is a MatMul of two decoded operands, which
+TensorRT fuses into an FP8 GEMM.
 
-A dynamic scale leaves the product as a factor, since TensorRT takes constants only as scales of Q and DQ. The codes are
-decoded by the constant power of two that brings E4M3 below 1, so that sums of 16 bits do not overflow.
+TensorRT requires constant scales for Q and DQ, so a dynamic scale is a factor after the product. The codes are decoded
+with a constant power of two that maps E4M3 below 1, so that 16-bit sums do not overflow.
 """
 
 from dataclasses import dataclass
@@ -37,20 +37,20 @@ __all__ = [
     "unit_scale",
 ]
 
-MOST_ROUNDING = torch.finfo(torch.bfloat16).eps / 2  # of a scale, relative: what bfloat16 does to any number
+MOST_ROUNDING = torch.finfo(torch.bfloat16).eps / 2  # relative, of a scale: bfloat16's rounding
 GRANULARITIES = (PerTensor, PerRow)
 HIGH_PRECISION = "high precision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNote:
-    """What became of one linear layer.
+    """Conversion result of one linear layer.
 
     Attributes:
         path: in the model.
         input: "static", "dynamic", "dynamic per row", or "high precision".
         weight: "per tensor", "per channel", or "high precision".
-        reason: why a part of it is not FP8; empty where all is.
+        reason: why an operand is not FP8; empty if both are.
     """
 
     path: str
@@ -60,12 +60,12 @@ class LayerNote:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether both operands are codes."""
+        """True if both operands are codes."""
         return HIGH_PRECISION not in (self.input, self.weight)
 
 
 class StaticCast(nn.Module):
-    """An input's codes by a constant scale, decoded again."""
+    """Quantise and dequantise an input with a constant scale."""
 
     encode_scale: Tensor
     scale: Tensor
@@ -76,16 +76,16 @@ class StaticCast(nn.Module):
         self.register_buffer("scale", scale)
 
     def encode(self, _: Tensor) -> Tensor:
-        """The encode scale, whatever the tensor."""
+        """Constant encode scale."""
         return self.encode_scale
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """What the codes decode to; no factor is left."""
+        """Decoded codes, without a factor."""
         return from_codes(to_codes(x, self.encode_scale), self.scale), None
 
 
 class DynamicCast(nn.Module):
-    """An input's codes by the scale of its own amax, decoded to below 1, and the factor that is left."""
+    """Quantise an input with a dynamic scale; decode with a constant below 1 and return the remaining factor."""
 
     unit: Tensor
 
@@ -95,10 +95,10 @@ class DynamicCast(nn.Module):
         self.power_of_two = spec.scale_rounding is ScaleRounding.RCEIL
         self.amax_floor, self.margin = spec.amax_floor, spec.margin
         self.register_buffer("unit", unit_scale().to(dtype))
-        self.left = unit_scale().reciprocal().item()  # computed here, as every operation of forward is traced
+        self.inverse_unit = unit_scale().reciprocal().item()  # computed here, since forward is traced
 
     def encode(self, x: Tensor) -> Tensor:
-        """The encode scale of ``x``'s own amax."""
+        """Encode scale from the amax of ``x``."""
         return encode_scale(
             x,
             per_row=self.per_row,
@@ -108,21 +108,21 @@ class DynamicCast(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes times a unit, and the factor [..., 1], FP32."""
+        """Decoded codes and the factor [..., 1], FP32."""
         encode = self.encode(x)
-        return from_codes(to_codes(x, encode), self.unit), encode.reciprocal() * self.left
+        return from_codes(to_codes(x, encode), self.unit), encode.reciprocal() * self.inverse_unit
 
 
 class PlainInput(nn.Module):
-    """An input that is not cast."""
+    """Input without a cast."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Itself."""
+        """Return ``x`` unchanged."""
         return x, None
 
 
 class GraphLinear(nn.Module):
-    """``cast(x) @ decoded weight + bias``."""
+    """Compute ``cast(x) @ decoded weight + bias``."""
 
     codes: Tensor
     scale: Tensor
@@ -136,7 +136,7 @@ class GraphLinear(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., N]."""
+        """Map [..., K] to [..., N]."""
         operand, factor = self.cast(x)
         y: Tensor = operand @ from_codes(self.codes, self.scale, axis=1)
         if factor is not None:
@@ -145,66 +145,68 @@ class GraphLinear(nn.Module):
 
 
 def graph_linear(layer: Linear, dtype: torch.dtype, path: str) -> tuple[GraphLinear, LayerNote]:
-    """The layer as a graph has it, in a graph of ``dtype``.
+    """Convert a layer for a graph of ``dtype``.
 
     Raises:
-        ConfigError: the layer's recipe has no such form, or a scale that ``dtype`` cannot hold.
+        ConfigError: the layer's recipe cannot be exported, or ``dtype`` cannot represent a scale.
     """
     weight = _weight(layer, path)
-    cast, how = _input_cast(layer, dtype, path)
+    cast, input_name = _input_cast(layer, dtype, path)
     vector = isinstance(weight.granularity, PerRow)
     scale = torch.where(_is_zero(weight), 1.0, weight.fp32_scale.flatten() if vector else weight.fp32_scale)
-    given: Tensor | None = layer.bias
-    bias = None if given is None else given.detach().to(dtype)
-    made = GraphLinear(cast, weight, narrowed_scale(scale, dtype, f"the weight of {path!r}"), bias)
-    why = f"recipe {layer.recipe.name!r} casts no input" if how == HIGH_PRECISION else ""
-    return made, LayerNote(path=path, input=how, weight="per channel" if vector else "per tensor", reason=why)
+    layer_bias: Tensor | None = layer.bias
+    bias = None if layer_bias is None else layer_bias.detach().to(dtype)
+    graph_layer = GraphLinear(cast, weight, narrowed_scale(scale, dtype, f"the weight of {path!r}"), bias)
+    reason = f"recipe {layer.recipe.name!r} casts no input" if input_name == HIGH_PRECISION else ""
+    return graph_layer, LayerNote(
+        path=path, input=input_name, weight="per channel" if vector else "per tensor", reason=reason
+    )
 
 
 def unit_scale() -> Tensor:
-    """The power of two that brings E4M3's maximum below 1, FP32 []."""
+    """Power of two that maps E4M3's maximum below 1, FP32 []."""
     _, exponent = torch.frexp(torch.tensor(E4M3.max))
     return torch.ldexp(torch.tensor(1.0), -exponent)
 
 
 def narrowed_scale(scale: Tensor, dtype: torch.dtype, of: str) -> Tensor:
-    """The scale in the graph's dtype.
+    """Cast a scale to the graph's dtype.
 
-    That rounds it by up to 2^-8 in bfloat16, by up to 2^-11 in float16. Float16 has fewer digits below its smallest
-    normal number, 2^-14, where many weights' scales lie: there as much is let pass as bfloat16 takes.
+    The relative rounding is up to 2^-8 in bfloat16 and 2^-11 in float16. Float16 is less precise below its smallest
+    normal number, 2^-14, where many weights' scales lie: there as much rounding is allowed as in bfloat16.
 
     Raises:
-        ConfigError: it is rounded by more than 2^-8, being too small or too large for the dtype.
+        ConfigError: the scale is too small or too large for the dtype: its rounding exceeds 2^-8.
     """
-    held = scale.to(dtype)
-    off = (held.double() / scale.double() - 1).abs()
-    if not (off <= MOST_ROUNDING).all():
-        worst = scale.flatten()[off.argmax()]
+    narrowed = scale.to(dtype)
+    error = (narrowed.double() / scale.double() - 1).abs()
+    if not (error <= MOST_ROUNDING).all():
+        worst = scale.flatten()[error.argmax()]
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            f"the scale {worst.item():.3g} of {of} is outside what {name} can hold; export with dtype bf16 or fp32"
+            f"the scale {worst.item():.3g} of {of} is outside the range of {name}; export with dtype bf16 or fp32"
         )
-    return held
+    return narrowed
 
 
 def _weight(layer: Linear, path: str) -> QuantizedTensor:
-    """The codes that the layer multiplies in evaluation."""
+    """Weight codes of the layer in evaluation."""
     spec = layer.recipe.output.b
-    held = layer.held_weight()
-    if held is None:
-        made = cast_operand(layer.weight.detach(), spec, _tap(layer).of(WEIGHT))
-        assert isinstance(made, QuantizedTensor), "a layer in high precision is exported as it is"
-        held = made
-    if held.format != E4M3 or not isinstance(held.granularity, GRANULARITIES):
+    weight = layer.held_weight()
+    if weight is None:
+        quantized = cast_operand(layer.weight.detach(), spec, _tap(layer).of(WEIGHT))
+        assert isinstance(quantized, QuantizedTensor), "a layer in high precision is not converted"
+        weight = quantized
+    if weight.format != E4M3 or not isinstance(weight.granularity, GRANULARITIES):
         raise ConfigError(
-            f"layer {path!r} has a weight in {held.format}, {held.granularity}; an ONNX graph takes E4M3 with a scale "
-            "a tensor or a row: convert it with tensorwise, rowwise, static or weight_only"
+            f"layer {path!r} has a weight in {weight.format}, {weight.granularity}; an ONNX graph supports E4M3 with a "
+            "scale a tensor or a row: convert it with tensorwise, rowwise, static or weight_only"
         )
-    return held
+    return weight
 
 
 def _input_cast(layer: Linear, dtype: torch.dtype, path: str) -> tuple[nn.Module, str]:
-    """How the layer's input is cast, and what to call it."""
+    """Cast module of the layer's input, and its name in the note."""
     spec = layer.recipe.output.a
     if spec is None:
         return PlainInput(), HIGH_PRECISION
@@ -212,8 +214,8 @@ def _input_cast(layer: Linear, dtype: torch.dtype, path: str) -> tuple[nn.Module
     if spec.format != E4M3 or not isinstance(spec.granularity, GRANULARITIES) or spec.scale_rounding not in rounding:
         raise ConfigError(
             f"layer {path!r} casts its input to {spec.format}, {spec.granularity}, scales {spec.scale_rounding}; an "
-            "ONNX graph takes E4M3 with a scale a tensor or a row, fp32 or rceil: convert it with tensorwise, rowwise "
-            "or static"
+            "ONNX graph supports E4M3 with a scale a tensor or a row, fp32 or rceil: convert it with tensorwise, "
+            "rowwise or static"
         )
     encode = _constant_encode_scale(layer, spec, path)
     if encode is None:
@@ -223,7 +225,7 @@ def _input_cast(layer: Linear, dtype: torch.dtype, path: str) -> tuple[nn.Module
 
 
 def _constant_encode_scale(layer: Linear, spec: CastSpec, path: str) -> Tensor | None:
-    """Of a calibrated input, or of one whose history has an amax; None where each tensor is measured."""
+    """Encode scale of a calibrated input or of one with an amax history; None for dynamic scales."""
     if spec.scaling == Scaling.STATIC:
         if not layer.input_scale > 0:
             raise ConfigError(f"layer {path!r} has no scale for its static input; calibrate the model first")
@@ -237,11 +239,11 @@ def _constant_encode_scale(layer: Linear, spec: CastSpec, path: str) -> Tensor |
 
 
 def _tap(layer: Linear) -> LayerTap:
-    """What an evaluation takes from the layer's state."""
+    """Amaxes that the layer uses in evaluation."""
     return LayerTap(amaxes=None if layer.amax_history is None else layer.amax_history.amax.clone())
 
 
 def _is_zero(weight: QuantizedTensor) -> Tensor:
-    """Which of the weight's scales belong to codes that are all zero."""
+    """Mask of the weight's scales whose codes are all zero."""
     zero = weight.data.float() == 0
     return zero.all(dim=1) if isinstance(weight.granularity, PerRow) else zero.all()

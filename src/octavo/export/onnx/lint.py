@@ -1,17 +1,17 @@
-"""What TensorRT accepts of an FP8 graph, looked up in the graph itself.
+"""Static checks of an FP8 graph against TensorRT's rules.
 
-| rule                 | says                                                                             |
+| rule                 | requirement                                                                      |
 |----------------------|----------------------------------------------------------------------------------|
-| format               | codes are E4M3: TensorRT reads no E5M2 and no FNUZ                               |
-| cast                 | nothing is cast to FP8 but by QuantizeLinear                                     |
+| format               | codes are E4M3: TensorRT supports neither E5M2 nor FNUZ                          |
+| cast                 | only QuantizeLinear casts to FP8                                                 |
 | scale                | scales are constants, finite and above 0                                         |
-| zero point           | is 0, or not there                                                               |
-| dtype                | a scale has the dtype of the tensor that is not codes                            |
-| weight               | the codes of a constant are read by DequantizeLinear alone, next to its product  |
-| fp8 share            | at least one product has a weight in FP8, and of each layer that should, one has |
-|                      | that layer's codes                                                               |
+| zero point           | is 0 or absent                                                                   |
+| dtype                | a scale has the dtype of the high-precision tensor                               |
+| weight               | constant codes are read only by DequantizeLinear, next to their product          |
+| fp8 share            | at least one product has an FP8 weight, and the codes of each FP8 layer are read |
+|                      | by a product                                                                     |
 
-Nothing here runs the graph; ``checks.py`` does.
+The graph is not run here, but in ``checks.py``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,12 +34,12 @@ SMALL = 1024  # elements; shapes are computed from constants of this size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintFault:
-    """Something that TensorRT refuses, or that is not FP8 though it looks so.
+    """Violation of a rule.
 
     Attributes:
-        rule: one of the module's table.
-        node: the node's name; "" is the whole graph.
-        message: what is wrong.
+        rule: a rule of the module's table.
+        node: name of the node; "" for the whole graph.
+        message: description of the violation.
     """
 
     rule: str
@@ -55,8 +55,8 @@ class GraphBytes:
     """Bytes of a graph's constants.
 
     Attributes:
-        codes: FP8.
-        total: all.
+        codes: FP8 constants.
+        total: all constants.
     """
 
     codes: int
@@ -64,12 +64,12 @@ class GraphBytes:
 
     @property
     def fp8_share(self) -> float:
-        """Of the bytes; 0 for a graph without constants."""
+        """Share of FP8 in the bytes; 0 for a graph without constants."""
         return self.codes / self.total if self.total else 0.0
 
 
-class _Facts:
-    """Where values come from and what type they have."""
+class _GraphIndex:
+    """Producers, types and constants of a graph's values."""
 
     def __init__(self, model: Any) -> None:
         import onnx
@@ -91,29 +91,29 @@ class _Facts:
                 for attribute in node.attribute:
                     if attribute.name == "value":
                         self.constants[node.output[0]] = attribute.t
-        known = onnx.shape_inference.infer_shapes(_without_weights(model)).graph
-        values = [*known.value_info, *known.input, *known.output]
+        inferred = onnx.shape_inference.infer_shapes(_without_weights(model)).graph
+        values = [*inferred.value_info, *inferred.input, *inferred.output]
         self.types = {each.name: each.type.tensor_type.elem_type for each in values}
         self.types |= {name: each.data_type for name, each in self.constants.items()}
 
     def number(self, name: str) -> Any:
-        """A constant's values as float64; None for what is computed."""
+        """Values of a constant as float64; None for computed values."""
         if name not in self.constants:
             return None
         values = self.onnx.numpy_helper.to_array(self.constants[name])
         return np.asarray(values).astype(np.float64)
 
     def name_of(self, kind: int) -> str:
-        """An element type's name."""
+        """Name of an element type."""
         return self.fp8.get(kind) or str(self.onnx.TensorProto.DataType.Name(kind))
 
 
 def lint(model: Any, *, weights: Mapping[str, Tensor] = MappingProxyType({})) -> tuple[LintFault, ...]:
-    """Everything in an ONNX model that breaks a rule of the table.
+    """Find all rule violations in an ONNX model.
 
     Args:
         model: ``onnx.ModelProto``, with its weights.
-        weights: codes, E4M3 [K, N], that products have to read, by the paths of their layers.
+        weights: codes, E4M3 [K, N], that products must read, by layer path.
 
     Example:
         >>> import onnx
@@ -124,19 +124,19 @@ def lint(model: Any, *, weights: Mapping[str, Tensor] = MappingProxyType({})) ->
         >>> [fault.rule for fault in lint(graph)]
         ['format', 'cast', 'fp8 share']
     """
-    facts = _Facts(model)
-    faults = list(_formats(facts))
-    for node in facts.nodes:
-        if node.op_type == CAST and facts.types.get(node.output[0]) in facts.fp8:
+    index = _GraphIndex(model)
+    faults = list(_formats(index))
+    for node in index.nodes:
+        if node.op_type == CAST and index.types.get(node.output[0]) in index.fp8:
             faults.append(_fault("cast", node, "casts to FP8; TensorRT takes QuantizeLinear only"))
         if node.op_type in (QUANTIZE, DEQUANTIZE):
-            faults += [*_scale(facts, node), *_zero_point(facts, node), *_dtype(facts, node)]
-    faults += _weights(facts, weights)
+            faults += [*_scale(index, node), *_zero_point(index, node), *_dtype(index, node)]
+    faults += _weights(index, weights)
     return tuple(faults)
 
 
 def graph_bytes(model: Any) -> GraphBytes:
-    """How much of an ONNX model's constants is FP8."""
+    """Count the FP8 and total bytes of an ONNX model's constants."""
     import onnx
 
     codes = total = 0
@@ -151,14 +151,14 @@ def _fault(rule: str, node: Any, message: str) -> LintFault:
     return LintFault(rule=rule, node=node.name or node.output[0], message=message)
 
 
-def _formats(facts: _Facts) -> Iterator[LintFault]:
-    for name, kind in facts.types.items():
-        if facts.fp8.get(kind, "E4M3") != "E4M3":
-            yield LintFault(rule="format", node=name, message=f"is {facts.fp8[kind]}; TensorRT reads E4M3")
+def _formats(index: _GraphIndex) -> Iterator[LintFault]:
+    for name, kind in index.types.items():
+        if index.fp8.get(kind, "E4M3") != "E4M3":
+            yield LintFault(rule="format", node=name, message=f"is {index.fp8[kind]}; TensorRT reads E4M3")
 
 
-def _scale(facts: _Facts, node: Any) -> Iterator[LintFault]:
-    scale = facts.number(node.input[1])
+def _scale(index: _GraphIndex, node: Any) -> Iterator[LintFault]:
+    scale = index.number(node.input[1])
     if scale is None:
         yield _fault("scale", node, "is computed in the graph; TensorRT takes constants")
     elif not (np.isfinite(scale).all() and (scale > 0).all()):
@@ -166,55 +166,55 @@ def _scale(facts: _Facts, node: Any) -> Iterator[LintFault]:
         yield _fault("scale", node, f"is {worst}; scales are finite and above 0")
 
 
-def _zero_point(facts: _Facts, node: Any) -> Iterator[LintFault]:
+def _zero_point(index: _GraphIndex, node: Any) -> Iterator[LintFault]:
     if len(node.input) < 3 or not node.input[2]:
         return
-    zero = facts.number(node.input[2])
+    zero = index.number(node.input[2])
     if zero is None or zero.any():
         yield _fault("zero point", node, "is not the constant 0")
 
 
-def _dtype(facts: _Facts, node: Any) -> Iterator[LintFault]:
+def _dtype(index: _GraphIndex, node: Any) -> Iterator[LintFault]:
     plain = node.input[0] if node.op_type == QUANTIZE else node.output[0]
-    scale, wide = facts.types.get(node.input[1]), facts.types.get(plain)
+    scale, wide = index.types.get(node.input[1]), index.types.get(plain)
     if scale is not None and wide is not None and scale != wide:
-        names = facts.name_of(scale), facts.name_of(wide)
+        names = index.name_of(scale), index.name_of(wide)
         yield _fault("dtype", node, f"has a scale in {names[0]} and a tensor in {names[1]}")
 
 
-def _weights(facts: _Facts, wanted: Mapping[str, Tensor]) -> Iterator[LintFault]:
-    """Constants in FP8 go to DequantizeLinear, some product reads one, and one reads each that is wanted."""
-    for node in facts.nodes:
+def _weights(index: _GraphIndex, expected: Mapping[str, Tensor]) -> Iterator[LintFault]:
+    """Check that FP8 constants go to DequantizeLinear, and that products read those of all layers."""
+    for node in index.nodes:
         for name in node.input:
-            codes = name in facts.constants and facts.types[name] in facts.fp8
+            codes = name in index.constants and index.types[name] in index.fp8
             if codes and node.op_type not in (DEQUANTIZE, QUANTIZE):
                 yield _fault("weight", node, f"reads the codes {name!r} without decoding them")
-    read = {name for node in facts.nodes if node.op_type in PRODUCTS for name in _codes_read(facts, node)}
-    if not read:
+    codes_read = {name for node in index.nodes if node.op_type in PRODUCTS for name in _codes_read(index, node)}
+    if not codes_read:
         yield LintFault(rule="fp8 share", node="", message="no product has a weight in FP8")
-    digests = {_digest(facts.onnx.numpy_helper.to_array(facts.constants[name])) for name in read}
-    for path, wanted_codes in wanted.items():
-        if _digest(wanted_codes.view(torch.uint8).numpy()) not in digests:
+    digests = {_digest(index.onnx.numpy_helper.to_array(index.constants[name])) for name in codes_read}
+    for path, layer_codes in expected.items():
+        if _digest(layer_codes.view(torch.uint8).numpy()) not in digests:
             yield LintFault(rule="fp8 share", node="", message=f"no product reads the codes of layer {path!r}")
 
 
-def _codes_read(facts: _Facts, product: Any) -> Iterator[str]:
-    """Those of a product's operands that are decoded constants in FP8."""
+def _codes_read(index: _GraphIndex, product: Any) -> Iterator[str]:
+    """Yield the FP8 constants among a product's decoded operands."""
     for name in product.input:
-        source = facts.made_by.get(name)
+        source = index.made_by.get(name)
         while source is not None and source.op_type in PASSED_THROUGH:
-            source = facts.made_by.get(source.input[0])
-        if source is not None and source.op_type == DEQUANTIZE and source.input[0] in facts.constants:
+            source = index.made_by.get(source.input[0])
+        if source is not None and source.op_type == DEQUANTIZE and source.input[0] in index.constants:
             yield source.input[0]
 
 
 def _digest(codes: Any) -> tuple[tuple[int, ...], bytes]:
-    """Shape and bytes, without keeping the bytes."""
+    """Shape and SHA-256, so that the bytes need not be stored."""
     return codes.shape, sha256(codes.tobytes()).digest()
 
 
 def _without_weights(model: Any) -> Any:
-    """The model with its large constants as inputs: types are inferred without their bytes."""
+    """Copy of the model with large constants as inputs, for type inference without their bytes."""
     import onnx
 
     graph = model.graph

@@ -1,21 +1,21 @@
-"""The three operators that an exported graph casts with: what they compute, and the ONNX nodes they become.
+"""Custom operators for casts in an exported graph, and their translation to ONNX nodes.
 
 | operator               | computes (by octavo.numerics)             | ONNX nodes                                     |
 |------------------------|-------------------------------------------|------------------------------------------------|
 | ``graph_quantize``     | codes = RNE(fp32(x) · encode_scale)       | Cast, Mul, QuantizeLinear with scale 1         |
 | ``graph_dequantize``   | codes · scale, in the scale's dtype       | DequantizeLinear                               |
-| ``graph_encode_scale`` | the encode scale of x's largest           | Abs, ReduceMax, Cast, Max, Div, Clip, Where;   |
-|                        | magnitude; 1 of an all-zero group         | powers of two from a table of all of them      |
+| ``graph_encode_scale`` | the encode scale from x's amax; 1 for an  | Abs, ReduceMax, Cast, Max, Div, Clip, Where;   |
+|                        | all-zero group                            | powers of two by look-up in a table            |
 
-Why the product and QuantizeLinear with scale 1, rather than QuantizeLinear with the scale itself: QuantizeLinear
-divides, and octavo multiplies by the reciprocal. The two differ in the last bit of FP32, which one bfloat16 tensor in
-fifty shows in its codes, since its elements often lie on a tie. A 16-bit QuantizeLinear would also round the quotient
-twice. Written this way the codes are octavo's in every engine, and a scale that is computed in the graph stays out of
-QuantizeLinear, whose scale TensorRT wants as a constant.
+QuantizeLinear has scale 1 after a multiplication because QuantizeLinear divides, while octavo multiplies by the
+reciprocal. The results differ in the last bit of FP32, which changes codes of one bfloat16 tensor in fifty, whose
+elements often lie on a tie. A 16-bit QuantizeLinear would also round the quotient twice. In this form the codes are
+octavo's in every engine, and a computed scale is not an input of QuantizeLinear, for which TensorRT requires a
+constant.
 
-Division is FP32: both operands are FP32 numbers, so FP64's quotient rounded again is the same number.
+Division is in FP32: for FP32 operands a quotient in FP64, rounded to FP32, is identical.
 
-The operators are opaque to ``torch.export`` and are mapped one by one (``custom_translation_table``). A plain
+The operators are opaque to ``torch.export`` and translated individually (``custom_translation_table``). A plain
 ``Tensor.to(torch.float8_e4m3fn)`` would become a Cast, which TensorRT refuses and optimisers fold back to FP32.
 """
 
@@ -33,35 +33,35 @@ __all__ = ["encode_scale", "from_codes", "in_dtype", "to_codes", "translations"]
 
 _LIBRARY = "octavo"
 _SMALLEST, _LARGEST = (getattr(torch.finfo(torch.float32), name) for name in ("tiny", "max"))
-_SUBNORMAL = _SMALLEST * torch.finfo(torch.float32).eps  # the smallest amax but 0
+_SUBNORMAL = _SMALLEST * torch.finfo(torch.float32).eps  # smallest nonzero amax
 
 
 def to_codes(x: Tensor, encode_scale: Tensor) -> Tensor:
-    """E4M3 codes of ``x``, times ``encode_scale`` in FP32; saturates."""
+    """Cast ``x`` times ``encode_scale``, in FP32, to E4M3 codes; saturates."""
     codes: Tensor = torch.ops.octavo.graph_quantize(x, encode_scale)
     return codes
 
 
 def from_codes(codes: Tensor, scale: Tensor, *, axis: int = 0) -> Tensor:
-    """``codes · scale`` in the scale's dtype.
+    """Decode codes: ``codes · scale`` in the scale's dtype.
 
     Args:
         codes: E4M3.
         scale: [], or [size of ``axis``].
-        axis: which dimension a vector of scales belongs to.
+        axis: dimension of a vector of scales.
     """
     decoded: Tensor = torch.ops.octavo.graph_dequantize(codes, scale, axis)
     return decoded
 
 
 def encode_scale(x: Tensor, *, per_row: bool, power_of_two: bool, amax_floor: float, margin: int) -> Tensor:
-    """What brings ``x``'s largest magnitude to E4M3's maximum, FP32 of shape [1, …] or [..., 1]; 1 where all is 0."""
+    """Encode scale that maps the amax of ``x`` to E4M3's maximum, FP32 [1, …] or [..., 1]; 1 if the amax is 0."""
     made: Tensor = torch.ops.octavo.graph_encode_scale(x, per_row, power_of_two, amax_floor, margin)
     return made
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)`` where that changes something: ``torch.export`` would record and decompose the others too."""
+    """Cast to ``dtype`` only if needed: ``torch.export`` would also record a cast without effect."""
     return x if x.dtype is dtype else x.to(dtype)
 
 
@@ -78,8 +78,8 @@ def _encode_scale(x: Tensor, per_row: bool, power_of_two: bool, amax_floor: floa
     rounding = ScaleRounding.RCEIL if power_of_two else ScaleRounding.FP32
     granularity: Granularity = PerRow() if per_row else PerTensor()
     amax = measure(x, granularity).amax
-    made = encode_scale_from_amax(amax, E4M3, rounding=rounding, amax_floor=amax_floor, margin=margin)
-    return torch.where(amax == 0, 1.0, made).reshape(_scale_shape(x, per_row=per_row))
+    scale = encode_scale_from_amax(amax, E4M3, rounding=rounding, amax_floor=amax_floor, margin=margin)
+    return torch.where(amax == 0, 1.0, scale).reshape(_scale_shape(x, per_row=per_row))
 
 
 def _scale_shape(x: Tensor, *, per_row: bool) -> list[int]:
@@ -113,7 +113,7 @@ _define(
 
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Each operator's ONNX form, for ``torch.onnx.export(custom_translation_table=…)``."""
+    """ONNX translation of each operator, for ``torch.onnx.export(custom_translation_table=…)``."""
     import onnx
     import onnxscript
 
@@ -135,12 +135,12 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         last = [op.Constant(value_ints=[-1])] if per_row else []
         amax = op.Cast(op.ReduceMax(op.Abs(x), *last, keepdims=1), to=fp32)
         quotient = op.Div(constant(E4M3.max * 2.0**-margin), op.Max(amax, constant(max(amax_floor, _SUBNORMAL))))
-        made = op.Clip(quotient, constant(_SMALLEST), constant(_LARGEST))
+        result = op.Clip(quotient, constant(_SMALLEST), constant(_LARGEST))
         if power_of_two:
             powers = constant(*_powers_of_two(), shape=(len(_powers_of_two()),))
-            reached = op.Where(op.LessOrEqual(powers, made), powers, constant(0.0))
-            made = op.ReduceMax(reached, op.Constant(value_ints=[-1]), keepdims=1)
-        return op.Where(op.Equal(amax, constant(0.0)), constant(1.0), made)
+            reached = op.Where(op.LessOrEqual(powers, result), powers, constant(0.0))
+            result = op.ReduceMax(reached, op.Constant(value_ints=[-1]), keepdims=1)
+        return op.Where(op.Equal(amax, constant(0.0)), constant(1.0), result)
 
     ops = torch.ops.octavo
     return {
@@ -151,9 +151,9 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _powers_of_two() -> tuple[float, ...]:
-    """Every normal power of two that FP32 has, ascending: rounding down is a comparison, exact in every engine."""
-    found, power = [], _SMALLEST
+    """All normal powers of two in FP32, ascending: rounding down by comparison is exact in every engine."""
+    powers, power = [], _SMALLEST
     while power <= _LARGEST:
-        found.append(power)
+        powers.append(power)
         power *= 2
-    return tuple(found)
+    return tuple(powers)

@@ -1,4 +1,4 @@
-"""What an export has made: which layers are FP8 and why others are not, its size, what the checks found."""
+"""Report of an export: FP8 layers, reasons for the others, sizes and results of the checks."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,23 +14,22 @@ __all__ = ["OnnxReport"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxReport:
-    """An exported graph.
+    """Exported graph.
 
     Attributes:
-        folder: that it lies in.
+        folder: folder of the graph.
         opset: of its operators.
         dtype: of its tensors, "fp32", "fp16" or "bf16".
-        layers: what became of each linear layer.
-        bytes: of its constants.
-        file_bytes: of the files with the graph and its weights.
-        compared_in: the dtype that bounds the next two: of the graph's and those that the model computes in, the one
-            with the fewest digits.
-        layer_error: ‖difference‖ / ‖model's‖ in torch of the worst layer, each given the same input.
-        lockstep_error: the same of what reaches a layer, or of the result, with the model's results of all layers.
-        model_error: the same of the whole model, where codes beside a tie may differ.
-        engines: what ran the file.
-        build: what TensorRT-RTX made of it; None where that was not asked for.
-        files: names of all the files, in the order they were written.
+        layers: a note for each linear layer.
+        bytes: sizes of its constants.
+        file_bytes: size of the files with the graph and its weights.
+        compared_in: dtype that sets the tolerance of the next two: the least precise of the graph and the model.
+        layer_error: ‖difference‖ / ‖model's‖ in torch of the worst layer, with equal inputs.
+        lockstep_error: the same for the input of a layer, or the result, with the model's outputs of all layers.
+        model_error: the same for the whole model, in which codes near a tie may differ.
+        engines: checks of the file in other engines.
+        build: build with TensorRT-RTX; None if not requested.
+        files: names of all files, in the order written.
     """
 
     folder: Path
@@ -49,11 +48,11 @@ class OnnxReport:
 
     @property
     def fp8_layers(self) -> int:
-        """How many linear layers multiply codes by codes."""
+        """Number of linear layers with FP8 input and weight."""
         return sum(note.is_fp8 for note in self.layers)
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """JSON-compatible record."""
         return {
             **asdict(self),
             "folder": self.folder.name,
@@ -62,10 +61,10 @@ class OnnxReport:
         }
 
     def __str__(self) -> str:
-        how = f"{self.fp8_layers} of {len(self.layers)} linear layers in FP8; opset {self.opset}, {self.dtype}"
-        lines = [f"{how}; {self.file_bytes / 1e6:.1f} MB, {self.bytes.fp8_share:.0%} of the constants' bytes FP8"]
-        kept = [note for note in self.layers if not note.is_fp8]
-        lines += [f"  {note.path}: input {note.input}, weight {note.weight}: {note.reason}" for note in kept]
+        summary = f"{self.fp8_layers} of {len(self.layers)} linear layers in FP8; opset {self.opset}, {self.dtype}"
+        lines = [f"{summary}; {self.file_bytes / 1e6:.1f} MB, {self.bytes.fp8_share:.0%} of the constants' bytes FP8"]
+        other_notes = [note for note in self.layers if not note.is_fp8]
+        lines += [f"  {note.path}: input {note.input}, weight {note.weight}: {note.reason}" for note in other_notes]
         lines.append(
             f"in torch: layers within {self.layer_error:.1e} of the model's, what is between them "
             f"{self.lockstep_error:.1e} (by {self.compared_in}'s bar), results {self.model_error:.1e}"

@@ -1,4 +1,4 @@
-"""What a written graph takes and gives, as whoever serves it has to say."""
+"""Inputs and outputs of an exported graph, for model servers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ __all__ = ["GraphTensor", "graph_tensors"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphTensor:
-    """An input or output of a graph.
+    """Input or output of a graph.
 
     Attributes:
-        name: as the graph has it.
-        datatype: KServe's and Triton's word: "INT64", "FP32", "FP16" or "BF16".
-        dims: without the batch, which is the first; -1 varies.
+        name: in the graph.
+        datatype: in KServe's and Triton's notation: "INT64", "FP32", "FP16" or "BF16".
+        dims: sizes without the batch dimension, which is the first; -1 for a dynamic one.
     """
 
     name: str
@@ -24,7 +24,7 @@ class GraphTensor:
 
 
 def graph_tensors(path: Path) -> tuple[list[GraphTensor], list[GraphTensor]]:
-    """The inputs and the outputs of an exported graph."""
+    """Read the inputs and the outputs of an exported graph."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False).graph
@@ -34,15 +34,15 @@ def graph_tensors(path: Path) -> tuple[list[GraphTensor], list[GraphTensor]]:
 def _tensors(values: Iterable[Any]) -> list[GraphTensor]:
     from onnx import TensorProto
 
-    words = {
+    datatypes = {
         TensorProto.INT64: "INT64",
         TensorProto.FLOAT: "FP32",
         TensorProto.FLOAT16: "FP16",
         TensorProto.BFLOAT16: "BF16",
     }
-    found = []
+    tensors = []
     for value in values:
-        own = value.type.tensor_type
-        sizes = tuple(size.dim_value if size.HasField("dim_value") else -1 for size in own.shape.dim)
-        found.append(GraphTensor(name=value.name, datatype=words[own.elem_type], dims=sizes[1:]))
-    return found
+        tensor_type = value.type.tensor_type
+        sizes = tuple(size.dim_value if size.HasField("dim_value") else -1 for size in tensor_type.shape.dim)
+        tensors.append(GraphTensor(name=value.name, datatype=datatypes[tensor_type.elem_type], dims=sizes[1:]))
+    return tensors

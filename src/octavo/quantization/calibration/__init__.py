@@ -1,4 +1,4 @@
-"""Static scales from data: observing.py watches, magnitudes.py counts, ranges.py chooses, health.py judges."""
+"""Static scales from data: observed inputs, magnitude histograms, range selection and health checks."""
 
 from octavo.quantization.calibration.calibrate import LayerCoverage, calibrate, coverage
 from octavo.quantization.calibration.compensation import compensate_rounding

@@ -1,9 +1,8 @@
-"""``octavo.calibrate``: run a model on data of the kind that it will serve, and give its layers static scales.
+"""Static scales from representative data (``octavo.calibrate``).
 
-One pass over the batches serves every method: what is kept of an input are its amax and a histogram
-(``octavo.quantization.calibration.magnitudes``), and no activation outlives its layer's call. Amaxes and counts are
-exact, so neither the order nor the size of the batches changes a scale. Padding counts like anything else: leave it
-out.
+All methods need one pass over the batches: only the amax and a histogram of each input are stored
+(``octavo.quantization.calibration.magnitudes``), no activations. Both are exact, so the scales depend on neither the
+order nor the size of the batches. Padding is counted like other tokens: leave it out.
 """
 
 import math
@@ -24,7 +23,7 @@ from octavo.observers import INPUT, ROLES
 from octavo.quantization.calibration.health import LayerHealth, health_of
 from octavo.quantization.calibration.magnitudes import MagnitudeCounts
 from octavo.quantization.calibration.observing import Batch, Observation, module_of, observe
-from octavo.quantization.calibration.ranges import PERCENTILE, Method, RangeRule, chosen_scale
+from octavo.quantization.calibration.ranges import PERCENTILE, Method, RangeRule, scale_from_magnitudes
 from octavo.quantization.calibration.result import (
     NEVER_REACHED,
     Calibration,
@@ -61,31 +60,31 @@ def calibrate(
     split: str = "",
     on_batch: OnBatch = lambda _done, _total: None,
 ) -> Calibration:
-    """Find static scales for the layers that ``octavo.convert`` would convert; the model stays as it is.
+    """Compute static scales for the layers that ``octavo.convert`` would convert; the model is not changed.
 
     Args:
         model: any module, in high precision, or an ``octavo.language_model.LanguageModel``.
-        batches: what the module is called with: a tensor, a tuple of arguments or a dictionary of keywords each; token
-            ids [B, T] for a language model. Where it has no length, ``moved`` of the health is unknown.
-        method: how inputs' ranges are chosen: "max", "percentile", "mse" or "entropy"
+        batches: arguments of the module's calls: a tensor, a tuple of arguments or a dictionary of keywords each; token
+            ids [B, T] for a language model. ``moved`` of the health is None if ``batches`` has no length.
+        method: range selection for inputs: "max", "percentile", "mse" or "entropy"
             (``octavo.quantization.calibration.ranges``).
         percentile: of "percentile".
         granularity: of the weights' scales: "tensor", "row" or "128x128".
         weight_method: "max" or "mse".
         power_of_two: round every scale up to a power of two.
-        kv_cache: give keys and values scales too, one each a decoder layer, by their amax, and keys a mean, which
-            generation's cache leaves out; of a language model only.
+        kv_cache: also compute a scale for the keys and one for the values of each decoder layer, from their amax, and
+            the mean key, which the KV cache subtracts; language models only.
         skip: shell patterns of paths to leave out, as in ``octavo.convert``.
-        convert_head: take the language-model head too.
-        source: what to call the data in the result: of text, where ``octavo.training.text`` finds it.
-        split: of that source.
+        convert_head: include the language-model head.
+        source: name of the data in the result: for text, a source of ``octavo.training.text``.
+        split: split of that source.
         on_batch: called after each batch with (done, total or None).
 
     Raises:
         ConfigError: an unknown method or granularity, a pattern that matches nothing, no layer to calibrate, or
-            ``weight_method="mse"`` of a weight that something else reads too.
-        DataError: no batch, or one in which a layer is given NaN or ±Inf.
-        TypeError: a batch of another kind.
+            ``weight_method="mse"`` for a weight that another module also reads.
+        DataError: no batch, or a batch in which a layer's input contains NaN or ±Inf.
+        TypeError: a batch of another type.
 
     Example:
         >>> import octavo
@@ -97,50 +96,50 @@ def calibrate(
     """
     check_choices(method=method, percentile=percentile, granularity=granularity, weight_method=weight_method)
     rule = RangeRule(method=Method(method), percentile=percentile, power_of_two=power_of_two)
-    how = WeightMethod(weight_method)
+    weight_rule = WeightMethod(weight_method)
     recipe = recipes.get("static", weight_granularity=granularity, power_of_two=power_of_two)
     module = module_of(model)
     layers, left_out = choose_layers(module, skip=skip, convert_head=convert_head)
     if not layers:
         raise ConfigError("this model has no linear layer to calibrate: octavo.convert would convert none of it")
     check_holds_no_codes(module, layers)
-    if how is not WeightMethod.MAX:
+    if weight_rule is not WeightMethod.MAX:
         check_can_hold(module, layers)
     fmt = _input_cast(recipe).format
 
-    def note_early_scales(seen: Observation) -> None:
-        for group in _alike(seen):
-            early = float(chosen_scale(seen.inputs[group[0]].counts.magnitudes(), rule, fmt))
+    def note_early_scales(stats: Observation) -> None:
+        for group in _input_groups(stats):
+            early = float(scale_from_magnitudes(stats.inputs[group[0]].counts.magnitudes(), rule, fmt))
             for path in group:
-                seen.inputs[path].early_scale = early
+                stats.inputs[path].early_scale = early
 
-    seen = observe(
+    stats = observe(
         model, batches, layers, kv_cache=kv_cache, before_the_last_quarter=note_early_scales, on_batch=on_batch
     )
-    reached = {path: layer for path, layer in layers.items() if path in seen.inputs}
-    weights = weights_of(reached, recipe, how)
-    scales, health = _scales_and_health(seen, rule, fmt, reached, weights)
+    reached = {path: layer for path, layer in layers.items() if path in stats.inputs}
+    weights = weights_of(reached, recipe, weight_rule)
+    scales, health = _scales_and_health(stats, rule, fmt, reached, weights)
     return Calibration(
         recipe=recipe,
         rule=rule,
-        weight_method=how,
+        weight_method=weight_rule,
         input_scales={path: scales[path] for path in reached},
         weight_scales={path: q.scale for path, (q, _) in weights.items()},
-        kv_scales=_kv_scales(seen, rule, fmt),
-        key_means={layer: each.key_mean for layer, each in sorted(seen.keys_and_values.items())},
+        kv_scales=_kv_scales(stats, rule, fmt),
+        key_means={layer: each.key_mean for layer, each in sorted(stats.keys_and_values.items())},
         health=tuple(health[path] for path in reached),
-        groups=tuple(tuple(path for path in reached if path in group) for group in seen.groups()),
+        groups=tuple(tuple(path for path in reached if path in group) for group in stats.groups()),
         left_out=left_out | {path: NEVER_REACHED for path in layers if path not in reached},
         shapes=linear_shapes(module),
         model_hash=shape_hash(module),
         weights_hash=weights_hash(module),
-        seen=SeenData(batches=seen.batches, samples=seen.samples, tokens=seen.tokens, source=source, split=split),
+        seen=SeenData(batches=stats.batches, samples=stats.samples, tokens=stats.tokens, source=source, split=split),
         octavo_version=own_version(),
     )
 
 
 def check_choices(*, method: str, percentile: float, granularity: str, weight_method: str) -> None:
-    """Refuse what :func:`calibrate` would, before a model is read.
+    """Validate the options of :func:`calibrate` before a model is loaded.
 
     Raises:
         ConfigError: an unknown method or granularity, or a percentile out of range.
@@ -153,17 +152,17 @@ def check_choices(*, method: str, percentile: float, granularity: str, weight_me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCoverage:
-    """How far other data go beyond what a layer was calibrated for.
+    """Fit of a layer's calibrated scale to other data.
 
     Attributes:
-        path: the layer's.
-        amax: the largest magnitude in the other data.
-        ratio: that over the largest that the scale provides for; above 1, values are clipped.
-        saturation_fraction: share of the elements that are.
-        calibrated_fraction: the same share of the data that were calibrated on: what the method meant to clip.
-        sqnr_db: signal to quantisation noise of the other data; None without noise. A few huge elements are a small
-            share and all of it.
-        calibrated_sqnr_db: the same of the data that were calibrated on.
+        path: path of the layer.
+        amax: largest magnitude in the other data.
+        ratio: ``amax`` over the largest magnitude that the scale represents; above 1, values are clipped.
+        saturation_fraction: share of the elements that are clipped.
+        calibrated_fraction: the same share of the calibration data, which the method clipped deliberately.
+        sqnr_db: signal-to-quantisation-noise ratio of the other data; None without noise. A few huge elements can be a
+            small share of the elements and most of the noise.
+        calibrated_sqnr_db: the same for the calibration data.
     """
 
     path: str
@@ -176,7 +175,7 @@ class LayerCoverage:
 
     @property
     def goes_beyond(self) -> bool:
-        """Whether clipping takes more than a healthy scale allows and than was meant, of elements or of the signal."""
+        """True if clipping, of elements or of the signal, exceeds both the health limits and the calibration's own."""
         now, then = (math.inf if each is None else each for each in (self.sqnr_db, self.calibrated_sqnr_db))
         drowned = self.ratio > 1 and now < HEALTHY_DB <= then
         return drowned or self.saturation_fraction > max(SATURATION, 2 * self.calibrated_fraction)
@@ -189,76 +188,76 @@ def coverage(
     *,
     on_batch: OnBatch = lambda _done, _total: None,
 ) -> tuple[LayerCoverage, ...]:
-    """What saturates when other data are run with these scales, the worst layer first.
+    """Measure the saturation of other data under these scales, the worst layer first.
 
     Args:
-        model: that was calibrated, in high precision.
+        model: the calibrated model, in high precision.
         calibration: its scales.
-        batches: the other data, such as those it is evaluated on.
+        batches: the other data, such as evaluation data.
         on_batch: called after each batch with (done, total or None).
 
     Raises:
-        CheckpointError: the calibration is of another model.
-        DataError: no batch, or one in which a layer is given NaN or ±Inf.
+        CheckpointError: the calibration belongs to another model.
+        DataError: no batch, or a batch in which a layer's input contains NaN or ±Inf.
     """
     module = module_of(model)
     calibration.check_fit(module)
     layers = {path: module.get_submodule(path) for path in calibration.input_scales}
-    seen = observe(model, batches, layers, on_batch=on_batch)
+    observation = observe(model, batches, layers, on_batch=on_batch)
     fmt = _input_cast(calibration.recipe).format
-    meant = {each.path: each for each in calibration.health}
-    found = []
-    for path, own in seen.inputs.items():
-        scale, magnitudes = calibration.input_scales[path], own.counts.magnitudes()
+    calibrated = {each.path: each for each in calibration.health}
+    layers_coverage = []
+    for path, statistics in observation.inputs.items():
+        scale, magnitudes = calibration.input_scales[path], statistics.counts.magnitudes()
         health = health_of(path, magnitudes, scale, fmt)
-        found.append(
+        layers_coverage.append(
             LayerCoverage(
                 path=path,
                 amax=health.amax,
                 ratio=health.amax / (float(scale) * fmt.max),
                 saturation_fraction=health.clipped_fraction or 0.0,
-                calibrated_fraction=meant[path].clipped_fraction or 0.0,
+                calibrated_fraction=calibrated[path].clipped_fraction or 0.0,
                 sqnr_db=health.sqnr_db,
-                calibrated_sqnr_db=meant[path].sqnr_db,
+                calibrated_sqnr_db=calibrated[path].sqnr_db,
             )
         )
-    return tuple(sorted(found, key=lambda each: (each.saturation_fraction, each.ratio), reverse=True))
+    return tuple(sorted(layers_coverage, key=lambda each: (each.saturation_fraction, each.ratio), reverse=True))
 
 
 def weights_of(
     layers: dict[str, nn.Linear], recipe: Recipe, method: WeightMethod
 ) -> dict[str, tuple[QuantizedTensor, float | None]]:
-    """Each layer's weight in FP8, and its SQNR in dB; None without noise.
+    """Quantise each layer's weight; returns it with its SQNR in dB, None without noise.
 
     Raises:
-        ConfigError: a weight that holds NaN or ±Inf, by name.
+        ConfigError: a weight contains NaN or ±Inf; the message names the layer.
     """
     spec = recipe.output.b
     assert spec is not None
-    found = {}
+    quantized = {}
     for path, layer in layers.items():
         try:
             q = quantized_weight(layer.weight, spec, method)
         except ConfigError as error:
-            raise ConfigError(f"layer {path!r} cannot be calibrated: {error}; mend the model first") from error
+            raise ConfigError(f"layer {path!r} cannot be calibrated: {error}; correct the weight first") from error
         decibels = sqnr_db(layer.weight.detach().float(), q.dequantize())
-        found[path] = q, decibels if math.isfinite(decibels) else None
-    return found
+        quantized[path] = q, decibels if math.isfinite(decibels) else None
+    return quantized
 
 
 def _scales_and_health(
-    seen: Observation,
+    observation: Observation,
     rule: RangeRule,
     fmt: Format,
     layers: dict[str, nn.Linear],
     weights: dict[str, tuple[QuantizedTensor, float | None]],
 ) -> tuple[dict[str, Tensor], dict[str, LayerHealth]]:
-    """Of each layer's input, computed once for layers that are given the same."""
+    """Scale and health of each layer's input, computed once for layers that share their inputs."""
     scales, health = dict[str, Tensor](), dict[str, LayerHealth]()
-    for group in _alike(seen):
-        first = seen.inputs[group[0]]
+    for group in _input_groups(observation):
+        first = observation.inputs[group[0]]
         magnitudes = first.counts.magnitudes()
-        scale = chosen_scale(magnitudes, rule, fmt)
+        scale = scale_from_magnitudes(magnitudes, rule, fmt)
         for path in group:
             scales[path] = scale.clone()
             health[path] = health_of(
@@ -268,21 +267,21 @@ def _scales_and_health(
     return scales, health
 
 
-def _alike(seen: Observation) -> list[tuple[str, ...]]:
-    """All layers, those that were given the same tensors together."""
-    groups = seen.groups()
+def _input_groups(observation: Observation) -> list[tuple[str, ...]]:
+    """Group layers by identical inputs; every other layer is a group of one."""
+    groups = observation.groups()
     grouped = {path for group in groups for path in group}
-    return [*groups, *((path,) for path in seen.inputs if path not in grouped)]
+    return [*groups, *((path,) for path in observation.inputs if path not in grouped)]
 
 
-def _kv_scales(seen: Observation, rule: RangeRule, fmt: Format) -> dict[int, tuple[Tensor, Tensor]]:
-    """Of keys and values: always by their amax, since no position's may saturate."""
+def _kv_scales(observation: Observation, rule: RangeRule, fmt: Format) -> dict[int, tuple[Tensor, Tensor]]:
+    """Scales of keys and values, always from their amax: no position may saturate."""
     largest = RangeRule(power_of_two=rule.power_of_two)
 
     def scale_of(counts: MagnitudeCounts) -> Tensor:
-        return chosen_scale(counts.magnitudes(), largest, fmt)
+        return scale_from_magnitudes(counts.magnitudes(), largest, fmt)
 
-    return {i: (scale_of(each.keys), scale_of(each.values)) for i, each in sorted(seen.keys_and_values.items())}
+    return {i: (scale_of(each.keys), scale_of(each.values)) for i, each in sorted(observation.keys_and_values.items())}
 
 
 def _input_cast(recipe: Recipe) -> CastSpec:

@@ -1,23 +1,23 @@
-"""Rounding weights by data: what one weight's rounding breaks, the weights after it make good.
+"""Weight rounding with error compensation (GPTQ): later columns absorb the rounding error of earlier ones.
 
-Rounding every weight to the nearest code is best if nothing is known of the inputs. Of some text a layer's inputs x are
-known, and with them how much an error D of its weight changes the output:
+Rounding every weight to the nearest code is best if nothing is known about the inputs. Sample inputs x of a layer
+determine how much an error D of its weight changes the output:
 
     Σ |D x|² = trace(D M Dᵀ)          M = Σ x xᵀ, [K, K]
 
-The columns of W are rounded one after the other. Once column j has its codes, the columns that are still free move to
-where they make up for its error best:
+The columns of W are rounded one after the other. After column j is rounded, the remaining columns are adjusted to
+compensate its error:
 
     W_free ← W_free − (w_j − q_j) · U[j, free] / U[j, j]          U upper triangular, UᵀU = M⁻¹
 
 which is the least-squares solution for all columns rounded so far (Frantar et al., GPTQ, arXiv 2210.17323, equations 2
-and 3 and section 3.3). A language model's inputs are alike: a fraction of the output's error is left (docs/qat.md).
+and 3 and section 3.3). A language model's inputs are strongly correlated: a fraction of the output error is left
+(docs/qat.md).
 
-Afterwards the weight's cast finds the values that were chosen: all of them lie on the grid, and the largest of each
-scaling group stays as it is, so that the scale does too. Nothing else has to be stored, and whatever trains or converts
-the layer next starts there.
+The weight's cast reproduces the chosen values: all of them lie on the FP8 grid, and the largest element of each scaling
+group is not moved, so the scale does not change. Nothing else has to be stored.
 
-The M of all layers are held at once, in FP32: K² · 4 bytes a layer, 0.5 GB for a decoder of 135 M parameters.
+All M are in memory at once, in FP32: K² · 4 bytes a layer, 0.5 GB for a decoder of 135 M parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -41,8 +41,8 @@ from octavo.recipes import CastSpec, Scaling
 
 __all__ = ["compensate_rounding", "rounded_by_data"]
 
-DAMPING = 0.01  # of M's mean diagonal, added to it: directions that the data hardly show are not trusted
-BLOCK = 64  # columns whose errors reach the columns after them in one product
+DAMPING = 0.01  # of M's mean diagonal, added to M: regularises directions that the data hardly cover
+BLOCK = 64  # columns whose errors are propagated to later blocks in one GEMM
 OnBatch = Callable[[int, int | None], None]
 
 
@@ -53,23 +53,22 @@ def compensate_rounding(
     *,
     on_batch: OnBatch = lambda _done, _total: None,
 ) -> dict[str, float]:
-    """Put the weights of a converted or prepared model where their FP8 codes disturb the outputs least, in place.
+    """Adjust the weights of a converted or prepared model in place, to minimise the output error of their FP8 codes.
 
-    The batches are run in high precision. A layer that they do not reach stays as it is, and so does one whose weight
-    something else reads too, such as a head's that is the embedding: that would be given what is best for the layer.
+    The batches are run in high precision. Layers without input are not changed, nor are layers that share their weight
+    with another module, such as a head tied to the embedding.
 
     Args:
-        model: whose layers ``octavo.convert`` or ``octavo.prepare_qat`` has given recipes that cast weights.
+        model: converted by ``octavo.convert`` or ``octavo.prepare_qat`` to recipes that cast weights.
         batches: as in :func:`octavo.calibrate`; a few thousand tokens of the kind that the model will serve.
         on_batch: called after each batch with (done, total or None).
 
     Returns:
-        For the path of each layer that may move, what is left of the squared error that rounding to the nearest makes
-        in its output on these batches.
+        For each adjusted layer's path, its squared output error on these batches relative to rounding to nearest.
 
     Raises:
-        ConfigError: no layer of the model casts a weight of its own, in high precision; NaN or ±Inf in one.
-        DataError: no batch, or one in which a layer is given NaN or ±Inf, or squares of its inputs overflow.
+        ConfigError: no layer casts an unshared high-precision weight, or a weight contains NaN or ±Inf.
+        DataError: no batch, or a batch in which a layer's input contains NaN or ±Inf, or its squares overflow.
 
     Example:
         >>> import octavo
@@ -80,71 +79,72 @@ def compensate_rounding(
         >>> left["0"] < 0.8
         True
     """
-    others_read = read_by_others(module_of(model))
+    shared_weights = read_by_others(module_of(model))
     layers = {
         path: layer
         for path, layer in module_of(model).named_modules()
         if isinstance(layer, Linear) and layer.recipe.output.b is not None and layer.held is None
-        if path not in others_read
+        if path not in shared_weights
     }
     if not layers:
         raise ConfigError(
-            "no layer of this model casts its weight, or nothing but those whose weight others use; call "
-            "octavo.convert or octavo.prepare_qat first"
+            "no layer of this model casts an unshared weight; call octavo.convert or octavo.prepare_qat first"
         )
     for path, layer in layers.items():
         if not layer.weight.isfinite().all():
-            raise ConfigError(f"the weight of layer {path!r} holds NaN or infinity; mend the model")
+            raise ConfigError(f"the weight of layer {path!r} contains NaN or infinity; correct the model")
     moments = _second_moments(model, batches, layers, on_batch)
     with torch.autocast(next(iter(layers.values())).weight.device.type, enabled=False):
-        return {path: _moved(layers[path], moment) for path, moment in moments.items()}
+        return {path: _compensate(layers[path], moment) for path, moment in moments.items()}
 
 
-def _moved(layer: Linear, moment: Tensor) -> float:
-    """Move a layer's weight, if that is better than not to; what is left of its output's squared error."""
+def _compensate(layer: Linear, moment: Tensor) -> float:
+    """Compensate a layer's weight if that helps; returns its squared output error relative to rounding to nearest."""
     spec, weight = layer.recipe.output.b, layer.weight.detach().float()
     assert spec is not None
-    moved, rounded = rounded_by_data(weight, spec, moment)
-    nearest = _output_error(_quantized(weight, spec).dequantize() - weight, moment)
-    left = _output_error(rounded - weight, moment)
-    if not left < nearest:
+    compensated, rounded = rounded_by_data(weight, spec, moment)
+    nearest_error = _output_error(_quantized(weight, spec).dequantize() - weight, moment)
+    error = _output_error(rounded - weight, moment)
+    if not error < nearest_error:
         return 1.0
-    layer.weight.copy_(moved)
-    return left / nearest
+    layer.weight.copy_(compensated)
+    return error / nearest_error
 
 
 def rounded_by_data(weight: Tensor, spec: CastSpec, moment: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight moved so that its cast disturbs the output least, and what that cast decodes to.
+    """Adjust a weight to minimise the output error of its cast; also returns the decoded cast.
 
     Args:
         weight: float32 [N, K], finite.
-        spec: how the weight is cast.
+        spec: the weight's cast.
         moment: Σ x xᵀ of the inputs, float32 [K, K].
 
     Returns:
-        Float32 [N, K] both. They differ only in the largest elements of each scaling group, which have not moved.
+        Both float32 [N, K]; they differ only in the largest elements of each scaling group, which are not adjusted.
     """
-    order = moment.diagonal().argsort(descending=True)  # what matters most is rounded while most is free
+    order = moment.diagonal().argsort(
+        descending=True
+    )  # round the columns of largest energy first, while most others can still compensate
     feedback = _feedback(moment[order][:, order])
-    known = _quantized(weight, spec)
-    scales = known.granularity.expand(known.fp32_scale, weight.shape).expand(weight.shape)
-    largest = known.granularity.expand(known.granularity.reduce_max(weight.abs()), weight.shape)
-    stays = weight.abs() == largest
-    columns = (weight.t()[order].contiguous(), scales.t()[order].contiguous(), stays.t()[order].contiguous())
-    chosen = torch.empty_like(weight)
-    chosen[:, order] = _rounded_columns(*columns, feedback, spec).t()
-    return torch.where(stays, weight, chosen), chosen
+    nearest = _quantized(weight, spec)
+    scales = nearest.granularity.expand(nearest.fp32_scale, weight.shape).expand(weight.shape)
+    largest = nearest.granularity.expand(nearest.granularity.reduce_max(weight.abs()), weight.shape)
+    is_largest = weight.abs() == largest
+    columns = (weight.t()[order].contiguous(), scales.t()[order].contiguous(), is_largest.t()[order].contiguous())
+    rounded = torch.empty_like(weight)
+    rounded[:, order] = _rounded_columns(*columns, feedback, spec).t()
+    return torch.where(is_largest, weight, rounded), rounded
 
 
-def _rounded_columns(free: Tensor, scales: Tensor, stays: Tensor, feedback: Tensor, spec: CastSpec) -> Tensor:
-    """The weight's columns, each a row here [K, N], rounded in turn; those to come make good what is lost."""
+def _rounded_columns(free: Tensor, scales: Tensor, is_largest: Tensor, feedback: Tensor, spec: CastSpec) -> Tensor:
+    """Round the weight's columns (rows of ``free`` [K, N]) in turn, adjusting the later ones."""
     original, rounded = free.clone(), torch.empty_like(free)
     for start in range(0, len(free), BLOCK):
         block = slice(start, min(start + BLOCK, len(free)))
         errors = torch.empty_like(free[block])
         for j in range(block.start, block.stop):
-            wanted = torch.where(stays[j], original[j], free[j])
-            codes = quantize(wanted[:, None], spec.format, granularity=PerRow(), scale=scales[j, :, None])
+            target = torch.where(is_largest[j], original[j], free[j])
+            codes = quantize(target[:, None], spec.format, granularity=PerRow(), scale=scales[j, :, None])
             rounded[j] = codes.dequantize()[:, 0]
             errors[j - start] = (free[j] - rounded[j]) / feedback[j, j]
             free[j + 1 : block.stop].addr_(feedback[j, j + 1 : block.stop], errors[j - start], alpha=-1)
@@ -153,7 +153,7 @@ def _rounded_columns(free: Tensor, scales: Tensor, stays: Tensor, feedback: Tens
 
 
 def _feedback(moment: Tensor) -> Tensor:
-    """U, upper triangular, of the damped M: UᵀU = M⁻¹."""
+    """Upper triangular U of the damped M: UᵀU = M⁻¹."""
     damped = moment.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
@@ -162,34 +162,34 @@ def _feedback(moment: Tensor) -> Tensor:
 
 
 def _quantized(weight: Tensor, spec: CastSpec) -> QuantizedTensor:
-    """The weight's own cast."""
-    made = cast_operand(weight, replace(spec, scaling=Scaling.DYNAMIC))
-    assert isinstance(made, QuantizedTensor)
-    return made
+    """Cast the weight with a dynamic scale."""
+    quantized = cast_operand(weight, replace(spec, scaling=Scaling.DYNAMIC))
+    assert isinstance(quantized, QuantizedTensor)
+    return quantized
 
 
 def _output_error(error: Tensor, moment: Tensor) -> float:
-    """Σ |D x|² of an error D [N, K] of the weight."""
+    """Output error Σ |D x|² of a weight error D [N, K]."""
     return ((error @ moment) * error).sum(dtype=torch.float64).item()
 
 
 def _second_moments(
     model: nn.Module | LanguageModel, batches: Iterable[Batch], layers: Mapping[str, Linear], on_batch: OnBatch
 ) -> dict[str, Tensor]:
-    """Σ x xᵀ of what each layer is given, float32 [K, K]; layers that are not reached are missing."""
-    found: dict[str, Tensor] = {}
-    last: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}  # queries, keys and values share an input and its moment
+    """Σ x xᵀ of each layer's inputs, float32 [K, K]; layers without input are missing."""
+    moments: dict[str, Tensor] = {}
+    last: dict[tuple[int, object], tuple[Tensor, Tensor]] = {}  # shared by queries, keys and values
 
-    def add(path: str, _: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        x: Tensor = args[0] if args else named["input"]
-        known = (id(x), _version(x))
-        if known not in last:
+    def add(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        key = (id(x), _version(x))
+        if key not in last:
             last.clear()
-            last[known] = (x, _second_moment(x))
-        moment = last[known][1]
-        found[path] = found[path] + moment if path in found else moment
-        if not found[path].isfinite().all():
-            raise DataError(f"layer {path!r} is given {_fault(x)}; mend that batch, or the model")
+            last[key] = (x, _second_moment(x))
+        moment = last[key][1]
+        moments[path] = moments[path] + moment if path in moments else moment
+        if not moments[path].isfinite().all():
+            raise DataError(f"layer {path!r} received {_describe_fault(x)}; correct that batch, or the model")
 
     handles = [layer.register_forward_pre_hook(partial(add, path), with_kwargs=True) for path, layer in layers.items()]
     total, done = len(batches) if isinstance(batches, Sized) else None, 0
@@ -203,21 +203,21 @@ def _second_moments(
         for handle in handles:
             handle.remove()
     if not done:
-        raise DataError("there is no batch to round the weights by; give a few thousand tokens")
-    return found
+        raise DataError("weight compensation needs at least one batch; give a few thousand tokens")
+    return moments
 
 
 def _second_moment(x: Tensor) -> Tensor:
     """Σ x xᵀ over all rows, float32 [K, K]."""
-    with torch.autocast(x.device.type, enabled=False):  # its own products would be narrow
+    with torch.autocast(x.device.type, enabled=False):  # autocast would reduce the precision of the product
         rows = x.reshape(-1, x.shape[-1]).float()
         return rows.t() @ rows
 
 
 def _version(x: Tensor) -> object:
-    """Equal while the tensor is not written to; inference tensors do not know, and are never taken to be equal."""
-    return object() if x.is_inference() else x._version  # noqa: SLF001 - torch has no other name for it
+    """Version of a tensor, equal until it is written to; inference tensors have none and never compare equal."""
+    return object() if x.is_inference() else x._version  # noqa: SLF001 - no public name
 
 
-def _fault(x: Tensor) -> str:
-    return "values whose squares FP32 cannot add up" if x.isfinite().all() else "NaN or infinity"
+def _describe_fault(x: Tensor) -> str:
+    return "values whose sum of squares overflows FP32" if x.isfinite().all() else "NaN or infinity"

@@ -1,14 +1,14 @@
-"""A calibration on disk: a folder of three files.
+"""Calibration folder on disk.
 
 | file                  | content                                                                           |
 |-----------------------|-----------------------------------------------------------------------------------|
 | recipe.toml           | the static recipe (``octavo.recipes.from_toml``)                                  |
 | scales.safetensors    | float32, decode scales; keys as those of ``octavo.scaling_state``                 |
-| calibration.json      | what was seen, health, groups, shapes; the SHA-256 of both others and of itself   |
+| calibration.json      | data, health, groups, shapes; the SHA-256 of both other files and of itself       |
 
-The folder is written beside its place under a hidden name, synced, and renamed: what has its name is whole, an older
-calibration or the new one. One without a calibration.json of this kind, or with another one's files, is not read. One
-that holds anything else is somebody's and not written to.
+The folder is written under a hidden name next to its destination, synced and renamed, so the destination always holds
+a complete calibration, old or new. A folder whose calibration.json is missing or does not match the other files is not
+read; a folder with any other files is not overwritten.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ RECIPE, SCALES, RECORD = "recipe.toml", "scales.safetensors", "calibration.json"
 
 
 def check_own_folder(folder: Path) -> None:
-    """Refuse a folder that cannot take a calibration, before anything is computed; an older one it may hold.
+    """Check that a calibration can be written to a folder; it may hold an older one.
 
     Raises:
-        ConfigError: it is a file, holds other files, or nobody may write there.
+        ConfigError: the path is a file, the folder holds other files, or it is not writable.
     """
     check_folder(folder, is_own=_holds_calibration)
-    check_may_write(folder.resolve().parent)  # where the new one is made
+    check_may_write(folder.resolve().parent)  # the new folder is created there and renamed
 
 
 def write_folder(folder: Path, recipe: str, scales: dict[str, Tensor], record: dict[str, Any]) -> None:
-    """Write the files; an older calibration is there until the new one is whole.
+    """Write the files; an older calibration is replaced once the new one is complete.
 
     Raises:
         ConfigError: see :func:`check_own_folder`.
@@ -58,10 +58,10 @@ def write_folder(folder: Path, recipe: str, scales: dict[str, Tensor], record: d
 
 
 def read_folder(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-    """The recipe's text, the scales and the record.
+    """Read the recipe's text, the scales and the record.
 
     Raises:
-        CheckpointError: there is no calibration, or a damaged or incomplete one.
+        CheckpointError: the calibration is missing, damaged or incomplete.
     """
     record = _record(folder)
     if record is None or record.get("format") != FORMAT:
@@ -81,7 +81,7 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
 
 
 def _holds_calibration(folder: Path) -> bool:
-    """Whether a folder holds one, damaged or not, and nothing else."""
+    """Report whether a folder holds a calibration, damaged or not, and no other files."""
     if not {path.name for path in folder.iterdir()} <= {RECIPE, SCALES, RECORD}:
         return False
     record = _record(folder)

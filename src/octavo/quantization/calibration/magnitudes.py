@@ -1,14 +1,14 @@
-"""What calibration keeps of a tensor: its largest magnitude, exactly, and a histogram of all of them.
+"""Histogram of a tensor's magnitudes, with the exact maximum.
 
-A bin is a float32 rounded to six mantissa bits (below 2^-133, to zero), so its number is found by an integer addition
-and a shift, and 64 bins a binade cover every magnitude there is:
+A bin is a float32 rounded to six mantissa bits (to zero below 2^-133), so its index is an integer addition and a shift,
+and 64 bins a binade cover every magnitude:
 
     bin = (bits(|x|) + 2^16) >> 17          value of a bin = float32(bin << 17)          |x| / value within 1 ± 2^-7
 
-The last bin's value is amax, by up to 2^-6 more than what else is in that bin. An FP8 step holds 8 bins or more, and a
-tensor whose values have six mantissa bits is kept exactly. Counts are integers: their sum does not depend on the order.
-No range has to be known before, so every method needs one pass only. 16,321 counts take 128 KiB a layer, however much
-passes through it.
+The last bin's value is replaced by amax, which exceeds the bin's other values by up to 2^-6. An FP8 step spans 8 bins
+or more, and values with six mantissa bits are represented exactly. Counts are integers, so their sum does not depend on
+the order. No range has to be known in advance, so every method needs only one pass. The 16,321 counts take 128 KiB a
+layer for any amount of data.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ __all__ = ["BINS", "MagnitudeCounts", "Magnitudes", "values_of_bins"]
 MANTISSA_BITS = 6
 SHIFT = FP32.mantissa_bits - MANTISSA_BITS
 HALF = 1 << (SHIFT - 1)
-_INFINITY = FP32.magnitude_mask & ~((1 << FP32.mantissa_bits) - 1)  # its bits
+_INFINITY = FP32.magnitude_mask & ~((1 << FP32.mantissa_bits) - 1)  # bit pattern
 BINS = (_INFINITY >> SHIFT) + 1
 
 
@@ -33,10 +33,10 @@ class Magnitudes:
     """The magnitudes of one or more tensors, in ascending order, bin by bin.
 
     Attributes:
-        amax: the largest; 0 where there are none.
-        values: [n] float64, one a bin that holds any; the last is ``amax``.
+        amax: the largest; 0 if there are none.
+        values: [n] float64, one per nonempty bin; the last is ``amax``.
         counts: [n] int64, 1 or more.
-        widths: [n] float64, of the bins.
+        widths: [n] float64, width of each bin.
     """
 
     amax: float
@@ -51,30 +51,30 @@ class Magnitudes:
 
     @property
     def total(self) -> int:
-        """How many magnitudes there are, zeros among them."""
+        """Number of magnitudes, including zeros."""
         return int(self.counts.sum())
 
     @property
     def rms(self) -> float:
-        """Root of the mean square; 0 where there are none."""
+        """Root mean square; 0 if there are none."""
         return float((self.energy / self.total) ** 0.5) if self.total else 0.0
 
 
 class MagnitudeCounts:
-    """Gathers the magnitudes of the tensors that it is given.
+    """Running histogram of the magnitudes of tensors.
 
     Args:
-        device: where to keep the counts.
+        device: device of the counts.
 
     Attributes:
-        amax: float32 [], the largest magnitude so far; NaN or Inf once there was one.
+        amax: float32 [], the largest magnitude so far; NaN or Inf once one has been counted.
         counts: [BINS] int64.
 
     Example:
-        >>> seen = MagnitudeCounts()
-        >>> seen.add(torch.tensor([0.0, -3.0, 1.5, 3.0]))
-        >>> found = seen.magnitudes()
-        >>> found.amax, found.values.tolist(), found.counts.tolist()
+        >>> counts = MagnitudeCounts()
+        >>> counts.add(torch.tensor([0.0, -3.0, 1.5, 3.0]))
+        >>> magnitudes = counts.magnitudes()
+        >>> magnitudes.amax, magnitudes.values.tolist(), magnitudes.counts.tolist()
         (3.0, [0.0, 1.5, 3.0], [1, 1, 2])
     """
 
@@ -84,16 +84,16 @@ class MagnitudeCounts:
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
-        """Count a tensor of any shape and float dtype (float64 is taken as float32); nothing of it is kept.
+        """Count a tensor of any shape and float dtype (float64 is cast to float32).
 
-        Where it holds NaN or ±Inf, ``amax`` says so from then on, and its finite elements may not be counted.
+        After NaN or ±Inf ``amax`` stays NaN or Inf, and the finite elements of that tensor may not be counted.
         """
         check_float(x, "the tensor to count")
         if not x.numel():
             return
         x = x.detach().float()
         low, high = x.aminmax()
-        amax = torch.maximum(-low, high).abs().to(self.amax.device)  # of NaN it is NaN
+        amax = torch.maximum(-low, high).abs().to(self.amax.device)  # NaN propagates
         self.amax = torch.maximum(self.amax, amax)
         if not bool(amax.isfinite()):
             return
@@ -101,22 +101,22 @@ class MagnitudeCounts:
         self.counts += torch.bincount(bins.flatten(), minlength=BINS).to(self.counts.device)
 
     def merge(self, other: "MagnitudeCounts") -> None:
-        """Add what another has counted."""
+        """Add the counts of another histogram."""
         self.amax = torch.maximum(self.amax, other.amax)
         self.counts += other.counts
 
     def magnitudes(self) -> Magnitudes:
-        """What was counted so far, on the CPU."""
+        """Magnitudes counted so far, on the CPU."""
         counts, amax = self.counts.cpu(), float(self.amax)
         bins = counts.nonzero().flatten()
         values, widths = values_of_bins(bins), _widths_of_bins(bins)
         if len(values):
-            values[-1] = amax  # the one magnitude that is known to the last bit
+            values[-1] = amax  # the only magnitude known exactly
         return Magnitudes(amax, values, counts[bins], widths)
 
 
 def values_of_bins(bins: Tensor) -> Tensor:
-    """The value that stands for each bin, float64; float32's largest for the one that reaches infinity."""
+    """Value of each bin, float64; the bin that reaches infinity has float32's maximum."""
     values = (bins.int() << SHIFT).view(torch.float32).double()
     return values.clamp(max=FP32.max)
 

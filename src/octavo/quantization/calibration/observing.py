@@ -1,12 +1,12 @@
-"""Watching what a model's linear layers are given, batch by batch, and keeping statistics only.
+"""Statistics of the inputs of a model's linear layers, collected batch by batch.
 
 A forward pre-hook on each layer counts the magnitudes of its input (``octavo.quantization.calibration.magnitudes``)
-and lets go of it. A tensor that several layers are given, as queries, keys and values are, is counted once. It is
-known by its identity while it is alive, not by names: each layer hashes the serial numbers of the tensors that it was
-given, and layers whose hashes agree at the end were given the same tensors in every call. They are a *group*; their
-statistics are the same, and so are their scales.
+without storing it. A tensor that several layers read, such as the input of the query, key and value projections, is
+counted once. It is identified by object identity while it is alive: each layer hashes the serial numbers of its inputs,
+and layers with equal hashes at the end received the same tensors in every call. They form a *group* with the same
+statistics and the same scale.
 
-What is observed is what an ``octavo.nn.Linear`` would cast: under ``torch.autocast`` the input in autocast's dtype.
+The observed values are those that ``octavo.nn.Linear`` would cast: under ``torch.autocast``, in autocast's dtype.
 """
 
 import hashlib
@@ -38,36 +38,36 @@ __all__ = [
 ]
 
 Batch = Tensor | Sequence[Any] | Mapping[str, Any]
-LATE_SHARE = 4  # the last quarter of the batches is looked at by itself
+LATE_SHARE = 4  # the last quarter of the batches is compared with those before
 
 
 @dataclass(slots=True)
 class InputStatistics:
-    """What one layer was given.
+    """Statistics of one layer's inputs.
 
     Attributes:
-        counts: the magnitudes of all its inputs.
-        calls: how often it was called.
-        given: hash of the serial numbers of the tensors it was given, in order.
-        early_scale: its scale from all but the last quarter of the batches; 0 where it was first reached in that
-            quarter, None where nobody knows which batches are the last.
+        counts: magnitudes of all inputs.
+        calls: number of calls.
+        serials_hash: hash of the serial numbers of its inputs, in order.
+        early_scale: scale from all but the last quarter of the batches; 0 if the layer was first called in that
+            quarter, None if the number of batches is unknown.
     """
 
     counts: MagnitudeCounts
     calls: int = 0
-    given: bytes = b""
+    serials_hash: bytes = b""
     early_scale: float | None = None
 
 
 @dataclass(slots=True)
 class KVStatistics:
-    """What one layer's keys, with their rotary positions, and values are.
+    """Statistics of one layer's keys, after the rotary embedding, and values.
 
     Attributes:
-        keys: their magnitudes.
-        values: theirs.
-        key_sum: of the keys of all positions, float64 [kv heads, D].
-        positions: how many those are.
+        keys: magnitudes of the keys.
+        values: magnitudes of the values.
+        key_sum: sum of the keys over all positions, float64 [kv heads, D].
+        positions: number of positions.
     """
 
     keys: MagnitudeCounts = field(default_factory=MagnitudeCounts)
@@ -84,21 +84,21 @@ class KVStatistics:
 
     @property
     def key_mean(self) -> Tensor:
-        """The mean of the keys, float32 [kv heads, D]."""
+        """Mean key, float32 [kv heads, D]."""
         return (self.key_sum / self.positions).float()
 
 
 @dataclass(slots=True)
 class Observation:
-    """What was seen.
+    """Statistics of a pass over the batches.
 
     Attributes:
-        inputs: by the layer's path, in the order of the first calls; layers that were given no element are missing.
-        keys_and_values: by the layer's number; empty where they were not asked for.
-        batches: how many there were.
-        samples: the sum of their first dimensions; a batch of one dimension is one.
-        tokens: the token ids among them; 0 where the model is given none.
-        in_last_quarter: whether the last quarter of the batches has begun; never where their number is not known.
+        inputs: by layer path, in the order of the first calls; layers without input elements are missing.
+        keys_and_values: by layer index; empty if not requested.
+        batches: number of batches.
+        samples: sum of their first dimensions; a one-dimensional batch counts as one.
+        tokens: number of token ids; 0 if the inputs are not token ids.
+        in_last_quarter: True once the last quarter of the batches begins; never if their number is unknown.
     """
 
     inputs: dict[str, InputStatistics] = field(default_factory=dict)
@@ -109,15 +109,15 @@ class Observation:
     in_last_quarter: bool = False
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Paths of the layers that were given the same tensors in every call, where there are two or more."""
-        alike: dict[bytes, list[str]] = {}
-        for path, one in self.inputs.items():
-            alike.setdefault(one.given, []).append(path)
-        return tuple(tuple(paths) for paths in alike.values() if len(paths) > 1)
+        """Groups of two or more layers that received the same tensors in every call, by path."""
+        paths_by_hash: dict[bytes, list[str]] = {}
+        for path, statistics in self.inputs.items():
+            paths_by_hash.setdefault(statistics.serials_hash, []).append(path)
+        return tuple(tuple(paths) for paths in paths_by_hash.values() if len(paths) > 1)
 
 
 def module_of(model: nn.Module | LanguageModel) -> nn.Module:
-    """The module itself."""
+    """Return the ``nn.Module`` of a model."""
     return model.model if isinstance(model, LanguageModel) else model
 
 
@@ -131,43 +131,49 @@ def observe(
     before_the_last_quarter: Callable[[Observation], None] = lambda _: None,
     on_batch: Callable[[int, int | None], None] = lambda _done, _total: None,
 ) -> Observation:
-    """Run a model over batches, in evaluation mode, and count what ``layers`` are given.
+    """Run a model over batches in evaluation mode and collect statistics of the inputs of ``layers``.
 
     Args:
         model: a module, or a language model, whose batches are token ids [B, T].
-        batches: what the module is called with: a tensor, a tuple or list of arguments, or a dictionary of keywords.
+        batches: arguments of its calls: a tensor, a tuple or list of arguments, or a dictionary of keywords each.
         layers: linear layers by path.
-        kv_cache: whether to count keys and values; of a language model only.
+        kv_cache: also count keys and values; language models only.
         before_the_last_quarter: called once, if ``batches`` has a length of two or more.
-        on_batch: called after each batch with (done, total); the total is None where nobody knows it.
+        on_batch: called after each batch with (done, total); the total is None if unknown.
 
     Raises:
-        DataError: there is no batch, or a layer was given NaN or ±Inf; its sentence names batch and layer.
-        TypeError: a batch of another kind.
+        DataError: no batch, or a layer received NaN or ±Inf; the message names the batch and the layer.
+        TypeError: a batch of another type.
     """
-    seen, total = Observation(), len(batches) if isinstance(batches, Sized) else None
+    observation, total = Observation(), len(batches) if isinstance(batches, Sized) else None
     late = None if total is None or total < 2 else total - -(-total // LATE_SHARE)
     module = module_of(model)
-    with evaluating(module), _hooked(layers, seen), _called(model, seen, kv_cache=kv_cache) as call:
+    with (
+        evaluating(module),
+        _hooked(layers, observation),
+        _call_counting(model, observation, kv_cache=kv_cache) as call,
+    ):
         for batch in batches:
-            if seen.batches == late:
-                before_the_last_quarter(seen)
-                seen.in_last_quarter = True
-            _add_sizes(seen, batch)
+            if observation.batches == late:
+                before_the_last_quarter(observation)
+                observation.in_last_quarter = True
+            _add_sizes(observation, batch)
             call(batch)
-            on_batch(seen.batches, total)
-    if not seen.batches:
+            on_batch(observation.batches, total)
+    if not observation.batches:
         raise DataError("there is no batch to calibrate on; give at least one, and 32 samples or more in all")
-    seen.inputs = {path: one for path, one in seen.inputs.items() if bool(one.counts.counts.any())}
-    return seen
+    observation.inputs = {
+        path: statistics for path, statistics in observation.inputs.items() if bool(statistics.counts.counts.any())
+    }
+    return observation
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, and every module's own mode after it."""
+    """Context manager for evaluation mode; restores every module's mode afterwards."""
     modes = {each: each.training for each in module.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it reads weights and calls no layer
+    torch.backends.mha.set_fastpath_enabled(False)  # the fast path reads weights without calling the layers
     module.eval()
     try:
         yield
@@ -178,11 +184,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked(layers: Mapping[str, nn.Module], seen: Observation) -> Iterator[None]:
-    """Hooks on the layers, which count into ``seen``."""
+def _hooked(layers: Mapping[str, nn.Module], observation: Observation) -> Iterator[None]:
+    """Register hooks that count the layers' inputs into ``observation``."""
     shared = _SharedTensors()
     handles = [
-        layer.register_forward_pre_hook(partial(_count, path, seen, shared), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_count, path, observation, shared), with_kwargs=True)
         for path, layer in layers.items()
     ]
     try:
@@ -193,64 +199,69 @@ def _hooked(layers: Mapping[str, nn.Module], seen: Observation) -> Iterator[None
 
 
 def _count(
-    path: str, seen: Observation, shared: "_SharedTensors", _: nn.Module, args: Sequence[Any], named: Mapping[str, Any]
+    path: str,
+    observation: Observation,
+    shared: "_SharedTensors",
+    _: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> None:
-    """Add one layer's input to what was seen of it."""
-    serial, counted = shared.counted(args[0] if args else named["input"])
-    if path not in seen.inputs:
-        early_scale = 0.0 if seen.in_last_quarter else None
-        seen.inputs[path] = InputStatistics(MagnitudeCounts(counted.counts.device), early_scale=early_scale)
-    own = seen.inputs[path]
-    own.calls += 1
-    own.given = hashlib.blake2b(own.given + serial.to_bytes(8), digest_size=16).digest()
-    own.counts.merge(counted)
-    _check_finite(own.counts, seen, f"layer {path!r} is given")
+    """Add one input to a layer's statistics."""
+    serial, counted = shared.counted(args[0] if args else kwargs["input"])
+    if path not in observation.inputs:
+        early_scale = 0.0 if observation.in_last_quarter else None
+        observation.inputs[path] = InputStatistics(MagnitudeCounts(counted.counts.device), early_scale=early_scale)
+    statistics = observation.inputs[path]
+    statistics.calls += 1
+    statistics.serials_hash = hashlib.blake2b(statistics.serials_hash + serial.to_bytes(8), digest_size=16).digest()
+    statistics.counts.merge(counted)
+    _check_finite(statistics.counts, observation, f"layer {path!r} received")
 
 
 class _SharedTensors:
-    """The tensors that layers were given and that are still alive, each counted once and with a serial number."""
+    """Live input tensors, each counted once and given a serial number."""
 
     def __init__(self) -> None:
         self.alive = WeakTensorKeyDictionary()
         self.serials = count()
 
     def counted(self, x: Tensor) -> tuple[int, MagnitudeCounts]:
-        """The serial number of a tensor, and its magnitudes; a tensor that was written to since is another."""
+        """Return a tensor's serial number and magnitudes; a tensor modified in place gets a new serial number."""
         state = (0 if x.is_inference() else x._version, autocast_dtype(x))  # noqa: SLF001
-        known: tuple[object, int, MagnitudeCounts] | None = self.alive.get(x)
-        if known is None or known[0] != state:
+        entry: tuple[object, int, MagnitudeCounts] | None = self.alive.get(x)
+        if entry is None or entry[0] != state:
             counted = MagnitudeCounts(x.device)
             counted.add(x.to(autocast_dtype(x)))
-            known = self.alive[x] = (state, next(self.serials), counted)
-        return known[1], known[2]
+            entry = self.alive[x] = (state, next(self.serials), counted)
+        return entry[1], entry[2]
 
 
 @contextmanager
-def _called(
-    model: nn.Module | LanguageModel, seen: Observation, *, kv_cache: bool
+def _call_counting(
+    model: nn.Module | LanguageModel, observation: Observation, *, kv_cache: bool
 ) -> Iterator[Callable[[Batch], object]]:
-    """What to call with a batch; keys and values are counted if they are asked for."""
+    """Yield the function to call with a batch; it also counts keys and values if ``kv_cache``."""
     if not isinstance(model, LanguageModel):
         if kv_cache:
             raise ConfigError(
-                "keys and values are found in an octavo.language_model.LanguageModel, not in any module; load one "
-                "with load_language_model, or leave kv_cache False"
+                "kv_cache=True needs an octavo.language_model.LanguageModel; load one with load_language_model, or "
+                "leave kv_cache False"
             )
         yield call_of(model)
         return
 
     def count_both(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        own = seen.keys_and_values.setdefault(layer, KVStatistics())
-        own.add(keys, values)
-        for what, counts in (("keys", own.keys), ("values", own.values)):
-            _check_finite(counts, seen, f"attention of layer {layer} makes {what} of")
+        statistics = observation.keys_and_values.setdefault(layer, KVStatistics())
+        statistics.add(keys, values)
+        for what, counts in (("keys", statistics.keys), ("values", statistics.values)):
+            _check_finite(counts, observation, f"layer {layer} has {what} with")
         return keys, values
 
     yield partial(_call_language_model, partial(model.logits, kv_transform=count_both if kv_cache else None))
 
 
 def call_of(model: nn.Module | LanguageModel) -> Callable[[Batch], object]:
-    """What to call with a batch."""
+    """Return the function to call with a batch."""
     if isinstance(model, LanguageModel):
         return partial(_call_language_model, model.logits)
     return partial(_call_module, model)
@@ -274,18 +285,18 @@ def _call_module(module: nn.Module, batch: Batch) -> object:
     return module(batch)
 
 
-def _check_finite(counts: MagnitudeCounts, seen: Observation, what: str) -> None:
+def _check_finite(counts: MagnitudeCounts, observation: Observation, what: str) -> None:
     if not bool(counts.amax.isfinite()):
         raise DataError(
-            f"in batch {seen.batches} {what} NaN or infinity in FP32, which no scale provides for; mend that batch, or "
-            "the model"
+            f"in batch {observation.batches} {what} NaN or infinity in FP32, which no scale can represent; correct "
+            "that batch, or the model"
         )
 
 
-def _add_sizes(seen: Observation, batch: Batch) -> None:
-    """Count the batch itself."""
+def _add_sizes(observation: Observation, batch: Batch) -> None:
+    """Count a batch's samples and tokens."""
     leaves = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else (batch,)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-    seen.batches += 1
-    seen.samples += len(tensors[0]) if tensors and tensors[0].ndim > 1 else 1
-    seen.tokens += next((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), 0)
+    observation.batches += 1
+    observation.samples += len(tensors[0]) if tensors and tensors[0].ndim > 1 else 1
+    observation.tokens += next((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), 0)

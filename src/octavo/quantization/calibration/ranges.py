@@ -1,21 +1,21 @@
-"""How far a tensor's FP8 range should reach: its amax, from the magnitudes that calibration has seen.
+"""Selection of a tensor's FP8 range, its amax, from the magnitudes observed in calibration.
 
 | method       | range                                                                                               |
 |--------------|-----------------------------------------------------------------------------------------------------|
-| `max`        | the largest magnitude: nothing is clipped                                                           |
-| `percentile` | the magnitude that a given share of the elements does not exceed                                    |
-| `mse`        | of ``CANDIDATES``, the one whose codes have the least Σ (x - decoded x)²                            |
-| `entropy`    | of ``CANDIDATES``, the one whose codes' distribution has the least KL divergence from the tensor's  |
+| `max`        | the largest magnitude, without clipping                                                             |
+| `percentile` | a percentile of the magnitudes                                                                      |
+| `mse`        | the candidate with the least squared error Σ (x - decoded x)²                                       |
+| `entropy`    | the candidate whose codes' distribution has the least KL divergence from the tensor's               |
 
-Candidates are amax · 2^(-i/16) for i = 0 … 64: sixteen a binade, four binades. What they decode to is asked of the real
-FP8 cast, not of a uniform grid, and that is why clipping seldom pays: FP8's steps shrink with its values, so a smaller
-range makes no small value finer until it lifts it out of the subnormals, 13 binades below amax. For INT8, where these
-methods come from, every halving of the range halves all steps.
+Candidates are amax · 2^(-i/16) for i = 0 … 64: sixteen per binade over four binades. Decoded values come from the real
+FP8 cast, not from a uniform grid, so clipping rarely helps: FP8's step size shrinks with the value, and a smaller range
+improves a small value only by lifting it out of the subnormals, 13 binades below amax. With INT8, for which these
+methods were designed, halving the range halves every step.
 
-`entropy` compares, as TensorRT's INT8 calibration does, P, the distribution of magnitudes over the bins with all that
-lies beyond the range moved into the range's last bin, with Q, in which the elements of each FP8 level (127 magnitudes,
-253 values with their signs) are spread evenly over the level's bins. Exact zeros have a code of their own and take no
-part. Source: Migacz, "8-bit Inference with TensorRT", GTC 2017.
+`entropy` follows TensorRT's INT8 calibration. P is the distribution of magnitudes over the bins, with everything beyond
+the range moved into its last bin; Q spreads the elements of each FP8 level (127 magnitudes, 253 signed values) evenly
+over the level's bins. Exact zeros have their own code and are excluded.
+Source: Migacz, "8-bit Inference with TensorRT", GTC 2017.
 """
 
 import math
@@ -32,14 +32,14 @@ from octavo.numerics import PerRow, ScaleRounding, scale_from_amax
 from octavo.quantization.calibration.magnitudes import Magnitudes
 from octavo.recipes.specs import check_member
 
-__all__ = ["PERCENTILE", "Method", "RangeRule", "candidates", "chosen_scale", "decoded"]
+__all__ = ["PERCENTILE", "Method", "RangeRule", "candidates", "decoded", "scale_from_magnitudes"]
 
 BINADES, STEPS = 4, 16
-PERCENTILE = 99.99  # unless another is asked for
+PERCENTILE = 99.99  # the default
 
 
 class Method(StrEnum):
-    """How the range of an input is chosen."""
+    """Range selection for an input."""
 
     MAX = "max"
     PERCENTILE = "percentile"
@@ -49,11 +49,11 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRule:
-    """A method and its settings.
+    """Method of range selection and its settings.
 
     Attributes:
         method: see the module's table.
-        percentile: of `percentile`: above 0, at most 100.
+        percentile: for the method `percentile`: above 0, at most 100.
         power_of_two: round each scale up to a power of two.
 
     Raises:
@@ -71,12 +71,12 @@ class RangeRule:
 
     @property
     def rounding(self) -> ScaleRounding:
-        """Which numbers scales may be."""
+        """Rounding of the scales."""
         return ScaleRounding.RCEIL if self.power_of_two else ScaleRounding.FP32
 
 
 def candidates(amax: Tensor, binades: int = BINADES) -> Tensor:
-    """Amaxes to try, the largest first: float32 [16 · binades + 1, *amax.shape].
+    """Candidate amaxes, the largest first: float32 [16 · binades + 1, *amax.shape].
 
     Example:
         >>> candidates(torch.tensor(448.0), binades=1)[[0, 8, 16]]
@@ -87,56 +87,60 @@ def candidates(amax: Tensor, binades: int = BINADES) -> Tensor:
     return (amax.double() * factors.view(-1, *[1] * amax.ndim)).float()
 
 
-def chosen_scale(seen: Magnitudes, rule: RangeRule, fmt: Format) -> Tensor:
-    """The decode scale of a tensor of these magnitudes: float32 []; 1 where all of them are zero.
+def scale_from_magnitudes(magnitudes: Magnitudes, rule: RangeRule, fmt: Format) -> Tensor:
+    """Decode scale for a tensor of these magnitudes: float32 []; 1 if all are zero.
 
     Example:
         >>> from octavo.formats import E4M3
         >>> from octavo.quantization.calibration.magnitudes import MagnitudeCounts
         >>> counts = MagnitudeCounts()
         >>> counts.add(torch.tensor([1.0, -896.0]))
-        >>> chosen_scale(counts.magnitudes(), RangeRule(), E4M3)
+        >>> scale_from_magnitudes(counts.magnitudes(), RangeRule(), E4M3)
         tensor(2.)
     """
-    if not seen.amax:
+    if not magnitudes.amax:
         return torch.ones(())
     if rule.method is Method.PERCENTILE:
-        return scale_from_amax(torch.tensor(_percentile(seen, rule.percentile)), fmt, rounding=rule.rounding)
+        return scale_from_amax(torch.tensor(_percentile(magnitudes, rule.percentile)), fmt, rounding=rule.rounding)
     if rule.method is Method.MAX:
-        return scale_from_amax(torch.tensor(seen.amax), fmt, rounding=rule.rounding)
-    ranges = candidates(torch.tensor(seen.amax))
+        return scale_from_amax(torch.tensor(magnitudes.amax), fmt, rounding=rule.rounding)
+    ranges = candidates(torch.tensor(magnitudes.amax))
     scales = scale_from_amax(ranges, fmt, rounding=rule.rounding)
-    found = decoded(seen.values, scales, fmt)
-    losses = _squared_errors(seen, found) if rule.method is Method.MSE else _divergences(seen, ranges, found)
-    return scales[losses.argmin()]  # of equals the first, which clips least
+    decoded_values = decoded(magnitudes.values, scales, fmt)
+    losses = (
+        _squared_errors(magnitudes, decoded_values)
+        if rule.method is Method.MSE
+        else _divergences(magnitudes, ranges, decoded_values)
+    )
+    return scales[losses.argmin()]  # argmin takes the first of equals, which clips least
 
 
 def decoded(values: Tensor, scales: Tensor, fmt: Format) -> Tensor:
-    """What values [n] become under each scale [c]: float64 [c, n]."""
+    """Quantise and dequantise values [n] under each scale [c]: float64 [c, n]."""
     rows = values.float().expand(len(scales), -1).contiguous()
     return quantize(rows, fmt, granularity=PerRow(), scale=scales[:, None]).dequantize().double()
 
 
-def _percentile(seen: Magnitudes, percentile: float) -> float:
-    """The magnitude at the nearest rank; amax if all that lies below is zero."""
-    rank = math.ceil(seen.total * percentile / 100)
-    value = float(seen.values[int(torch.searchsorted(seen.counts.cumsum(0), rank))])
-    return value or seen.amax
+def _percentile(magnitudes: Magnitudes, percentile: float) -> float:
+    """Magnitude at the nearest rank; amax if that magnitude is zero."""
+    rank = math.ceil(magnitudes.total * percentile / 100)
+    value = float(magnitudes.values[int(torch.searchsorted(magnitudes.counts.cumsum(0), rank))])
+    return value or magnitudes.amax
 
 
-def _squared_errors(seen: Magnitudes, found: Tensor) -> Tensor:
-    """Σ (x - decoded x)² of each row of ``found`` [c, n]: float64 [c]."""
-    return ((seen.values - found).square() * seen.counts).sum(1)
+def _squared_errors(magnitudes: Magnitudes, decoded_values: Tensor) -> Tensor:
+    """Σ (x - decoded x)² for each row of ``decoded_values`` [c, n]: float64 [c]."""
+    return ((magnitudes.values - decoded_values).square() * magnitudes.counts).sum(1)
 
 
-def _divergences(seen: Magnitudes, ranges: Tensor, found: Tensor) -> Tensor:
-    """KL(P ‖ Q) of each row of ``found`` [c, n], in nats: float64 [c]."""
-    first = int(seen.values[0] == 0)
-    values, counts, widths = seen.values[first:], seen.counts[first:].double(), seen.widths[first:]
+def _divergences(magnitudes: Magnitudes, ranges: Tensor, decoded_values: Tensor) -> Tensor:
+    """KL(P ‖ Q) for each row of ``decoded_values`` [c, n], in nats: float64 [c]."""
+    first = int(magnitudes.values[0] == 0)
+    values, counts, widths = magnitudes.values[first:], magnitudes.counts[first:].double(), magnitudes.widths[first:]
     losses = []
-    for limit, levels in zip(ranges.double(), found[:, first:], strict=True):
+    for limit, levels in zip(ranges.double(), decoded_values[:, first:], strict=True):
         inside = int(torch.searchsorted(values, limit, right=True))
-        if not inside:  # every magnitude lies beyond
+        if not inside:  # every magnitude is out of range
             losses.append(torch.tensor(math.inf, dtype=torch.float64))
             continue
         of_level = levels[:inside].unique_consecutive(return_inverse=True)[1]

@@ -1,4 +1,4 @@
-"""The result of a calibration: a static recipe, its scales, and what is known of how well they fit.
+"""Result of a calibration: a static recipe, its scales and their health.
 
 | scale of                    | shape                         | key in scales.safetensors              |
 |-----------------------------|-------------------------------|----------------------------------------|
@@ -6,10 +6,10 @@
 | a layer's weight            | [], [N, 1] or [N/128, K/128]  | ``PATH.weight.scale``                  |
 | a decoder layer's keys      | []                            | ``kv_cache.LAYER.key.scale``           |
 | a decoder layer's values    | []                            | ``kv_cache.LAYER.value.scale``         |
-| the mean of its keys        | [kv heads, D]                 | ``kv_cache.LAYER.key.mean``            |
+| its mean key                | [kv heads, D]                 | ``kv_cache.LAYER.key.mean``            |
 
-All scales decode: high precision ≈ codes · scale. An input has one scale: scales along the dimension that a product
-sums over cannot leave the sum, and a scale a row would belong to tokens that nobody has seen yet.
+All scales are decode scales: high precision ≈ codes · scale. An input has a single scale: scales along the reduced
+dimension cannot be factored out of the sum, and scales per row would belong to tokens of the calibration data.
 """
 
 import hashlib
@@ -47,22 +47,22 @@ __all__ = [
 ]
 
 NEVER_REACHED = "no batch reached it"
-MOST_BEYOND = 2.02  # a search halves a group's range at most; rounding to BF16 moves it a little
+MOST_BEYOND = 2.02  # a search at most halves a group's range; rounding to BF16 changes it slightly
 LOST_DB = 1.0  # of a weight under its own searched scales; rounding to BF16 first costs a tenth of that
 KV_CACHE, KV_ROLES, KEY_MEAN = "kv_cache.", ("key", "value"), ".key.mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenData:
-    """What a calibration has seen.
+    """Data of a calibration.
 
     Attributes:
-        batches: how many; None where a training run's history was taken.
-        samples: the sum of the batches' first dimensions; None as above.
-        tokens: token ids among them; None as above.
-        source: where they came from, as far as it is known.
-        split: of that source (``octavo.training.text``); empty where it is no text that can be read again.
-        run: the training run whose amaxes these are, and its step; empty where none.
+        batches: number of batches; None if the amaxes come from a training run.
+        samples: sum of the batches' first dimensions; None as above.
+        tokens: number of token ids; None as above.
+        source: origin of the data, if known.
+        split: split of that source (``octavo.training.text``); empty if the source is not a readable text.
+        run: training run and step of the amaxes; empty if there is none.
     """
 
     batches: int | None = None
@@ -75,25 +75,25 @@ class SeenData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Scales for a model's linear layers.
+    """Static scales for a model's linear layers.
 
     Attributes:
-        recipe: static.
-        rule: how the inputs' ranges were chosen.
-        weight_method: how the weights' were.
-        input_scales: float32 [] of each layer's input, by path.
-        weight_scales: float32 of each layer's weight, by path, in the shape of the recipe's granularity.
-        kv_scales: float32 [] of keys and of values, by decoder layer; empty where they were not asked for.
-        key_means: float32 [kv heads, D] of keys, rotary positions included, by decoder layer; empty as kv_scales are.
+        recipe: the static recipe.
+        rule: range selection for inputs.
+        weight_method: range selection for weights.
+        input_scales: scale of each layer's input, float32 [], by path.
+        weight_scales: scales of each layer's weight, float32 in the shape of the recipe's granularity, by path.
+        kv_scales: scales of keys and of values, float32 [] each, by decoder layer; empty if not requested.
+        key_means: mean key after the rotary embedding, float32 [kv heads, D], by decoder layer; empty like kv_scales.
         health: of each layer.
-        groups: paths of layers that are given the same tensors, and so share their scale.
-        left_out: path of every other linear layer, and why it stays as it is.
+        groups: paths of layers that share their inputs, and therefore their scale.
+        left_out: reason for each linear layer that is not calibrated, by path.
         shapes: [N, K] of the model's linear layers, calibrated or not, by path.
-        model_hash: of the names and shapes of all the model's parameters.
-        weights_hash: of the values of all the model's parameters (:func:`weights_hash`); empty in a calibration that an
-            octavo before 2026-11-24 wrote.
-        seen: the data.
-        octavo_version: that made it.
+        model_hash: hash of the names and shapes of all parameters.
+        weights_hash: hash of the values of all parameters (:func:`weights_hash`); empty in calibrations written before
+            2026-11-24.
+        seen: the calibration data.
+        octavo_version: version that computed the calibration.
     """
 
     recipe: Recipe
@@ -113,20 +113,20 @@ class Calibration:
     octavo_version: str
 
     def apply(self, model: nn.Module | LanguageModel, *, hold_weights: bool | None = None) -> ConversionReport:
-        """Convert the model these scales were made for, in place: its calibrated layers run the static recipe.
+        """Convert the calibrated layers of a model to the static recipe, in place.
 
         Args:
-            model: with the weights that it had.
+            model: the calibrated model, with the same weights.
             hold_weights: freeze the calibrated layers' weights and hold them as FP8 codes, one byte an element. None
-                does so only where the scales were searched for (``weight_method="mse"``): no other layer can know them.
+                does so only for searched scales (``weight_method="mse"``), which a high-precision weight cannot use.
 
         Returns:
-            Which layers were converted, and why others stay as they are.
+            The converted layers, and the reason for each layer that is not converted.
 
         Raises:
-            CheckpointError: the scales were made for another model or other weights; it is unchanged then.
-            ConfigError: ``hold_weights=False`` with searched weight scales, such scales of a weight that something else
-                reads too, or a layer that holds codes already.
+            CheckpointError: the scales belong to another model or other weights; the model is not changed then.
+            ConfigError: ``hold_weights=False`` with searched weight scales, searched scales of a weight that another
+                module also reads, or a layer that already holds codes.
         """
         module = module_of(model)
         self.check_fit(module)
@@ -137,8 +137,8 @@ class Calibration:
             self._check_weights(module)
         if searched and hold_weights is False:
             raise ConfigError(
-                "weight scales that were searched for (mse) need hold_weights=True: a weight in high precision is cast "
-                "with its own amax"
+                "searched weight scales (mse) need hold_weights=True: a weight in high precision is cast with its own "
+                "amax"
             )
         report = convert(module, self.recipe, layer_filter=lambda path, _: path in self.input_scales, convert_head=True)
         for path, scale in self.input_scales.items():
@@ -150,25 +150,25 @@ class Calibration:
         return replace(report, skipped={path: self.left_out.get(path, why) for path, why in report.skipped.items()})
 
     def means_of_keys(self, model: nn.Module | LanguageModel) -> Mapping[int, Tensor]:
-        """:attr:`key_means`, for ``octavo.inference.ModelRunner`` of the model they were found for.
+        """Return :attr:`key_means` for ``octavo.inference.ModelRunner``, after checking that they belong to the model.
 
         Raises:
-            CheckpointError: they were found for another model or other weights.
-            ConfigError: there are none.
+            CheckpointError: they belong to another model or other weights.
+            ConfigError: the calibration has no means of keys.
         """
         self.check_fit(module_of(model))
         if not self.key_means:
-            raise ConfigError("this calibration has no means of keys; octavo calibrate --kv-cache finds them")
+            raise ConfigError("this calibration has no means of keys; octavo calibrate --kv-cache computes them")
         return self.key_means
 
     def check_fit(self, module: nn.Module) -> None:
-        """Raise unless the scales were made for a model of these names, shapes and weights, which holds no codes."""
+        """Raise unless names, shapes and weights are those of the calibrated model, and no layer holds codes."""
         shapes = linear_shapes(module)
         missing, extra = sorted(self.shapes.keys() - shapes.keys()), sorted(shapes.keys() - self.shapes.keys())
         if missing or extra:
             raise CheckpointError(
                 f"this calibration is of another model: {len(missing)} of its layers are missing here {missing[:3]}, "
-                f"{len(extra)} are unknown to it {extra[:3]}; calibrate this model"
+                f"{len(extra)} layers are new {extra[:3]}; calibrate this model"
             )
         for path, shape in self.shapes.items():
             if shapes[path] != tuple(shape):
@@ -178,8 +178,8 @@ class Calibration:
                 )
         if shape_hash(module) != self.model_hash:
             raise CheckpointError(
-                "this calibration is of another model: its linear layers are the same, the names or shapes of other "
-                "parameters are not; calibrate this model"
+                "this calibration is of another model: its linear layers are the same, but the names or shapes of "
+                "other parameters differ; calibrate this model"
             )
         check_holds_no_codes(module, self.input_scales)
         if self.weights_hash and weights_hash(module) != self.weights_hash:
@@ -189,9 +189,9 @@ class Calibration:
             )
 
     def _check_weights(self, module: nn.Module) -> None:
-        """Raise where searched scales do not serve the weights, which may have been trained since, or be another's.
+        """Raise if searched scales do not fit the weights, trained since or of another model.
 
-        No search goes below half of a group's amax, and a whole matrix loses no more than it lost.
+        A search does not go below half of a group's amax, and the SQNR of a matrix must not be lower than it was.
         """
         spec = self.recipe.output.b
         assert spec is not None
@@ -199,35 +199,35 @@ class Calibration:
             weight = module.get_submodule(layer.path).get_parameter("weight").detach().float()
             scale = self.weight_scales[layer.path].to(weight.device)
             q = quantize(weight, spec.format, granularity=spec.granularity, scale=scale)
-            found = sqnr_db(weight, q.dequantize())
-            known = found if layer.weight_sqnr_db is None else layer.weight_sqnr_db
+            measured_db = sqnr_db(weight, q.dequantize())
+            calibrated_db = measured_db if layer.weight_sqnr_db is None else layer.weight_sqnr_db
             beyond = float((amax(weight, spec.granularity) / (scale * spec.format.max)).max())
-            if found < known - LOST_DB or beyond > MOST_BEYOND:
+            if measured_db < calibrated_db - LOST_DB or beyond > MOST_BEYOND:
                 raise CheckpointError(
-                    f"the weight of {layer.path!r} is not the one its scales were searched for (mse): they leave "
-                    f"{found:.1f} dB and left {known:.1f}, and its amax is {beyond:.2f} times what they provide for; "
-                    "calibrate the model with these weights"
+                    f"the weight of {layer.path!r} is not the one its scales were searched for (mse): its SQNR is "
+                    f"{measured_db:.1f} dB and was {calibrated_db:.1f}, and its amax is {beyond:.2f} times the "
+                    "range of the scales; calibrate the model with these weights"
                 )
 
     def warnings(self) -> list[str]:
-        """A sentence for each thing that deserves one; empty where all is well."""
-        found = list(health_warnings(self.health, samples=self.seen.samples))
+        """One sentence for each problem; empty if there is none."""
+        sentences = list(health_warnings(self.health, samples=self.seen.samples))
         unreached = [path for path, why in self.left_out.items() if why == NEVER_REACHED]
         if unreached:
             names = ", ".join(map(repr, unreached[:5])) + (" and others" if len(unreached) > 5 else "")
-            found.append(f"no batch reached {names}: {len(unreached)} layers stay as they are")
-        return found
+            sentences.append(f"no batch reached {names}: {len(unreached)} layers stay as they are")
+        return sentences
 
     def save(self, folder: str | Path) -> None:
-        """Write ``recipe.toml``, ``scales.safetensors`` and ``calibration.json``; a folder is whole or not there.
+        """Write ``recipe.toml``, ``scales.safetensors`` and ``calibration.json``; the folder is replaced as a whole.
 
         Raises:
-            ConfigError: the folder holds files, and no calibration.
+            ConfigError: the folder holds files other than a calibration's.
         """
         write_folder(Path(folder), to_toml(self.recipe), _tensors(self), self.to_record())
 
     def to_record(self) -> dict[str, Any]:
-        """All but the recipe and the scales, as JSON has it."""
+        """Everything except the recipe and the scales, as JSON-compatible values."""
         plain = ("groups", "left_out", "shapes", "model_hash", "weights_hash", "octavo_version")
         return {
             **{name: getattr(self, name) for name in plain},
@@ -240,10 +240,10 @@ class Calibration:
 
 
 def load_calibration(folder: str | Path) -> Calibration:
-    """Read what :meth:`Calibration.save` wrote.
+    """Load a calibration written by :meth:`Calibration.save`.
 
     Raises:
-        CheckpointError: there is no calibration, or a damaged one.
+        CheckpointError: the calibration is missing or damaged.
 
     Example:
         >>> import octavo, tempfile
@@ -280,12 +280,12 @@ def load_calibration(folder: str | Path) -> Calibration:
 
 
 def _tensors(calibration: Calibration) -> dict[str, Tensor]:
-    """Every scale under its key."""
-    found = {_key(path, "input"): scale for path, scale in calibration.input_scales.items()}
-    found |= {_key(path, "weight"): scale.contiguous() for path, scale in calibration.weight_scales.items()}
+    """All scales, by file key."""
+    tensors = {_key(path, "input"): scale for path, scale in calibration.input_scales.items()}
+    tensors |= {_key(path, "weight"): scale.contiguous() for path, scale in calibration.weight_scales.items()}
     for layer, pair in calibration.kv_scales.items():
-        found |= {f"{KV_CACHE}{layer}.{role}.scale": scale for role, scale in zip(KV_ROLES, pair, strict=True)}
-    return found | {f"{KV_CACHE}{layer}{KEY_MEAN}": mean for layer, mean in calibration.key_means.items()}
+        tensors |= {f"{KV_CACHE}{layer}.{role}.scale": scale for role, scale in zip(KV_ROLES, pair, strict=True)}
+    return tensors | {f"{KV_CACHE}{layer}{KEY_MEAN}": mean for layer, mean in calibration.key_means.items()}
 
 
 def _key(path: str, role: str) -> str:
@@ -293,7 +293,7 @@ def _key(path: str, role: str) -> str:
 
 
 def _of_role(tensors: Mapping[str, Tensor], ending: str) -> dict[str, Tensor]:
-    """The scales of one role by path; "" is a model that is a linear layer itself."""
+    """Scales of one role by path; "" is the path of a model that is itself a linear layer."""
     return {f".{key}".removesuffix(ending)[1:]: scale for key, scale in tensors.items() if f".{key}".endswith(ending)}
 
 
@@ -304,7 +304,7 @@ def _kv_scales(tensors: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]
 
 
 def _key_means(tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """By decoder layer; an older calibration has scales of keys and no means."""
+    """Mean keys by decoder layer; older calibrations have scales of keys but no means."""
     layers = sorted(int(key.split(".")[1]) for key in tensors if key.startswith(KV_CACHE) and key.endswith(KEY_MEAN))
     return {layer: tensors[f"{KV_CACHE}{layer}{KEY_MEAN}"] for layer in layers}
 
@@ -319,7 +319,7 @@ def linear_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def shape_hash(module: nn.Module) -> str:
-    """BLAKE2b over the names and shapes of a model's parameters; 32 hexadecimal digits."""
+    """BLAKE2b of the names and shapes of a model's parameters; 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(module.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
@@ -327,10 +327,10 @@ def shape_hash(module: nn.Module) -> str:
 
 
 def weights_hash(module: nn.Module) -> str:
-    """SHA-256 over the names, shapes and BF16 values of a model's parameters, by name; 64 hexadecimal digits.
+    """SHA-256 of the names, shapes and BF16 values of a model's parameters, sorted by name; 64 hexadecimal digits.
 
-    BF16, in little-endian order, so that a model has one hash in FP32 and cast to BF16, and from every file that holds
-    the same weights under the same names: a run, a Hugging Face folder, a .gguf file whose types lose nothing.
+    Values are hashed as little-endian BF16, so a model has the same hash in FP32 and BF16, and from every file with the
+    same weights and names: a run, a Hugging Face folder, a .gguf file with lossless types.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
@@ -341,24 +341,24 @@ def weights_hash(module: nn.Module) -> str:
 
 
 def check_holds_no_codes(module: nn.Module, paths: Iterable[str]) -> None:
-    """Raise ConfigError if one of the layers holds FP8 codes in place of its weight."""
+    """Raise ConfigError if one of the layers holds FP8 codes instead of its weight."""
     for path in paths:
         layer = module.get_submodule(path)
         if isinstance(layer, Linear) and layer.held is not None:
             raise ConfigError(
-                f"layer {path!r} holds its weight as FP8 codes already; give the model in high precision that they "
-                "were made of"
+                f"layer {path!r} already holds its weight as FP8 codes; give the high-precision model that they were "
+                "made from"
             )
 
 
 def check_can_hold(module: nn.Module, paths: Iterable[str]) -> None:
-    """Raise ConfigError if the weight of one of the layers cannot become codes, as searched scales need it."""
-    others_read = read_by_others(module)
+    """Raise ConfigError if the weight of one of the layers cannot be held as codes, as searched scales require."""
+    shared_weights = read_by_others(module)
     for path in paths:
-        if path in others_read:
+        if path in shared_weights:
             raise ConfigError(
-                f"the weight of {path!r} cannot have searched scales (mse), which a layer needs codes for: "
-                f"{others_read[path]}; leave the layer out with skip, or take the weights' scales by max"
+                f"the weight of {path!r} cannot have searched scales (mse), because it cannot be held as codes: "
+                f"{shared_weights[path]}; leave the layer out with skip, or use the weight method max"
             )
 
 

@@ -1,8 +1,8 @@
-"""A calibration out of a training run: the amaxes that delayed scaling has kept become static scales.
+"""Calibration from a training run: amax histories of delayed scaling become static scales.
 
-A run of a delayed recipe remembers, for each layer's input, the amaxes of its last steps. Their largest is what a
-calibration by `max` over those steps' batches would have found, so no data have to be run again. Nothing else is known
-of them: of the health there is amax and scale alone.
+A run of a delayed recipe records, for each layer's input, the amaxes of its last steps. Their maximum is the result of
+calibrating with `max` on those steps' batches, so no data have to be run again. The health contains only the amax and
+the scale.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ __all__ = ["calibration_from_run"]
 def calibration_from_run(
     run_dir: str | Path, *, granularity: str = "tensor", weight_method: str = "max", power_of_two: bool = False
 ) -> Calibration:
-    """Static scales from the amax histories in a run's newest checkpoint.
+    """Compute static scales from the amax histories in a run's newest checkpoint.
 
     Args:
         run_dir: the run's folder.
@@ -47,16 +47,16 @@ def calibration_from_run(
         power_of_two: round every scale up to a power of two.
 
     Raises:
-        CheckpointError: there is no run, or no checkpoint yet.
-        ConfigError: none of its layers has kept an input's amax: its recipe is not a delayed one; or
-            ``weight_method="mse"`` of a weight that something else reads too.
+        CheckpointError: the run is missing or has no checkpoint.
+        ConfigError: the run has no amax history, because its recipe is not a delayed one; or ``weight_method="mse"``
+            for a weight that another module also reads.
     """
     check_member("weight_method", weight_method, tuple(WeightMethod))
     rule = RangeRule(power_of_two=power_of_two)
     recipe = recipes.get("static", weight_granularity=granularity, power_of_two=power_of_two)
     run = load_run(run_dir)
     layers = {path: layer for path, layer in run.model.named_modules() if isinstance(layer, Linear)}
-    amaxes = {path: amax for path, layer in layers.items() if (amax := _largest(layer)) >= 0}
+    amaxes = {path: amax for path, layer in layers.items() if (amax := _largest_amax(layer)) >= 0}
     if not amaxes:
         raise ConfigError(
             f"the run in {str(run_dir)!r} ({run.config.training.recipe}) has kept no amaxes; train with the recipe "
@@ -82,7 +82,7 @@ def calibration_from_run(
             LayerHealth(path=path, amax=amax, scale=float(scales[path]), weight_sqnr_db=weights[path][1])
             for path, amax in amaxes.items()
         ),
-        left_out={path: _why_not(layers.get(path)) for path in shapes if path not in amaxes},
+        left_out={path: _left_out_reason(layers.get(path)) for path in shapes if path not in amaxes},
         shapes=shapes,
         model_hash=shape_hash(run.model),
         weights_hash=weights_hash(run.model),
@@ -91,12 +91,12 @@ def calibration_from_run(
     )
 
 
-def _largest(layer: Linear) -> float:
-    """The largest amax in the window of the layer's input; below 0 where there is none."""
+def _largest_amax(layer: Linear) -> float:
+    """Largest amax in the history of the layer's input; negative if there is none."""
     return -1.0 if layer.amax_history is None else float(layer.amax_history.window[INPUT].max())
 
 
-def _why_not(layer: Linear | None) -> str:
+def _left_out_reason(layer: Linear | None) -> str:
     if layer is None or layer.recipe.history is None:
         return "the run kept no amaxes of it"
     return NEVER_REACHED

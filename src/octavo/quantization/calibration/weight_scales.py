@@ -1,8 +1,8 @@
-"""Scales of weights, made from the weights themselves: per tensor, per row or per 128x128 block.
+"""Scales of weights, per tensor, per row or per 128x128 block.
 
-`max` is what a recipe's own cast does: each group's largest magnitude becomes the format's. `mse` tries, for each group
-by itself, the ranges amax · 2^(-i/16) of one binade and takes the one with the least squared error; such a scale is no
-longer the weight's own, so the layer has to hold the codes.
+`max` is the recipe's own cast: each group's largest magnitude maps to the format's maximum. `mse` tries the ranges
+amax · 2^(-i/16) over one binade for each group and selects the one with the least squared error. A cast of the weight
+does not reproduce such a scale, so the layer has to hold the codes.
 """
 
 from enum import StrEnum
@@ -21,7 +21,7 @@ __all__ = ["WeightMethod", "quantized_weight"]
 
 
 class WeightMethod(StrEnum):
-    """How the scales of weights are found."""
+    """Selection of weight scales."""
 
     MAX = "max"
     MSE = "mse"
@@ -29,15 +29,15 @@ class WeightMethod(StrEnum):
 
 @torch.no_grad()
 def quantized_weight(weight: Tensor, spec: CastSpec, method: WeightMethod) -> QuantizedTensor:
-    """A weight's codes and scales.
+    """Quantise a weight.
 
     Args:
         weight: [N, K], in high precision.
         spec: the format, granularity and rounding.
-        method: how scales are found.
+        method: selection of the scales.
 
     Raises:
-        ConfigError: the weight holds NaN or ±Inf.
+        ConfigError: the weight contains NaN or ±Inf.
 
     Example:
         >>> from octavo import recipes
@@ -48,16 +48,16 @@ def quantized_weight(weight: Tensor, spec: CastSpec, method: WeightMethod) -> Qu
     """
     weight = weight.detach().float()
     if not weight.isfinite().all():
-        raise ConfigError("the weight holds NaN or infinity")
+        raise ConfigError("the weight contains NaN or infinity")
     largest = amax(weight, spec.granularity)
     best = _quantized(weight, spec, largest)
     if method is WeightMethod.MAX:
         return best
     scale, least = best.scale, _squared_error(weight, best)
     for smaller in candidates(largest, binades=1)[1:]:
-        tried = _quantized(weight, spec, smaller)
-        error = _squared_error(weight, tried)
-        scale = torch.where(error < least, tried.scale, scale)
+        candidate = _quantized(weight, spec, smaller)
+        error = _squared_error(weight, candidate)
+        scale = torch.where(error < least, candidate.scale, scale)
         least = torch.minimum(error, least)
     return quantize(weight, spec.format, granularity=spec.granularity, scale=scale)
 
@@ -68,12 +68,12 @@ def _quantized(weight: Tensor, spec: CastSpec, ranges: Tensor) -> QuantizedTenso
 
 
 def _squared_error(weight: Tensor, q: QuantizedTensor) -> Tensor:
-    """Σ (w - decoded w)² of every scaling group: float64, in the scale's shape."""
+    """Σ (w - decoded w)² of each scaling group: float64, in the scale's shape."""
     return sums_over_groups((weight.double() - q.dequantize().double()).square(), q.granularity)
 
 
 def sums_over_groups(values: Tensor, granularity: Granularity) -> Tensor:
-    """Sum of every scaling group of a matrix, in the scale's shape."""
+    """Sum of each scaling group of a matrix, in the scale's shape."""
     if isinstance(granularity, PerRow):
         return values.sum(-1, keepdim=True)
     if not isinstance(granularity, PerBlock):

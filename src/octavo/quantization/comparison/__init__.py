@@ -1,1 +1,1 @@
-"""Formats of one model side by side: who is compared (contestants.py), on what text, by which figures (scores.py)."""
+"""Comparison of one model in several formats: the variants, the evaluation text, scores and storage."""

@@ -1,12 +1,12 @@
-"""Keys and values as generation's FP8 cache holds them, for the attention of a whole model.
+"""Keys and values as the FP8 KV cache stores them, applied to the attention of a whole model.
 
-``octavo.inference.PagedKVCache`` keeps a key and a value of D numbers for every position, layer and head: E4M3 codes
-and, of sixteen scales, the one with the least squared error (:mod:`octavo.numerics.scale_search`); D + 2 bytes for 2 D.
-A key may be kept less the mean of its layer's and head's keys, which softmax does not see (octavo.inference.reference),
-and which comes from other text.
+``octavo.inference.PagedKVCache`` stores a key and a value of D elements for every position, layer and head: E4M3 codes
+and, of sixteen candidate scales, the one with the least squared error (:mod:`octavo.numerics.scale_search`); D + 2
+bytes instead of 2 D. The mean of a head's keys may be subtracted first: softmax is invariant to it
+(octavo.inference.reference). The mean is taken from other text.
 
-What the mean wins: rotary pairs that turn slowly hold a nearly constant part, up to two thirds of a key's energy, and
-its rounding errors are as large as it is (SageAttention, arXiv 2410.02367, smooths keys so).
+The mean helps because slowly rotating rotary pairs have a nearly constant component, up to two thirds of a key's
+energy, with proportional rounding errors (SageAttention, arXiv 2410.02367, smooths keys the same way).
 """
 
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ __all__ = ["as_cached", "cached", "key_means", "vector_bytes"]
 
 
 def as_cached(vectors: Tensor) -> Tensor:
-    """Vectors [..., D], float32, as ``PagedKVCache`` reads them back.
+    """Vectors [..., D], float32, after a round trip through ``PagedKVCache``'s format.
 
-    Special values: a zero vector stays zero; NaN and ±Inf become NaN, alone in their vector.
+    Special values: a zero vector stays zero; NaN and ±Inf become NaN without changing the rest of their vector.
     """
     return quantize(vectors, E4M3, granularity=PerRow(), scale=searched_scale(vectors)).dequantize()
 
 
 def vector_bytes(head_dim: int) -> int:
-    """Bytes of a key or value of one head; in BF16 it takes ``2 * head_dim``.
+    """Bytes of one head's key or value; BF16 takes ``2 * head_dim``.
 
     Example:
         >>> vector_bytes(64) / (2 * 64)
@@ -42,16 +42,16 @@ def vector_bytes(head_dim: int) -> int:
 
 
 def key_means(model: LanguageModel, windows: Tensor) -> dict[int, Tensor]:
-    """The mean of each layer's keys, rotary positions included, [kv heads, D], over windows [count, length]."""
-    seen = observe(model, windows.split(1), {}, kv_cache=True)
-    return {layer: each.key_mean for layer, each in seen.keys_and_values.items()}
+    """Mean of each layer's keys after the rotary embedding, [kv heads, D], over windows [count, length]."""
+    observation = observe(model, windows.split(1), {}, kv_cache=True)
+    return {layer: statistics.key_mean for layer, statistics in observation.keys_and_values.items()}
 
 
 def cached(means: Mapping[int, Tensor] | None = None) -> KVTransform:
-    """What attention reads of keys and values that were stored, for ``LanguageModel.logits``.
+    """Round trip through the cache, for ``LanguageModel.logits``.
 
     Args:
-        means: of keys, subtracted before they are stored; None subtracts nothing.
+        means: mean keys by layer, subtracted before storing; None subtracts nothing.
     """
 
     def through(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

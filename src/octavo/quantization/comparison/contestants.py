@@ -1,6 +1,6 @@
-"""The formats that a language model is compared in, each made from the same weights.
+"""Variants of a language model in the formats under comparison, all made from the same weights.
 
-| name            | the linears that ``octavo.convert`` takes             | their inputs                        |
+| name            | weights of the linears that ``octavo.convert`` takes  | their inputs                        |
 |-----------------|-------------------------------------------------------|-------------------------------------|
 | fp32            | FP32                                                  | FP32                                |
 | bf16            | BF16                                                  | BF16                                |
@@ -8,17 +8,17 @@
 | fp8-dynamic     | E4M3, a scale a tensor (recipe tensorwise)            | the same, from this tensor          |
 | fp8-rowwise     | E4M3, a power-of-two scale a row (recipe rowwise)     | the same, a scale a token           |
 | fp8-blockwise   | E4M3, a power-of-two scale for 128x128 (blockwise)    | the same for 1x128                  |
-| fp8-static      | E4M3 as a calibration says                            | E4M3, its frozen scale a tensor     |
-| fp8-qat         | E4M3 as quantisation-aware training left them         | as it was trained                   |
-| fp8-kv          | BF16; keys and values as octavo's FP8 cache has them  | BF16                                |
-| fp8-kv-centred  | BF16; the same, with a calibration's means of keys    | BF16                                |
+| fp8-static      | E4M3 with a calibration's scales                      | E4M3, its frozen scale a tensor     |
+| fp8-qat         | E4M3 after quantisation-aware training                | as in training                      |
+| fp8-kv          | BF16; keys and values through octavo's FP8 cache      | BF16                                |
+| fp8-kv-centred  | BF16; the same, with a calibration's mean keys        | BF16                                |
 
-All but fp32 are made of weights rounded to BF16 (octavo.quantization.bf16) and run in the same surroundings: head,
-embedding and norms hold those values, everything runs under BF16 autocast, the residual stream stays FP32, and logits
-are BF16. So what separates them is the format of those linears alone. fp8-qat is the one exception: its codes are those
-that training ended with, made of the weights that it moved; the rest of it is rounded like the others'.
+All but fp32 start from weights rounded to BF16 (octavo.quantization.bf16) and run the same way: head, embedding and
+norms hold the rounded values, everything runs under BF16 autocast, the residual stream stays FP32, and logits are BF16.
+They therefore differ only in the format of those linears. The exception is fp8-qat, whose codes come from the weights
+that training changed; its other parameters are rounded as in the other variants.
 
-A contestant is a copy whose codes really take one byte; the model it is made from is left as it was.
+A variant is a copy whose codes take one byte an element; the original model is not changed.
 """
 
 import copy
@@ -50,8 +50,8 @@ __all__ = [
     "RECIPES",
     "STATIC",
     "TUNED",
-    "Contestant",
-    "Scales",
+    "FormatVariant",
+    "StaticScales",
     "as_it_is",
     "from_recipe",
     "high_precision",
@@ -67,23 +67,23 @@ CACHE, CENTRED = "fp8-kv", "fp8-kv-centred"
 RECIPES = {"fp8-dynamic": "tensorwise", "fp8-rowwise": "rowwise", "fp8-blockwise": "blockwise"}
 
 
-class Scales(Protocol):
-    """What a calibration found."""
+class StaticScales(Protocol):
+    """Static scales that can be applied to a model, such as a ``Calibration``."""
 
     def apply(self, model: nn.Module, *, hold_weights: bool | None = None) -> object:
-        """Convert the model, in place, to a static recipe with those scales."""
+        """Convert the model in place to a static recipe with these scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contestant:
+class FormatVariant:
     """A language model in one format.
 
     Attributes:
         name: of the format.
-        language_model: the copy.
-        surrounding: the dtype of everything but the linears in that format.
+        language_model: the converted copy.
+        surrounding: the dtype of everything except the linears in that format.
         quantized: paths of those linears.
-        cache: how keys and values are kept; None is as they are.
+        cache: transformation of keys and values; None leaves them unchanged.
     """
 
     name: str
@@ -94,80 +94,86 @@ class Contestant:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, T] → logits [B, T, V] as this format computes them."""
-        with self._surroundings(tokens.device), ExactIntegerProducts() if self._has_integers else nullcontext():
+        """Compute logits [B, T, V] from token ids [B, T] in this format."""
+        with self._autocast(tokens.device), ExactIntegerProducts() if self._has_integers else nullcontext():
             return self.language_model.logits(tokens, self.cache)
 
     @property
     def storage(self) -> Storage:
-        """Bytes of its weights."""
+        """Bytes of the weights."""
         return storage_of(self.language_model.model, self.surrounding)
 
     @property
     def _has_integers(self) -> bool:
         return self.name == INT8
 
-    def _surroundings(self, device: torch.device) -> AbstractContextManager[object]:
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         if self.surrounding == torch.float32:
             return nullcontext()
         return bf16_autocast(device)
 
 
-def as_it_is(model: LanguageModel) -> Contestant:
-    """The model itself, in FP32 but for layers that hold FP8 codes, which compute as their recipes say."""
-    return Contestant(name=AS_IT_IS, language_model=model, surrounding=torch.float32, quantized=_in_codes(model))
+def as_it_is(model: LanguageModel) -> FormatVariant:
+    """Variant that is the model itself: FP32, except layers that hold FP8 codes, which follow their recipes."""
+    return FormatVariant(
+        name=AS_IT_IS, language_model=model, surrounding=torch.float32, quantized=_quantized_paths(model)
+    )
 
 
-def high_precision(model: LanguageModel, name: str) -> Contestant:
-    """The model as it is ("fp32"; no copy), or a copy in BF16 ("bf16")."""
+def high_precision(model: LanguageModel, name: str) -> FormatVariant:
+    """FP32 variant, which shares the model ("fp32"), or a copy in BF16 ("bf16")."""
     if name == FP32:
-        return Contestant(name=name, language_model=model, surrounding=torch.float32)
-    return _finished(_rounded_copy_of(model), name, ())
+        return FormatVariant(name=name, language_model=model, surrounding=torch.float32)
+    return _finish_variant(_bf16_rounded_copy(model), name, ())
 
 
-def from_recipe(model: LanguageModel, name: str) -> Contestant:
-    """A copy whose linears run the recipe of that name in :data:`RECIPES`, its weights held as codes."""
+def from_recipe(model: LanguageModel, name: str) -> FormatVariant:
+    """Copy whose linears run the recipe ``RECIPES[name]``, with weights held as codes."""
     check_has_layers(model.model, tuple(choose_layers(model.model)[0]))
-    return _in_fp8(_rounded_copy_of(model), name, lambda inner: convert(inner, RECIPES[name], frozen="fp8"))
+    return _quantized_variant(
+        _bf16_rounded_copy(model), name, lambda inner: convert(inner, RECIPES[name], frozen="fp8")
+    )
 
 
-def with_cache(bf16: Contestant, name: str, means: Mapping[int, Tensor] | None = None) -> Contestant:
-    """The BF16 contestant, whose weights it shares, with generation's FP8 cache, and means of keys or none."""
+def with_cache(bf16: FormatVariant, name: str, means: Mapping[int, Tensor] | None = None) -> FormatVariant:
+    """BF16 variant with the FP8 KV cache, optionally with mean keys; shares the weights of ``bf16``."""
     return replace(bf16, name=name, cache=cached(means))
 
 
-def with_scales(model: LanguageModel, calibration: Scales) -> Contestant:
-    """A copy whose linears have the frozen input scales of a calibration ("fp8-static")."""
-    return _in_fp8(_rounded_copy_of(model), STATIC, lambda inner: calibration.apply(inner, hold_weights=True))
+def with_scales(model: LanguageModel, calibration: StaticScales) -> FormatVariant:
+    """Copy whose linears use the static scales of a calibration ("fp8-static")."""
+    return _quantized_variant(
+        _bf16_rounded_copy(model), STATIC, lambda inner: calibration.apply(inner, hold_weights=True)
+    )
 
 
-def tuned(model: LanguageModel) -> Contestant:
-    """A model that quantisation-aware training has made, in FP8 already ("fp8-qat")."""
-    return _in_fp8(_copy_of(model), TUNED, _hold_and_round)
+def tuned(model: LanguageModel) -> FormatVariant:
+    """Copy of a model after quantisation-aware training ("fp8-qat")."""
+    return _quantized_variant(_frozen_copy(model), TUNED, _quantize_then_round)
 
 
-def int8(model: LanguageModel) -> Contestant:
-    """A copy whose linears, the ones that FP8 takes, run torchao's INT8."""
-    made = _rounded_copy_of(model)
-    paths = convert(made.model, BF16).converted
-    restore(made.model)
-    check_has_layers(made.model, paths)
-    _hold_in_bf16(made.model)
-    quantize_to_int8(made.model, paths)
-    _run_rest_in_bf16(made.model, paths)
-    return Contestant(name=INT8, language_model=made, quantized=paths)
+def int8(model: LanguageModel) -> FormatVariant:
+    """Copy whose linears, the same as in FP8, run torchao's INT8."""
+    copied = _bf16_rounded_copy(model)
+    paths = convert(copied.model, BF16).converted
+    restore(copied.model)
+    check_has_layers(copied.model, paths)
+    _store_as_bf16(copied.model)
+    quantize_to_int8(copied.model, paths)
+    _convert_others_to_bf16(copied.model, paths)
+    return FormatVariant(name=INT8, language_model=copied, quantized=paths)
 
 
-def _in_fp8(made: LanguageModel, name: str, quantize: Callable[[nn.Module], object]) -> Contestant:
-    """Of a copy, in place."""
-    quantize(made.model)
-    paths = _in_codes(made)
-    check_has_layers(made.model, paths)
-    return _finished(made, name, paths)
+def _quantized_variant(copied: LanguageModel, name: str, quantize: Callable[[nn.Module], object]) -> FormatVariant:
+    """Quantise a copy in place and finish it as a variant."""
+    quantize(copied.model)
+    paths = _quantized_paths(copied)
+    check_has_layers(copied.model, paths)
+    return _finish_variant(copied, name, paths)
 
 
-def _in_codes(model: LanguageModel) -> tuple[str, ...]:
-    """Paths of the layers that multiply codes."""
+def _quantized_paths(model: LanguageModel) -> tuple[str, ...]:
+    """Paths of the layers whose GEMMs use codes."""
     return tuple(
         path
         for path, layer in model.model.named_modules()
@@ -175,41 +181,41 @@ def _in_codes(model: LanguageModel) -> tuple[str, ...]:
     )
 
 
-def _hold_and_round(model: nn.Module) -> None:
-    """Make codes of weights as they are, and round what is left: the order that training needs."""
+def _quantize_then_round(model: nn.Module) -> None:
+    """Quantise the trained weights before rounding the other parameters to BF16, so that the codes do not change."""
     for layer in model.modules():
         if isinstance(layer, Linear) and not layer.recipe.is_high_precision:
             hold_weight_as_codes(layer)
     round_to_bf16(model)
 
 
-def _copy_of(model: LanguageModel) -> LanguageModel:
-    """Frozen, so that weights may be held as codes."""
+def _frozen_copy(model: LanguageModel) -> LanguageModel:
+    """Frozen copy, whose weights may be held as codes."""
     return replace(model, model=copy.deepcopy(model.model).requires_grad_(False))
 
 
-def _rounded_copy_of(model: LanguageModel) -> LanguageModel:
-    made = _copy_of(model)
-    round_to_bf16(made.model)
-    return made
+def _bf16_rounded_copy(model: LanguageModel) -> LanguageModel:
+    copied = _frozen_copy(model)
+    round_to_bf16(copied.model)
+    return copied
 
 
-def _finished(made: LanguageModel, name: str, quantized: tuple[str, ...]) -> Contestant:
-    """A rounded copy whose layers at ``quantized`` are what they are to be; the others become BF16."""
-    _run_rest_in_bf16(made.model, quantized)
-    _hold_in_bf16(made.model)
-    return Contestant(name=name, language_model=made, quantized=quantized)
+def _finish_variant(copied: LanguageModel, name: str, quantized: tuple[str, ...]) -> FormatVariant:
+    """Turn a rounded copy into a variant: layers outside ``quantized`` become BF16."""
+    _convert_others_to_bf16(copied.model, quantized)
+    _store_as_bf16(copied.model)
+    return FormatVariant(name=name, language_model=copied, quantized=quantized)
 
 
-def _run_rest_in_bf16(model: nn.Module, quantized: tuple[str, ...]) -> None:
-    """Let every other linear run octavo's "bf16": the same numbers, faster where a CPU has no BF16 instructions."""
+def _convert_others_to_bf16(model: nn.Module, quantized: tuple[str, ...]) -> None:
+    """Convert all other linears to octavo's "bf16": the same results, faster on a CPU without BF16 instructions."""
     convert(model, BF16, convert_head=True, layer_filter=lambda path, _: path not in quantized)
 
 
-def _hold_in_bf16(model: nn.Module) -> None:
-    """Let rounded matrices, where they are no codes, be BF16 tensors; vectors stay FP32, which norms may insist on.
+def _store_as_bf16(model: nn.Module) -> None:
+    """Store rounded matrices as BF16 tensors, except codes; vectors stay FP32, which some norms require.
 
-    An embedding hands on FP32, so that the residual stream is as wide as under autocast with FP32 weights.
+    Embeddings output FP32, so that the residual stream is FP32 as under autocast with FP32 weights.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.element_size() > 1 and parameter.ndim > 1:

@@ -1,8 +1,8 @@
-"""The text a comparison is made on, as windows of a model's own tokens.
+"""Evaluation text as windows of a model's own tokens.
 
-``language-topics``, Python's language reference, is read as published figures of SmolLM2 are: all topics joined
-without anything between them, from the beginning, in windows that follow each other. Of any other source the windows
-are spread evenly over the split, so that forty of them stand for all of it.
+``language-topics``, Python's language reference, is read as in published results of SmolLM2: all topics concatenated
+without a separator, from the beginning, in consecutive windows. For any other source the windows are spread evenly over
+the split, so that forty of them represent all of it.
 """
 
 from typing import TYPE_CHECKING
@@ -25,18 +25,18 @@ def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: 
     """Windows of held-out text, int64 [count, length], on the model's device.
 
     Args:
-        model: whose tokenizer to use.
+        model: source of the tokenizer.
         source: see ``octavo.training.text``.
-        split: "train", "validation", "test" or "all"; of ``language-topics`` there is only "all".
-        count: how many windows.
-        length: tokens of each, from 2 to ``model.context``.
+        split: "train", "validation", "test" or "all"; ``language-topics`` has only "all".
+        count: number of windows.
+        length: tokens per window, from 2 to ``model.context``.
 
     Raises:
         ConfigError: a split, count or length that is not allowed.
-        DataError: the source holds too little text.
+        DataError: the source has too little text.
     """
     if not 2 <= length <= model.context:
-        raise ConfigError(f"a window has from 2 to {model.context} tokens, what this model reads at once, not {length}")
+        raise ConfigError(f"a window must have from 2 to {model.context} tokens, this model's context, not {length}")
     if source != TOPICS:
         return text_windows(model, source, split, count=count, length=length)
     if split != ALL:
@@ -48,18 +48,18 @@ def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: 
 
 
 def topic_tokens(tokenizer: "Tokenizer", count: int) -> list[int]:
-    """The first ``count`` tokens of the language topics, whatever length the tokenizer itself cuts at.
+    """First ``count`` tokens of the language topics, ignoring the tokenizer's own truncation.
 
     Raises:
-        DataError: they have fewer.
+        DataError: the topics have fewer tokens.
     """
     text = "".join(document.text for document in load_documents(TOPICS))
-    whole = unbounded(tokenizer)
+    untruncated = unbounded(tokenizer)
     ids: list[int] = []
-    for part in (text[: CHARACTERS_A_TOKEN * count], text):  # seldom all of it
-        ids = whole.encode(part, add_special_tokens=False).ids
+    for part in (text[: CHARACTERS_A_TOKEN * count], text):  # the whole text is rarely needed
+        ids = untruncated.encode(part, add_special_tokens=False).ids
         if len(ids) > count:
             break
     if len(ids) < count:
-        raise DataError(f"{TOPICS} has {len(ids)} tokens, and not {count}; ask for fewer or shorter windows")
+        raise DataError(f"{TOPICS} has {len(ids)} tokens, not {count}; ask for fewer or shorter windows")
     return ids[:count]

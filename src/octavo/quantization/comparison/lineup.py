@@ -1,4 +1,4 @@
-"""Names to contestants: what ``octavo eval --compare bf16,int8,fp8-static`` lines up."""
+"""Format variants by name, for ``octavo eval --compare bf16,int8,fp8-static``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -17,8 +17,8 @@ from octavo.quantization.comparison.contestants import (
     RECIPES,
     STATIC,
     TUNED,
-    Contestant,
-    Scales,
+    FormatVariant,
+    StaticScales,
     from_recipe,
     high_precision,
     int8,
@@ -34,10 +34,10 @@ FORMATS = (FP32, BF16, INT8, *RECIPES, STATIC, TUNED, CACHE, CENTRED)
 
 
 def check_formats(names: Sequence[str]) -> tuple[str, ...]:
-    """The formats to compare, each once and BF16 among them, which the others are compared with.
+    """Validate format names and add BF16, the reference, if it is missing.
 
     Raises:
-        ConfigError: an unknown name, one that stands twice, or none.
+        ConfigError: an unknown name, a duplicate, or no name.
 
     Example:
         >>> check_formats(["int8", "fp8-dynamic"])
@@ -47,7 +47,7 @@ def check_formats(names: Sequence[str]) -> tuple[str, ...]:
         if name not in FORMATS:
             raise ConfigError(f"there is no format {name!r} to compare; use some of {', '.join(FORMATS)}")
     if not names or len({*names}) < len(names):
-        raise ConfigError(f"compare takes different formats, at least one, not {', '.join(names) or 'none'}")
+        raise ConfigError(f"compare needs one or more distinct formats, not {', '.join(names) or 'none'}")
     return tuple(names) if BF16 in names else (BF16, *names)
 
 
@@ -55,42 +55,42 @@ def line_up(
     model: LanguageModel,
     names: Sequence[str],
     *,
-    calibration: Scales | None = None,
+    calibration: StaticScales | None = None,
     tuned_model: LanguageModel | None = None,
     means: Mapping[int, Tensor] | None = None,
     advance: Callable[[int, int], None] = lambda _done, _total: None,
-) -> list[Contestant]:
-    """A contestant for each name, in order; the model stays as it is.
+) -> list[FormatVariant]:
+    """Build a variant for each name, in order; the model is not changed.
 
     Args:
         model: in FP32.
-        names: what :func:`check_formats` gives.
+        names: as returned by :func:`check_formats`.
         calibration: for "fp8-static".
-        tuned_model: for "fp8-qat", as ``load_qat`` gives it.
-        means: of keys, for "fp8-kv-centred", as ``key_means`` gives them.
-        advance: called after each with (done, total).
+        tuned_model: for "fp8-qat", as returned by ``load_qat``.
+        means: mean keys for "fp8-kv-centred", as returned by ``key_means``.
+        advance: called after each variant with (done, total).
 
     Raises:
-        ConfigError: a format that lacks its calibration, tuned model or library; a model that holds FP8 codes, whose
-            BF16 would be those codes and no reference.
+        ConfigError: a format without its calibration, tuned model or library; a model that holds FP8 codes, which
+            cannot serve as a BF16 reference.
         CheckpointError: a calibration or tuned model of another model.
     """
     check_holds_no_codes(model.model, (path for path, _ in model.model.named_modules()))
     bf16 = high_precision(model, BF16)
-    given = {
-        STATIC: lambda: with_scales(model, _needed(calibration, STATIC, "a calibration")),
-        TUNED: lambda: tuned(_tuned_from(model, _needed(tuned_model, TUNED, "a model that octavo qat has tuned"))),
-        CENTRED: lambda: with_cache(bf16, CENTRED, _needed(means, CENTRED, "the means of its keys")),
+    builders = {
+        STATIC: lambda: with_scales(model, _required(calibration, STATIC, "a calibration")),
+        TUNED: lambda: tuned(_check_tuned_model(model, _required(tuned_model, TUNED, "a model tuned by octavo qat"))),
+        CENTRED: lambda: with_cache(bf16, CENTRED, _required(means, CENTRED, "the means of its keys")),
     }
-    made = []
+    variants = []
     for name in names:
-        made.append(given[name]() if name in given else _contestant(model, name, bf16))
-        advance(len(made), len(names))
-    return made
+        variants.append(builders[name]() if name in builders else _variant(model, name, bf16))
+        advance(len(variants), len(names))
+    return variants
 
 
-def _contestant(model: LanguageModel, name: str, bf16: Contestant) -> Contestant:
-    """One that needs nothing but the model."""
+def _variant(model: LanguageModel, name: str, bf16: FormatVariant) -> FormatVariant:
+    """Build a variant that needs only the model."""
     if name == FP32:
         return high_precision(model, FP32)
     if name == INT8:
@@ -100,17 +100,20 @@ def _contestant(model: LanguageModel, name: str, bf16: Contestant) -> Contestant
     return with_cache(bf16, CACHE) if name == CACHE else bf16
 
 
-def _tuned_from(model: LanguageModel, made: LanguageModel) -> LanguageModel:
-    """``made``, if it may be the model tuned: the same shapes and words."""
-    advice = f"name the folder that octavo qat made of this model, or leave {TUNED} out"
-    if shape_hash(made.model) != shape_hash(model.model):
-        raise CheckpointError(f"what octavo qat tuned is another model: names or shapes of parameters differ; {advice}")
-    if made.tokenizer is not model.tokenizer and made.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-        raise CheckpointError(f"what octavo qat tuned is another model: its tokenizer has other tokens; {advice}")
-    return made
+def _check_tuned_model(model: LanguageModel, tuned_model: LanguageModel) -> LanguageModel:
+    """Return ``tuned_model`` if its parameter shapes and vocabulary match ``model``."""
+    advice = f"give the folder that octavo qat wrote for this model, or leave {TUNED} out"
+    if shape_hash(tuned_model.model) != shape_hash(model.model):
+        raise CheckpointError(f"the tuned model is another model: names or shapes of parameters differ; {advice}")
+    if (
+        tuned_model.tokenizer is not model.tokenizer
+        and tuned_model.tokenizer.get_vocab() != model.tokenizer.get_vocab()
+    ):
+        raise CheckpointError(f"the tuned model is another model: its tokenizer has other tokens; {advice}")
+    return tuned_model
 
 
-def _needed(given: T | None, name: str, what: str) -> T:
-    if given is None:
+def _required(value: T | None, name: str, what: str) -> T:
+    if value is None:
         raise ConfigError(f"{name} needs {what}; give it, or leave {name} out")
-    return given
+    return value

@@ -1,14 +1,14 @@
-"""How a quantised model's predictions differ from a reference's, token by token.
+"""Token-level difference between a quantised model's predictions and a reference's.
 
-From the logits of both over one window of text, with p the reference's probabilities and q the contestant's:
+Computed from the logits of both over one window of text, with p the reference's probabilities and q the variant's:
 
     nats        −log q(next token)                        mean over tokens; perplexity is its exponential
     agreement   1 where argmax q = argmax p               share of tokens
     divergence  KL(p ‖ q) = Σ_v p_v · (log p_v − log q_v) mean over tokens, in nats
 
-Perplexity looks at the one token that the text has; two models may share it and still disagree everywhere else.
-Agreement and divergence compare all that could have been said. A model of 49,152 tokens has 100 MB of FP32 logits a
-window of 512, so nothing larger than ``ROWS`` rows of them is widened at once, and nothing outlives its window.
+Perplexity depends on one token per position, the text's; two models may have the same perplexity and disagree on all
+others. Agreement and divergence compare whole distributions. With a vocabulary of 49,152, the FP32 logits of a window
+of 512 tokens take 100 MB, so at most ``ROWS`` rows are converted at once, and none are kept after their window.
 """
 
 import math
@@ -23,7 +23,7 @@ from octavo.errors import ConfigError
 
 __all__ = ["Scores", "WindowScore", "score_window"]
 
-ROWS = 128  # tokens whose log-probabilities are made at once
+ROWS = 128  # tokens whose log-probabilities are computed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +37,18 @@ class WindowScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """A contestant's scores on every window, all of them of the same number of tokens."""
+    """Scores of one variant on every window; all windows have the same number of tokens."""
 
     windows: tuple[WindowScore, ...]
 
     @property
     def window_nats(self) -> tuple[float, ...]:
-        """Mean loss of each window, to be paired with another contestant's."""
+        """Mean loss of each window, for paired comparison with another variant."""
         return tuple(window.nats for window in self.windows)
 
     @property
     def nats(self) -> float:
-        """Mean loss of a token."""
+        """Mean loss per token."""
         return _mean(self.window_nats)
 
     @property
@@ -58,26 +58,26 @@ class Scores:
 
     @property
     def agreement(self) -> float:
-        """Share of tokens whose likeliest successor is the reference's."""
+        """Share of positions whose most likely token is the reference's."""
         return _mean([window.agreement for window in self.windows])
 
     @property
     def divergence(self) -> float:
-        """Mean KL(reference ‖ contestant) of a token, in nats."""
+        """Mean KL(reference ‖ variant) per token, in nats."""
         return _mean([window.divergence for window in self.windows])
 
 
 @torch.no_grad()
 def score_window(logits: Tensor, reference: Tensor, targets: Tensor) -> WindowScore:
-    """Scores of one window, in FP32 by token and FP64 over tokens.
+    """Score one window: FP32 per token, FP64 for the mean.
 
     Args:
-        logits: the contestant's, [T, V], any float dtype.
-        reference: the reference's, [T, V].
-        targets: the tokens that follow, int64 [T].
+        logits: of the variant, [T, V], any float dtype.
+        reference: logits of the reference, [T, V].
+        targets: the next tokens, int64 [T].
 
     Raises:
-        ConfigError: the shapes do not belong together.
+        ConfigError: the shapes do not match.
 
     Example:
         >>> logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
@@ -92,7 +92,7 @@ def score_window(logits: Tensor, reference: Tensor, targets: Tensor) -> WindowSc
     parts = [
         _score_rows(*rows) for rows in zip(logits.split(ROWS), reference.split(ROWS), targets.split(ROWS), strict=True)
     ]
-    nats, agreement, divergence = (torch.cat(found).double().mean().item() for found in zip(*parts, strict=True))
+    nats, agreement, divergence = (torch.cat(rows).double().mean().item() for rows in zip(*parts, strict=True))
     return WindowScore(nats=nats, agreement=agreement, divergence=divergence)
 
 

@@ -1,4 +1,4 @@
-"""Training that knows of the rounding: the model (prepare.py), its layers, the loop (tuning.py), its worth (run.py)."""
+"""Quantisation-aware training: prepare and convert a model, fine-tune it, and compare it with baselines."""
 
 from octavo.quantization.qat.distillation import distillation_loss
 from octavo.quantization.qat.folder import load_qat, save_qat

@@ -1,11 +1,11 @@
-"""Distillation: the logits of the model before quantisation as a target, beside the text's own next token.
+"""Distillation from the model before quantisation, in addition to the next-token loss.
 
     loss = (1 − weight) · cross-entropy(student, targets)
          + weight · T² · KL(softmax(teacher / T) ‖ softmax(student / T))
 
-A token says only which word came; the teacher also says which would have done, so that a few steps suffice to put the
-quantised model back where it was. T² keeps the gradients of the second term, which shrink by 1 / T² as the logits are
-divided, in proportion (Hinton et al., arXiv 1503.02531, section 2).
+A target token is a single outcome; the teacher provides the whole distribution, so a few steps are enough to recover
+the model's quality. T² compensates the gradients of the second term, which shrink by 1 / T² as the logits are divided
+(Hinton et al., arXiv 1503.02531, section 2).
 """
 
 import math
@@ -22,14 +22,14 @@ __all__ = ["check_distillation", "distillation_loss"]
 def distillation_loss(
     student_logits: Tensor, teacher_logits: Tensor, targets: Tensor, *, weight: float = 0.5, temperature: float = 1.0
 ) -> Tensor:
-    """The mean over tokens, computed in FP32.
+    """Mean loss over tokens, computed in FP32.
 
     Args:
         student_logits: [B, T, V].
-        teacher_logits: [B, T, V]; takes no gradient.
+        teacher_logits: [B, T, V]; detached.
         targets: token ids [B, T].
-        weight: of the divergence, from 0 to 1; the cross-entropy has the rest.
-        temperature: positive; above 1 the unlikely tokens count more.
+        weight: weight of the divergence, from 0 to 1; the cross-entropy has 1 − weight.
+        temperature: positive; above 1, unlikely tokens count more.
 
     Raises:
         ConfigError: a weight or temperature out of range, or logits of different shapes.
@@ -43,7 +43,7 @@ def distillation_loss(
     if student_logits.shape != teacher_logits.shape:
         raise ConfigError(
             f"the student's logits {tuple(student_logits.shape)} and the teacher's {tuple(teacher_logits.shape)} must "
-            "have one shape; give both the same tokens and vocabulary"
+            "have the same shape; use the same tokens and vocabulary for both"
         )
     entropy = token_loss(student_logits, targets)
     if not weight:
@@ -55,7 +55,7 @@ def distillation_loss(
 
 
 def check_distillation(weight: float, temperature: float) -> None:
-    """Raise ConfigError unless the loss is defined."""
+    """Raise ConfigError unless weight and temperature are in range."""
     if not 0 <= weight <= 1:
         raise ConfigError(f"the weight of distillation must be from 0 to 1, not {weight}")
     if not 0 < temperature < math.inf:

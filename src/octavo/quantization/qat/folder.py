@@ -1,17 +1,17 @@
-"""What ``octavo qat`` leaves: a folder that holds a tuned model and says how it runs in FP8.
+"""Folder written by ``octavo qat``: a tuned model, its recipe and its scales.
 
 | file                                  | content                                                             |
 |---------------------------------------|---------------------------------------------------------------------|
-| config.json, model.safetensors,       | the tuned model in high precision, as a Hugging Face folder, which  |
-| tokenizer.json, tokenizer_config.json,| everything that knows those can read; the last only where a text's  |
-| generation_config.json                | end tokens are known, as from a .gguf file                          |
-| recipe.toml                           | the recipe that it was trained for (``octavo.recipes.from_toml``)   |
+| config.json, model.safetensors,       | the tuned model in high precision, as a Hugging Face folder;        |
+| tokenizer.json, tokenizer_config.json,| generation_config.json only if the end-of-text tokens are known, as |
+| generation_config.json                | from a .gguf file                                                   |
+| recipe.toml                           | the recipe used in training (``octavo.recipes.from_toml``)          |
 | scales.safetensors                    | ``octavo.scaling_state``: the static inputs' scales                 |
-| metrics.jsonl                         | a line for each step and each evaluation                            |
-| qat.json                              | the converted layers, the settings, the model's and text's sources  |
-| octavo.sha256                         | the SHA-256 of all of them (:mod:`octavo.checksums`)                |
+| metrics.jsonl                         | one line for each step and each evaluation                          |
+| qat.json                              | converted layers, settings, sources of the model and the text       |
+| octavo.sha256                         | SHA-256 of all files (:mod:`octavo.checksums`)                      |
 
-The folder is written beside its place under a hidden name, synced, and renamed: it is whole or not there.
+The folder is written under a hidden name next to its destination, synced and renamed: it is complete or absent.
 """
 
 import json
@@ -42,30 +42,30 @@ MARK, RECIPE, SCALES, METRICS = "qat.json", "recipe.toml", "scales.safetensors",
 
 
 def save_qat(folder: Path, result: QATResult, *, source: str = "", split: str = "") -> None:
-    """Write a run's model and numbers; the folder must not be there, or be empty.
+    """Write the result of a run; the folder must be absent or empty.
 
     Args:
-        folder: see the module's text.
+        folder: destination; see the module's table.
         result: of ``run_qat``.
-        source: of the text it was tuned on, where ``octavo.training.text`` finds it.
-        split: of that source.
+        source: source of the training text, as for ``octavo.training.text``.
+        split: split of that source.
 
     Raises:
-        ConfigError: something else is in the folder.
-        OSError: the disk is full, or refuses otherwise; nothing is left of it.
+        ConfigError: the folder is not empty.
+        OSError: the disk is full or not writable; nothing is left behind.
     """
     with replacing_folder(folder) as temporary:
         _write(temporary, result, {"source": source, "split": split})
 
 
 def bytes_of_qat(model: LanguageModel) -> int:
-    """Bytes that :func:`save_qat` takes for a model: its weights, its tokenizer, and a MiB for the rest."""
+    """Disk space of :func:`save_qat` in bytes: weights, tokenizer, and 1 MiB for the other files."""
     weights = {parameter.data_ptr(): parameter.nbytes for parameter in model.model.parameters()}
     return sum(weights.values()) + len(model.tokenizer.to_str().encode()) + (1 << 20)
 
 
 def text_of_qat(folder: str | Path) -> tuple[str, str]:
-    """The source and split that :func:`save_qat` was told; both empty where nobody told.
+    """Source and split of the training text passed to :func:`save_qat`; empty if unknown.
 
     Raises:
         CheckpointError: as for :func:`load_qat`.
@@ -75,10 +75,10 @@ def text_of_qat(folder: str | Path) -> tuple[str, str]:
 
 
 def load_qat(folder: str | Path) -> LanguageModel:
-    """The model that :func:`save_qat` wrote, converted: it computes what the trained one did, to the bit.
+    """Load and convert a model written by :func:`save_qat`; bitwise identical to the trained model.
 
     Raises:
-        CheckpointError: the folder is not one of ``octavo qat``, or is damaged.
+        CheckpointError: the folder was not written by ``octavo qat``, or is damaged.
     """
     path = Path(folder)
     mark = _read_mark(path / MARK)
@@ -97,14 +97,20 @@ def load_qat(folder: str | Path) -> LanguageModel:
 
 
 def _write(folder: Path, result: QATResult, text: dict[str, str]) -> None:
-    made, model = result.language_model, result.language_model.model
+    language_model, model = result.language_model, result.language_model.model
     if isinstance(model, Llama):
         write_llama(folder, model)
     else:
         writer: Any = model
         with disk_errors(folder):
             writer.save_pretrained(folder)
-    write_tokenizer(folder, made.tokenizer, context=made.context, bos_id=made.bos_id, eos_id=made.eos_id)
+    write_tokenizer(
+        folder,
+        language_model.tokenizer,
+        context=language_model.context,
+        bos_id=language_model.bos_id,
+        eos_id=language_model.eos_id,
+    )
     (folder / RECIPE).write_text(recipes.to_toml(result.settings.recipe), encoding="utf-8")
     with disk_errors(folder / SCALES):
         save_file(scaling_state(model), folder / SCALES)
@@ -112,7 +118,7 @@ def _write(folder: Path, result: QATResult, text: dict[str, str]) -> None:
     mark = {
         "format": FORMAT,
         "layout": "llama" if isinstance(model, Llama) else "transformers",
-        "source": made.source,
+        "source": language_model.source,
         "text": text,
         "layers": list(result.report.converted),
         "settings": _plain(result.settings),
@@ -126,8 +132,8 @@ def _lines(result: QATResult) -> Iterator[dict[str, Any]]:
         yield from ({"kind": "step", "model": name, **asdict(step)} for step in steps)
     for name, losses in result.windows.items():
         perplexity = result.perplexity(name)
-        known = perplexity if math.isfinite(perplexity) else None
-        yield {"kind": "evaluation", "model": name, "perplexity": known, "window_nats": losses}
+        finite = perplexity if math.isfinite(perplexity) else None
+        yield {"kind": "evaluation", "model": name, "perplexity": finite, "window_nats": losses}
 
 
 def _plain(settings: QATSettings) -> dict[str, Any]:

@@ -1,14 +1,12 @@
 """Quantisation-aware training: ``prepare_qat``, train, ``convert_qat``.
 
-A model that is quantised after training meets a rounding error that no weight was trained for. Prepared, its linear
-layers already compute what the converted model will, to the bit, and training moves the weights to where the rounded
-model is good. The gradients pass through the rounding (``octavo.quantization.qat.straight_through``); the master
-weights stay in high precision.
+Weights quantised after training were not trained for the rounding error. In a prepared model the linear layers already
+compute the converted model's outputs, bit for bit, so training optimises the rounded model. Gradients pass straight
+through the rounding (``octavo.quantization.qat.straight_through``); the master weights stay in high precision.
 
-Which layers take part, and under which recipe, is ``octavo.convert``'s choice and report; the projections of torch's
-attention become layers for it (``octavo.nn.projected_attention``). Of a recipe only the output
-GEMM counts here: the other two run in high precision. A recipe that is ``static`` needs a scale for each layer's input
-(``octavo.quantization.qat.linear``), and ends with it.
+Layers and recipes are selected and reported by ``octavo.convert``; the projections of torch's attention become layers
+first (``octavo.nn.projected_attention``). Only a recipe's output GEMM is used: the other two run in high precision. A
+``static`` recipe determines a scale for each layer's input in training (``octavo.quantization.qat.linear``).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ from octavo.convert import ConversionReport, convert, restore
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.projected_attention import join_projections, split_projections
-from octavo.quantization.qat.linear import DECAY, QATLinear, Scales
+from octavo.quantization.qat.linear import DECAY, QATLinear, ScaleUpdate
 from octavo.recipes import Recipe
 
 __all__ = [
@@ -43,7 +41,7 @@ def prepare_qat(
     model: torch.nn.Module,
     recipe: str | Recipe = "static",
     *,
-    scales: str = Scales.TRACKED,
+    scales: str = ScaleUpdate.TRACKED,
     clip_gradients: bool = False,
     decay: float = DECAY,
     skip: Sequence[str] = (),
@@ -54,32 +52,33 @@ def prepare_qat(
     keep_last_blocks: int = 0,
     overrides: Mapping[str, str | Recipe] | None = None,
 ) -> ConversionReport:
-    """Let a model's linear layers compute in training what they will compute in ``recipe``, in place.
+    """Prepare a model for quantisation-aware training with ``recipe``, in place.
 
-    Projections of ``nn.MultiheadAttention`` take part as its ``in_proj`` and ``out_proj``; the ``state_dict`` keeps its
-    keys. Layers that are static already, such as those of a calibrated model, begin with the scales that they have.
+    The projections of ``nn.MultiheadAttention`` are prepared as ``in_proj`` and ``out_proj``; the keys of the
+    ``state_dict`` do not change. Layers that are already static, such as those of a calibrated model, keep their
+    scales as initial values.
 
     Args:
         model: any module.
         recipe: "static", or one with dynamic scales such as "tensorwise"; not a delayed one.
-        scales: how a static input's scale is found: "tracked", "learned" or "frozen". A frozen one must be there: from
-            a calibrated model, or by ``octavo.load_scaling_state`` after this call. Dynamic inputs need none.
-        clip_gradients: give values that saturate the gradient zero.
-        decay: what is left of a tracked amax after a forward pass; 1 keeps it for good.
-        skip: as in :func:`octavo.convert`, like all that follow.
-        layer_filter: as there.
-        convert_head: as there.
-        min_weight_elements: as there.
-        keep_first_blocks: as there.
-        keep_last_blocks: as there.
-        overrides: as there; a layer whose recipe casts nothing runs it as it is.
+        scales: update rule of a static input's scale: "tracked", "learned" or "frozen". A frozen scale must come from
+            a calibrated model, or from ``octavo.load_scaling_state`` after this call. Dynamic inputs need none.
+        clip_gradients: zero the gradient of saturated values.
+        decay: factor on a tracked amax at each forward pass; 1 keeps the largest amax.
+        skip: as in :func:`octavo.convert`, like the following arguments.
+        layer_filter: as in ``convert``.
+        convert_head: as in ``convert``.
+        min_weight_elements: as in ``convert``.
+        keep_first_blocks: as in ``convert``.
+        keep_last_blocks: as in ``convert``.
+        overrides: as in ``convert``; a layer whose recipe casts nothing is converted, not prepared.
 
     Returns:
-        Which layers take part, and why others do not.
+        The prepared layers, and the reason for each other layer.
 
     Raises:
-        ConfigError: what :func:`octavo.convert` refuses; a delayed recipe, or one that casts nothing; unknown
-            ``scales``; a ``decay`` outside of (0, 1]; a model that is prepared already.
+        ConfigError: an argument invalid for :func:`octavo.convert`; a delayed recipe, or one that casts nothing;
+            unknown ``scales``; a ``decay`` outside (0, 1]; a model that is already prepared.
 
     Example:
         >>> import octavo
@@ -91,9 +90,9 @@ def prepare_qat(
         >>> torch.equal(model(torch.ones(1, 8)), learned)
         True
     """
-    how = _checked(model, scales, decay)
+    scale_update = _check_arguments(model, scales, decay)
     check_recipe(recipes.get(recipe))
-    for other in _of_overrides(overrides):
+    for other in _override_recipes(overrides):
         _check_not_delayed(other)
     projected = split_projections(model)
     try:
@@ -117,19 +116,19 @@ def prepare_qat(
         if layer.recipe.output.b is not None:
             layer.__class__ = QATLinear
             assert isinstance(layer, QATLinear)
-            layer.begin(how, decay=decay, clip_gradients=clip_gradients)
+            layer.begin(scale_update, decay=decay, clip_gradients=clip_gradients)
     return report
 
 
 def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> ConversionReport:
-    """Make a prepared model what ``octavo.convert`` would have made it, with the scales that training found, in place.
+    """Convert a prepared model as ``octavo.convert`` would, with the scales from training, in place.
 
-    Its outputs are those of the prepared model in evaluation, to the bit. A static layer that no training forward has
-    reached has no scale: it becomes a plain layer again, and the report names it.
+    The outputs are bitwise those of the prepared model in evaluation. A static layer without a training forward pass
+    has no scale: it becomes a plain layer again, and the report names it.
 
     Args:
         model: prepared by :func:`prepare_qat`.
-        hold_weights: freeze the weights and hold them as FP8 codes, one byte an element; training ends with that.
+        hold_weights: freeze the weights and hold them as FP8 codes, one byte an element; no further training.
 
     Raises:
         ConfigError: the model is not prepared.
@@ -153,13 +152,13 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
     if hold_weights:
         for layer in finished.values():
             layer.weight.requires_grad_(False)
-    followed = [layer.recipe for layer in finished.values()] or [recipes.get(HIGH_PRECISION)]
+    used_recipes = [layer.recipe for layer in finished.values()] or [recipes.get(HIGH_PRECISION)]
     report = convert(
         model,
-        followed[0],
+        used_recipes[0],
         layer_filter=lambda path, _: path in finished,
         convert_head=True,
-        overrides={path: layer.recipe for path, layer in finished.items() if layer.recipe != followed[0]},
+        overrides={path: layer.recipe for path, layer in finished.items() if layer.recipe != used_recipes[0]},
         frozen="fp8" if hold_weights else None,
     )
     reasons = {path: why.replace("filter", "not prepared", 1) for path, why in report.skipped.items()}
@@ -167,7 +166,7 @@ def convert_qat(model: torch.nn.Module, *, hold_weights: bool = False) -> Conver
 
 
 def freeze_scales(model: torch.nn.Module) -> None:
-    """Let tracked and learned scales stay what they are, so that the last steps train under the final ones.
+    """Freeze tracked and learned scales, so that the last steps train with the final ones.
 
     Example:
         >>> import octavo
@@ -186,10 +185,10 @@ def freeze_scales(model: torch.nn.Module) -> None:
 def parameter_groups(
     model: torch.nn.Module, *, learning_rate: float, weight_decay: float, scale_learning_rate: float = 1e-3
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: matrices with weight decay; vectors without; learned scales with a rate of their own.
+    """Parameter groups for an optimizer: matrices with weight decay, vectors without, learned scales separately.
 
-    A scale must not decay: it would move towards 1 whatever the loss says. Its rate is in powers of two a step under
-    Adam, and so does not depend on the weights'.
+    Weight decay would move a scale towards 1 regardless of the loss. Under Adam the scales' learning rate is in powers
+    of two per step, independent of the weights' rate.
 
     Example:
         >>> import octavo
@@ -217,24 +216,24 @@ def _prepared(model: torch.nn.Module) -> Iterator[tuple[str, QATLinear]]:
             yield path, module
 
 
-def _checked(model: torch.nn.Module, scales: str, decay: float) -> Scales:
-    if scales not in tuple(Scales):
-        raise ConfigError(f"scales must be one of {', '.join(Scales)}, not {scales!r}")
+def _check_arguments(model: torch.nn.Module, scales: str, decay: float) -> ScaleUpdate:
+    if scales not in tuple(ScaleUpdate):
+        raise ConfigError(f"scales must be one of {', '.join(ScaleUpdate)}, not {scales!r}")
     if not 0 < decay <= 1:
         raise ConfigError(f"decay must be above 0 and at most 1, not {decay}")
     for path, _ in _prepared(model):
-        raise ConfigError(f"layer {path!r} is in quantisation-aware training already; call octavo.convert_qat first")
-    return Scales(scales)
+        raise ConfigError(f"layer {path!r} is already in quantisation-aware training; call octavo.convert_qat first")
+    return ScaleUpdate(scales)
 
 
-def _of_overrides(overrides: object) -> Iterator[Recipe]:
-    """The recipes named there; what is no mapping is refused by :func:`octavo.convert`."""
+def _override_recipes(overrides: object) -> Iterator[Recipe]:
+    """Yield the recipes of ``overrides``; :func:`octavo.convert` raises if it is not a mapping."""
     if isinstance(overrides, Mapping):
         yield from map(recipes.get, overrides.values())
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise ConfigError unless a model can be trained for the recipe."""
+    """Raise ConfigError unless the recipe supports quantisation-aware training."""
     if recipe.output.b is None:
         raise ConfigError(f"recipe {recipe.name!r} casts no weight; use 'static', or a recipe with dynamic scales")
     _check_not_delayed(recipe)
@@ -243,6 +242,6 @@ def check_recipe(recipe: Recipe) -> None:
 def _check_not_delayed(recipe: Recipe) -> None:
     if recipe.is_delayed:
         raise ConfigError(
-            f"recipe {recipe.name!r} takes its scales from training steps, which the converted model has not; "
-            "use 'static' with scales='tracked'"
+            f"recipe {recipe.name!r} takes its scales from training steps, which the converted model does not "
+            "have; use 'static' with scales='tracked'"
         )

@@ -1,26 +1,26 @@
-"""``run_qat``: what quantisation-aware training buys a language model, and the model it leaves.
+"""Quantisation-aware training of a language model, measured against baselines (``run_qat``).
 
-| measured        | what it is                                                             | with a baseline only |
+| measured        | model                                                                  | with a baseline only |
 |-----------------|------------------------------------------------------------------------|----------------------|
-| bf16            | the model as it came                                                   |                      |
-| fp8             | the same, quantised as it is: its scales from the training windows     |                      |
+| bf16            | the original model                                                     |                      |
+| fp8             | the original, quantised with scales from the training windows          |                      |
 | bf16-tuned      | fine-tuned in BF16 on the same batches in the same order               | yes                  |
-| fp8-of-tuned    | that one, quantised as it is                                           | yes                  |
-| fp8-by-data     | the same, its weights rounded by data                                  | yes, if QAT's are    |
+| fp8-of-tuned    | bf16-tuned, quantised                                                  | yes                  |
+| fp8-by-data     | bf16-tuned, quantised with compensated rounding                        | yes, with by_data    |
 | fp8-qat         | fine-tuned in quantisation-aware training, and converted               |                      |
 
-All of them run in the same surroundings: BF16 autocast over FP32 master weights, other linears in octavo's "bf16". The
-losses are taken on the same held-out windows, so their differences are paired (``octavo.training.comparison``).
+All of them run under BF16 autocast with FP32 master weights, other linears in octavo's "bf16". Losses are measured on
+the same held-out windows, so their differences are paired (``octavo.training.comparison``).
 
-A plain fine-tune moves the perplexity further than FP8 does, so only ``bf16-tuned`` tells what FP8 costs after it. It
-learns from the text alone, whatever the distillation.
+Fine-tuning changes the perplexity more than FP8 does, so the cost of FP8 after it is the difference to ``bf16-tuned``,
+which is trained on the text alone, without distillation.
 
-Where the casts begin, before the first step or after those in high precision, two things follow from the model as it
-then is: it is the teacher, and ``octavo.calibrate`` gives its inputs' first scales.
+When the casts begin, before the first step or after the steps in high precision, the model at that point becomes the
+teacher, and ``octavo.calibrate`` computes the initial scales of its inputs.
 
-With ``by_data`` the weights are rounded by the training windows (``octavo.quantization.compensate_rounding``) after the
-last step. Before the casts it is lost: every step moves the weights, which are then rounded to the nearest again, and
-the errors that made each other good do so no longer (measured: docs/qat.md).
+With ``by_data`` the rounding of the weights is compensated on the training windows after the last step
+(``octavo.quantization.compensate_rounding``). Doing so before training has no lasting effect: each step changes the
+weights, which are then rounded to nearest again (measured: docs/qat.md).
 """
 
 import copy
@@ -40,7 +40,7 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, logits_of
 from octavo.nn import Linear
 from octavo.quantization.calibration import calibrate, compensate_rounding
-from octavo.quantization.qat.linear import QATLinear, Scales
+from octavo.quantization.qat.linear import QATLinear, ScaleUpdate
 from octavo.quantization.qat.prepare import HIGH_PRECISION, NO_SCALE, check_recipe, convert_qat, prepare_qat
 from octavo.quantization.qat.tuning import TuneSettings, TuneStep, tune, window_nats
 from octavo.recipes import Recipe
@@ -52,27 +52,27 @@ __all__ = ["BASELINE", "CALIBRATION_WINDOWS", "Phase", "QATResult", "QATSettings
 Phase = Callable[..., None]  # (name, done, total, note="")
 BEFORE, PLAIN_FP8, BASELINE, FP8_OF_BASELINE, QAT = "bf16", "fp8", "bf16-tuned", "fp8-of-tuned", "fp8-qat"
 FP8_BY_DATA = "fp8-by-data"
-CALIBRATION_WINDOWS = 128  # training windows that an input's scale is taken from
-ROUNDING_TOKENS = 8192  # of training windows that weights are rounded by
+CALIBRATION_WINDOWS = 128  # training windows for the inputs' scales
+ROUNDING_TOKENS = 8192  # of training windows for compensated rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QATSettings:
-    """What is trained for, and how.
+    """Settings of a run.
 
     Attributes:
         recipe: see :func:`octavo.prepare_qat`.
-        scales: as there; frozen and tracked ones begin with those of ``octavo.calibrate``.
-        clip_gradients: as there.
-        skip: as there.
-        convert_head: as there.
-        by_data: whether weights are rounded by data after the last step.
-        baseline: whether a BF16 model is tuned too.
+        scales: as for ``prepare_qat``; frozen and tracked scales start from ``octavo.calibrate``.
+        clip_gradients: as for ``prepare_qat``.
+        skip: as for ``prepare_qat``.
+        convert_head: as for ``prepare_qat``.
+        by_data: compensate the rounding of the weights after the last step.
+        baseline: also tune a BF16 model.
         tuning: steps, batches, rates, distillation.
     """
 
     recipe: Recipe
-    scales: str = Scales.TRACKED
+    scales: str = ScaleUpdate.TRACKED
     clip_gradients: bool = False
     skip: tuple[str, ...] = ()
     convert_head: bool = False
@@ -82,30 +82,30 @@ class QATSettings:
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
-        if self.scales not in tuple(Scales):
-            raise ConfigError(f"scales must be one of {', '.join(Scales)}, not {self.scales!r}")
+        if self.scales not in tuple(ScaleUpdate):
+            raise ConfigError(f"scales must be one of {', '.join(ScaleUpdate)}, not {self.scales!r}")
         tuning = self.tuning
         if self.starts_scales_at_first_batch and tuning.moving_steps == tuning.high_precision_steps:
             raise ConfigError(
-                f"learned scales start at the first batch that is cast, and a freeze_share of {tuning.freeze_share} "
-                "lets none come before they are frozen; lower it, or use scales='frozen'"
+                f"learned scales start at the first batch that is cast, but with a freeze_share of "
+                f"{tuning.freeze_share} they are frozen before it; lower it, or use scales='frozen'"
             )
 
     @property
     def starts_scales_at_first_batch(self) -> bool:
-        """Whether static inputs' scales begin with what training shows them, and not with a calibration's."""
-        return self.scales == Scales.LEARNED and self.recipe.has_static_input
+        """True if static scales are initialised by the first batch, not by a calibration."""
+        return self.scales == ScaleUpdate.LEARNED and self.recipe.has_static_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QATResult:
-    """What a run measured and made.
+    """Result of a run.
 
     Attributes:
-        language_model: tuned and converted; only the layers of ``report`` are other than they came.
-        report: of its conversion.
+        language_model: tuned and converted; only the layers in ``report`` differ in class from the original.
+        report: of the conversion.
         settings: of the run.
-        windows: mean held-out loss of each window, by what was measured.
+        windows: mean held-out loss of each window, by measured model.
         steps: of each tuning, in order.
     """
 
@@ -117,16 +117,16 @@ class QATResult:
 
     @property
     def reference(self) -> str:
-        """What the others are compared with."""
+        """Name of the model that the others are compared with."""
         return BASELINE if BASELINE in self.windows else BEFORE
 
     def perplexity(self, name: str) -> float:
-        """The exponential of a mean held-out loss; infinite where that overflows."""
+        """Exponential of the mean held-out loss; infinite if it overflows."""
         losses = self.windows[name]
         return perplexity(math.fsum(losses) / len(losses))
 
     def gap(self, name: str, beside: str | None = None) -> Gap:
-        """How much more it loses than another, by default the reference, window by window."""
+        """Paired loss difference to another model, by default the reference."""
         return paired_gap(self.windows[name], self.windows[beside or self.reference])
 
 
@@ -138,28 +138,28 @@ def run_qat(
     held_out: Tensor,
     on_phase: Phase = lambda *_, **__: None,
 ) -> QATResult:
-    """Tune copies of a model and measure them; the model itself stays as it is.
+    """Tune copies of a model and measure them; the model itself is not changed.
 
     Args:
         source: in FP32.
-        settings: what to do.
+        settings: of the run.
         training: windows to tune on, int64 [at least ``settings.tuning.windows``, context].
         held_out: windows to measure on, int64 [count, length].
-        on_phase: told of progress.
+        on_phase: progress callback.
 
     Raises:
-        ConfigError: what :func:`octavo.prepare_qat` or :func:`octavo.quantization.qat.tuning.tune` refuses.
+        ConfigError: invalid for :func:`octavo.prepare_qat` or :func:`octavo.quantization.qat.tuning.tune`.
         NonFiniteLossError: a loss was not finite.
     """
-    run = _Run(source, settings, training, held_out, on_phase)
-    before = run.copied(source.model)
-    plain = run.quantised_plainly(before)  # what cannot be prepared shows at once
+    run = _QATRun(source, settings, training, held_out, on_phase)
+    before = run.bf16_copy_of(source.model)
+    plain = run.quantised_copy(before)  # fails early on a model that cannot be prepared
     run.measure(BEFORE, before)
     run.measure(PLAIN_FP8, plain)
     del plain
     if settings.baseline:
         run.tune_baseline()
-    student, report = run.trained_for_fp8()
+    student, report = run.train_for_fp8()
     run.measure(QAT, student)
     for path, layer in list(student.named_modules()):
         if isinstance(layer, Linear) and path not in report.converted:
@@ -173,8 +173,8 @@ def run_qat(
     )
 
 
-class _Run:
-    """The pieces of a run, and what they measured."""
+class _QATRun:
+    """State and steps of a run."""
 
     def __init__(
         self, source: LanguageModel, settings: QATSettings, training: Tensor, held_out: Tensor, on_phase: Phase
@@ -186,64 +186,64 @@ class _Run:
         self.steps: dict[str, tuple[TuneStep, ...]] = {}
 
     @property
-    def around(self) -> AbstractContextManager[object]:
+    def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.training.device.type, dtype=torch.bfloat16, cache_enabled=False)
 
-    def copied(self, model: nn.Module) -> nn.Module:
-        """A copy whose linears all run in BF16."""
-        made = copy.deepcopy(model)
-        restore(made)
-        convert(made, HIGH_PRECISION, convert_head=True)
-        return made.eval()
+    def bf16_copy_of(self, model: nn.Module) -> nn.Module:
+        """Copy with all linears in BF16."""
+        copied = copy.deepcopy(model)
+        restore(copied)
+        convert(copied, HIGH_PRECISION, convert_head=True)
+        return copied.eval()
 
     def measure(self, name: str, model: nn.Module) -> None:
-        """Its held-out losses."""
+        """Record a model's held-out losses."""
         self.windows[name] = window_nats(
             model,
             self.held_out,
-            surroundings=self.around,
+            surroundings=self.autocast,
             on_window=lambda done, total: self.on_phase(f"evaluate {name}", done, total),
         )
 
-    def quantised_plainly(self, model: nn.Module, *, by_data: bool = False) -> nn.Module:
-        """A copy of a BF16 model that was quantised and not trained for it."""
-        made = self._prepared(model, scales=Scales.FROZEN)
-        self._load_input_scales(made, model)
+    def quantised_copy(self, model: nn.Module, *, by_data: bool = False) -> nn.Module:
+        """Copy of a BF16 model, quantised without training."""
+        quantised = self._prepared(model, scales=ScaleUpdate.FROZEN)
+        self._load_input_scales(quantised, model)
         if by_data:
-            self._round_by_data(made)
-        _converted(made)
-        return made
+            self._compensate_rounding(quantised)
+        _convert_all(quantised)
+        return quantised
 
     def tune_baseline(self) -> None:
-        """Tune a copy of the source in BF16, and measure it and what is quantised of it."""
-        tuned = self.copied(self.source)
+        """Tune a copy of the source in BF16; measure it and its quantised copies."""
+        tuned = self.bf16_copy_of(self.source)
         self._tune(BASELINE, tuned, replace(self.settings.tuning, distill=0.0))
         self.measure(BASELINE, tuned)
-        self.measure(FP8_OF_BASELINE, self.quantised_plainly(tuned))
+        self.measure(FP8_OF_BASELINE, self.quantised_copy(tuned))
         if self.settings.by_data:
-            self.measure(FP8_BY_DATA, self.quantised_plainly(tuned, by_data=True))
+            self.measure(FP8_BY_DATA, self.quantised_copy(tuned, by_data=True))
 
-    def trained_for_fp8(self) -> tuple[nn.Module, ConversionReport]:
-        """A copy of the source after quantisation-aware training, converted."""
-        made = self._prepared(self.source, scales=self.settings.scales)
+    def train_for_fp8(self) -> tuple[nn.Module, ConversionReport]:
+        """Copy of the source after quantisation-aware training, converted."""
+        student = self._prepared(self.source, scales=self.settings.scales)
         teachers: list[nn.Module] = []
 
         def before_casts() -> None:
-            teachers.append(self._as_it_is(made))
+            teachers.append(self._bf16_copy(student))
             if not self.settings.starts_scales_at_first_batch:
-                self._load_input_scales(made, teachers[0])
+                self._load_input_scales(student, teachers[0])
 
         def teach(tokens: Tensor) -> Tensor:
-            with self.around:
+            with self.autocast:
                 return logits_of(teachers[0], tokens)
 
-        self._tune(QAT, made, self.settings.tuning, teacher=teach, before_casts=before_casts)
+        self._tune(QAT, student, self.settings.tuning, teacher=teach, before_casts=before_casts)
         if self.settings.by_data:
-            self._round_by_data(made)
-        return made, _converted(made)
+            self._compensate_rounding(student)
+        return student, _convert_all(student)
 
     def _tune(self, name: str, model: nn.Module, settings: TuneSettings, **options: Any) -> None:
-        """Tune a copy in place, and keep what its steps said."""
+        """Tune a copy in place and record its steps."""
         done: list[TuneStep] = []
 
         def on_step(step: TuneStep) -> None:
@@ -252,65 +252,65 @@ class _Run:
 
         self.on_phase(f"tune {name}", 0, settings.steps)
         with torch.random.fork_rng():
-            torch.manual_seed(settings.seed)  # of what the model itself draws, such as dropout's masks
-            tune(model, self.training, settings, surroundings=self.around, on_step=on_step, **options)
+            torch.manual_seed(settings.seed)  # for the model's own random numbers, such as dropout masks
+            tune(model, self.training, settings, surroundings=self.autocast, on_step=on_step, **options)
         self.steps[name] = tuple(done)
 
     def _prepared(self, model: nn.Module, *, scales: str) -> nn.Module:
-        """A copy in quantisation-aware training; what takes no part runs in BF16."""
-        made = copy.deepcopy(model)
-        restore(made)
+        """Copy prepared for quantisation-aware training; other layers run in BF16."""
+        prepared = copy.deepcopy(model)
+        restore(prepared)
         prepare_qat(
-            made,
+            prepared,
             self.settings.recipe,
             scales=scales,
             clip_gradients=self.settings.clip_gradients,
             skip=self.settings.skip,
             convert_head=self.settings.convert_head,
         )
-        convert(made, HIGH_PRECISION, convert_head=True)
-        return made.eval()
+        convert(prepared, HIGH_PRECISION, convert_head=True)
+        return prepared.eval()
 
-    def _as_it_is(self, prepared: nn.Module) -> nn.Module:
-        """A BF16 model with the weights that a prepared one has now."""
-        made = self.copied(self.source)
+    def _bf16_copy(self, prepared: nn.Module) -> nn.Module:
+        """BF16 copy of the source with the current weights of a prepared model."""
+        model = self.bf16_copy_of(self.source)
         weights = prepared.state_dict()
-        made.load_state_dict({key: weights[key] for key in made.state_dict()})
-        return made
+        model.load_state_dict({key: weights[key] for key in model.state_dict()})
+        return model
 
     def _load_input_scales(self, prepared: nn.Module, in_bf16: nn.Module) -> None:
-        """Calibrate the static inputs of a prepared model on the same model in BF16."""
+        """Calibrate the static inputs of a prepared model using its BF16 copy."""
         if self.settings.recipe.has_static_input:
             load_scaling_state(prepared, scaling_state(prepared) | self._input_scales(in_bf16))
 
-    def _round_by_data(self, prepared: nn.Module) -> None:
-        windows = self._some(-(-ROUNDING_TOKENS // self.training.shape[1]))
-        with self.around:
+    def _compensate_rounding(self, prepared: nn.Module) -> None:
+        windows = self._sample_windows(-(-ROUNDING_TOKENS // self.training.shape[1]))
+        with self.autocast:
             compensate_rounding(prepared, windows, on_batch=partial(self.on_phase, "round by data"))
         shared = read_by_others(prepared)
-        if stay := [path for path in shared if isinstance(prepared.get_submodule(path), QATLinear)]:
-            note = f"not {', '.join(stay)}: {shared[stay[0]]}"
+        if unchanged := [path for path in shared if isinstance(prepared.get_submodule(path), QATLinear)]:
+            note = f"not {', '.join(unchanged)}: {shared[unchanged[0]]}"
             self.on_phase("round by data", len(windows), len(windows), note)
 
     def _input_scales(self, model: nn.Module) -> dict[str, Tensor]:
-        """The scales of inputs that ``octavo.calibrate`` finds on training windows."""
-        with self.around:
-            found = calibrate(
+        """Input scales by state key, from ``octavo.calibrate`` on training windows."""
+        with self.autocast:
+            calibration = calibrate(
                 model,
-                self._some(CALIBRATION_WINDOWS),
+                self._sample_windows(CALIBRATION_WINDOWS),
                 skip=self.settings.skip,
                 convert_head=self.settings.convert_head,
                 on_batch=partial(self.on_phase, "calibrate"),
             )
-        return {f"{path}.input.scale": scale for path, scale in found.input_scales.items()}
+        return {f"{path}.input.scale": scale for path, scale in calibration.input_scales.items()}
 
-    def _some(self, count: int) -> list[Tensor]:
-        """So many training windows, spread evenly, as batches of one; all if there are fewer."""
+    def _sample_windows(self, count: int) -> list[Tensor]:
+        """``count`` evenly spaced training windows as batches of one; all if there are fewer."""
         return [window[None] for window in self.training[:: max(1, len(self.training) // count)][:count]]
 
 
-def _converted(prepared: nn.Module) -> ConversionReport:
-    """Convert what was prepared, all of it: a layer that stayed plain would be measured as if it were in FP8."""
+def _convert_all(prepared: nn.Module) -> ConversionReport:
+    """Convert a prepared model; raise if a layer stays plain, which would then be measured as FP8."""
     report = convert_qat(prepared)
     if unreached := [path for path, why in report.skipped.items() if why == NO_SCALE]:
         raise ConfigError(

@@ -1,30 +1,30 @@
-"""One linear layer whose forward is FP8 and whose backward is not: what quantisation-aware training differentiates.
+"""Linear function with an FP8 forward pass and a straight-through backward pass, for quantisation-aware training.
 
-    y     = x_q · W_qᵀ + bias       codes times codes: to the bit what a converted layer computes
-    ∂x    = g · W_q                 g is ∂loss/∂y, in its own precision
+    y     = x_q · W_qᵀ + bias       bitwise identical to a converted layer
+    ∂x    = g · W_q                 g is ∂loss/∂y, in its dtype
     ∂W    = gᵀ · x_q
 
-x_q and W_q are the decoded operands of the recipe's output GEMM. Rounding is a staircase, whose derivative is zero
-wherever it has one; *straight through* takes it as one (Bengio et al., arXiv 1308.3432), so that a weight feels where
-its rounded value should go. A value that saturates does stay where it is when x moves: ``clip_gradients`` gives it the
-gradient zero. What merely rounds to the largest value is not clipped (``octavo.numerics.metrics``).
+x_q and W_q are the decoded operands of the recipe's output GEMM. The derivative of rounding is zero almost everywhere;
+the straight-through estimator replaces it by one (Bengio et al., arXiv 1308.3432), so that a weight receives the
+gradient of its rounded value. A saturated value does not change with x: with ``clip_gradients`` its gradient is zero.
+A value that rounds to the largest code is not saturated (``octavo.numerics.metrics``).
 
-**A learned scale.** With v = x / s, the operand is x_q = s · q(v). Straight through, q′(v) is 1, and 0 where v is
-clipped, so
+**Learned scale.** With v = x / s, the operand is x_q = s · q(v). Under the straight-through estimator q′(v) is 1, and 0
+where v is clipped, so
 
     ∂x_q/∂s = q(v) + s · q′(v) · (−x / s²) = q(v) − v · [v is not clipped]
 
-which is LSQ's gradient (Esser et al., arXiv 1902.08153, equation 3) for any q; on FP8's grid the rounding error
-q(v) − v grows with v, where an integer's does not. The layer learns log2 s: s stays positive, and a step of the
-optimizer multiplies it, whatever its size. By ds/dlog2 s = s · ln 2,
+which is LSQ's gradient (Esser et al., arXiv 1902.08153, equation 3) for any q; unlike an integer's, FP8's rounding
+error q(v) − v grows with v. The layer learns log2 s: s stays positive, and an optimizer step changes it by a factor.
+With ds/dlog2 s = s · ln 2,
 
     ∂loss/∂log2 s = ln 2 / sqrt(K · maximum) · Σ ∂loss/∂x_q · (x_q − x · [x is not clipped])
 
-The first factor holds LSQ's normalisation (its section 2.2): K features of a row, and the format's maximum for the
-number of levels. It puts the scale's gradient beside the weights' where they are clipped together.
+The first factor includes LSQ's normalisation (its section 2.2), with K features per row and the format's maximum as the
+number of levels. It keeps the scale's gradient comparable to the weights' when both are clipped to one norm.
 
-What backward needs is kept as codes, one byte an element of x and of W. A clipped mask costs another byte where
-``clip_gradients`` is on and the cast can saturate at all, and a learned scale keeps x itself.
+Operands are saved for backward as codes, one byte per element of x and of W. With ``clip_gradients`` a mask takes
+another byte if the cast can saturate, and a learned scale saves x itself.
 """
 
 import math
@@ -45,7 +45,7 @@ from octavo.recipes import CastSpec, Recipe, Scaling
 
 __all__ = ["straight_through_linear"]
 
-NEVER_SATURATE = (ScaleRounding.FP32, ScaleRounding.RCEIL)  # as rules for a dynamic scale
+NEVER_SATURATE = (ScaleRounding.FP32, ScaleRounding.RCEIL)  # with dynamic scales
 
 
 def straight_through_linear(
@@ -59,17 +59,17 @@ def straight_through_linear(
     clip_gradients: bool = False,
     log2_scale: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias`` as :func:`octavo.functional.fp8_linear` computes it, differentiated straight through.
+    """Compute :func:`octavo.functional.fp8_linear` with straight-through gradients.
 
     Args:
-        x: [..., K]; as there.
-        weight: [N, K]; as there.
-        bias: [N] or None; as there.
-        recipe: only its output GEMM counts.
-        weight_operands: as there.
-        tap: as there.
-        clip_gradients: whether an element of ``x`` or ``weight`` that saturates takes the gradient zero.
-        log2_scale: [], takes the gradient of the input's scale, whose value is ``tap``'s; None where it is not learned.
+        x: [..., K], as for ``fp8_linear``.
+        weight: [N, K], as for ``fp8_linear``.
+        bias: [N] or None, as for ``fp8_linear``.
+        recipe: only its output GEMM is used.
+        weight_operands: as for ``fp8_linear``.
+        tap: as for ``fp8_linear``.
+        clip_gradients: zero the gradient of saturated elements of ``x`` and ``weight``.
+        log2_scale: [], receives the gradient of the input's scale, whose value is in ``tap``; None if not learned.
 
     Returns:
         [..., N] in ``x``'s dtype.
@@ -111,43 +111,45 @@ class _StraightThrough(torch.autograd.Function):
         weight_operands: WeightOperands | None,
         tap: LayerTap,
         clip_gradients: bool,
-        learning: bool,  # ctx.needs_input_grad says nothing of torch.no_grad()
+        learning: bool,  # ctx.needs_input_grad does not reflect torch.no_grad()
     ) -> Tensor:
         for_input, for_weight, _, for_scale = (needed and learning for needed in ctx.needs_input_grad[:4])
         input_tap, weight_tap = tap.of(INPUT), tap.of(WEIGHT)
-        if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
+        if inside_backward():  # recomputed by activation checkpointing: already counted
             input_tap.nonfinite = weight_tap.nonfinite = None
         output = recipe.output
         weights = WeightOperands(weight, recipe, weight_tap) if weight_operands is None else weight_operands
-        left, right = cast_operand(x, output.a, input_tap), weights.output()
-        y = multiply(left, right, output, x.dtype, emulate=recipe.emulate_tensor_cores, bias=bias)
-        kept: list[Operand | None] = [
-            right if for_input or for_scale else None,
-            left if for_weight or for_scale else None,
+        input_operand, weight_operand = cast_operand(x, output.a, input_tap), weights.output()
+        y = multiply(input_operand, weight_operand, output, x.dtype, emulate=recipe.emulate_tensor_cores, bias=bias)
+        saved: list[Operand | None] = [
+            weight_operand if for_input or for_scale else None,
+            input_operand if for_weight or for_scale else None,
             x if for_scale else None,
-            _clipped(x, left, output.a) if clip_gradients and for_input else None,
-            _clipped(weight, right, output.b) if clip_gradients and for_weight else None,
+            _clipped(x, input_operand, output.a) if clip_gradients and for_input else None,
+            _clipped(weight, weight_operand, output.b) if clip_gradients and for_weight else None,
         ]
-        keep_operands(ctx, kept, None)
+        keep_operands(ctx, saved, None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.wanted = (for_input, for_weight, for_scale)
+        ctx.needed_gradients = (for_input, for_weight, for_scale)
         return distinct(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        kept, _ = kept_operands(ctx)
-        right, left, x, x_clipped, weight_clipped = (None if each is None else operand_of(each) for each in kept)
+        saved, _ = kept_operands(ctx)
+        weight_operand, input_operand, x, x_clipped, weight_clipped = (
+            None if each is None else operand_of(each) for each in saved
+        )
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        for_input, for_weight, for_scale = ctx.wanted
+        for_input, for_weight, for_scale = ctx.needed_gradients
         grad_x = grad_weight = grad_bias = grad_scale = None
         if for_input or for_scale:
-            grad_x = high_precision_mm(g, _decoded(right).to(g.dtype).t())
+            grad_x = high_precision_mm(g, _decoded(weight_operand).to(g.dtype).t())
         if for_scale:
             assert grad_x is not None
-            grad_scale = _scale_gradient(grad_x, x, left)
+            grad_scale = _scale_gradient(grad_x, x, input_operand)
         if for_weight:
-            grad_weight = high_precision_mm(g.t(), _decoded(left).to(g.dtype).t())
+            grad_weight = high_precision_mm(g.t(), _decoded(input_operand).to(g.dtype).t())
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(dim=0, dtype=torch.float32).to(bias_dtype)
         grad_x = _masked(grad_x, x_clipped, input_dtype) if for_input else None
@@ -160,7 +162,7 @@ def _decoded(operand: Operand | None) -> Tensor:
 
 
 def _clipped(x: Tensor, operand: Operand, spec: CastSpec | None) -> Tensor | None:
-    """Which elements saturate; None where none can."""
+    """Mask of saturated elements; None if the cast cannot saturate."""
     if spec is None or (spec.scaling == Scaling.DYNAMIC and spec.scale_rounding in NEVER_SATURATE):
         return None
     assert isinstance(operand, QuantizedTensor)
@@ -175,7 +177,7 @@ def _masked(gradient: Tensor | None, clipped: Operand | None, dtype: torch.dtype
 
 
 def _scale_gradient(grad_x: Tensor, x: Operand | None, operand: Operand | None) -> Tensor:
-    """The gradient of log2 s; the module's text derives it."""
+    """Gradient of log2 s; see the module's derivation."""
     assert isinstance(x, Tensor)
     assert isinstance(operand, QuantizedTensor)
     decoded = operand.data.float() * operand.fp32_scale

@@ -1,15 +1,15 @@
-"""Fine-tuning a language model for a few hundred steps on windows of text, in whatever its layers compute.
+"""Fine-tuning of a language model on windows of text for a few hundred steps.
 
-One update: the loss of a batch of windows, each token predicted from those before it in its window; gradients clipped
-to a norm; AdamW, with a linear warm-up and half a cosine. The same call tunes a BF16 model and one in
-quantisation-aware training, on the same batches in the same order, so that the two can be compared. For the last share
-of the steps tracked and learned scales stay what they are: the weights settle under those that the converted model has.
+An update computes the next-token loss of a batch of windows, clips the gradient norm and applies AdamW with linear
+warm-up and cosine decay. BF16 models and models in quantisation-aware training are tuned on the same batches in the
+same order, so that they can be compared. Tracked and learned scales are frozen for the last share of the steps: the
+weights adapt to the scales of the converted model.
 
-The first steps may be in high precision: layers in quantisation-aware training cast nothing then. A fine-tune that is
-needed anyway gets there at its usual price, and the casts come when the learning rate has become small.
+The first steps may run in high precision, without casts in layers in quantisation-aware training. A fine-tune that is
+needed anyway then costs no more than usual, and casts begin once the learning rate is small.
 
-A loss or a gradient norm that is not finite stops the run before it reaches the weights, and the step is replayed to
-name the first tensor that broke (``octavo.training.nonfinite``).
+A nonfinite loss or gradient norm stops the run before the weights are updated, and the step is replayed to name the
+first nonfinite tensor (``octavo.training.nonfinite``).
 """
 
 import math
@@ -33,31 +33,31 @@ from octavo.training.schedules import learning_rate
 
 __all__ = ["Teacher", "TuneSettings", "TuneStep", "tune", "window_nats"]
 
-FLOOR = 0.1  # the last update's rate, of the peak
+FLOOR = 0.1  # learning rate of the last update, relative to the peak
 Teacher = Callable[[Tensor], Tensor]  # token ids [B, T] → logits [B, T, V]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSettings:
-    """How to fine-tune.
+    """Settings of a fine-tune.
 
     Attributes:
-        steps: updates.
-        batch_size: windows of an update.
-        context: tokens of a window; the first is not predicted.
-        learning_rate: its peak, for the weights.
-        scale_learning_rate: its peak, for learned scales: powers of two a step.
+        steps: number of updates.
+        batch_size: windows per update.
+        context: tokens per window; the first is not predicted.
+        learning_rate: peak rate of the weights.
+        scale_learning_rate: peak rate of learned scales, in powers of two per step.
         warmup: updates until the peak.
         weight_decay: of matrices.
         clip_norm: gradients are scaled down to this norm.
-        high_precision_share: share of the steps, at the beginning, in which nothing is cast; one step at least casts.
-        freeze_share: share of the others, at the end, in which scales stay what they are.
+        high_precision_share: share of the steps, at the beginning, without casts; at least one step must cast.
+        freeze_share: share of the other steps, at the end, with frozen scales.
         distill: weight of the divergence from the teacher, from 0 to 1, in steps that cast.
         temperature: of that divergence.
-        seed: of the windows and their order.
+        seed: of the selection and order of the windows.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of range.
     """
 
     steps: int = 200
@@ -89,29 +89,29 @@ class TuneSettings:
         if self.high_precision_steps == self.steps:
             raise ConfigError(
                 f"a high_precision_share of {self.high_precision_share} leaves none of {self.steps} steps that cast, "
-                "and so nothing that is trained for FP8; lower it, or take more steps"
+                "so nothing is trained for FP8; lower it, or take more steps"
             )
         check_distillation(self.distill, self.temperature)
 
     @property
     def windows(self) -> int:
-        """How many windows a run takes, each of them once."""
+        """Number of windows of a run; each is used once."""
         return self.steps * self.batch_size
 
     @property
     def high_precision_steps(self) -> int:
-        """How many steps cast nothing; they are the first."""
+        """Number of steps without casts, at the beginning."""
         return round(self.high_precision_share * self.steps)
 
     @property
     def moving_steps(self) -> int:
-        """How many steps come before the scales stay what they are."""
+        """Number of steps before the scales are frozen."""
         return self.steps - round(self.freeze_share * (self.steps - self.high_precision_steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneStep:
-    """One finished update: number, loss of its batch before it, rate, gradient norm before clipping, time."""
+    """Finished update: number, loss before the update, learning rate, gradient norm before clipping, time."""
 
     step: int
     loss: float
@@ -130,24 +130,24 @@ def tune(
     before_casts: Callable[[], None] = lambda: None,
     on_step: Callable[[TuneStep], None] = lambda _: None,
 ) -> None:
-    """Fine-tune in place; the model is left in evaluation mode.
+    """Fine-tune a model in place; it is in evaluation mode afterwards.
 
     Args:
         model: octavo's or transformers' causal language model, plain, converted or prepared.
         windows: int64 [at least ``settings.windows``, ``settings.context``].
-        settings: how.
-        surroundings: a reusable context for the forward pass, such as autocast; None for none.
-        teacher: whose logits ``settings.distill`` weighs.
+        settings: of the fine-tune.
+        surroundings: reusable context manager for the forward pass, such as autocast.
+        teacher: source of the logits for ``settings.distill``.
         before_casts: called once, before the first step that casts; it may change weights and scales in place.
         on_step: called after each update.
 
     Raises:
         ConfigError: too few windows, or distillation without a teacher.
-        NonFiniteLossError: the loss or a gradient was NaN or infinite; the weights are those of the step before.
+        NonFiniteLossError: the loss or a gradient was NaN or infinite; the weights are those of the previous step.
     """
     if settings.distill and teacher is None:
         raise ConfigError("distillation needs a teacher; give one, or set distill to 0")
-    around = nullcontext() if surroundings is None else surroundings
+    context = nullcontext() if surroundings is None else surroundings
     tuned = _logits_module(model).train()
     groups = parameter_groups(
         model,
@@ -167,12 +167,12 @@ def tune(
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * share
         casts = step > settings.high_precision_steps
-        taught = teacher if casts and settings.distill else None
+        step_teacher = teacher if casts and settings.distill else None
         with nullcontext() if casts else autocast(enabled=False):
-            loss, norm = _gradients(tuned, batch, settings, around, taught)
+            loss, norm = _gradients(tuned, batch, settings, context, step_teacher)
             if not math.isfinite(loss + norm):
-                found = first_nonfinite(tuned, [(batch[:, :-1], batch[:, 1:])], surroundings=around)
-                why = failure_sentence(loss, norm, found)
+                nonfinite = first_nonfinite(tuned, [(batch[:, :-1], batch[:, 1:])], surroundings=context)
+                why = failure_sentence(loss, norm, nonfinite)
                 raise NonFiniteLossError(f"step {step}: {why}; try a lower learning rate, or look at the data")
         optimizer.step()
         seconds = time.perf_counter() - started
@@ -188,7 +188,7 @@ def window_nats(
     surroundings: AbstractContextManager[object] | None = None,
     on_window: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[float, ...]:
-    """Mean loss of each window, one at a time, in the model's present mode.
+    """Mean loss of each window, one at a time, in the model's current mode.
 
     Args:
         model: as in :func:`tune`.
@@ -213,15 +213,17 @@ def _gradients(
     surroundings: AbstractContextManager[object],
     teacher: Teacher | None,
 ) -> tuple[float, float]:
-    """Loss and gradient norm of a batch; the parameters hold the clipped gradients."""
+    """Loss and gradient norm of a batch; the clipped gradients are left in the parameters."""
     inputs, targets = batch[:, :-1], batch[:, 1:]
     model.zero_grad(set_to_none=True)
     with surroundings:
         logits = model(inputs)
     if teacher is not None:
         with torch.no_grad():
-            wanted = teacher(inputs)
-        loss = distillation_loss(logits, wanted, targets, weight=settings.distill, temperature=settings.temperature)
+            target_logits = teacher(inputs)
+        loss = distillation_loss(
+            logits, target_logits, targets, weight=settings.distill, temperature=settings.temperature
+        )
     else:
         loss = token_loss(logits, targets)
     loss.backward()
@@ -232,20 +234,20 @@ def _gradients(
 def _batches(windows: Tensor, settings: TuneSettings) -> tuple[Tensor, ...]:
     if windows.ndim != 2 or len(windows) < settings.windows or windows.shape[1] != settings.context:
         raise ConfigError(
-            f"{settings.steps} steps take {settings.windows} windows of {settings.context} tokens, "
-            f"not {tuple(windows.shape)}; give as many"
+            f"{settings.steps} steps need {settings.windows} windows of {settings.context} tokens, "
+            f"not {tuple(windows.shape)}; give that many"
         )
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(settings.seed))
-    chosen: tuple[Tensor, ...] = windows[order[: settings.windows]].split(settings.batch_size)
-    return chosen
+    batches: tuple[Tensor, ...] = windows[order[: settings.windows]].split(settings.batch_size)
+    return batches
 
 
 def _logits_module(model: nn.Module) -> nn.Module:
-    return model if isinstance(model, Llama) else _Logits(model)
+    return model if isinstance(model, Llama) else _LogitsOnly(model)
 
 
-class _Logits(nn.Module):
-    """A transformers model that gives its logits."""
+class _LogitsOnly(nn.Module):
+    """Wrapper that returns the logits of a transformers model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each layer of a language model costs in FP8, and the best mix of precisions."""
+"""Cost of FP8 for each layer of a language model, and the best mix of precisions."""
 
 from octavo.quantization.sensitivity.mix import Mix, load_mix, save_mix
 from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity, measure_sensitivity

@@ -1,16 +1,16 @@
-"""Which mix is best, from what each choice costs alone.
+"""Selection of the best mix from the costs of single choices.
 
 | budget                | the mix                                                                               |
 |-----------------------|---------------------------------------------------------------------------------------|
-| perplexity            | fewest bytes within it                                                                |
-| bytes                 | least loss within them                                                                |
-| both                  | least loss within the bytes says which weights are FP8 codes; then as many of their   |
-|                       | products in FP8, instead of ``weight_only``, as the budget of perplexity allows, and  |
-|                       | of the mixes that make as many the one of least loss                                  |
+| perplexity            | fewest bytes within the budget                                                        |
+| bytes                 | least loss within the budget                                                          |
+| both                  | least loss within the bytes decides which weights are FP8 codes; then as many FP8     |
+|                       | GEMMs in place of ``weight_only`` as the perplexity allows; of equal mixes, the one   |
+|                       | with the least loss                                                                   |
 
-Bytes alone never ask for FP8 products: a weight's code is a byte whichever product it enters, and ``weight_only``,
-which leaves the input alone, loses less. What FP8 products buy is speed. So tables and layers in BF16
-stay what the bytes made them: what is left of the perplexity is not spent on bytes that nobody asked for.
+A budget of bytes never selects FP8 GEMMs: a code takes one byte in either case, and ``weight_only``, which does not
+cast the input, loses less. FP8 GEMMs only gain speed. With both budgets, tables and BF16 layers keep the precision that
+the bytes require: the remaining perplexity is not spent on saving more bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,31 +27,34 @@ Costs = Mapping[tuple[str, str], float]  # (unit's path, choice) → nats
 def best_mix(
     units: Sequence[Unit], costs: Costs, *, nats: float | None = None, byte_limit: int | None = None
 ) -> dict[str, str] | None:
-    """Choices by unit's path; None where no mix is within the budgets.
+    """Select choices by unit path; None if no mix is within the budgets.
 
     Args:
-        units: what is chosen for.
-        costs: what each choice costs alone; less than 0 counts as 0.
-        nats: the most that the costs may add up to.
-        byte_limit: the most bytes of the units together, without what nobody chooses for.
+        units: the units.
+        costs: cost of each choice alone; negative values count as 0.
+        nats: maximum sum of the costs.
+        byte_limit: maximum bytes of the units, excluding other parameters.
     """
     if byte_limit is None:
         return _solved(units, nats, _loss(costs), lambda unit, choice: unit.bytes_as(choice))
-    held = _solved(units, byte_limit, lambda unit, choice: unit.bytes_as(choice), _loss(costs))
-    if held is None or nats is None:
-        return held
-    if predicted(costs, held) > nats:
+    smallest_loss = _solved(units, byte_limit, lambda unit, choice: unit.bytes_as(choice), _loss(costs))
+    if smallest_loss is None or nats is None:
+        return smallest_loss
+    if predicted(costs, smallest_loss) > nats:
         return None
-    return _more_in_fp8([_with_other_products(unit, held[unit.path]) for unit in units], costs, nats) or held
+    return (
+        _more_in_fp8([_restrict_choices(unit, smallest_loss[unit.path]) for unit in units], costs, nats)
+        or smallest_loss
+    )
 
 
 def predicted(costs: Costs, chosen: Mapping[str, str]) -> float:
-    """Nats that a mix costs if its parts add up."""
+    """Cost of a mix in nats, as the sum of its choices."""
     return sum(max(0.0, costs[path, choice]) for path, choice in chosen.items())
 
 
 def fp8_products_share(units: Sequence[Unit], chosen: Mapping[str, str]) -> float:
-    """The share of a token's multiplications by weights that a mix makes in FP8."""
+    """Share of the multiplications by weights that run in FP8."""
     in_fp8 = sum(unit.products for unit in units if chosen.get(unit.path, BF16) in FP8_PRODUCTS)
     return in_fp8 / max(1, sum(unit.products for unit in units))
 
@@ -66,8 +69,8 @@ def _solved(units: Sequence[Unit], limit: float | None, limited: Weighing, cost:
         [Option(choice=choice, limited=limited(unit, choice), cost=cost(unit, choice)) for choice in unit.choices]
         for unit in units
     ]
-    found = cheapest(options, limit)
-    return None if found is None else dict(zip((unit.path for unit in units), found, strict=True))
+    choices = cheapest(options, limit)
+    return None if choices is None else dict(zip((unit.path for unit in units), choices, strict=True))
 
 
 def _loss(costs: Costs) -> Weighing:
@@ -75,9 +78,9 @@ def _loss(costs: Costs) -> Weighing:
 
 
 def _more_in_fp8(units: Sequence[Unit], costs: Costs, nats: float) -> dict[str, str] | None:
-    """The fewest products that are not in FP8, and then the least loss, within the nats.
+    """Minimise first the products that are not in FP8, then the loss, within ``nats``.
 
-    Products are whole numbers, and half the share of the nats that a mix takes is less than one of them.
+    Products are integers, and half the used share of ``nats`` is less than one, so it only breaks ties.
     """
     loss = _loss(costs)
 
@@ -88,9 +91,9 @@ def _more_in_fp8(units: Sequence[Unit], costs: Costs, nats: float) -> dict[str, 
     return _solved(units, nats, loss, cost)
 
 
-def _with_other_products(unit: Unit, held: str) -> Unit:
-    """``unit`` as it is held; a layer's codes may enter other products, where they take no more bytes for it."""
-    if unit.is_table or held == BF16:
-        return replace(unit, choices=(held,))
-    most = unit.bytes_as(held)
+def _restrict_choices(unit: Unit, chosen: str) -> Unit:
+    """Restrict ``unit`` to its choice, or for a layer in codes to all choices that take no more bytes."""
+    if unit.is_table or chosen == BF16:
+        return replace(unit, choices=(chosen,))
+    most = unit.bytes_as(chosen)
     return replace(unit, choices=tuple(other for other in unit.choices if unit.bytes_as(other) <= most))

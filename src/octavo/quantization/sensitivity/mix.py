@@ -1,4 +1,4 @@
-"""A mix: which recipe each layer of a model runs, as a TOML file that is read and applied again.
+"""Mix of precisions: a recipe for each layer of a model, stored as a TOML file.
 
     format = "octavo mix"
     version = 1
@@ -8,11 +8,11 @@
     ...
 
     [tables."model.embed_tokens"]            an embedding, and the head that shares its weight: rows of FP8 codes,
-    bf16_rows = [0, 28, 198]                 but these
+    bf16_rows = [0, 28, 198]                 except these
 
-Layers that no pattern matches run in BF16. All weights are rounded to BF16 first, as they were for the measurement
-(octavo.quantization.bf16). A table is applied by putting what its codes decode to in its place: ``octavo.convert``
-leaves embeddings as they are. ``octavo export --format octavo`` writes the codes.
+Layers without a matching pattern run in BF16. All weights are first rounded to BF16, as in the measurement
+(octavo.quantization.bf16). A table is replaced by its decoded values, because ``octavo.convert`` does not convert
+embeddings; ``octavo export --format octavo`` writes the codes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,8 +41,8 @@ class Mix:
     """Recipes of a model's layers.
 
     Attributes:
-        overrides: shell patterns of the paths of linear layers, and their recipes; the first that matches counts.
-        tables: paths of embeddings that are rows of FP8 codes, and the numbers of those rows that are in BF16.
+        overrides: recipe by shell pattern of linear layers' paths; the first match is used.
+        tables: for each embedding in FP8 codes, by path, the indices of the rows that stay in BF16.
     """
 
     overrides: Mapping[str, str]
@@ -51,14 +51,16 @@ class Mix:
     def __post_init__(self) -> None:
         for path, choice in self.overrides.items():
             if choice not in CHOICES:
-                raise ConfigError(f"a mix gives {path!r} one of {', '.join(CHOICES)}, not {choice!r}")
+                raise ConfigError(
+                    f"the recipe of {path!r} in a mix must be one of {', '.join(CHOICES)}, not {choice!r}"
+                )
         for path, rows in self.tables.items():
             if any(type(row) is not int or row < 0 for row in rows):
-                raise ConfigError(f"bf16_rows of table {path!r} are whole numbers of at least 0, not {rows!r}")
+                raise ConfigError(f"bf16_rows of table {path!r} must be whole numbers of at least 0, not {rows!r}")
 
     @classmethod
     def of(cls, units: Sequence[Unit], chosen: Mapping[str, str]) -> "Mix":
-        """What a search chose, by unit's path; BF16 where it says nothing."""
+        """Create a mix from choices by unit path; missing units are BF16."""
         return cls(
             overrides={unit.path: chosen.get(unit.path, BF16) for unit in units if not unit.is_table},
             tables={
@@ -69,15 +71,15 @@ class Mix:
         )
 
     def apply(self, model: nn.Module, *, cache_weights: bool = True) -> ConversionReport:
-        """Convert a model as the mix says, in place; under BF16 autocast it computes what was measured, to the bit.
+        """Convert a model to the mix, in place; under BF16 autocast it is bitwise identical to the measured model.
 
         Args:
-            model: with the layers that the mix names. Its parameters are rounded to BF16; a table's values are replaced
-                by those its codes decode to.
+            model: with the layers of the mix. Its parameters are rounded to BF16; a table's values are replaced by its
+                decoded codes.
             cache_weights: see :func:`octavo.convert`.
 
         Raises:
-            ConfigError: a pattern matches no layer of this model, or a table is no embedding of it.
+            ConfigError: a pattern matches no layer of this model, or a table is not one of its embeddings.
         """
         tables = self.coded_tables(model)
         report = convert(model, BF16, convert_head=True, overrides=dict(self.overrides), cache_weights=cache_weights)
@@ -88,18 +90,18 @@ class Mix:
         return report
 
     def coded_tables(self, model: nn.Module) -> dict[str, CodedTable]:
-        """The codes of the tables of a model that the mix is not applied to yet, by path; of weights rounded to BF16.
+        """Codes of the tables by path, from weights rounded to BF16; call before :meth:`apply`.
 
         Raises:
-            ConfigError: as :meth:`apply`.
+            ConfigError: as for :meth:`apply`.
         """
         weights = {path: _table(model, path, rows).to(torch.bfloat16).float() for path, rows in self.tables.items()}
         return {path: CodedTable.of(weight, torch.tensor(self.tables[path])) for path, weight in weights.items()}
 
 
 def save_mix(mix: Mix, path: Path, *, comment: str = "") -> None:
-    """Write the TOML file; every line of ``comment`` becomes one of its head."""
-    import tomli_w  # here, so that "import octavo" needs torch alone
+    """Write the TOML file, preceded by the lines of ``comment``."""
+    import tomli_w  # imported here so that "import octavo" needs only torch
 
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     body: dict[str, Any] = {"format": FORMAT, "version": VERSION, "overrides": dict(mix.overrides)}
@@ -109,10 +111,10 @@ def save_mix(mix: Mix, path: Path, *, comment: str = "") -> None:
 
 
 def load_mix(path: str | Path) -> Mix:
-    """Read a mix that ``octavo sensitivity`` or :func:`save_mix` wrote, or somebody by hand.
+    """Read a mix written by ``octavo sensitivity``, :func:`save_mix` or by hand.
 
     Raises:
-        ConfigError: there is no such file, it is no mix, or it names an unknown recipe.
+        ConfigError: the file is missing, is not a mix, or names an unknown recipe.
 
     Example:
         >>> import tempfile
@@ -125,37 +127,37 @@ def load_mix(path: str | Path) -> Mix:
     if not path.is_file():
         raise ConfigError(f"there is no mix {str(path)!r}; octavo sensitivity writes one as mix.toml")
     try:
-        given = read_toml(path)
+        document = read_toml(path)
     except OSError as error:
         raise ConfigError(f"cannot read the mix {str(path)!r}: {error.strerror}; name a file you may read") from error
     except DataError as error:
         raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
-    if given.get("format") != FORMAT or given.get("version") != VERSION:
-        raise ConfigError(f'{str(path)!r} is no mix of version {VERSION}; it needs format = "{FORMAT}" and version')
-    unknown = sorted(given.keys() - {"format", "version", "overrides", "tables"})
+    if document.get("format") != FORMAT or document.get("version") != VERSION:
+        raise ConfigError(f'{str(path)!r} is not a mix of version {VERSION}; it needs format = "{FORMAT}" and version')
+    unknown = sorted(document.keys() - {"format", "version", "overrides", "tables"})
     if unknown:
-        raise ConfigError(f"a mix has no {unknown[0]!r}; it has format, version, overrides, tables")
-    tables = {path: _rows(path, table) for path, table in _mapping(given, "tables").items()}
-    return Mix(overrides=_mapping(given, "overrides"), tables=tables)
+        raise ConfigError(f"a mix has no key {unknown[0]!r}; use format, version, overrides, tables")
+    tables = {path: _rows(path, table) for path, table in _mapping(document, "tables").items()}
+    return Mix(overrides=_mapping(document, "overrides"), tables=tables)
 
 
-def _mapping(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    table = given.get(name, {})
+def _mapping(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = document.get(name, {})
     if not isinstance(table, dict):
-        raise ConfigError(f"a mix's {name} is a table by paths, not {table!r}")
+        raise ConfigError(f"{name} of a mix must be a table with paths as keys, not {table!r}")
     return dict(table)
 
 
 def _rows(path: str, table: object) -> tuple[int, ...]:
     if not isinstance(table, dict) or table.keys() != {"bf16_rows"} or not isinstance(table["bf16_rows"], list):
-        raise ConfigError(f"table {path!r} of a mix says bf16_rows, a list of row numbers, and nothing else")
+        raise ConfigError(f"table {path!r} of a mix must have exactly one key, bf16_rows, a list of row numbers")
     return tuple(table["bf16_rows"])
 
 
 def _table(model: nn.Module, path: str, rows: Sequence[int]) -> Tensor:
-    found = dict(model.named_modules()).get(path)
-    if not isinstance(found, nn.Embedding):
+    embedding = dict(model.named_modules()).get(path)
+    if not isinstance(embedding, nn.Embedding):
         raise ConfigError(f"this model has no embedding {path!r}; the mix was made for another model")
-    if max(rows, default=0) >= found.num_embeddings:
-        raise ConfigError(f"table {path!r} has {found.num_embeddings} rows, and the mix names row {max(rows)}")
-    return found.weight
+    if max(rows, default=0) >= embedding.num_embeddings:
+        raise ConfigError(f"table {path!r} has {embedding.num_embeddings} rows, but the mix names row {max(rows)}")
+    return embedding.weight

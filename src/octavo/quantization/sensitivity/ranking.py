@@ -1,10 +1,9 @@
-"""How far the estimates rank (layer, choice) pairs as the truth does: Spearman's rank correlation.
+"""Spearman's rank correlation between the estimated and measured costs of (layer, choice) pairs.
 
-    ρ = the correlation of the ranks, equal values sharing the mean of theirs
+    ρ = the correlation of the ranks, with mean ranks for ties
 
-Only pairs that cost more than the floor count: below it the truth is noise, and its order means nothing. The pairs that
-are run are the costliest half and others spread through the whole ranking, the widest range there is: among neighbours
-estimates agree with the truth less well than over that range.
+Only pairs that cost more than the floor count: below it the measurement is noise. Half of the measured pairs are the
+costliest and half are spread over the whole ranking; within a narrower range the agreement is lower.
 """
 
 import math
@@ -15,32 +14,34 @@ from dataclasses import dataclass
 from octavo.quantization.sensitivity.screen import Key
 from octavo.quantization.sensitivity.truth import Increase
 
-__all__ = ["Agreement", "agreement_of"]
+__all__ = ["RankAgreement", "agreement_of"]
 
-FEWEST = 3  # pairs; two have a rank correlation of 1 or -1, whatever they are
+FEWEST = 3  # pairs; the rank correlation of two is always 1 or -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """Of estimates with what was measured.
+class RankAgreement:
+    """RankAgreement of estimated with measured costs.
 
     Attributes:
-        rank_correlation: Spearman's; NaN for fewer than three pairs, or where one side is the same for all.
-        pairs: how many it is of.
+        rank_correlation: Spearman's; NaN for fewer than three pairs, or if one side is constant.
+        pairs: number of pairs.
     """
 
     rank_correlation: float
     pairs: int
 
 
-def agreement_of(estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase) -> Agreement:
-    """Of the pairs that were measured and cost more than the floor."""
-    true = {key: found.divergence for key, found in measured.items() if found.divergence > floor.divergence}
-    guessed = [estimates[key] for key in true]
-    if len(true) < FEWEST or len({*guessed}) == 1 or len({*true.values()}) == 1:
-        return Agreement(rank_correlation=math.nan, pairs=len(true))
-    correlation = statistics.correlation(_ranks(guessed), _ranks([*true.values()]))
-    return Agreement(rank_correlation=correlation, pairs=len(true))
+def agreement_of(estimates: Mapping[Key, float], measured: Mapping[Key, Increase], floor: Increase) -> RankAgreement:
+    """Compute the rank correlation of the measured pairs that cost more than the floor."""
+    measured_costs = {
+        key: increase.divergence for key, increase in measured.items() if increase.divergence > floor.divergence
+    }
+    estimated_costs = [estimates[key] for key in measured_costs]
+    if len(measured_costs) < FEWEST or len({*estimated_costs}) == 1 or len({*measured_costs.values()}) == 1:
+        return RankAgreement(rank_correlation=math.nan, pairs=len(measured_costs))
+    correlation = statistics.correlation(_ranks(estimated_costs), _ranks([*measured_costs.values()]))
+    return RankAgreement(rank_correlation=correlation, pairs=len(measured_costs))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -1,32 +1,31 @@
-"""All layers and all choices at once, from one backward pass a window: which errors would the loss notice?
+"""Fisher estimate of the cost of all layers and choices, from one backward pass per window.
 
-Let layer l's output change by Δy. To second order the divergence of the changed model's predictions from the
+Let layer l's output change by Δy. To second order, the divergence of the changed model's predictions from the
 reference's is
 
     KL ≈ ½ Δyᵀ F Δy,    F = E[g gᵀ],    g = ∂(sum of losses)/∂y, labels drawn from the model's own predictions
 
-(F is the Fisher matrix: the Hessian of that divergence). Errors of different positions are taken to be unrelated, so
-that one draw of labels gives for every choice at once
+(F is the Fisher matrix: the Hessian of that divergence). Errors at different positions are assumed uncorrelated, so
+one sample of labels serves every choice:
 
     KL ≈ ½ Σ_t (g_t · Δy_t)²
 
-Δy is the choice's true error: the layer is run again as chosen, on the input that the reference gave it. Per token
-predicted, that is in nats, and where the model predicts the text as well as it believes to, the expected loss increases
-by as much.
+Δy is the actual error of a choice: the layer runs again with that choice on the reference's input. The result is in
+nats per predicted token; if the model is calibrated, the expected loss increases by the same amount.
 
-Where g · Δy is a nat or more, no second-order formula holds: what a few tokens with activations a thousand times the
-others' seem to cost would drown the rest, while the norms after them hide most of it. From there on the term grows
-linearly, d − ½ in place of ½ d², as Huber's loss does.
+The second-order formula does not hold where g · Δy is a nat or more: a few tokens with activations a thousand times
+larger would dominate the sum, although the following norms remove most of their effect. Beyond one nat the term grows
+linearly, d − ½ instead of ½ d², as in Huber's loss.
 
-Of a table the cost is wanted row by row. Where it is looked up, a position's term belongs to the row of its token.
-Where the head shares it, word v's logit alone moves by Δ_tv, which costs ½ p_tv (1 − p_tv) Δ_tv², p being the
-reference's probability of the word: the diagonal of the softmax's Fisher matrix, known without a draw.
+The cost of a table is estimated per row. In a look-up, a position's term belongs to the row of its token. In a head
+that shares the table, only word v's logit changes, by Δ_tv, which costs ½ p_tv (1 − p_tv) Δ_tv² with p the reference's
+probability of the word: the diagonal of the softmax's Fisher matrix, which needs no sampling.
 
-Cost: one forward and backward, and one more forward for each choice; every layer's input, output and gradient of one
-window is held.
+Cost: one forward and backward pass, and one forward pass of each layer for each choice. Input, output and gradient of
+every layer are stored for one window.
 
 Source: the diagonal of the Fisher matrix as a measure of quantisation error is that of FIT (arXiv 2210.08502) and of
-LLM compression by "sensitivity" (SqueezeLLM, arXiv 2306.07629, equation 3), there of weights; here of outputs.
+LLM compression by "sensitivity" (SqueezeLLM, arXiv 2306.07629, equation 3), applied there to weights, here to outputs.
 """
 
 import math
@@ -48,8 +47,8 @@ Key = tuple[str, str]  # unit's path, choice
 
 
 @dataclass(slots=True)
-class Call:
-    """One call of a module: what it read and gave, and the loss's gradient of that."""
+class RecordedCall:
+    """One call of a module: input, output and the loss's gradient of the output."""
 
     module: nn.Module
     x: Tensor
@@ -65,19 +64,19 @@ def estimate(
     seed: int = 0,
     on_window: Callable[[int], None] = lambda _: None,
 ) -> tuple[tuple[Unit, ...], dict[Key, float]]:
-    """Nats a token that each unit costs under each of its choices, everything else in BF16.
+    """Estimate the cost of each unit under each of its choices, in nats per token, with everything else in BF16.
 
-    Tables come back with their rows ranked.
+    Tables are returned with their rows ranked.
 
     Args:
         model: in BF16 (:func:`octavo.quantization.sensitivity.surroundings.in_bf16`).
         units: see :func:`units_of`.
         windows: tokens [W, T].
-        seed: of the labels that are drawn.
+        seed: of the sampled labels.
         on_window: called with the number of windows done.
 
     Raises:
-        ConfigError: a unit's output takes no gradient, such as in a model without an ``nn.Embedding``.
+        ConfigError: a unit's output has no gradient, for example in a model without an ``nn.Embedding``.
     """
     generator = torch.Generator().manual_seed(seed)
     sums = {(unit.path, choice): 0.0 for unit in units for choice in unit.choices}
@@ -86,10 +85,10 @@ def estimate(
         calls = _backward(model, units, window[None], generator)
         for unit in units:
             if unit.is_table:
-                rows[unit.path] += _noticed_rows(model, unit, calls[unit.path])
+                rows[unit.path] += _row_costs(model, unit, calls[unit.path])
                 continue
             for choice in unit.choices[:-1]:
-                sums[unit.path, choice] += _noticed(model, unit, choice, calls[unit.path])
+                sums[unit.path, choice] += _choice_cost(model, unit, choice, calls[unit.path])
         on_window(done)
     predicted = len(windows) * (windows.shape[1] - 1)
     ranked = tuple(replace(u, row_order=rows[u.path].argsort(stable=True)) if u.is_table else u for u in units)
@@ -100,7 +99,7 @@ def estimate(
 
 
 def _sums_of_rows(unit: Unit, rows: Tensor) -> dict[Key, float]:
-    """What the rows that become codes cost, under each of a table's choices."""
+    """Cost of the rows stored as codes, under each of a table's choices."""
     assert unit.row_order is not None
     ascending = rows[unit.row_order].tolist()
     codes = {choice: unit.shape[0] - unit.rows_in_bf16(choice) for choice in unit.choices if choice != BF16}
@@ -109,11 +108,11 @@ def _sums_of_rows(unit: Unit, rows: Tensor) -> dict[Key, float]:
 
 def _backward(
     model: nn.Module, units: Sequence[Unit], tokens: Tensor, generator: torch.Generator
-) -> dict[str, list[Call]]:
+) -> dict[str, list[RecordedCall]]:
     with _recording(model, units) as calls:
         logits = logits_of(model, tokens)[0, :-1]
         if not logits.isfinite().all():
-            raise ConfigError("the model predicts NaN or infinity; sensitivity needs one whose weights are all finite")
+            raise ConfigError("the model predicts NaN or infinity; sensitivity needs a model with finite weights")
         probabilities = logits.detach().float().softmax(-1).cpu()
         labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
         F.cross_entropy(logits.float(), labels, reduction="sum").backward()
@@ -121,22 +120,22 @@ def _backward(
         if not calls[unit.path] or any(call.gradient is None for call in calls[unit.path]):
             raise ConfigError(
                 f"the loss does not reach {unit.path!r}; sensitivity needs a model whose embedding is an nn.Embedding "
-                "and whose every layer runs"
+                "and whose layers all run"
             )
     return calls
 
 
 @contextmanager
-def _recording(model: nn.Module, units: Sequence[Unit]) -> Iterator[dict[str, list[Call]]]:
-    """Every unit's calls inside the block. Embeddings begin the graph: no parameter takes a gradient."""
-    calls: dict[str, list[Call]] = {unit.path: [] for unit in units}
+def _recording(model: nn.Module, units: Sequence[Unit]) -> Iterator[dict[str, list[RecordedCall]]]:
+    """Record each unit's calls. The graph starts at the embeddings, since no parameter requires a gradient."""
+    calls: dict[str, list[RecordedCall]] = {unit.path: [] for unit in units}
     handles = []
 
     def record(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
             if not y.requires_grad:
                 y.requires_grad_()
-            call = Call(module, inputs[0].detach(), y.detach())
+            call = RecordedCall(module, inputs[0].detach(), y.detach())
             calls[path].append(call)
             y.register_hook(lambda gradient: setattr(call, "gradient", gradient))
 
@@ -152,13 +151,13 @@ def _recording(model: nn.Module, units: Sequence[Unit]) -> Iterator[dict[str, li
 
 
 def _half_square(nats: Tensor) -> Tensor:
-    """½ d², and from one nat on linear."""
+    """½ d² up to one nat, linear beyond."""
     return F.huber_loss(nats, torch.zeros_like(nats), reduction="none", delta=1.0)
 
 
 @torch.no_grad()
-def _noticed(model: nn.Module, unit: Unit, choice: str, calls: Sequence[Call]) -> float:
-    """The sum over positions, of the unit's calls in one window."""
+def _choice_cost(model: nn.Module, unit: Unit, choice: str, calls: Sequence[RecordedCall]) -> float:
+    """Cost of a choice in one window, summed over positions."""
     total = 0.0
     with applied(model, unit, choice):
         for call in calls:
@@ -169,18 +168,18 @@ def _noticed(model: nn.Module, unit: Unit, choice: str, calls: Sequence[Call]) -
 
 
 @torch.no_grad()
-def _noticed_rows(model: nn.Module, unit: Unit, calls: Sequence[Call]) -> Tensor:
-    """What each row of a table costs in one window if it becomes codes: float64 [V]."""
-    found = torch.zeros(unit.shape[0], dtype=torch.float64)
+def _row_costs(model: nn.Module, unit: Unit, calls: Sequence[RecordedCall]) -> Tensor:
+    """Cost of each row of a table as codes in one window: float64 [V]."""
+    costs = torch.zeros(unit.shape[0], dtype=torch.float64)
     with applied(model, unit, WEIGHT_ONLY):
         for call in calls:
             change = call.module(call.x).float() - call.y.float()
             if isinstance(call.module, nn.Embedding):
                 assert call.gradient is not None
-                noticed = _half_square((change * call.gradient.float()).sum(-1))
-                found.index_add_(0, call.x.flatten().cpu(), noticed.flatten().double().cpu())
+                cost = _half_square((change * call.gradient.float()).sum(-1))
+                costs.index_add_(0, call.x.flatten().cpu(), cost.flatten().double().cpu())
             else:
                 probabilities = call.y.float().softmax(-1)
-                noticed = 0.5 * probabilities * (1 - probabilities) * change.square()
-                found += noticed[:, :-1].flatten(0, 1).sum(0).double().cpu()
-    return found
+                cost = 0.5 * probabilities * (1 - probabilities) * change.square()
+                costs += cost[:, :-1].flatten(0, 1).sum(0).double().cpu()
+    return costs

@@ -1,4 +1,4 @@
-"""What a sensitivity study found, in sentences, in rows and as plain data: for the terminal, the page and the file."""
+"""Summary of a sensitivity study as sentences, rows and plain data."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ FORMAT = "octavo sensitivity"
 
 
 def asked(budget: Budget) -> str:
-    """The budget in words.
+    """Describe a budget.
 
     Example:
         >>> asked(Budget(perplexity=0.01, bytes_share=0.6))
@@ -29,104 +29,106 @@ def asked(budget: Budget) -> str:
     return " and ".join(parts)
 
 
-def headline(found: Sensitivity) -> str:
-    """What came out, in one sentence."""
-    best = found.best
+def headline(result: Sensitivity) -> str:
+    """Summarise the result in one sentence."""
+    best = result.best
     if best is None or best.verified is None:
-        return f"No mix was found with {asked(found.budget)}"
-    met = "" if found.is_met else ", which is more than was asked for"
+        return f"No mix was found with {asked(result.budget)}"
+    met = "" if result.is_met else ", which is more than was asked for"
     return (
         f"A mix of {best.bytes_share:.3f} of BF16's bytes, {best.verified.perplexity_increase:+.2%} in perplexity on "
         f"text it was not chosen on{met}"
     )
 
 
-def notes(found: Sensitivity) -> Iterator[str]:
-    """What the figures hang on, a sentence each."""
-    best = found.best
+def notes(result: Sensitivity) -> Iterator[str]:
+    """Yield sentences about the mix, its verification and the ranking."""
+    best = result.best
     if best is not None and best.verified is not None:
         counts = Counter(recipe_of(choice) for choice in best.chosen.values())
-        held = ", ".join(f"{counts[choice]} {choice}" for choice in CHOICES if counts[choice])
-        yield f"The mix: {held}; {best.fp8_products:.0%} of the multiplications by weights in FP8."
-        for unit in found.units:
+        counts_text = ", ".join(f"{counts[choice]} {choice}" for choice in CHOICES if counts[choice])
+        yield f"The mix: {counts_text}; {best.fp8_products:.0%} of the multiplications by weights in FP8."
+        for unit in result.units:
             if unit.is_table and recipe_of(choice := best.chosen[unit.path]) == WEIGHT_ONLY:
                 yield f"Of the {unit.shape[0]:,} rows of {unit.path} {unit.rows_in_bf16(choice):,} stay in BF16."
         yield (
-            f"Loss {best.verified.nats:+.4f} ± {best.verified.error:.4f} nats over BF16's {found.bf16_nats:.4f}, on "
+            f"Loss {best.verified.nats:+.4f} ± {best.verified.error:.4f} nats over BF16's {result.bf16_nats:.4f}, on "
             f"{best.verified.windows} windows it was not chosen on; divergence {best.verified.divergence:.4f} nats."
         )
-    elif found.attempts:
-        least = min(found.attempts, key=lambda attempt: attempt[1].nats)[1]
-        yield f"The nearest mix costs {least.nats:+.4f} ± {least.error:.4f} nats; allow more bytes or more perplexity."
+    elif result.attempts:
+        near = min(result.attempts, key=lambda attempt: attempt[1].nats)[1]
+        yield f"The nearest mix costs {near.nats:+.4f} ± {near.error:.4f} nats; allow more bytes or more perplexity."
     else:
         yield "The smallest mix has more bytes than that; allow more."
-    yield how_ranked(found)
+    yield how_ranked(result)
 
 
-def how_ranked(found: Sensitivity) -> str:
-    """How far the ranking of layers may be trusted, in a sentence or two."""
-    if not found.measured:
+def how_ranked(result: Sensitivity) -> str:
+    """Describe the reliability of the ranking of layers."""
+    if not result.measured:
         return "Layers are ranked by an estimate from gradients; none was run by itself."
-    pairs, floor = found.agreement.pairs, found.floor.divergence
+    pairs, floor = result.agreement.pairs, result.floor.divergence
     ranked = (
         "too few for a rank correlation"
-        if math.isnan(found.agreement.rank_correlation)
-        else f"over this widest range their rank correlation is {found.agreement.rank_correlation:.2f}"
+        if math.isnan(result.agreement.rank_correlation)
+        else f"over this widest range their rank correlation is {result.agreement.rank_correlation:.2f}"
     )
     return (
-        f"Layers are ranked by an estimate from gradients. {len(found.measured)} of {_pairs(found)} (layer, choice) "
+        f"Layers are ranked by an estimate from gradients. {len(result.measured)} of {_pairs(result)} (layer, choice) "
         f"were run too, the costliest and others spread through the ranking: {pairs} of them cost more than the "
         f"{floor:.5f} nats by which a BF16 computation diverges from itself in another order; {ranked}."
     )
 
 
-def _pairs(found: Sensitivity) -> int:
-    return sum(choice != BF16 for _, choice in found.estimates)
+def _pairs(result: Sensitivity) -> int:
+    return sum(choice != BF16 for _, choice in result.estimates)
 
 
-def cost_of(found: Sensitivity, unit: Unit, choice: str) -> float | None:
-    """Nats a token, as the search counted them; None for a choice that the unit has not."""
-    return None if choice == BF16 else found.costs.get((unit.path, choice))
+def cost_of(result: Sensitivity, unit: Unit, choice: str) -> float | None:
+    """Cost of a choice in nats per token, as used by the search; None if the unit does not have it."""
+    return None if choice == BF16 else result.costs.get((unit.path, choice))
 
 
-def worst_first(found: Sensitivity) -> list[Unit]:
-    """The units, by what their costliest choice costs."""
-    return sorted(found.units, key=lambda unit: -max(cost_of(found, unit, choice) or 0.0 for choice in unit.choices))
+def worst_first(result: Sensitivity) -> list[Unit]:
+    """Units by the cost of their costliest choice, descending."""
+    return sorted(result.units, key=lambda unit: -max(cost_of(result, unit, choice) or 0.0 for choice in unit.choices))
 
 
-def name_of(one: Found) -> str:
-    """What a mix is called in tables.
+def name_of(mix: Found) -> str:
+    """Name of a mix in tables.
 
     Example:
         >>> one = Found(name="front", chosen={}, bytes=1, bytes_share=0.5, fp8_products=0.0, predicted=0.0)
         >>> name_of(one)
         'least loss for its bytes'
     """
-    return {"front": "least loss for its bytes", "budget": "the mix"}.get(one.name, f"{one.name} in every block")
+    return {"front": "least loss for its bytes", "budget": "the mix"}.get(mix.name, f"{mix.name} in every block")
 
 
-def record(found: Sensitivity, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """All of it as plain data, the facts (model, text) first."""
-    best = None if found.best is None else found.best.chosen
+def record(result: Sensitivity, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything as JSON-compatible data, the facts (model, text) first."""
+    best = None if result.best is None else result.best.chosen
     return {
         "format": FORMAT,
         **facts,
-        "budget": {"perplexity": found.budget.perplexity, "bytes_share": found.budget.bytes_share},
-        "is_met": found.is_met,
-        "bf16_bytes": found.bf16_bytes,
-        "bf16_nats": found.bf16_nats,
-        "floor": _increase(found.floor),
-        "rank_correlation": None if math.isnan(found.agreement.rank_correlation) else found.agreement.rank_correlation,
-        "ranked_pairs": found.agreement.pairs,
-        "best": None if found.best is None else _mix(found.best),
-        "attempts": [{"predicted": guessed, **_increase(true)} for guessed, true in found.attempts],
-        "front": _mixes(found.front),
-        "presets": _mixes(found.presets),
-        "layers": [_layer(found, unit, best) for unit in worst_first(found)],
+        "budget": {"perplexity": result.budget.perplexity, "bytes_share": result.budget.bytes_share},
+        "is_met": result.is_met,
+        "bf16_bytes": result.bf16_bytes,
+        "bf16_nats": result.bf16_nats,
+        "floor": _increase(result.floor),
+        "rank_correlation": None
+        if math.isnan(result.agreement.rank_correlation)
+        else result.agreement.rank_correlation,
+        "ranked_pairs": result.agreement.pairs,
+        "best": None if result.best is None else _mix(result.best),
+        "attempts": [{"predicted": predicted, **_increase(increase)} for predicted, increase in result.attempts],
+        "front": _mixes(result.front),
+        "presets": _mixes(result.presets),
+        "layers": [_layer(result, unit, best) for unit in worst_first(result)],
     }
 
 
-def _layer(found: Sensitivity, unit: Unit, best: Mapping[str, str] | None) -> dict[str, Any]:
+def _layer(result: Sensitivity, unit: Unit, best: Mapping[str, str] | None) -> dict[str, Any]:
     return {
         "path": unit.path,
         "shared_by": list(unit.paths[1:]),
@@ -137,33 +139,33 @@ def _layer(found: Sensitivity, unit: Unit, best: Mapping[str, str] | None) -> di
         "choices": {
             choice: {
                 "bytes": unit.bytes_as(choice),
-                "estimated_nats": found.estimates[unit.path, choice],
-                "counted_nats": found.costs[unit.path, choice],
-                **_increase(found.measured.get((unit.path, choice))),
+                "estimated_nats": result.estimates[unit.path, choice],
+                "counted_nats": result.costs[unit.path, choice],
+                **_increase(result.measured.get((unit.path, choice))),
             }
             for choice in unit.choices
         },
     }
 
 
-def _mixes(some: Sequence[Found]) -> list[dict[str, Any]]:
-    return [_mix(one) for one in some]
+def _mixes(mixes: Sequence[Found]) -> list[dict[str, Any]]:
+    return [_mix(mix) for mix in mixes]
 
 
-def _mix(one: Found) -> dict[str, Any]:
+def _mix(mix: Found) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "bytes": one.bytes,
-        "bytes_share": one.bytes_share,
-        "fp8_products": one.fp8_products,
-        "predicted_nats": one.predicted,
-        "on_chosen": _increase(one.on_chosen),
-        "verified": _increase(one.verified),
+        "name": mix.name,
+        "bytes": mix.bytes,
+        "bytes_share": mix.bytes_share,
+        "fp8_products": mix.fp8_products,
+        "predicted_nats": mix.predicted,
+        "on_chosen": _increase(mix.on_chosen),
+        "verified": _increase(mix.verified),
     }
 
 
-def _increase(true: Increase | None) -> dict[str, Any]:
-    if true is None:
+def _increase(increase: Increase | None) -> dict[str, Any]:
+    if increase is None:
         return {}
-    error = None if math.isinf(true.error) else true.error
-    return {"nats": true.nats, "error": error, "divergence": true.divergence, "windows": true.windows}
+    error = None if math.isinf(increase.error) else increase.error
+    return {"nats": increase.nats, "error": error, "divergence": increase.divergence, "windows": increase.windows}

@@ -1,8 +1,8 @@
-"""A model as its own BF16 reference (octavo.quantization.bf16), and forward passes that begin in its middle.
+"""BF16 reference of a model (octavo.quantization.bf16), and forward passes that start at a changed layer.
 
-A layer that changes leaves all before it as they were, so the reference's residual stream at the changed layer's block
-is where its forward pass begins: half the blocks on average, and for the head none. octavo's own Llama can be entered
-there; any other model runs from its first token.
+A change of a layer does not affect the layers before it, so a forward pass can start from the reference's residual
+stream at the changed layer's block: it runs half the blocks on average, and none for the head. This needs octavo's own
+Llama; any other model runs from the beginning.
 """
 
 from collections.abc import Iterator
@@ -18,25 +18,25 @@ from octavo.nn import Linear
 from octavo.quantization.bf16 import bf16_autocast, round_to_bf16
 from octavo.quantization.sensitivity.units import BF16, Unit
 
-__all__ = ["Stages", "in_bf16"]
+__all__ = ["ResumableForward", "in_bf16"]
 
 
 @contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
-    """Inside the block ``model`` is its own BF16 reference, in evaluation, without gradients of parameters.
+    """Context manager that turns ``model`` into its BF16 reference, in evaluation mode, with frozen parameters.
 
-    Afterwards it is what it was, to the bit.
+    The model is restored bit for bit afterwards.
 
     Raises:
-        ConfigError: some layers are octavo's already.
+        ConfigError: some layers are already octavo's.
     """
-    taken = [path for path, module in model.named_modules() if isinstance(module, Linear)]
-    if taken:
-        raise ConfigError(f"layer {taken[0]!r} is octavo's already; call octavo.restore(model) first")
-    known = {parameter: (parameter.data, parameter.requires_grad) for parameter in model.parameters()}
+    converted = [path for path, module in model.named_modules() if isinstance(module, Linear)]
+    if converted:
+        raise ConfigError(f"layer {converted[0]!r} is already octavo's; call octavo.restore(model) first")
+    originals = {parameter: (parameter.data, parameter.requires_grad) for parameter in model.parameters()}
     was_training = model.training
     try:
-        for parameter in known:
+        for parameter in originals:
             parameter.requires_grad_(False)
         round_to_bf16(model)
         convert(model, BF16, convert_head=True)
@@ -44,14 +44,14 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         restore(model)
-        for parameter, (data, learns) in known.items():
+        for parameter, (data, requires_grad) in originals.items():
             parameter.data = data
-            parameter.requires_grad_(learns)
+            parameter.requires_grad_(requires_grad)
         model.train(was_training)
 
 
-class Stages:
-    """One sequence through the reference, and again from where a unit changes it.
+class ResumableForward:
+    """Forward pass of one sequence, repeatable from the block of a changed unit.
 
     Args:
         model: see :func:`in_bf16`.
@@ -68,8 +68,8 @@ class Stages:
         else:
             self.logits = logits_of(model, tokens)
 
-    def again(self, unit: Unit) -> Tensor:
-        """Logits [1, T, V] now, computed from the block on that ``unit`` belongs to."""
+    def recompute(self, unit: Unit) -> Tensor:
+        """Recompute the logits [1, T, V], starting at the block of ``unit``."""
         first = self._first_block(unit)
         return logits_of(self.model, self.tokens) if first is None else self._from_stream(first)
 

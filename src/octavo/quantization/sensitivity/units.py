@@ -1,20 +1,20 @@
-"""What may be chosen one by one: a weight and whatever reads it, the precisions it may have, and what each weighs.
+"""Units of a precision search: a weight with all modules that read it, its possible precisions and their sizes.
 
-A unit is a weight, not a layer: a head that shares the embedding's table is one unit with it, whose bytes count once.
+A unit is a weight, not a layer: a head that shares the embedding's table forms one unit with it, counted once.
 
 | unit                         | choices                                                    |
 |------------------------------|------------------------------------------------------------|
 | a linear layer               | tensorwise, rowwise, blockwise, weight_only, bf16          |
-| a head of its own            | weight_only, bf16                                          |
+| a separate head              | weight_only, bf16                                          |
 | a table (embedding), and a head that shares it | weight_only of all rows or of a share of them, bf16 |
 
-A table in ``weight_only`` is rows of FP8 codes, of which a look-up decodes those it needs; the head that shares it
-multiplies by the decoded rows. Here the table's decoded values stand in for it, which gives the same numbers. Words are
-not alike: a few thousand common ones make most of what a table's error costs. ``weight_only:0.75`` is three quarters of
-the rows as codes, those whose error the loss notices least, and the rest in BF16.
+A ``weight_only`` table stores rows as FP8 codes; a look-up decodes the rows that it needs, and a head that shares the
+table multiplies by decoded rows. The measurement uses the decoded table, with identical results. A few thousand common
+words cause most of a table's cost: ``weight_only:0.75`` stores the three quarters of the rows with the least cost as
+codes and the others in BF16.
 
-Bytes are those of codes and FP32 scales, as ``octavo.quantize`` makes them, or two an element in BF16; a row of a mixed
-table that is in BF16 takes four more for its number.
+Sizes include codes and FP32 scales, as from ``octavo.quantize``, or two bytes an element in BF16; a BF16 row of a mixed
+table takes four more bytes for its index.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,19 +55,19 @@ BF16_BYTES, SCALE_BYTES, ROW_NUMBER_BYTES = 2, 4, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A weight that is chosen for.
+    """Weight with selectable precision.
 
     Attributes:
-        path: of the first module that reads it; its name here.
-        paths: of all of them.
-        shape: of the weight, [N, K]; of a table [V, H].
-        choices: what it may be, BF16 last.
-        role: the last word of the path that is not a number, such as "down_proj".
-        depth: the first number in the path, such as a block's; None where there is none.
-        is_table: whether an embedding reads it.
-        is_head: whether it makes the logits.
-        products: multiplications a token that read it; 0 for a table nobody multiplies by.
-        row_order: of a table, its rows' numbers, those first whose error costs least; None where nobody has looked.
+        path: path of the first module that reads it; identifies the unit.
+        paths: paths of all modules that read it.
+        shape: [N, K] of a weight; [V, H] of a table.
+        choices: possible precisions, BF16 last.
+        role: last part of the path that is not a number, such as "down_proj".
+        depth: first number in the path, such as a block's; None if there is none.
+        is_table: True if an embedding reads it.
+        is_head: True if it computes the logits.
+        products: multiplications per token; 0 for a table used only in look-ups.
+        row_order: row indices of a table, by increasing cost; None before the estimate.
     """
 
     path: str
@@ -88,7 +88,7 @@ class Unit:
         object.__setattr__(self, "depth", numbers[0] if numbers else None)
 
     def bytes_as(self, choice: str) -> int:
-        """Bytes of the weight and its scales under one of the choices."""
+        """Bytes of the weight and its scales under a choice."""
         rows, columns = self.shape
         cast = recipes.get(recipe_of(choice)).output.b
         if cast is None:
@@ -99,12 +99,12 @@ class Unit:
         return rows * columns + SCALE_BYTES * cast.granularity.scale_shape(torch.Size(self.shape)).numel()
 
     def rows_in_bf16(self, choice: str) -> int:
-        """How many of a table's rows stay in BF16 under a ``weight_only`` choice."""
+        """Number of a table's rows in BF16 under a ``weight_only`` choice."""
         _, _, share = choice.partition(":")
         return round(self.shape[0] * (1 - float(share or 1)))
 
     def kept_rows(self, choice: str) -> Tensor:
-        """Numbers of the rows that stay in BF16 under a ``weight_only`` choice, ascending."""
+        """Indices of a table's rows in BF16 under a ``weight_only`` choice, ascending."""
         kept = self.rows_in_bf16(choice)
         if not kept:
             return torch.empty(0, dtype=torch.int64)
@@ -123,11 +123,11 @@ def recipe_of(choice: str) -> str:
 
 
 def units_of(model: nn.Module, choices: Sequence[str] = CHOICES) -> tuple[Unit, ...]:
-    """Every weight that a linear layer or an embedding reads, in the model's order.
+    """Units of a model: every weight of a linear layer or an embedding, in the model's order.
 
     Args:
         model: with plain linear layers, or octavo's.
-        choices: those to choose from, besides BF16; units that know only some of them keep those.
+        choices: allowed precisions in addition to BF16; each unit keeps those that it supports.
 
     Raises:
         ConfigError: an unknown choice, or a model without linear layers besides its head.
@@ -141,7 +141,7 @@ def units_of(model: nn.Module, choices: Sequence[str] = CHOICES) -> tuple[Unit, 
     """
     unknown = [choice for choice in choices if choice not in CHOICES]
     if unknown:
-        raise ConfigError(f"a layer may be {', '.join(CHOICES)}, not {unknown[0]!r}")
+        raise ConfigError(f"a choice must be one of {', '.join(CHOICES)}, not {unknown[0]!r}")
     readers: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         if type(module) in (nn.Linear, Linear) or isinstance(module, nn.Embedding):
@@ -174,31 +174,31 @@ def _unit(read: Sequence[tuple[str, nn.Module]], choices: Sequence[str], *, is_h
 
 
 def bytes_of(model: nn.Module, units: Sequence[Unit], chosen: Mapping[str, str]) -> int:
-    """Bytes of the whole model: the units as chosen (BF16 where nothing is), every other parameter in BF16."""
+    """Bytes of the whole model: the units as chosen (default BF16), all other parameters in BF16."""
     all_in_bf16 = BF16_BYTES * sum(parameter.numel() for parameter in model.parameters())
     saved = (unit.bytes_as(BF16) - unit.bytes_as(chosen.get(unit.path, BF16)) for unit in units)
     return all_in_bf16 - sum(saved)
 
 
 def decoded_table(table: Tensor, bf16_rows: Tensor | None = None) -> Tensor:
-    """What rows of FP8 codes made of ``table`` decode to, in its dtype; the rows that are named are rounded to BF16."""
+    """``table`` after a round trip through FP8 row codes, in its dtype; ``bf16_rows`` are rounded to BF16 instead."""
     rows = torch.empty(0, dtype=torch.int64) if bf16_rows is None else bf16_rows
     return CodedTable.of(table, rows).decoded().to(table.dtype)
 
 
 @contextmanager
 def applied(model: nn.Module, unit: Unit, choice: str) -> Iterator[None]:
-    """Let one unit of a model whose linear layers are octavo's be as chosen inside the block, and BF16 after it."""
+    """Context manager that applies a choice to one unit; BF16 afterwards. Linear layers must be octavo's."""
     modules = [model.get_submodule(path) for path in unit.paths]
     if unit.is_table:
         table = modules[0].weight
         assert isinstance(table, Tensor)
-        known = table.data
-        table.data = known if choice == BF16 else decoded_table(table, unit.kept_rows(choice))
+        original = table.data
+        table.data = original if choice == BF16 else decoded_table(table, unit.kept_rows(choice))
         try:
             yield
         finally:
-            table.data = known
+            table.data = original
         return
     layers = [module for module in modules if isinstance(module, Linear)]
     try:
@@ -210,7 +210,7 @@ def applied(model: nn.Module, unit: Unit, choice: str) -> Iterator[None]:
 
 @contextmanager
 def mixed(model: nn.Module, units: Sequence[Unit], chosen: Mapping[str, str]) -> Iterator[None]:
-    """Let every unit be as chosen inside the block; a weight is cast once, and its codes are kept until the end."""
+    """Context manager that applies choices to all units; each weight is cast once and its codes are cached."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     with ExitStack() as stack:
         for layer in layers:

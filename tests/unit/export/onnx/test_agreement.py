@@ -101,8 +101,10 @@ def test_a_decoder_without_its_mask_is_not_exported(source, monkeypatch):
     made = decoder(source)
     with torch.no_grad():
         assert relative_error(made.module(windows()), source.logits(windows())) > 0.1
-    with pytest.raises(CheckpointError, match=r"what reaches layer 'model.layers.\d.self_attn.o_proj' is .* from the"):
-        module_under_test._worst_place(source, made, (windows(),), torch.float32)
+    with pytest.raises(
+        CheckpointError, match=r"the input of layer 'model.layers.\d.self_attn.o_proj' differs by .* from the"
+    ):
+        module_under_test._worst_lockstep(source, made, (windows(),), torch.float32)
 
 
 def test_a_layer_that_is_never_called_is_not_passed_over():

@@ -6,14 +6,14 @@ from torch import nn
 
 import octavo
 from octavo.errors import CheckpointError
-from octavo.export.onnx.casts import GivenCodes, MadeCast, nodes_of, noted_casts
+from octavo.export.onnx.casts import RecordedCast, ReplayCodes, match_nodes, record_casts
 from octavo.export.onnx.graph import graph_of_module
 from octavo.export.onnx.operators import to_codes
 
 
 def casts(word):
     """A cast for each letter; equal letters are equal casts."""
-    return [MadeCast(torch.full((2, 3), float(ord(letter))), torch.tensor(1.0)) for letter in word]
+    return [RecordedCast(torch.full((2, 3), float(ord(letter))), torch.tensor(1.0)) for letter in word]
 
 
 @pytest.mark.parametrize(
@@ -30,26 +30,26 @@ def casts(word):
     ],
 )
 def test_each_cast_has_its_node(own, graph, places):
-    assert nodes_of(casts(own), casts(graph)) == places
+    assert match_nodes(casts(own), casts(graph)) == places
 
 
 @pytest.mark.parametrize(("own", "graph", "different"), [("ab", "a", 2), ("a", "ab", 1), ("aa", "aaa", 1)])
 def test_a_cast_too_many_or_too_few(own, graph, different):
-    words = f"the graph has {len(graph)} casts to FP8, the model {different} different ones"
+    words = f"the graph has {len(graph)} casts to FP8, the model {different} distinct ones"
     with pytest.raises(CheckpointError, match=words):
-        nodes_of(casts(own), casts(graph))
+        match_nodes(casts(own), casts(graph))
 
 
 def test_another_scale_or_shape_is_another_cast():
-    one = MadeCast(torch.ones(2, 3), torch.tensor(1.0))
-    assert one.repeats(MadeCast(torch.ones(2, 3), torch.tensor(1.0)))
-    assert not one.repeats(MadeCast(torch.ones(2, 3), torch.tensor(2.0)))
-    assert not one.repeats(MadeCast(torch.ones(3, 2), torch.tensor(1.0)))
+    one = RecordedCast(torch.ones(2, 3), torch.tensor(1.0))
+    assert one.repeats(RecordedCast(torch.ones(2, 3), torch.tensor(1.0)))
+    assert not one.repeats(RecordedCast(torch.ones(2, 3), torch.tensor(2.0)))
+    assert not one.repeats(RecordedCast(torch.ones(3, 2), torch.tensor(1.0)))
 
 
 def test_codes_are_given_one_after_the_other():
     x, encode = torch.ones(2), torch.tensor(2.0)
-    with GivenCodes([torch.tensor([4.0, 8.0]), torch.tensor([16.0, 32.0])]):
+    with ReplayCodes([torch.tensor([4.0, 8.0]), torch.tensor([16.0, 32.0])]):
         first, second = (to_codes(each, encode) for each in (x, x))
     assert first.float().tolist() == [4.0, 8.0]
     assert second.float().tolist() == [16.0, 32.0]
@@ -73,7 +73,7 @@ def test_a_cast_is_noted_as_it_was():
     octavo.convert(model, "tensorwise")
     x = torch.randn(2, 8)
     graph = graph_of_module(model, (x,), torch.float32)
-    with noted_casts(graph.module) as noted, torch.no_grad():
+    with record_casts(graph.module) as noted, torch.no_grad():
         graph.module(x)
     (_, first), (_, second) = noted
     assert torch.equal(first.x, x + 1)

@@ -53,7 +53,7 @@ def test_an_input_whose_shape_does_not_vary_keeps_it():
     [
         (lambda self, *x: self.linear(x[0]), "has no name for each of 2 inputs"),
         (lambda self, x: self.linear(x), "has no name for each of 2 inputs"),
-        (lambda self, x, shift: {"y": self.linear(x) + shift}, "gives a dict"),
+        (lambda self, x, shift: {"y": self.linear(x) + shift}, "returns a dict"),
     ],
 )
 def test_modules_that_a_graph_cannot_name(monkeypatch, forward, message):
@@ -93,7 +93,7 @@ def test_what_varies_may_be_said():
     made = graph_of_module(model, inputs, torch.float32, varying=({1: SEQUENCE}, {0: SEQUENCE}))
     assert [each.shape for each in sample_inputs(made, vocabulary=None)] == [(2, 6, 8), (6, 4)]
     for wrong, words in (
-        (({},), "names the dimensions of 1 inputs, and there are 2"),
+        (({},), "has dimensions for 1 inputs, but there are 2"),
         (({2: "width"}, {}), r"has 'width' as dimension 2 of an input \[2, 5, 8\]"),
         (({-1: BATCH}, {}), "as dimension -1"),
         (({}, {2: BATCH}), r"dimension 2 of an input \[5, 4\]"),
@@ -106,7 +106,7 @@ def test_what_varies_may_be_said():
 def test_inputs_that_are_no_call(inputs):
     model = Shifted()
     octavo.convert(model, "tensorwise")
-    with pytest.raises(ConfigError, match=r"with the tensors of one call; give inputs=\(tensor, …\)"):
+    with pytest.raises(ConfigError, match=r"needs the tensors of one call; give inputs=\(tensor, …\)"):
         graph_of_module(model, inputs, torch.float32)
 
 

@@ -100,9 +100,9 @@ def test_scales_that_a_dtype_cannot_hold_are_refused():
     small = torch.tensor([0.5, 1e-7])
     assert torch.equal(narrowed_scale(small, torch.float32, "x"), small)
     assert narrowed_scale(small, torch.bfloat16, "x").dtype is torch.bfloat16
-    with pytest.raises(ConfigError, match=r"the scale 1e-07 of x is outside what float16 can hold"):
+    with pytest.raises(ConfigError, match=r"the scale 1e-07 of x is outside the range of float16"):
         narrowed_scale(small, torch.float16, "x")
-    with pytest.raises(ConfigError, match="outside what float16"):
+    with pytest.raises(ConfigError, match="outside the range of float16"):
         narrowed_scale(torch.tensor(1e-9), torch.float16, "x")
 
 
@@ -136,11 +136,11 @@ def test_scales_in_float16_by_every_number_that_it_has():
     assert exact[taken].max() > 2.0**-9  # below them: more than float16 is known for
     assert taken[scales >= 2.0**-17].all()
     for wrong in scales[~taken]:
-        with pytest.raises(ConfigError, match="outside what float16 can hold"):
+        with pytest.raises(ConfigError, match="outside the range of float16"):
             narrowed_scale(torch.tensor(wrong), torch.float16, "x")
 
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0, 65520.0])
 def test_scales_that_are_none(scale):
-    with pytest.raises(ConfigError, match="outside what float16 can hold"):
+    with pytest.raises(ConfigError, match="outside the range of float16"):
         narrowed_scale(torch.tensor(scale), torch.float16, "x")

@@ -106,7 +106,7 @@ def test_a_refused_graph_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "check_build", lambda path, ranges: refused)
     model = nn.Sequential(nn.Linear(8, 4))
     octavo.convert(model, "tensorwise")
-    with pytest.raises(CheckpointError, match=r"TensorRT-RTX 1\.7\.1 refuses the graph: node 'q': it says so"):
+    with pytest.raises(CheckpointError, match=r"TensorRT-RTX 1\.7\.1 rejects the graph: node 'q': it says so"):
         export_onnx(model, tmp_path / "a", inputs=(torch.randn(2, 8),), options=OnnxOptions(tensorrt=True))
     assert not list(tmp_path.iterdir())
 

@@ -110,7 +110,7 @@ def test_a_converted_layer_multiplies_just_these_codes(granularity, hold, weight
 def test_searched_weight_scales_must_be_held():
     model = mlp()
     found = calibrate(model, mlp_batches(), weight_method="mse")
-    with pytest.raises(ConfigError, match=r"searched for \(mse\) need hold_weights=True"):
+    with pytest.raises(ConfigError, match=r"searched weight scales \(mse\) need hold_weights=True"):
         found.apply(model, hold_weights=False)
     assert type(model[0]) is nn.Linear
 
@@ -225,7 +225,7 @@ def test_keys_have_the_mean_of_all_positions():
 
 def test_means_are_refused_where_there_are_none_or_of_another_model():
     model = llama()
-    with pytest.raises(ConfigError, match="no means of keys; octavo calibrate --kv-cache finds them"):
+    with pytest.raises(ConfigError, match="no means of keys; octavo calibrate --kv-cache computes them"):
         calibrate(model, token_batches()).means_of_keys(model)
     with pytest.raises(CheckpointError, match="another model"):
         calibrate(model, token_batches(), kv_cache=True).means_of_keys(mlp())
@@ -371,12 +371,12 @@ def test_models_that_cannot_be_calibrated_are_refused():
     broken = mlp()
     with torch.no_grad():
         broken[2].weight[0, 0] = math.inf
-    with pytest.raises(ConfigError, match="layer '2' cannot be calibrated: the weight holds NaN or infinity"):
+    with pytest.raises(ConfigError, match="layer '2' cannot be calibrated: the weight contains NaN or infinity"):
         calibrate(broken, mlp_batches())
     held = mlp()
     held.requires_grad_(False)
     octavo.convert(held, frozen="fp8")
-    with pytest.raises(ConfigError, match="layer '0' holds its weight as FP8 codes already"):
+    with pytest.raises(ConfigError, match="layer '0' already holds its weight as FP8 codes"):
         calibrate(held, mlp_batches())
 
 
@@ -385,9 +385,9 @@ def test_another_model_is_refused_by_name_and_left_alone(change):
     found = calibrate(mlp(), mlp_batches())
     other, words = mlp(), {
         "missing": r"1 of its layers are missing here \['2'\]",
-        "extra": r"1 are unknown to it \['3'\]",
+        "extra": r"1 layers are new \['3'\]",
         "shape": r"the weight of '2' is \[71, 150\] here and was \[70, 150\]",
-        "other parameter": "names or shapes of other parameters are not",
+        "other parameter": "names or shapes of other parameters differ",
     }[change]  # fmt: skip
     match change:
         case "missing":
@@ -438,7 +438,7 @@ def test_a_layer_that_was_given_nothing_was_not_reached():
 
 
 def test_a_number_beyond_fp32_is_refused_by_name():
-    with pytest.raises(DataError, match="in batch 1 layer '0' is given NaN or infinity in FP32"):
+    with pytest.raises(DataError, match="in batch 1 layer '0' received NaN or infinity in FP32"):
         calibrate(mlp().double(), [torch.full((2, 200), 1e300, dtype=torch.float64)])
 
 

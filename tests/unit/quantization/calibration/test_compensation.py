@@ -198,9 +198,9 @@ def test_what_the_batches_do_not_reach_stays_and_training_mode_too():
 @pytest.mark.parametrize(
     ("recipe", "batches", "error_type", "words"),
     [
-        ("bf16", [torch.ones(2, 6)], ConfigError, "no layer of this model casts its weight"),
-        ("tensorwise", [], DataError, "no batch to round the weights by"),
-        ("tensorwise", [torch.full((2, 6), float("nan"))], DataError, "layer 'used' is given NaN"),
+        ("bf16", [torch.ones(2, 6)], ConfigError, "no layer of this model casts an unshared weight"),
+        ("tensorwise", [], DataError, "needs at least one batch"),
+        ("tensorwise", [torch.full((2, 6), float("nan"))], DataError, "layer 'used' received NaN"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_changes_nothing(recipe, batches, error_type, words):
@@ -255,7 +255,7 @@ def test_a_weight_that_others_read_stays():
     assert list(compensate_rounding(model, [torch.arange(20)[None]])) == ["up"]
     assert torch.equal(model.table.weight, before)
     octavo.restore(model.up)
-    with pytest.raises(ConfigError, match="whose weight others use"):
+    with pytest.raises(ConfigError, match="unshared weight"):
         compensate_rounding(model, [torch.arange(20)[None]])
 
 
@@ -289,12 +289,12 @@ def test_a_weight_that_is_not_finite_is_refused(value):
     model = nn.Sequential(nn.Linear(6, 6))
     model.get_parameter("0.weight").data[2, 3] = value
     octavo.convert(model, "tensorwise")
-    with pytest.raises(ConfigError, match="weight of layer '0' holds NaN or infinity"):
+    with pytest.raises(ConfigError, match="weight of layer '0' contains NaN or infinity"):
         compensate_rounding(model, [alike(50, 6)])
 
 
 def test_inputs_whose_squares_overflow_are_not_called_nan():
     model = nn.Sequential(nn.Linear(6, 6))
     octavo.convert(model, "tensorwise")
-    with pytest.raises(DataError, match="squares FP32 cannot add up"):
+    with pytest.raises(DataError, match="sum of squares overflows FP32"):
         compensate_rounding(model, [torch.full((2, 6), 1e30)])

@@ -161,12 +161,12 @@ def test_a_broken_batch_is_named_with_its_layer(bad):
     layers = {"first": model[0], "second": model[1]}
     batches = [torch.ones(2, 4) for _ in range(3)]
     batches[1][0, 2] = bad
-    with pytest.raises(DataError, match="in batch 2 layer 'first' is given NaN or infinity"):
+    with pytest.raises(DataError, match="in batch 2 layer 'first' received NaN or infinity"):
         observe(model, batches, layers)
     batches[1][0, 2] = 1.0
     with torch.no_grad():
         model.get_parameter("0.weight")[0, 0] = bad
-    with pytest.raises(DataError, match="in batch 1 layer 'second' is given NaN or infinity"):
+    with pytest.raises(DataError, match="in batch 1 layer 'second' received NaN or infinity"):
         observe(model, batches, layers)
 
 
@@ -213,7 +213,7 @@ def test_keys_and_values_are_those_that_attention_reads():
 
 
 def test_keys_and_values_need_a_language_model_and_that_needs_token_ids():
-    with pytest.raises(ConfigError, match=r"LanguageModel, not in any module"):
+    with pytest.raises(ConfigError, match=r"kv_cache=True needs an octavo.language_model.LanguageModel"):
         observe(nn.Linear(2, 2), [torch.ones(1, 2)], {}, kv_cache=True)
     with pytest.raises(ConfigError, match=r"token ids \[B, T\], not dict"):
         observe(llama(), [{"input_ids": token_batches(1)[0]}], {})

@@ -13,7 +13,7 @@ from octavo.formats import E4M3
 from octavo.numerics import ScaleRounding, scale_from_amax
 from octavo.numerics.scaling import smallest_scaled_amax
 from octavo.quantization.calibration.magnitudes import MagnitudeCounts
-from octavo.quantization.calibration.ranges import Method, RangeRule, chosen_scale
+from octavo.quantization.calibration.ranges import Method, RangeRule, scale_from_magnitudes
 
 BIN = 2.0**-6  # a bin is this wide, relative to its value
 FIRST = 2.0**-133  # what is smaller lies in the bin that stands for zero
@@ -26,7 +26,7 @@ def magnitudes(x):
 
 
 def found(x, method, **options):
-    return chosen_scale(magnitudes(x), RangeRule(method=Method(method), **options), E4M3)
+    return scale_from_magnitudes(magnitudes(x), RangeRule(method=Method(method), **options), E4M3)
 
 
 def tried_scales(x, rounding="fp32"):
@@ -95,7 +95,9 @@ def test_clipping_pays_only_where_it_lifts_the_bulk_out_of_the_subnormals():
     counts.add(gaussian * 2.0**-16)
     counts.counts *= 2**40  # only a bulk this large has the energy of the one outlier
     counts.add(torch.tensor([1.0]))
-    clipping, whole = (chosen_scale(counts.magnitudes(), RangeRule(method=m), E4M3) for m in (Method.MSE, Method.MAX))
+    clipping, whole = (
+        scale_from_magnitudes(counts.magnitudes(), RangeRule(method=m), E4M3) for m in (Method.MSE, Method.MAX)
+    )
     assert clipping < whole / 8
 
 
@@ -181,7 +183,7 @@ def test_entropy_is_the_slow_search(kind):
 @pytest.mark.parametrize("method", list(Method))
 def test_zeros_get_scale_1(method):
     assert found(torch.zeros(7), method).item() == 1.0
-    assert chosen_scale(MagnitudeCounts().magnitudes(), RangeRule(method=method), E4M3).item() == 1.0
+    assert scale_from_magnitudes(MagnitudeCounts().magnitudes(), RangeRule(method=method), E4M3).item() == 1.0
 
 
 @pytest.mark.parametrize("method", list(Method))

@@ -101,5 +101,5 @@ def test_sums_over_groups_are_those_of_the_slices():
 def test_a_broken_weight_is_refused():
     w = weight()
     w[3, 4] = float("nan")
-    with pytest.raises(ConfigError, match="the weight holds NaN or infinity"):
+    with pytest.raises(ConfigError, match="the weight contains NaN or infinity"):
         quantized_weight(w, spec(PerTensor()), WeightMethod.MAX)

@@ -10,7 +10,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.quantization.comparison.comparison import compare
-from octavo.quantization.comparison.contestants import Contestant, high_precision
+from octavo.quantization.comparison.contestants import FormatVariant, high_precision
 from octavo.quantization.comparison.lineup import line_up
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 
@@ -61,7 +61,7 @@ def test_the_reference_runs_once_a_window(contestants, monkeypatch):
         calls.append(self.name)
         return torch.zeros(1, 23, 300)
 
-    monkeypatch.setattr(Contestant, "logits", told)
+    monkeypatch.setattr(FormatVariant, "logits", told)
     seen = []
     compare(contestants, windows(2), advance=lambda done, total: seen.append((done, total)))
     assert sorted(calls) == sorted(2 * NAMES)
@@ -71,7 +71,7 @@ def test_the_reference_runs_once_a_window(contestants, monkeypatch):
 def test_memory_is_of_two_contestants(contestants, monkeypatch):
     """When a contestant's logits begin, the reference's of the same window alone are alive."""
     alive: list[Any] = []
-    own = Contestant.logits
+    own = FormatVariant.logits
 
     def watched(self, tokens):
         held = [name for name, logits in alive if logits() is not None]
@@ -80,7 +80,7 @@ def test_memory_is_of_two_contestants(contestants, monkeypatch):
         alive.append((self.name, weakref.ref(logits)))
         return logits
 
-    monkeypatch.setattr(Contestant, "logits", watched)
+    monkeypatch.setattr(FormatVariant, "logits", watched)
     for order in permutations(contestants):
         alive.clear()
         compare(order, windows(3))
@@ -92,9 +92,9 @@ def test_a_reference_of_ones_own(contestants):
 
 
 def test_what_cannot_be_compared(contestants):
-    with pytest.raises(ConfigError, match="'bf16' one of them, not fp32"):
+    with pytest.raises(ConfigError, match="include 'bf16', not fp32"):
         compare(contestants[:1], windows())
-    with pytest.raises(ConfigError, match="must be different"):
+    with pytest.raises(ConfigError, match="must be distinct"):
         compare([*contestants, high_precision(language_model(), "fp32")], windows())
     for bad in (windows()[0], windows(1, 1), windows()[:0]):
         with pytest.raises(ConfigError, match=r"windows are \[count, length\]"):

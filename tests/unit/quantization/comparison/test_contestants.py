@@ -217,8 +217,8 @@ def test_bf16_stands_among_them():
     assert check_formats(["fp8-dynamic"]) == ("bf16", "fp8-dynamic")
     for names, words in (
         (["fp4"], "there is no format 'fp4' to compare; use some of fp32, bf16, int8, fp8-dynamic"),
-        (["bf16", "bf16"], "different formats"),
-        ([], "at least one, not none"),
+        (["bf16", "bf16"], "distinct formats"),
+        ([], "distinct formats, not none"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_formats(names)
@@ -239,7 +239,7 @@ def test_a_tuned_model_of_other_tokens_is_refused():
         tokenizer=train_tokenizer(["quite another text"] * 9, vocab_size=VOCABULARY),
     )
     Scales().apply(made.model)
-    with pytest.raises(CheckpointError, match="another model: its tokenizer has other tokens; name the folder"):
+    with pytest.raises(CheckpointError, match="another model: its tokenizer has other tokens; give the folder"):
         line_up(model, ["fp8-qat"], tuned_model=made)
 
 

@@ -53,7 +53,7 @@ def test_windows_that_cannot_be():
 def test_too_little_text(monkeypatch):
     monkeypatch.setattr(evaluation_text, "load_documents", lambda _: [Document("a", "some"), Document("b", " text")])
     assert evaluation_windows(language_model(), TOPICS, "all", count=1, length=2).shape == (1, 2)
-    with pytest.raises(DataError, match="has 2 tokens, and not 4"):
+    with pytest.raises(DataError, match="has 2 tokens, not 4"):
         evaluation_windows(language_model(), TOPICS, "all", count=2, length=2)
 
 

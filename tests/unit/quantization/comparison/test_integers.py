@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 
 from octavo.errors import ConfigError
-from octavo.quantization.comparison.integers import CUT, ExactIntegerProducts, quantize_to_int8
+from octavo.quantization.comparison.integers import K_CHUNK, ExactIntegerProducts, quantize_to_int8
 
-LARGEST = 2 * CUT + 3
+LARGEST = 2 * K_CHUNK + 3
 
 
 @given(
     m=st.integers(1, 20),
-    k=st.sampled_from([1, 7, CUT, CUT + 1, LARGEST]),
+    k=st.sampled_from([1, 7, K_CHUNK, K_CHUNK + 1, LARGEST]),
     n=st.integers(1, 20),
     seed=st.integers(0, 99),
 )

@@ -69,5 +69,5 @@ def test_values_out_of_range(options, words):
 
 
 def test_other_vocabularies_are_refused():
-    with pytest.raises(ConfigError, match="one shape"):
+    with pytest.raises(ConfigError, match="the same shape"):
         distillation_loss(logits(0), logits(1)[..., :5], TARGETS)

@@ -406,7 +406,7 @@ def test_prepared_twice_or_not_at_all():
     with pytest.raises(ConfigError, match=r"call octavo\.prepare_qat first"):
         convert_qat(model)
     prepare_qat(model)
-    with pytest.raises(ConfigError, match="layer '0' is in quantisation-aware training already"):
+    with pytest.raises(ConfigError, match="layer '0' is already in quantisation-aware training"):
         prepare_qat(model)
     with pytest.raises(ConfigError, match="delayed"), octavo.autocast(recipe="delayed"):
         model(torch.ones(1, 70))

@@ -11,7 +11,7 @@ import torch
 
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.quantization import TuneSettings, prepare_qat, tune
-from octavo.quantization.qat.linear import QATLinear, Scales
+from octavo.quantization.qat.linear import QATLinear, ScaleUpdate
 from octavo.quantization.qat.tuning import TuneStep, window_nats
 from octavo.training.schedules import learning_rate
 from tests.unit.quantization.tiny_model import tiny_language_model, windows
@@ -89,7 +89,7 @@ def test_scales_stay_for_the_last_share_of_the_steps(share, moves):
     tune(model, windows(6), settings, on_step=on_step)
     changed = [a != b for a, b in itertools.pairwise(seen)]
     assert changed == [step < moves for step in range(1, 6)]
-    assert all(layer.scales == (Scales.LEARNED if share == 0 else Scales.FROZEN) for layer in layers)
+    assert all(layer.scales == (ScaleUpdate.LEARNED if share == 0 else ScaleUpdate.FROZEN) for layer in layers)
 
 
 def test_distillation_pulls_towards_the_teacher():
@@ -137,7 +137,7 @@ def test_window_nats_are_plain_cross_entropy():
 
 @pytest.mark.parametrize("given", [windows(17), windows(18, length=15), windows(18).flatten()])
 def test_windows_that_do_not_fit(given):
-    with pytest.raises(ConfigError, match="6 steps take 18 windows of 16 tokens"):
+    with pytest.raises(ConfigError, match="6 steps need 18 windows of 16 tokens"):
         tune(tiny_language_model().model, given, SETTINGS)
 
 

@@ -41,7 +41,7 @@ def test_another_model_is_refused_and_left_as_it_is():
     for mix, said in (
         (Mix(overrides={"model.layers.7.*": "rowwise"}), "matches no layer"),
         (Mix(overrides={}, tables={"model.wte": ()}), "this model has no embedding 'model.wte'"),
-        (Mix(overrides={}, tables={"model.embed_tokens": (64,)}), "has 64 rows, and the mix names row 64"),
+        (Mix(overrides={}, tables={"model.embed_tokens": (64,)}), "has 64 rows, but the mix names row 64"),
     ):
         with pytest.raises(ConfigError, match=said):
             mix.apply(model)
@@ -56,15 +56,15 @@ GOOD = 'format = "octavo mix"\nversion = 1\n'
     ("text", "said"),
     [
         ("format = ", "is not TOML"),
-        ('format = "another"\nversion = 1', "is no mix of version 1"),
-        ('format = "octavo mix"\nversion = 2', "is no mix of version 1"),
-        (GOOD + "layers = 3", "a mix has no 'layers'"),
-        (GOOD + "overrides = 3", "a mix's overrides is a table by paths, not 3"),
-        (GOOD + '[overrides]\n"*" = "fp4"', r"a mix gives '\*' one of tensorwise, .*, not 'fp4'"),
-        (GOOD + '[overrides]\n"*" = ["bf16"]', r"a mix gives '\*' one of"),
-        (GOOD + "[tables]\nwte = 1", "table 'wte' of a mix says bf16_rows"),
-        (GOOD + "[tables.wte]\nbf16_rows = [-1]", "bf16_rows of table 'wte' are whole numbers of at least 0"),
-        (GOOD + "[tables.wte]\nbf16_rows = [true]", "bf16_rows of table 'wte' are whole numbers of at least 0"),
+        ('format = "another"\nversion = 1', "is not a mix of version 1"),
+        ('format = "octavo mix"\nversion = 2', "is not a mix of version 1"),
+        (GOOD + "layers = 3", "a mix has no key 'layers'"),
+        (GOOD + "overrides = 3", "overrides of a mix must be a table with paths as keys, not 3"),
+        (GOOD + '[overrides]\n"*" = "fp4"', r"the recipe of '\*' in a mix must be one of tensorwise, .*, not 'fp4'"),
+        (GOOD + '[overrides]\n"*" = ["bf16"]', r"the recipe of '\*' in a mix must be one of"),
+        (GOOD + "[tables]\nwte = 1", "table 'wte' of a mix must have exactly one key, bf16_rows"),
+        (GOOD + "[tables.wte]\nbf16_rows = [-1]", "bf16_rows of table 'wte' must be whole numbers of at least 0"),
+        (GOOD + "[tables.wte]\nbf16_rows = [true]", "bf16_rows of table 'wte' must be whole numbers of at least 0"),
     ],
 )
 def test_files_that_are_no_mix(tmp_path, text, said):

@@ -44,7 +44,7 @@ def test_no_combination_is_better(units, limit):
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(ConfigError, match="every unit needs an option"):
+    with pytest.raises(ConfigError, match="every unit needs at least one option"):
         cheapest([[]], 1)
     with pytest.raises(ConfigError, match="0 or more"):
         cheapest([[Option(choice="a", limited=-1, cost=0)]], 1)

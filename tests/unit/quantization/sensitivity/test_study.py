@@ -159,7 +159,7 @@ def test_of_mixes_within_the_budgets_the_one_that_bought_most_is_kept(sensitive,
     tried = []
 
     def cheap(self, mixes, on_forward):
-        tried.append(self._found("budget", mixes[0], estimates[-1]))
+        tried.append(self._measured_mix("budget", mixes[0], estimates[-1]))
         return [Increase(nats=perplexity / 4, error=0.0, divergence=0.001, windows=2)]
 
     estimates = []
@@ -169,7 +169,7 @@ def test_of_mixes_within_the_budgets_the_one_that_bought_most_is_kept(sensitive,
         return estimates[-1]
 
     monkeypatch.setattr(study, "_costs", costs)
-    monkeypatch.setattr(study._Study, "_increases", cheap)
+    monkeypatch.setattr(study._SensitivityStudy, "_increases", cheap)
     result = measure_sensitivity(*sensitive, budget=Budget(perplexity=perplexity, bytes_share=share), true_pairs=0)
     bought = [each.fp8_products if share else -each.bytes for each in tried]
     assert len(set(bought)) > 1
@@ -184,7 +184,7 @@ def test_a_mix_is_kept_that_is_two_standard_errors_within(sensitive, monkeypatch
     def near(self, mixes, on_forward):
         return [Increase(nats=limit - errors * error, error=error, divergence=0.001, windows=2) for _ in mixes]
 
-    monkeypatch.setattr(study._Study, "_increases", near)
+    monkeypatch.setattr(study._SensitivityStudy, "_increases", near)
     result = measure_sensitivity(*sensitive, budget=Budget(perplexity=0.01), true_pairs=0)
     assert (result.best is not None) == is_kept
 
@@ -227,17 +227,17 @@ def test_the_truth_takes_the_estimates_place_where_it_stands_out():
 def test_bad_arguments(sensitive):
     model, windows, _ = sensitive
     budget = Budget(perplexity=0.01)
-    with pytest.raises(ConfigError, match="two windows of two tokens at least to choose on, not 1 x 24"):
+    with pytest.raises(ConfigError, match="at least two windows of two tokens to choose on, not 1 x 24"):
         measure_sensitivity(model, windows[:1], windows, budget=budget)
     with pytest.raises(ConfigError, match="to verify on"):
         measure_sensitivity(model, windows, windows[0], budget=budget)
     with pytest.raises(ConfigError, match="true_pairs must be 0 or more"):
         measure_sensitivity(model, windows, windows_of(model, 2, seed=5), budget=budget, true_pairs=-1)
-    with pytest.raises(ConfigError, match="a window to verify on is one of those to choose on"):
+    with pytest.raises(ConfigError, match="a window to verify on is also one to choose on"):
         measure_sensitivity(model, windows, torch.cat([windows_of(model, 1, seed=5), windows[2:3]]), budget=budget)
     for options, said in (
-        ({}, "says perplexity, bytes_share or both"),
-        ({"perplexity": 0.0}, "a share above 0"),
+        ({}, "needs perplexity, bytes_share or both"),
+        ({"perplexity": 0.0}, "a fraction above 0"),
         ({"bytes_share": 1.5}, "at most 1"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -250,5 +250,5 @@ def test_a_model_that_predicts_nan_is_refused():
     chosen, verified = windows_of(model, 2), windows_of(model, 2, seed=1)
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = math.nan
-    with pytest.raises(ConfigError, match="predicts NaN or infinity; sensitivity needs one"):
+    with pytest.raises(ConfigError, match="predicts NaN or infinity; sensitivity needs a model with finite weights"):
         measure_sensitivity(model, chosen, verified, budget=Budget(perplexity=0.01))

@@ -6,7 +6,7 @@ import torch
 from octavo.convert import convert
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
-from octavo.quantization.sensitivity.surroundings import Stages, in_bf16
+from octavo.quantization.sensitivity.surroundings import ResumableForward, in_bf16
 from octavo.quantization.sensitivity.units import applied, units_of
 from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
 
@@ -40,7 +40,7 @@ def test_a_converted_model_is_refused():
     model = small_llama()
     convert(model, "rowwise")
     with (
-        pytest.raises(ConfigError, match=r"layer 'model.layers.0.self_attn.q_proj' is octavo's already"),
+        pytest.raises(ConfigError, match=r"layer 'model.layers.0.self_attn.q_proj' is already octavo's"),
         in_bf16(model),
     ):
         pass
@@ -52,15 +52,15 @@ def test_from_a_block_on_gives_the_whole_pass_to_the_bit(tied, monkeypatch):
     model = small_llama(tied=tied, layers=3)
     tokens = windows_of(model, 1)
     with in_bf16(model):
-        stages = Stages(model, tokens)
+        stages = ResumableForward(model, tokens)
         assert torch.equal(stages.logits, logits_of(model, tokens))
         for unit in units_of(model):
             for choice in (unit.choices[0], "bf16"):
                 with applied(model, unit, choice):
                     whole = logits_of(model, tokens)
-                    assert torch.equal(stages.again(unit), whole)
+                    assert torch.equal(stages.recompute(unit), whole)
                     assert torch.equal(whole, stages.logits) == (choice == "bf16")
         calls = []
         monkeypatch.setattr(model.model.layers[0], "forward", lambda *_: calls.append(0))
-        stages.again(next(unit for unit in units_of(model) if unit.depth == 1))
+        stages.recompute(next(unit for unit in units_of(model) if unit.depth == 1))
         assert not calls, "blocks before the changed one are not run again"

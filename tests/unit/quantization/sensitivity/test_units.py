@@ -84,7 +84,7 @@ def test_a_decoded_table_keeps_the_named_rows_in_bf16():
 
 
 def test_what_cannot_be_chosen_is_refused():
-    with pytest.raises(ConfigError, match=r"a layer may be tensorwise, .*, not 'mxfp8'"):
+    with pytest.raises(ConfigError, match=r"a choice must be one of tensorwise, .*, not 'mxfp8'"):
         units_of(small_llama(), ["mxfp8"])
     with pytest.raises(ConfigError, match=r"no nn\.Linear layer besides its head"):
         units_of(nn.Sequential(nn.Embedding(4, 4)))
