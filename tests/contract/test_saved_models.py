@@ -185,3 +185,19 @@ def test_distributed_checkpoints_keep_codes_apart_from_weights(tmp_path):
     for options in (None, StateDictOptions(full_state_dict=True)):
         set_model_state_dict(other, loaded, options=options)
         assert torch.equal(_codes(model), _codes(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_of_16_bits_is_exported_and_stays_what_it_was(dtype, tmp_path):
+    """Verified in FP32, as its readers compute, or 16-bit roundings in between would count as differences."""
+    model = _llama().to(dtype)
+    octavo.convert(model.model, octavo.recipes.get("rowwise", power_of_two=False))
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    tokenizer = train_tokenizer(["some text, some more text"] * 3, vocab_size=300)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    language_model = LanguageModel(model=model.eval(), tokenizer=fast.backend_tokenizer, context=32, source="")
+    octavo.save_quantized(language_model, tmp_path / "served")
+    assert (tmp_path / "served" / "model.safetensors").is_file()
+    for name, tensor in model.state_dict().items():
+        assert tensor.data_ptr() == before[name][0]
+        assert torch.equal(tensor, before[name][1])

@@ -17,6 +17,7 @@ from octavo.recipes import Recipe
 __all__ = ["cast_keys_and_values", "emulated"]
 
 Logits = Callable[[Tensor], Tensor]
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
@@ -34,7 +35,12 @@ def emulated(
     Yields:
         token ids [B, T] → logits [B, T, V].
     """
-    with _rounded(contents.rest, dtype), _serving(model.model, contents, served), torch.no_grad():
+    with (
+        _rounded(contents.rest, dtype),
+        _in_fp32(model.model),
+        _serving(model.model, contents, served),
+        torch.no_grad(),
+    ):
         cast = cast_keys_and_values(contents.kv_scales) if contents.kv_scales else None
         yield partial(model.logits, kv_transform=cast)
 
@@ -65,6 +71,19 @@ def _rounded(rest: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
         finally:
             for tensor, original in originals:
                 tensor.copy_(original)
+
+
+@contextmanager
+def _in_fp32(model: nn.Module) -> Iterator[None]:
+    """Widen parameters and buffers of 16 bits, as readers of the file do; the same storage is back afterwards."""
+    narrow = [(each, each.data) for each in (*model.parameters(), *model.buffers()) if each.dtype in _16_BITS]
+    try:
+        for tensor, values in narrow:
+            tensor.data = values.float()
+        yield
+    finally:
+        for tensor, values in narrow:
+            tensor.data = values
 
 
 @contextmanager
