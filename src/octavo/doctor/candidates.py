@@ -34,9 +34,9 @@ def candidates_for(capture: Capture) -> tuple[Candidate, ...]:
     """
     ran = capture.recipe
     candidates = [Candidate(name, _preset(name, ran)) for name in PRESETS]
-    candidates += [_named(_preset(name, ran).with_gradients_in(fmt)) for name, fmt in OTHER_GRADIENTS.items()]
+    candidates += [_candidate_of(_preset(name, ran).with_gradients_in(fmt)) for name, fmt in OTHER_GRADIENTS.items()]
     if ran.history is not None:
-        candidates += _windows(ran)
+        candidates += _history_variants(ran)
     if ran.emulate_tensor_cores:
         candidates.append(Candidate(f"{ran.name}, FP32 sums", replace(ran, emulate_tensor_cores=False)))
     elif _can_emulate(capture):
@@ -50,11 +50,11 @@ def _preset(name: str, ran: Recipe) -> Recipe:
     return recipes.get(name, emulate_tensor_cores=True) if emulates else recipes.get(name)
 
 
-def _named(recipe: Recipe) -> Candidate:
+def _candidate_of(recipe: Recipe) -> Candidate:
     return Candidate(recipe.name, recipe)
 
 
-def _windows(ran: Recipe) -> list[Candidate]:
+def _history_variants(ran: Recipe) -> list[Candidate]:
     """Shorter windows of the same history, the unchanged window, and one more binade of margin."""
     assert ran.history is not None
     options: dict[str, dict[str, Any]]

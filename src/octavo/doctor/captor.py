@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.doctor.capture import Capture, Captures
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.statistics import evenly
+from octavo.doctor.statistics import spread_indices
 from octavo.nn import Linear
 from octavo.observers import LayerWatch, Operand, Operands
 from octavo.recipes import Recipe
@@ -181,6 +181,6 @@ def _sample_rows(size: int, max_rows: int, *required: int) -> Tensor:
     """At most ``max_rows`` ascending indices below ``size``: ``required`` and evenly spread others."""
     if size <= max_rows:
         return torch.arange(size)
-    evenly_spread = evenly(size, max_rows - len(required), torch.device("cpu"))
+    evenly_spread = spread_indices(size, max_rows - len(required), torch.device("cpu"))
     rows: Tensor = torch.cat([evenly_spread, torch.tensor(required)]).unique()
     return rows

@@ -38,7 +38,7 @@ def capture_for(
         captures.of(path) if isinstance(captures, Captures) else [one for one in captures if one.path == path]
     )
     recorded_facts = list(facts_during(finding, series.periods.get(path, [])))
-    candidates = [one for one in layer_captures if any(_is_of(one, facts) for facts in recorded_facts)]
+    candidates = [one for one in layer_captures if any(_has_recipe(one, facts) for facts in recorded_facts)]
 
     def preference(capture: Capture) -> tuple[bool, int]:
         return finding.first_step <= capture.step <= finding.last_step, capture.step
@@ -46,6 +46,6 @@ def capture_for(
     return max(candidates, key=preference, default=None)
 
 
-def _is_of(capture: Capture, facts: dict[str, Any]) -> bool:
+def _has_recipe(capture: Capture, facts: dict[str, Any]) -> bool:
     """True if a capture's recipe agrees with the recorded facts of a layer."""
     return all(facts.get(name, value) == value for name, value in recipe_facts(capture.recipe).items())

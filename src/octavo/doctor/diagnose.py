@@ -117,24 +117,24 @@ def _explains(cause: Finding, other: Finding, order: dict[tuple[str, str], int])
     reach = EXPLAINS.get(cause.code, _Consequences())
     if cause.severity is Severity.NOTE and other.last_step > cause.evidence.get(RESOLVED_AT, -1):
         return False
-    if other.code in reach.here and other.code != cause.code and _is_at(other, cause):
+    if other.code in reach.here and other.code != cause.code and _is_same_place(other, cause):
         return True
-    if other.code in reach.anyhow and (other.code != cause.code or _is_before(cause, other, order)):
+    if other.code in reach.anyhow and (other.code != cause.code or _precedes(cause, other, order)):
         return True
     breaks = (
         cause.severity is not Severity.WARN or cause.code == "divergence"
     )  # a resolved cause explains what was resolved with it
-    return breaks and other.code in reach.later and _is_before(cause, other, order)
+    return breaks and other.code in reach.later and _precedes(cause, other, order)
 
 
-def _is_at(other: Finding, cause: Finding) -> bool:
+def _is_same_place(other: Finding, cause: Finding) -> bool:
     """True if both concern the same tensor, or ``other`` a tensor in the module of ``cause``."""
     if cause.role and other.path == cause.path:
         return other.role in (cause.role, "")
     return not cause.path or other.path == cause.path or other.path.startswith(f"{cause.path}.")
 
 
-def _is_before(cause: Finding, other: Finding, order: dict[tuple[str, str], int]) -> bool:
+def _precedes(cause: Finding, other: Finding, order: dict[tuple[str, str], int]) -> bool:
     """True if the cause comes first: by step, then in cast order; run-wide findings come last in their step.
 
     A loss diverges between two sampled steps. A finding that first appears in the next sampled step may have started

@@ -21,7 +21,7 @@ CAUSES = {
     "saturation": "values exceed the range of the scale",
     "gradient-underflow": "small gradients become zero",
     "bulk-underflow": "outliers set a scale under which most values become zero",
-    "stale-scale": "a scale is computed from outdated amaxes",
+    "stale-scale": "a scale is made from outdated amaxes",
     "frozen-scale": "a scale does not change while its tensor does",
     "scale-oscillation": "a scale jumps up and down",
     "inexact-amax": "a scale was not computed from its tensor's exact amax",

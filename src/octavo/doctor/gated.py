@@ -41,7 +41,7 @@ def gated_linears(shapes: Mapping[str, tuple[int, int]]) -> tuple[tuple[str, ...
         pair for pair in PAIRS if set(pair) <= shapes.keys() and shapes[pair[0]] == shapes[pair[1]]
     ]
     candidates += [(name,) for name in shapes if name in FUSED]
-    candidates += [alike for alike in _alike(shapes) if len(alike) == 2 and _is_oblong(alike, shapes)]
+    candidates += [alike for alike in _groups_of_equal_shape(shapes) if len(alike) == 2 and _is_oblong(alike, shapes)]
     candidates += [(name,) for name in shapes if _may_be_fused(name, shapes) and _is_oblong((name,), shapes)]
     for names in candidates:
         down_names = tuple(name for name in shapes if name not in names and shapes[name] == _down_shape(names, shapes))
@@ -55,7 +55,7 @@ def _may_be_fused(name: str, shapes: Mapping[str, tuple[int, int]]) -> bool:
     return name not in FUSED_ATTENTION and all(shape[1] != shapes[name][0] for shape in shapes.values())
 
 
-def _alike(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
+def _groups_of_equal_shape(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
     return [tuple(name for name in shapes if shapes[name] == shape) for shape in dict.fromkeys(shapes.values())]
 
 

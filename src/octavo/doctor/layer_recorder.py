@@ -41,14 +41,14 @@ class LayerRecorder:
     ) -> None:
         """Measure the output GEMM and all casts of input and weight, including those for backward."""
         self.weight = None if _is_quantized(weight) else weight.detach()
-        self._cast("input", "output", recipe.output.a, x, operands[0])
+        self._measure_cast("input", "output", recipe.output.a, x, operands[0])
         if not _same_cast(recipe.output.a, recipe.grad_weight.b):
-            self._cast("input", "grad_weight", recipe.grad_weight.b, x.t(), kept[1])
+            self._measure_cast("input", "grad_weight", recipe.grad_weight.b, x.t(), kept[1])
         if self.weight is not None:
-            self._cast("weight", "output", recipe.output.b, weight, operands[1])
+            self._measure_cast("weight", "output", recipe.output.b, weight, operands[1])
             if not _same_cast(recipe.output.b, recipe.grad_input.b):
-                self._cast("weight", "grad_input", recipe.grad_input.b, weight.t(), kept[0])
-            self._product("output", recipe.output, operands, x, weight)
+                self._measure_cast("weight", "grad_input", recipe.grad_input.b, weight.t(), kept[0])
+            self._measure_gemm("output", recipe.output, operands, x, weight)
         if isinstance(kept[1], QuantizedTensor):
             columns = x[:, spread(x.shape[1], COLUMNS)]
             self.input_columns[kept[1].data.data_ptr()] = columns.clone(memory_format=torch.contiguous_format)
@@ -58,25 +58,25 @@ class LayerRecorder:
     ) -> None:
         """Measure the gradient's casts and the two backward GEMMs."""
         if grad_input is not None:
-            self._cast("grad_output", "grad_input", recipe.grad_input.a, grad_output, grad_input[0])
+            self._measure_cast("grad_output", "grad_input", recipe.grad_input.a, grad_output, grad_input[0])
             if self.weight is not None:
-                self._product("grad_input", recipe.grad_input, grad_input, grad_output, self.weight.t())
+                self._measure_gemm("grad_input", recipe.grad_input, grad_input, grad_output, self.weight.t())
         if grad_weight is not None:
             if grad_input is None or not _same_cast(recipe.grad_input.a, recipe.grad_weight.a):
-                self._cast("grad_output", "grad_weight", recipe.grad_weight.a, grad_output.t(), grad_weight[0])
-            self._product_of_columns(recipe.grad_weight, grad_weight, grad_output)
+                self._measure_cast("grad_output", "grad_weight", recipe.grad_weight.a, grad_output.t(), grad_weight[0])
+            self._measure_grad_weight_gemm(recipe.grad_weight, grad_weight, grad_output)
 
-    def _cast(self, role: str, gemm: str, spec: CastSpec | None, x: Tensor, operand: Operand | None) -> None:
+    def _measure_cast(self, role: str, gemm: str, spec: CastSpec | None, x: Tensor, operand: Operand | None) -> None:
         if spec is None or not isinstance(operand, QuantizedTensor) or not x.numel():
             return
         key, sums = CastKey(self.path, role, gemm), cast_sums(x, operand, amax_floor=spec.amax_floor)
         self.casts[key] = sums if key not in self.casts else _keep_first_nonfinite(self.casts[key], sums)
 
-    def _product(self, gemm: str, spec: GemmSpec, operands: Operands, left: Tensor, right: Tensor) -> None:
+    def _measure_gemm(self, gemm: str, spec: GemmSpec, operands: Operands, left: Tensor, right: Tensor) -> None:
         rows, columns = spread(left.shape[0], ROWS), spread(right.shape[0], COLUMNS)
-        self._compare(gemm, spec, operands, (rows, columns), (left[rows], right[columns]))
+        self._store_gemm_sums(gemm, spec, operands, (rows, columns), (left[rows], right[columns]))
 
-    def _product_of_columns(self, spec: GemmSpec, operands: Operands, grad_output: Tensor) -> None:
+    def _measure_grad_weight_gemm(self, spec: GemmSpec, operands: Operands, grad_output: Tensor) -> None:
         """Compare the grad_weight GEMM, whose right operand was saved for some columns of the input only.
 
         It is skipped if ``torch.autograd.graph.saved_tensors_hooks`` replaced the saved operand.
@@ -87,9 +87,11 @@ class LayerRecorder:
         )
         if input_columns is not None and input_columns.shape[0] == grad_output.shape[0]:
             rows, columns = spread(grad_output.shape[1], ROWS), spread(right.shape[0], COLUMNS)
-            self._compare("grad_weight", spec, operands, (rows, columns), (grad_output.t()[rows], input_columns.t()))
+            self._store_gemm_sums(
+                "grad_weight", spec, operands, (rows, columns), (grad_output.t()[rows], input_columns.t())
+            )
 
-    def _compare(
+    def _store_gemm_sums(
         self,
         gemm: str,
         spec: GemmSpec,

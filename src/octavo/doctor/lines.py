@@ -110,7 +110,7 @@ def each_line(path: Path, *, beginning: LinesWritten | None = None) -> Iterator[
     """
     newest = 0
     for count, line in enumerate(_checked_lines(path, beginning or LinesWritten()), 1):
-        value = _parsed(path, count, line)
+        value = _parse_line(path, count, line)
         if value["step"] < newest:
             raise TrainingError(
                 f"line {count} of {str(path)!r} has step {value['step']} after step {newest}: two runs wrote there; "
@@ -125,7 +125,7 @@ def read_lines(path: Path, *, beginning: LinesWritten | None = None) -> list[dic
     return list(each_line(path, beginning=beginning))
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = parse_json(line, largest=MAX_INTEGER)
         if not isinstance(value, dict) or not {"kind", "step"} <= value.keys():

@@ -42,7 +42,7 @@ def as_note_if_resolved(finding: Finding, series: Series) -> Finding:
     ]
     helpful_steps = [
         act["step"]
-        for act in _acts_that_helped(series)
+        for act in _helpful_acts(series)
         if act["path"] == finding.path and act["step"] >= finding.last_step and changes
         if act["finding"] == finding.code or act["step"] <= changes[0]
     ]
@@ -53,7 +53,7 @@ def as_note_if_resolved(finding: Finding, series: Series) -> Finding:
     )
 
 
-def _acts_that_helped(series: Series) -> list[dict[str, Any]]:
+def _helpful_acts(series: Series) -> list[dict[str, Any]]:
     """Lines of the autopilot's acts, without those that were reverted because they did not help."""
     lines = [event for event in series.events if event["kind"] == "autopilot" and event.get("changes")]
     reverted = {line["takes_back"] for line in lines if "takes_back" in line and not line["helped"]}

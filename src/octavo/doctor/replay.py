@@ -115,13 +115,15 @@ def replay(
         >>> trials[0].error < ran.error
         True
     """
-    finite = _finite(capture, torch.device(device))
+    finite = _without_nonfinite(capture, torch.device(device))
     tried = candidates_for(capture) if candidates is None else candidates
     all_candidates = [Candidate(AS_IT_RAN, capture.recipe), *tried]
     runs = [Rerun(finite, one.recipe, ran=index == 0) for index, one in enumerate(all_candidates)]
-    exact = _exact(finite)
+    exact = _float64_gemms(finite)
     measured = [_measure(one, run, exact) for one, run in zip(all_candidates, runs, strict=True)]
-    timed = [replace(one, seconds=seconds) for one, seconds in zip(measured, _seconds(runs, rounds), strict=True)]
+    timed = [
+        replace(one, seconds=seconds) for one, seconds in zip(measured, _median_seconds(runs, rounds), strict=True)
+    ]
     ran, *others = [_relative_to(one, timed[0]) for one in timed]
     return [ran, *sorted(others, key=lambda one: -score(one, ran))]
 
@@ -141,7 +143,7 @@ def score(trial: Trial, ran: Trial, role: str | None = None) -> float:
     return removed - PRICE * (math.log2(trial.time / ran.time) + math.log2(trial.bytes_ratio))
 
 
-def _finite(capture: Capture, device: torch.device) -> Capture:
+def _without_nonfinite(capture: Capture, device: torch.device) -> Capture:
     """The capture on its device, without tokens and output features that hold NaN or ±Inf."""
     x, weight, grad_output = (one.to(device) for one in (capture.input, capture.weight, capture.grad_output))
     outputs = weight.isfinite().all(dim=1)
@@ -162,7 +164,7 @@ def _finite(capture: Capture, device: torch.device) -> Capture:
     )
 
 
-def _exact(capture: Capture) -> Products:
+def _float64_gemms(capture: Capture) -> Products:
     """Results of the three GEMMs in float64."""
     x, weight, grad_output = (one.double() for one in (capture.input, capture.weight, capture.grad_output))
     return x @ weight.t(), grad_output @ weight, grad_output.t() @ x
@@ -195,27 +197,27 @@ def _row_error(actual: Tensor, exact: Tensor) -> float:
     return math.sqrt(float(ratio.mean())) if ratio.numel() else 0.0
 
 
-def _seconds(runs: Sequence[Rerun], rounds: int) -> list[float]:
+def _median_seconds(runs: Sequence[Rerun], rounds: int) -> list[float]:
     """Median seconds of each run, measured in turns after a first untimed run."""
     seconds_by_run: list[list[float]] = [[] for _ in runs]
     started = time.perf_counter()
     for _ in range(rounds):
         for run, seconds in zip(runs, seconds_by_run, strict=True):
-            seconds.append(_time(run))
+            seconds.append(_time_run(run))
         if time.perf_counter() - started > MAX_TIMING_S:
             break
     return [statistics.median(seconds) for seconds in seconds_by_run]
 
 
-def _time(run: Rerun) -> float:
-    _wait(run.capture.input.device)
+def _time_run(run: Rerun) -> float:
+    _synchronize(run.capture.input.device)
     started = time.perf_counter()
     run()
-    _wait(run.capture.input.device)
+    _synchronize(run.capture.input.device)
     return time.perf_counter() - started
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -28,7 +28,7 @@ class Rerun:
 
     def __init__(self, capture: Capture, recipe: Recipe, *, ran: bool) -> None:
         self.capture, self.recipe = capture, recipe
-        self.amaxes = capture.amax if ran else _amaxes(capture, recipe)
+        self.amaxes = capture.amax if ran else _amaxes_from_window(capture, recipe)
 
     def __call__(self, watch: LayerWatch | None = None) -> Products:
         """Return output, grad_input and grad_weight; ``watch`` receives the operands."""
@@ -96,7 +96,7 @@ class OperandRecorder:
         return worst_by_role
 
 
-def _amaxes(capture: Capture, recipe: Recipe) -> Tensor | None:
+def _amaxes_from_window(capture: Capture, recipe: Recipe) -> Tensor | None:
     """Amaxes that a delayed recipe would have computed its scales from; None to use the tensors' own."""
     if recipe.history is None or capture.window is None:
         return None

@@ -117,9 +117,9 @@ class Sample:
     def values(self) -> dict[str, Any]:
         """Fields of the "statistics" line."""
         return {
-            "casts": _columns(CAST_FIELDS, self.casts.values()),
-            "products": _columns(PRODUCT_FIELDS, self.products.values()),
-            "parameters": _columns(PARAMETER_FIELDS, self.parameters.values()),
+            "casts": _columns_by_name(CAST_FIELDS, self.casts.values()),
+            "products": _columns_by_name(PRODUCT_FIELDS, self.products.values()),
+            "parameters": _columns_by_name(PARAMETER_FIELDS, self.parameters.values()),
             "modules": {
                 name: {path: _round_or_none(x) for path, x in numbers.items()} for name, numbers in self.modules.items()
             },
@@ -294,7 +294,7 @@ def _add_numbers(curves: CurveRows, step: float, values: Mapping[str, Any]) -> N
             curves.add(name, step, number)
 
 
-def _columns(names: tuple[str, ...], rows: Iterable[Floats]) -> dict[str, list[float | None]]:
+def _columns_by_name(names: tuple[str, ...], rows: Iterable[Floats]) -> dict[str, list[float | None]]:
     table = [row.tolist() for row in rows]
     return {name: [_round_or_none(row[index]) for row in table] for index, name in enumerate(names)}
 
@@ -333,15 +333,15 @@ def _arrays_of(sample: Sample) -> _SampleArrays:
     return _SampleArrays(
         sample.step,
         _WatchedColumns(tuple(sample.casts), tuple(sample.products), tuple(sample.parameters), sample.layers),
-        casts=_stacked(sample.casts),
-        products=_stacked(sample.products),
-        parameters=_stacked(sample.parameters),
+        casts=_stack(sample.casts),
+        products=_stack(sample.products),
+        parameters=_stack(sample.parameters),
         modules=sample.modules,
         scalars=sample.scalars,
     )
 
 
-def _stacked(rows: Mapping[Any, Floats]) -> Floats:
+def _stack(rows: Mapping[Any, Floats]) -> Floats:
     """Stack the numbers of all rows: [F, C]; empty without rows."""
     return np.stack(list(rows.values()), axis=1) if rows else np.empty(0)
 
@@ -356,13 +356,14 @@ def _parse_statistics(
         sample = _SampleArrays(
             int(line["step"]),
             columns,
-            casts=_rows(columns.casts, CAST_FIELDS, line["casts"]),
-            products=_rows(columns.products, PRODUCT_FIELDS, line["products"]),
-            parameters=_rows(columns.parameters, PARAMETER_FIELDS, line["parameters"]),
+            casts=_parse_rows(columns.casts, CAST_FIELDS, line["casts"]),
+            products=_parse_rows(columns.products, PRODUCT_FIELDS, line["products"]),
+            parameters=_parse_rows(columns.parameters, PARAMETER_FIELDS, line["parameters"]),
             modules={
-                name: {path: _number(x) for path, x in numbers.items()} for name, numbers in line["modules"].items()
+                name: {path: _nan_if_none(x) for path, x in numbers.items()}
+                for name, numbers in line["modules"].items()
             },
-            scalars={name: _number(value) for name, value in line.items() if name not in table_keys},
+            scalars={name: _nan_if_none(value) for name, value in line.items() if name not in table_keys},
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise TrainingError(
@@ -407,10 +408,12 @@ def _check_options(place: str, facts: Mapping[str, Any], expected: Mapping[str, 
             raise ValueError(f"{place}'s {name} is {value!r}")
 
 
-def _rows(keys: Sequence[Any], names: tuple[str, ...], columns: Mapping[str, Sequence[float | None]]) -> Floats:
+def _parse_rows(keys: Sequence[Any], names: tuple[str, ...], columns: Mapping[str, Sequence[float | None]]) -> Floats:
     """Numbers of a "statistics" line: [F, C]."""
     unknown = {name: [None] * len(keys) for name in LATER_FIELDS}
-    table = np.array([[_number(x) for x in {**unknown, **columns}[name]] for name in names]).reshape(len(names), -1)
+    table = np.array([[_nan_if_none(x) for x in {**unknown, **columns}[name]] for name in names]).reshape(
+        len(names), -1
+    )
     if table.shape[1] != len(keys):
         raise ValueError(f"{table.shape[1]} columns for {len(keys)} names")
     if len(set(keys)) != len(keys):
@@ -418,5 +421,5 @@ def _rows(keys: Sequence[Any], names: tuple[str, ...], columns: Mapping[str, Seq
     return table
 
 
-def _number(value: float | None) -> float:
+def _nan_if_none(value: float | None) -> float:
     return math.nan if value is None else float(value)

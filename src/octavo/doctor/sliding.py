@@ -45,12 +45,12 @@ def sliding_medians(values: Floats, window: int) -> Floats:
     order = np.argsort(values, kind="stable")
     ranks = np.empty(len(values), dtype=np.int64)
     ranks[order] = np.arange(len(values))
-    below, above = (values[order[_ranked(ranks, window, place)]] for place in ((window - 1) // 2, window // 2))
+    below, above = (values[order[_select_rank(ranks, window, place)]] for place in ((window - 1) // 2, window // 2))
     medians: Floats = (below + above) / 2
     return medians
 
 
-def _ranked(ranks: Indices, window: int, place: int) -> Indices:
+def _select_rank(ranks: Indices, window: int, place: int) -> Indices:
     """The ``place``-th smallest rank of each window, counted from 0.
 
     Args:

@@ -60,10 +60,10 @@ __all__ = [
     "cast_numbers",
     "cast_statistics",
     "cast_sums",
-    "evenly",
     "product_numbers",
     "product_sums",
     "spread",
+    "spread_indices",
     "take_rows",
 ]
 
@@ -129,7 +129,7 @@ def cast_sums(x: Tensor, quantized: QuantizedTensor, *, amax_floor: float = AMAX
     if summing.sums(x, quantized):
         return summing.cast_sums(x, quantized, rows, amax_floor=amax_floor)
     if is_transposed_view:
-        x, quantized = x.t(), _transposed(quantized)
+        x, quantized = x.t(), _transpose(quantized)
     return _sums_by_torch(x, quantized, rows, amax_floor=amax_floor)
 
 
@@ -141,7 +141,7 @@ def _sums_by_torch(x: Tensor, quantized: QuantizedTensor, rows: slice, *, amax_f
     sums_of_all_elements = {
         "elements": torch.full((), x.numel(), device=x.device),
         "nonfinite": torch.zeros((), device=x.device) if measurement.nonfinite is None else measurement.nonfinite,
-        "saturated": _saturated(x, quantized, measurement.amax),
+        "saturated": _count_saturated(x, quantized, measurement.amax),
         "amax": measurement.amax.amax(),
         "scale": scale.amax(),
         "stale_ratio": (measurement.amax / (scale * quantized.format.max)).amax(),
@@ -153,7 +153,7 @@ def _sums_by_torch(x: Tensor, quantized: QuantizedTensor, rows: slice, *, amax_f
     return torch.stack([sums[name].double() for name in CAST_SUMS])
 
 
-def _saturated(x: Tensor, quantized: QuantizedTensor, amaxes: Tensor) -> Tensor:
+def _count_saturated(x: Tensor, quantized: QuantizedTensor, amaxes: Tensor) -> Tensor:
     """Number of finite elements beyond the range of their scale."""
     limit = saturation_amax(quantized)
     if can_be_asked(x) and not (amaxes > limit).any():
@@ -234,7 +234,7 @@ def take_rows(quantized: QuantizedTensor, rows: slice) -> QuantizedTensor:
     return QuantizedTensor(quantized.data[rows], scale, granularity, quantized.hp_dtype)
 
 
-def _transposed(quantized: QuantizedTensor) -> QuantizedTensor:
+def _transpose(quantized: QuantizedTensor) -> QuantizedTensor:
     """Transpose a matrix with its scales: scales of rows become scales of columns."""
     granularity, data = quantized.granularity, quantized.data.t()
     if isinstance(granularity, PerBlock):
@@ -314,6 +314,6 @@ def spread(size: int, max_rows: int) -> slice:
     return slice(step // 3, None, step)
 
 
-def evenly(size: int, max_rows: int, device: torch.device) -> Tensor:
+def spread_indices(size: int, max_rows: int, device: torch.device) -> Tensor:
     """Indices of :func:`spread` as a tensor."""
     return torch.arange(*spread(size, max_rows).indices(size), device=device)

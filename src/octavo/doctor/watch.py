@@ -217,7 +217,10 @@ class Watcher:
         sums_of_casts, sums_of_products, parameter_numbers, batch_norm_numbers, alignment_numbers, nonfinite_counts = (
             _fetch(casts, products, parameters, batch_norms, alignments(self.model), counts)
         )
-        cast_table, product_table = _numbers(cast_numbers, sums_of_casts), _numbers(product_numbers, sums_of_products)
+        cast_table, product_table = (
+            _apply_formula(cast_numbers, sums_of_casts),
+            _apply_formula(product_numbers, sums_of_products),
+        )
         self._count_nonfinite(cast_table, nonfinite_counts)
         modules = {"alignment": alignment_numbers, "batch_norm": batch_norm_numbers}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
@@ -277,7 +280,7 @@ def _fetch(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
     return [{key: next(arrays).copy() for key in table} for table in tables]
 
 
-def _numbers(formula: Callable[[Floats], Floats], sums: dict[Key, Floats]) -> dict[Key, Floats]:
+def _apply_formula(formula: Callable[[Floats], Floats], sums: dict[Key, Floats]) -> dict[Key, Floats]:
     return dict(zip(sums, formula(np.stack(list(sums.values()))), strict=True)) if sums else {}
 
 

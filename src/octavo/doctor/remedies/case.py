@@ -35,7 +35,7 @@ def fineness(recipe: str) -> int:
         >>> fineness("rowwise, E5M2 gradients") < fineness("bf16")
         True
     """
-    base = _base(recipe)
+    base = _preset_of(recipe)
     return FINENESS.index(base) if base in FINENESS else -1
 
 
@@ -70,7 +70,7 @@ class RemedyContext:
         """
         facts_by_layer = [self._last_facts(path) for path in self.finding.places or (self.path,)]
         return next(
-            (facts for facts in facts_by_layer if facts and _base(str(facts.get("recipe"))) != FINENESS[-1]),
+            (facts for facts in facts_by_layer if facts and _preset_of(str(facts.get("recipe"))) != FINENESS[-1]),
             facts_by_layer[0],
         )
 
@@ -80,7 +80,7 @@ class RemedyContext:
     @property
     def recipe(self) -> str:
         """Preset that the layer ran then; "" if unknown."""
-        return _base(str(self.facts.get("recipe", "")))
+        return _preset_of(str(self.facts.get("recipe", "")))
 
     @property
     def gradient_format(self) -> str:
@@ -156,7 +156,7 @@ class RemedyContext:
             return None
         norms = dict(zip(parameters.keys, parameters.of("grad_norm")[in_steps].T, strict=True))
         noise = {
-            key.path: _energy(norms.get(f"{key.path}.weight", np.zeros(1)), ratios)
+            key.path: _noise_energy(norms.get(f"{key.path}.weight", np.zeros(1)), ratios)
             for key, ratios in zip(products.keys, products.of("sqnr_db")[in_steps].T, strict=True)
             if key.gemm == "grad_weight" and np.isfinite(ratios[-1])
         }
@@ -164,12 +164,12 @@ class RemedyContext:
         return noisiest if noisiest is not None and noise[noisiest] > sum(noise.values()) / 2 else None
 
 
-def _energy(norms: Floats, ratios: Floats) -> float:
+def _noise_energy(norms: Floats, ratios: Floats) -> float:
     """Energy of the noise in gradients with these norms and SQNRs in decibels; unknown values count as 0."""
     energy = norms**2 * 10 ** (-ratios / 10)
     return float(energy[np.isfinite(energy)].sum())
 
 
-def _base(recipe: str) -> str:
+def _preset_of(recipe: str) -> str:
     """Preset at the start of a recipe's name."""
     return recipe.partition(", ")[0]

@@ -50,22 +50,22 @@ def _nonfinite(context: RemedyContext) -> Iterable[Remedy]:
 
 def _saturation(context: RemedyContext) -> Iterable[Remedy]:
     if context.recipe == "mxfp8" and context.rounds_scales_down:
-        yield _options("Round scales up, so that the largest elements fit.", scale_rounding="rceil")
+        yield _change_options("Round scales up, so that the largest elements fit.", scale_rounding="rceil")
     yield from context.finer("tensorwise", "blockwise", "bf16")
 
 
 def _gradient_underflow(context: RemedyContext) -> Iterable[Remedy]:
     if "amax_floor" in context.finding.evidence:
-        yield from _floored(context)
+        yield from _below_floor(context)
     elif context.gradient_format == "E4M3" and context.recipe and fineness(context.recipe) < 0:  # a custom recipe
         yield context.override("tensorwise")
     elif context.gradient_format == "E4M3":
-        yield _options("Cast gradients to E5M2, which reaches 2^14 times as far down.", gradient_format="E5M2")
+        yield _change_options("Cast gradients to E5M2, which reaches 2^14 times as far down.", gradient_format="E5M2")
         yield from context.finer("mxfp8")
     yield from context.finer("bf16")  # finer presets than those with E5M2 gradients cast them to E4M3
 
 
-def _floored(context: RemedyContext) -> Iterable[Remedy]:
+def _below_floor(context: RemedyContext) -> Iterable[Remedy]:
     if context.evidence("amax_floor", 0.0):
         yield Remedy(text="Leave amax_floor at 0 in the recipe's casts, so that small tensors get scales of their own.")
     else:
@@ -76,7 +76,7 @@ def _floored(context: RemedyContext) -> Iterable[Remedy]:
 
 def _bulk_underflow(context: RemedyContext) -> Iterable[Remedy]:
     if "amax_floor" in context.finding.evidence:
-        yield from _floored(context)
+        yield from _below_floor(context)
         return
     yield from context.finer("rowwise_hp_grad_weight", "blockwise", "mxfp8", "bf16")
 
@@ -84,14 +84,14 @@ def _bulk_underflow(context: RemedyContext) -> Iterable[Remedy]:
 def _stale_scale(context: RemedyContext) -> Iterable[Remedy]:
     yield from context.finer("tensorwise")
     if context.facts.get("statistic", "max") != "max":
-        yield _options("Take the largest amax of the history, which forgets no growth.", statistic="max")
+        yield _change_options("Take the largest amax of the history, which forgets no growth.", statistic="max")
     length, g = int(context.facts.get("history_length", 1)), context.evidence("stale_ratio", 1.0)
     if g < 1 < length:
         shorter = max(1, min(4, length // 4))
         text = f"Keep a history of {shorter} steps instead of {length}, which forgets the past amax sooner."
-        yield _options(text, history_length=shorter)
+        yield _change_options(text, history_length=shorter)
     elif g > 1:
-        yield _options("Leave a binade free above the amax for its growth.", margin=1)
+        yield _change_options("Leave a binade free above the amax for its growth.", margin=1)
     yield from context.finer("blockwise", "bf16")
 
 
@@ -105,7 +105,7 @@ def _scale_oscillation(context: RemedyContext) -> Iterable[Remedy]:
     if "history_length" in context.facts:
         length = max(16, int(context.facts["history_length"]))
         text = f"Take the largest amax of the last {length} steps."
-        yield _options(text, statistic="max", history_length=length)
+        yield _change_options(text, statistic="max", history_length=length)
     yield from context.finer("blockwise", "bf16")
 
 
@@ -210,7 +210,7 @@ def _slow_layer(context: RemedyContext) -> Iterable[Remedy]:
         yield Remedy(text=f"Keep {join_names(slow)} out of FP8.", changes={"skip": slow})
 
 
-def _options(text: str, **options: object) -> Remedy:
+def _change_options(text: str, **options: object) -> Remedy:
     return Remedy(text=text, changes={"recipe_options": options})
 
 

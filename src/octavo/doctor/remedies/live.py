@@ -58,12 +58,12 @@ def apply_to_model(model: nn.Module, remedy: Remedy) -> Undo:
     layers = _layers(model)
     _check_patterns(remedy, layers)
     new_recipes = {path: changed_recipe(layer.recipe, path, remedy.changes) for path, layer in layers.items()}
-    changed = {path: recipe for path, recipe in new_recipes.items() if _is_change(layers[path].recipe, recipe)}
+    changed = {path: recipe for path, recipe in new_recipes.items() if _is_finer_change(layers[path].recipe, recipe)}
     uncached = [path for path, layer in layers.items() if layer.weight_cache is not None]
     if remedy.changes.get("cache_weights", True):
         uncached = []
     undo = Undo(recipes={path: layers[path].recipe for path in changed}, cached=tuple(uncached))
-    _set(layers, changed)
+    _set_recipes(layers, changed)
     for path in uncached:
         layers[path].weight_cache = None
     return undo
@@ -79,7 +79,7 @@ def take_back(model: nn.Module, undo: Undo) -> None:
     missing = sorted({*undo.recipes, *undo.cached} - layers.keys())
     if missing:
         raise ConfigError(f"this model has no layer {missing[0]!r}; take a remedy back where it was applied")
-    _set(layers, undo.recipes)
+    _set_recipes(layers, undo.recipes)
     for path in undo.cached:
         layers[path].weight_cache = WeightCache()
 
@@ -88,13 +88,13 @@ def _layers(model: nn.Module) -> dict[str, Linear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
 
 
-def _set(layers: dict[str, Linear], recipes: dict[str, Recipe]) -> None:
+def _set_recipes(layers: dict[str, Linear], recipes: dict[str, Recipe]) -> None:
     for path, recipe in recipes.items():
         layer = layers[path]
         layer.set_recipe(recipe, layer.scale_updates, path=layer.path)
 
 
-def _is_change(current: Recipe, new: Recipe) -> bool:
+def _is_finer_change(current: Recipe, new: Recipe) -> bool:
     return new != current and fineness(new.name) >= fineness(current.name)
 
 

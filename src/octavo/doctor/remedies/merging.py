@@ -41,12 +41,12 @@ def applied(config: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, 
     merged: dict[str, Any] = {}
     for remedy in remedies:
         for key, value in remedy.changes.items():
-            merged[key] = value if key not in merged else _finer(key, merged[key], value)
+            merged[key] = value if key not in merged else _resolve_conflict(key, merged[key], value)
     _apply_changes(training, deepcopy(merged))
     return result
 
 
-def _finer(key: str, one: Any, other: Any) -> Any:
+def _resolve_conflict(key: str, one: Any, other: Any) -> Any:
     """Resolve a conflict between two values of one key."""
     return _RESOLUTIONS[key](one, other) if key in _RESOLUTIONS else one
 
@@ -63,7 +63,7 @@ def _first_options(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
     return other | one
 
 
-def _word_or_smaller(one: str | float, other: str | float) -> str | float:
+def _dynamic_or_smaller(one: str | float, other: str | float) -> str | float:
     if isinstance(one, str) or isinstance(other, str):
         return one if isinstance(one, str) else other
     return min(one, other)
@@ -78,7 +78,7 @@ _RESOLUTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "overrides": _finer_overrides,
     "recipe_options": _first_options,
     "recipe": _finer_recipe,
-    "loss_scale": _word_or_smaller,
+    "loss_scale": _dynamic_or_smaller,
     "lr": min,
     "min_lr": min,
     "warmup": max,
@@ -95,7 +95,7 @@ def _apply_changes(training: dict[str, Any], changes: dict[str, Any]) -> None:
         del changes["recipe"]
     previous = {} if changes.get("recipe", training.get("recipe")) != training.get("recipe") else training
     for key in BOUNDED & changes.keys() & training.keys():
-        changes[key] = _finer(key, training[key], changes[key])
+        changes[key] = _resolve_conflict(key, training[key], changes[key])
     if "precision_schedule" in changes:
         changes["precision_schedule"] = _with_last_phase(training, changes["precision_schedule"])
     training |= changes
@@ -109,7 +109,7 @@ def _apply_changes(training: dict[str, Any], changes: dict[str, Any]) -> None:
         rank = fineness(changes["recipe"])
         overrides = {pattern: name for pattern, name in overrides.items() if fineness(name) > rank}
     if overrides or (skip and training.get("overrides")):
-        training["overrides"] = _overrides(training, overrides)
+        training["overrides"] = _merge_overrides(training, overrides)
     if "lr" in changes and training.get("min_lr", 0) > changes["lr"]:
         training["min_lr"] = changes["lr"]
 
@@ -136,19 +136,19 @@ def _supported_options(recipe: str, options: dict[str, Any]) -> dict[str, Any]:
     return supported
 
 
-def _overrides(training: dict[str, Any], new: dict[str, str]) -> dict[str, str]:
+def _merge_overrides(training: dict[str, Any], new: dict[str, str]) -> dict[str, str]:
     """Insert new overrides so that for each layer a finer override precedes a coarser one.
 
     Overrides of layers that are kept out of FP8 are dropped.
     """
     overrides: dict[str, str] = dict(training.get("overrides", {}))
     for pattern, name in new.items():
-        overrides = _with_override(overrides, pattern, _finer_recipe(name, overrides.get(pattern)))
+        overrides = _insert_override(overrides, pattern, _finer_recipe(name, overrides.get(pattern)))
     skip = training.get("skip", ())
     return {pattern: name for pattern, name in overrides.items() if not any(fnmatchcase(pattern, one) for one in skip)}
 
 
-def _with_override(before: dict[str, str], pattern: str, name: str) -> dict[str, str]:
+def _insert_override(before: dict[str, str], pattern: str, name: str) -> dict[str, str]:
     """Insert one override; the first override that matches a layer applies to it.
 
     Coarser overrides whose layers all match the new pattern become as fine. The new override is inserted before the
@@ -159,7 +159,7 @@ def _with_override(before: dict[str, str], pattern: str, name: str) -> dict[str,
         other: name if _is_within(other, pattern) and fineness(recipe) < fineness(name) else recipe
         for other, recipe in before.items()
     }
-    touching = [other for other in overrides if _overlap(other, pattern)]
+    touching = [other for other in overrides if _may_overlap(other, pattern)]
     coarser = [other for other in touching if fineness(overrides[other]) < fineness(name)]
     if not coarser:
         return overrides | {pattern: name}
@@ -185,13 +185,13 @@ def _is_within(inner: str, outer: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _overlap(one: str, other: str) -> bool:
+def _may_overlap(one: str, other: str) -> bool:
     """True if some path may match both patterns; a set of characters counts as any character."""
     one, other = (CHARACTER_SET.sub("?", pattern) for pattern in (one, other))
     if not one or not other:
         return not (one + other).strip("*")
     if one[0] == "*":
-        return _overlap(one[1:], other) or _overlap(one, other[1:])
+        return _may_overlap(one[1:], other) or _may_overlap(one, other[1:])
     if other[0] == "*":
-        return _overlap(other, one)
-    return (one[0] == other[0] or "?" in (one[0], other[0])) and _overlap(one[1:], other[1:])
+        return _may_overlap(other, one)
+    return (one[0] == other[0] or "?" in (one[0], other[0])) and _may_overlap(one[1:], other[1:])

@@ -50,7 +50,7 @@ def ranked(
     if capture is None:
         return finding.remedies
     remedies = _with_presets(finding, capture)
-    tried = {index: recipe for index, one in enumerate(remedies) if (recipe := _recipe(one, capture)) is not None}
+    tried = {index: recipe for index, one in enumerate(remedies) if (recipe := _recipe_with(one, capture)) is not None}
     if not tried:
         return finding.remedies
     ran, *trials = replay(capture, [Candidate(str(index), recipe) for index, recipe in tried.items()], rounds=rounds)
@@ -73,7 +73,7 @@ def _select_capture(finding: Finding, captures: Captures | list[Capture], series
     return next((one for one in candidates if one is not None), None)
 
 
-def _recipe(remedy: Remedy, capture: Capture) -> Recipe | None:
+def _recipe_with(remedy: Remedy, capture: Capture) -> Recipe | None:
     """Recipe of the layer with the remedy; None if it does not change."""
     found = changed_recipe(capture.recipe, capture.path, remedy.changes)
     return None if same_casts(found, capture.recipe) else found
@@ -81,7 +81,7 @@ def _recipe(remedy: Remedy, capture: Capture) -> Recipe | None:
 
 def _with_presets(finding: Finding, capture: Capture) -> list[Remedy]:
     """The finding's remedies and overrides with finer presets that are not among them."""
-    suggested = [recipe for one in finding.remedies if (recipe := _recipe(one, capture)) is not None]
+    suggested = [recipe for one in finding.remedies if (recipe := _recipe_with(one, capture)) is not None]
     remedies = list(finding.remedies)
     target, pattern = ("all layers", "*") if finding.places else (capture.path, capture.path)
     for name in PRESETS if suggested else ():

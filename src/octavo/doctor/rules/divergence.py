@@ -83,7 +83,7 @@ def _describe_plateau(losses: Floats, unigram: float | None, limits: Thresholds)
 def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _Rise | None:
     """Rise above the beginning; the first loss counts as well, for runs whose first updates fail."""
     began, ended = min(float(losses[0]), float(np.median(losses[:EDGE]))), float(np.median(losses[-EDGE:]))
-    if began <= 0 or ended < limits.diverged_loss * began or ended - began <= _noise(losses, 1, limits):
+    if began <= 0 or ended < limits.diverged_loss * began or ended - began <= _min_rise(losses, 1, limits):
         return None
     if losses[-1] <= began:  # the newest step has recovered
         return None
@@ -110,7 +110,7 @@ def _above_its_best(
     began, best = float(np.median(losses[:EDGE])), float(sliding_medians(losses, lasting).min())
     reference = began if unigram is None or unigram <= best else min(began, unigram)
     level, smooth = best + limits.lost_gain * (reference - best), sliding_medians(losses, EDGE)
-    gained = began > 0 and reference - best >= max(limits.least_gain * reference, _noise(losses, EDGE, limits))
+    gained = began > 0 and reference - best >= max(limits.least_gain * reference, _min_rise(losses, EDGE, limits))
     below = np.flatnonzero(smooth < level)
     if not gained or not below.size or below[-1] >= lasting_start:
         return None
@@ -122,6 +122,6 @@ def _above_its_best(
     return _Rise(began, ended, first_step, description)
 
 
-def _noise(losses: Floats, apart: int, limits: Thresholds) -> float:
+def _min_rise(losses: Floats, apart: int, limits: Thresholds) -> float:
     """Limit that a rise must exceed, in standard deviations of losses that are ``apart`` steps apart."""
     return limits.loss_noise * float(np.median(np.abs(losses[apart:] - losses[:-apart]))) / NORMAL_DISTANCE

@@ -63,7 +63,7 @@ def _sensitive_kind(
     A layer that widens as a head does is not one if it has fewer inputs than is typical (an adapter's second matrix) or
     if a sibling narrows again (an MLP). Without lost gradients (``typical`` is infinite) width is harmless.
     """
-    name, facts = _place(path)[1], layers.get(path, {})
+    name, facts = _module_and_name(path)[1], layers.get(path, {})
     if name in SENSITIVE:
         return SENSITIVE[name]
     if not facts:
@@ -92,14 +92,14 @@ def _has_twin(path: str, layers: Mapping[str, Mapping[str, Any]]) -> bool:
 
 def _siblings(path: str, layers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Paths of the other layers of the same module."""
-    return [other for other in layers if other != path and _place(other)[0] == _place(path)[0]]
+    return [other for other in layers if other != path and _module_and_name(other)[0] == _module_and_name(path)[0]]
 
 
-def _place(path: str) -> tuple[str, str]:
+def _module_and_name(path: str) -> tuple[str, str]:
     """Module and name of a layer; for a layer inside an adapter, those of the adapter.
 
     Example:
-        >>> _place("layers.0.mlp.up_proj.base_layer")
+        >>> _module_and_name("layers.0.mlp.up_proj.base_layer")
         ('layers.0.mlp', 'up_proj')
     """
     parent, _, name = path.removesuffix(WRAPPED).rpartition(".")
@@ -189,17 +189,17 @@ def slow_layers(layers: Mapping[str, Mapping[str, Any]], limits: Thresholds) -> 
             severity=Severity.NOTE,
             evidence={"layers": float(len(slow)), "of": float(len(sizes)), "weight_elements": float(sizes[slow[0]])},
             cause=f"{len(slow)} of {len(sizes)} FP8 layers have fewer than {limits.slow_weight_elements:.3g} weights, "
-            f"where casting costs more than the GEMMs save: {', '.join(_patterns(slow))}",
+            f"where casting costs more than the GEMMs save: {', '.join(_group_paths(slow))}",
             weight=len(slow) / len(sizes),
             places=tuple(slow),
         )
 
 
-def _patterns(paths: Iterable[str]) -> list[str]:
+def _group_paths(paths: Iterable[str]) -> list[str]:
     """Group paths that differ only in numbers: patterns with a star for each number, and the size of each group.
 
     Example:
-        >>> _patterns(["layers.0.k_proj", "layers.1.k_proj", "layers.0.v_proj"])
+        >>> _group_paths(["layers.0.k_proj", "layers.1.k_proj", "layers.0.v_proj"])
         ['layers.*.k_proj (2)', 'layers.0.v_proj']
     """
     groups: dict[str, list[str]] = {}

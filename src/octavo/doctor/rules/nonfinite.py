@@ -21,22 +21,24 @@ def nonfinite(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find the first non-finite values: one finding at most, since others follow; a note if all were resolved."""
     table, recovered = series.casts, recovered_steps(series)
     bad = np.nan_to_num(table.of("nonfinite")) > 0
-    bad &= ~_absorbed(series)[:, None] | np.array([key.role != "grad_output" for key in table.keys], dtype=bool)
+    bad &= ~_has_absorbed_overflow(series)[:, None] | np.array(
+        [key.role != "grad_output" for key in table.keys], dtype=bool
+    )
     lasting = bad & ~np.isin(table.steps, list(recovered))[:, None]
     failures = [event for event in series.events if event["kind"] == "failure"]
     final = next((event for event in failures if event["step"] not in recovered), None)
     if lasting.any():
-        yield _at_casts(series, lasting, final)
+        yield _finding_at_casts(series, lasting, final)
     elif final is not None:
-        yield _elsewhere(final)
+        yield _finding_outside_casts(final)
     elif (since := _loss_nonfinite_since(series, limits)) is not None:
-        yield _in_the_loss(series, since)
+        yield _finding_in_loss(series, since)
     elif bad.any() or failures:
-        finding = _at_casts(series, bad, failures[0]) if bad.any() else _elsewhere(failures[0])
+        finding = _finding_at_casts(series, bad, failures[0]) if bad.any() else _finding_outside_casts(failures[0])
         yield as_resolved_note(finding, max(recovered))
 
 
-def _absorbed(series: Series) -> Mask:
+def _has_absorbed_overflow(series: Series) -> Mask:
     """Samples with an overflow, which lowered the loss scale and skipped the step, since the previous one: [T]."""
     overflows = np.sort([event["step"] for event in series.events if event["kind"] == "overflow"])
     failures = [event["step"] for event in series.events if event["kind"] == "failure"]
@@ -103,7 +105,7 @@ def _first_nonfinite(series: Series, bad: Mask, failure: dict[str, Any] | None) 
     )
 
 
-def _at_casts(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Finding:
+def _finding_at_casts(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Finding:
     first = _first_nonfinite(series, bad, failure)
     evidence = {"nonfinite": first.elements[0], "casts_after": len(first.keys) - 1.0}
     if not first.knows_order:
@@ -112,8 +114,8 @@ def _at_casts(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Find
             "casts": float(len(first.keys)),
             "weights": float(first.bad_weights),
         }
-    cause = _in_order(first) if first.knows_order else _everywhere(first)
-    broke = _step_that_broke(series, first)
+    cause = _describe_origin(first) if first.knows_order else _describe_spread(first)
+    broke = _first_nonfinite_loss(series, first)
     cause += f"; the loss is not finite from step {broke} on" if broke is not None else ""
     if failure is not None and failure.get("tensor"):
         cause += f"; the first non-finite tensor of the failed step is the {failure['tensor']}"
@@ -130,7 +132,7 @@ def _at_casts(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Find
     )
 
 
-def _in_order(first: _FirstNonfinite) -> str:
+def _describe_origin(first: _FirstNonfinite) -> str:
     after = len(first.keys) - 1
     then = f", {after} later casts have them too" if after else ", and no cast after it"
     elements = f"{first.elements[0]:.0f} elements since the last sample"
@@ -141,7 +143,7 @@ def _in_order(first: _FirstNonfinite) -> str:
     return f"NaN or ±Inf reached this cast in {first.steps}, and no earlier cast of a step ({elements}){then}"
 
 
-def _everywhere(first: _FirstNonfinite) -> str:
+def _describe_spread(first: _FirstNonfinite) -> str:
     which = f"{first.bad_weights} of {first.weights} weights"
     if first.step == 1:
         return f"training began with NaN or ±Inf in {which}"
@@ -153,7 +155,7 @@ def _everywhere(first: _FirstNonfinite) -> str:
     )
 
 
-def _step_that_broke(series: Series, first: _FirstNonfinite) -> int | None:
+def _first_nonfinite_loss(series: Series, first: _FirstNonfinite) -> int | None:
     """First step with a non-finite loss among the sample's steps; None if losses are finite or unknown."""
     steps, losses = series.curve("loss")
     broken = steps[~np.isfinite(losses) & (steps >= first.since) & (steps <= first.step)]
@@ -168,7 +170,7 @@ def _loss_nonfinite_since(series: Series, limits: Thresholds) -> float | None:
     return float(nonfinite_steps[0]) if len(nonfinite_steps) >= limits.persistent_looks else None
 
 
-def _in_the_loss(series: Series, since: float) -> Finding:
+def _finding_in_loss(series: Series, since: float) -> Finding:
     """Finding about a run that continues with a non-finite loss although every cast is finite."""
     steps = series.curve("loss")[0]
     return Finding(
@@ -183,7 +185,7 @@ def _in_the_loss(series: Series, since: float) -> Finding:
     )
 
 
-def _elsewhere(failure: dict[str, Any]) -> Finding:
+def _finding_outside_casts(failure: dict[str, Any]) -> Finding:
     """Finding about a run that failed although every cast was finite."""
     tensor = failure.get("tensor")
     return Finding(

@@ -17,14 +17,14 @@ EDGE = 3  # samples whose median stands for the beginning or the end
 def outlier_growth(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find gated MLPs whose gate and up rows align while their product grows, and inputs whose peak keeps growing."""
     inputs = [track for track in tracks(series) if track.key.role == "input" and len(track.steps) >= EDGE]
-    aligned = list(_aligned(series, limits, inputs))
+    aligned = list(_find_aligned(series, limits, inputs))
     yield from aligned
     for track in inputs:
         if not any(_is_inside(track.key.path, finding.path) for finding in aligned):
-            yield from _climbing(track, limits)
+            yield from _find_climbing(track, limits)
 
 
-def _aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> Iterator[Finding]:
+def _find_aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> Iterator[Finding]:
     table = series.modules.get("alignment")
     if table is None:
         return
@@ -53,7 +53,7 @@ def _aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> Iterato
             )
 
 
-def _climbing(track: Track, limits: Thresholds) -> Iterator[Finding]:
+def _find_climbing(track: Track, limits: Thresholds) -> Iterator[Finding]:
     first, last = _peaks(track)
     growth = last / first
     if last < limits.climbing_peak or growth < limits.climbing_growth:

@@ -56,7 +56,7 @@ def bulk_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
             yield from _underflow(track, limits, "bulk-underflow", "the bulk", series)
 
 
-def _gemms(track: Track, where: slice, series: Series) -> list[Floats]:
+def _gemm_sqnrs(track: Track, where: slice, series: Series) -> list[Floats]:
     """SQNR in dB of each GEMM that reads the cast's result, in the samples that have it."""
     table = series.products
     is_selected = np.isin(table.steps, track.steps[where])
@@ -81,7 +81,7 @@ def _underflow(
     sqnr = track.of("sqnr_db")[where].min()
     loses_most = worst >= limits.underflow_fraction_fail
     severity, energy_note = Severity.FAIL if loses_most else Severity.WARN, ""
-    gemms = [] if series is None else _gemms(track, where, series)
+    gemms = [] if series is None else _gemm_sqnrs(track, where, series)
     if energy <= limits.harmless_flush and sqnr >= limits.healthy_cast_db and _are_healthy(gemms, limits):
         severity, energy_note = (
             Severity.WARN if loses_most else Severity.NOTE,
@@ -106,7 +106,7 @@ def _underflow(
 
 def _cause_by_range(track: Track, peak: float, elements: str) -> str:
     format_name = f" of {track.spec('format')}" if track.spec("format") else ""
-    return f"amax is {_times(peak)} the rms, and under its scale {elements} lie below the range{format_name}"
+    return f"amax is {_format_ratio(peak)} the rms, and under its scale {elements} lie below the range{format_name}"
 
 
 def _cause_by_floor(track: Track, sample: int) -> str:
@@ -116,7 +116,7 @@ def _cause_by_floor(track: Track, sample: int) -> str:
     return f"{amax}, too small for any FP32 scale to bring to the format's range"
 
 
-def _times(peak: float) -> str:
+def _format_ratio(peak: float) -> str:
     return f"{peak:.3g}x" if peak else "far beyond"  # the rms may underflow to 0
 
 

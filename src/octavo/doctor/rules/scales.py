@@ -30,7 +30,7 @@ def frozen_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
             continue
         moved = amax.max() / amax.min()
         if moved >= limits.frozen_motion and _should_have_moved(track, where, limits):
-            yield _frozen(track, where, limits, moved)
+            yield _frozen_finding(track, where, limits, moved)
 
 
 def _should_have_moved(track: Track, where: slice, limits: Thresholds) -> bool:
@@ -61,7 +61,7 @@ def _longest_below(steps: Floats, g: Floats, limits: Thresholds) -> float:
     return float(np.diff(edges).max())
 
 
-def _frozen(track: Track, where: slice, limits: Thresholds, moved: float) -> Finding:
+def _frozen_finding(track: Track, where: slice, limits: Thresholds, moved: float) -> Finding:
     g = track.growth[where]
     off = max(g.max(), 1 / g.min())
     saturated = track.of("saturation_fraction")[where].max()
@@ -121,14 +121,14 @@ def stale_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
         behind = longest(g >= limits.stale_ratio)
         if _length(behind) >= limits.persistent_looks or _length(severe) >= limits.persistent_looks_fail:
             is_broken = _length(severe) >= limits.persistent_looks_fail
-            yield _outgrown(track, behind, Severity.FAIL if is_broken else Severity.WARN)
+            yield _outgrown_finding(track, behind, Severity.FAIL if is_broken else Severity.WARN)
             continue
-        loose = longest((g <= 1 / limits.loose_ratio) & track.is_above_floor & _is_harmed(track, limits))
+        loose = longest((g <= 1 / limits.loose_ratio) & track.is_above_floor & _has_underflow(track, limits))
         if _length(loose) >= limits.persistent_looks:
-            yield _too_large(track, loose, limits)
+            yield _too_large_finding(track, loose, limits)
 
 
-def _is_harmed(track: Track, limits: Thresholds) -> Mask:
+def _has_underflow(track: Track, limits: Thresholds) -> Mask:
     return track.of("underflow_fraction") >= limits.underflow_fraction
 
 
@@ -136,14 +136,14 @@ def _length(where: slice) -> int:
     return int(where.stop - where.start)
 
 
-def _outgrown(track: Track, where: slice, severity: Severity) -> Finding:
+def _outgrown_finding(track: Track, where: slice, severity: Severity) -> Finding:
     g = track.growth[where].max()
     saturated = track.of("saturation_fraction")[where].max()
     return track.finding(
         where,
         "stale-scale",
         severity,
-        cause=f"{_history(track)} lags: amax grew {g:.2g}x since the scale was computed, "
+        cause=f"{_describe_history(track)} lags: amax grew {g:.2g}x since the scale was computed, "
         f"{saturated:.2%} of the elements saturate",
         weight=np.log2(g),
         stale_ratio=g,
@@ -153,13 +153,13 @@ def _outgrown(track: Track, where: slice, severity: Severity) -> Finding:
     )
 
 
-def _too_large(track: Track, where: slice, limits: Thresholds) -> Finding:
+def _too_large_finding(track: Track, where: slice, limits: Thresholds) -> Finding:
     g, lost = track.growth[where].min(), track.of("underflow_fraction")[where].max()
     return track.finding(
         where,
         "stale-scale",
         Severity.FAIL if lost >= limits.underflow_fraction_fail else Severity.WARN,
-        cause=f"{_history(track)} keeps a past amax {1 / g:.2g}x the current one: "
+        cause=f"{_describe_history(track)} keeps a past amax {1 / g:.2g}x the current one: "
         f"{lost:.0%} of the nonzero elements become zero",
         weight=-np.log2(g),
         stale_ratio=g,
@@ -168,7 +168,7 @@ def _too_large(track: Track, where: slice, limits: Thresholds) -> Finding:
     )
 
 
-def _history(track: Track) -> str:
+def _describe_history(track: Track) -> str:
     length = track.facts.get("history_length", 0)
     statistic = {"mean": "the mean of the scales of", "latest": "the latest of"}.get(
         track.facts.get("statistic", ""), ""
@@ -186,7 +186,7 @@ def inexact_amax(series: Series, limits: Thresholds) -> Iterator[Finding]:
         is_judged = track.is_above_floor & (g > 0)
         wrong = np.flatnonzero(is_judged & ((g < low) | (g > high) | ((least > 0) & (least < low))))
         if wrong.size:
-            yield _inexact(track, wrong, (low, high), limits)
+            yield _inexact_finding(track, wrong, (low, high), limits)
 
 
 def _exact_range(track: Track, limits: Thresholds) -> tuple[float, float]:
@@ -200,7 +200,7 @@ def _exact_range(track: Track, limits: Thresholds) -> tuple[float, float]:
     return 0.5 * (1 - slack), 2 * (1 + slack)
 
 
-def _inexact(
+def _inexact_finding(
     track: Track, wrong: np.typing.NDArray[np.intp], exact: tuple[float, float], limits: Thresholds
 ) -> Finding:
     ratios = np.concatenate([track.growth[wrong], track.least_growth[wrong]])

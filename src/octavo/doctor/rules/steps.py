@@ -36,13 +36,13 @@ def gradient_below_noise(series: Series, limits: Thresholds) -> Iterator[Finding
 
 def loss_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find a loss scale under which gradients overflow repeatedly, or vanish."""
-    yield from _too_large(series, limits)
-    yield from _too_small(series, limits)
+    yield from _scale_too_large(series, limits)
+    yield from _scale_too_small(series, limits)
 
 
-def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
+def _scale_too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
     overflows = _overflows(series)
-    failed = [event for event in series.events if event["kind"] == "failure" and _broke_in_gradients(event)]
+    failed = [event for event in series.events if event["kind"] == "failure" and _failed_in_gradients(event)]
     is_final = any(event["step"] not in recovered_steps(series) for event in failed)
     steps = _newest_step(series, 1.0)
     is_frequent = len(overflows) >= limits.overflows and len(overflows) / steps >= limits.overflow_rate
@@ -74,12 +74,12 @@ def _overflows(series: Series) -> list[dict[str, Any]]:
     return [event for event in series.events if event["kind"] == "overflow" and event["loss_scale"] is not None]
 
 
-def _broke_in_gradients(event: dict[str, float]) -> bool:
+def _failed_in_gradients(event: dict[str, float]) -> bool:
     scale = event.get("loss_scale") or 1.0
     return scale > 1 and event.get("loss") is not None and str(event.get("tensor") or "gradient").startswith("gradient")
 
 
-def _too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
+def _scale_too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """Find FP16 gradients that vanish before they are cast."""
     steps, scales = series.curve("loss_scale")
     if not steps.size:
@@ -113,23 +113,23 @@ def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
     """
     switches = [float(event["step"]) for event in series.events if event["kind"] == "precision"]
     for switch in switches:
-        rise = _rise(series, switch, limits)
+        rise = _loss_rise(series, switch, limits)
         severity = Severity.WARN if rise is None else Severity.FAIL
-        yield from _jump(series, limits, (switch, f"the switch at step {switch:.0f}"), rise, severity)
+        yield from _find_jump(series, limits, (switch, f"the switch at step {switch:.0f}"), rise, severity)
     steps, rates = series.curve("lr")
     with np.errstate(all="ignore"):
         jumps = np.flatnonzero(rates[1:] / rates[:-1] >= limits.lr_jump) + 1
     at_switches = np.searchsorted(steps, switches)  # the first step of another precision
     for step in steps[jumps[(jumps > limits.lr_settled) & ~np.isin(jumps, at_switches)]]:
-        rise = _rise(series, float(step), limits)
-        if rise is not None and _rise(series, float(step), limits, newest=True) is not None:
-            findings = list(_jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN))
+        rise = _loss_rise(series, float(step), limits)
+        if rise is not None and _loss_rise(series, float(step), limits, newest=True) is not None:
+            findings = list(_find_jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN))
             yield from findings
             if findings:
                 return
 
 
-def _jump(
+def _find_jump(
     series: Series, limits: Thresholds, since: tuple[float, str], rise: float | None, severity: Severity
 ) -> Iterator[Finding]:
     """Find a jump of the rate or the updates; ``since``: its step and the step's description."""
@@ -161,7 +161,7 @@ def _rate_jump(series: Series, switch: float) -> float:
 def _update_jump(series: Series, switch: float, window: float) -> float:
     """Updates after the switch over those before, divided by the change of rate; 1 if either is missing."""
     table = series.parameters
-    ratios = _medians(table.of("update_ratio"))
+    ratios = _median_of_each_sample(table.of("update_ratio"))
     is_known = np.isfinite(ratios)
     steps, ratios = table.steps[is_known], ratios[is_known]
     before, after = steps < switch, (steps >= switch) & (steps < switch + window)
@@ -172,12 +172,12 @@ def _update_jump(series: Series, switch: float, window: float) -> float:
     return float(scaled[after].max() / scaled[before][-1])
 
 
-def _medians(values: Floats) -> Floats:
+def _median_of_each_sample(values: Floats) -> Floats:
     """Median of each sample's finite numbers; NaN without any."""
     return np.array([np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in values])
 
 
-def _rise(series: Series, switch: float, limits: Thresholds, *, newest: bool = False) -> float | None:
+def _loss_rise(series: Series, switch: float, limits: Thresholds, *, newest: bool = False) -> float | None:
     """Rise of the loss at the switch in nats; None if it is not significant.
 
     Args:
