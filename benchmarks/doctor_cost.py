@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo.doctor import watch
-from octavo.doctor.captor import ASK_EVERY
+from octavo.doctor.captor import DIAGNOSED_EVERY
 from octavo.models import Llama
 from octavo.state import update_scales
 from octavo.training.config import RunConfig, demo_config
@@ -66,7 +66,7 @@ def main() -> None:
 def row_of(recipe: str, seconds: dict[str, list[float]]) -> list[str]:
     """A recipe's row: both ratios, what they cost in percent of the step time, "met" or "missed"."""
     looked_at, judging = (ratio(seconds, name, "plain") for name in ("looked at", "judging"))
-    cost = 100 * (looked_at.median - 1 + judging.median / ASK_EVERY) / INTERVAL
+    cost = 100 * (looked_at.median - 1 + judging.median / DIAGNOSED_EVERY) / INTERVAL
     return [recipe, str(looked_at), str(judging), f"{cost:.1f} %", verdict(cost <= BAR)]
 
 

@@ -1,4 +1,4 @@
-"""The doctor: find what goes wrong in FP8 training, prove why, and say what mends it."""
+"""Find what goes wrong in FP8 training, prove the cause by replay, and recommend remedies."""
 
 from octavo.doctor.candidates import Candidate
 from octavo.doctor.capture import Capture, Captures, load_capture

@@ -1,4 +1,4 @@
-"""What a captured layer is tried with where nobody says what."""
+"""Default candidates for the replay of a captured layer."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,47 +15,47 @@ __all__ = ["PRESETS", "Candidate", "candidates_for"]
 PRESETS = ("tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8", "bf16")
 OTHER_GRADIENTS = {"tensorwise": E4M3, "rowwise": E5M2, "blockwise": E5M2}
 WINDOWS = (1, 4, 16)
-MOST_EMULATED = 1 << 29  # products of a GEMM
+MAX_EMULATED_MULTIPLICATIONS = 1 << 29  # of a GEMM
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A recipe to try, and what to call it."""
+    """A recipe to try and its display name."""
 
     name: str
     recipe: Recipe
 
 
 def candidates_for(capture: Capture) -> tuple[Candidate, ...]:
-    """What is tried where nobody says what: the presets, both formats of the gradient, other windows, Hopper's sums.
+    """Default candidates: the presets, both gradient formats, other history lengths, and Hopper accumulation.
 
-    Windows are tried where the layer has a history. A static recipe is not, since its scale comes from a calibration;
-    Hopper's sums are where their emulation takes seconds at most.
+    History lengths are tried for layers with an amax history, and Hopper accumulation where its emulation takes a few
+    seconds at most. Static recipes are not tried: their scales come from a calibration.
     """
     ran = capture.recipe
-    found = [Candidate(name, _preset(name, ran)) for name in PRESETS]
-    found += [_named(_preset(name, ran).with_gradients_in(fmt)) for name, fmt in OTHER_GRADIENTS.items()]
+    candidates = [Candidate(name, _preset(name, ran)) for name in PRESETS]
+    candidates += [_candidate_of(_preset(name, ran).with_gradients_in(fmt)) for name, fmt in OTHER_GRADIENTS.items()]
     if ran.history is not None:
-        found += _windows(ran)
+        candidates += _history_variants(ran)
     if ran.emulate_tensor_cores:
-        found.append(Candidate(f"{ran.name}, FP32 sums", replace(ran, emulate_tensor_cores=False)))
+        candidates.append(Candidate(f"{ran.name}, FP32 sums", replace(ran, emulate_tensor_cores=False)))
     elif _can_emulate(capture):
-        found.append(Candidate(f"{ran.name}, Hopper's sums", replace(ran, emulate_tensor_cores=True)))
-    return tuple(one for one in found if ran.is_delayed or not same_casts(one.recipe, ran))
+        candidates.append(Candidate(f"{ran.name}, Hopper's sums", replace(ran, emulate_tensor_cores=True)))
+    return tuple(candidate for candidate in candidates if ran.is_delayed or not same_casts(candidate.recipe, ran))
 
 
 def _preset(name: str, ran: Recipe) -> Recipe:
-    """A preset that sums as ``ran`` does, where it can."""
+    """A preset with the accumulation of ``ran``, where the preset supports it."""
     emulates = ran.emulate_tensor_cores and name not in ("bf16", "mxfp8")
     return recipes.get(name, emulate_tensor_cores=True) if emulates else recipes.get(name)
 
 
-def _named(recipe: Recipe) -> Candidate:
+def _candidate_of(recipe: Recipe) -> Candidate:
     return Candidate(recipe.name, recipe)
 
 
-def _windows(ran: Recipe) -> list[Candidate]:
-    """Shorter windows of the same history, its own once more, and a binade of margin."""
+def _history_variants(ran: Recipe) -> list[Candidate]:
+    """Shorter windows of the same history, the unchanged window, and one more binade of margin."""
     assert ran.history is not None
     options: dict[str, dict[str, Any]]
     options = {f"window {length}": {"history_length": length} for length in WINDOWS if length < ran.history.length}
@@ -67,11 +67,11 @@ def _windows(ran: Recipe) -> list[Candidate]:
 
 
 def _can_emulate(capture: Capture) -> bool:
-    products = capture.input.numel() * capture.weight.shape[0]
-    if capture.recipe.is_high_precision or products > MOST_EMULATED:
+    multiplications = capture.input.numel() * capture.weight.shape[0]
+    if capture.recipe.is_high_precision or multiplications > MAX_EMULATED_MULTIPLICATIONS:
         return False
     try:
         replace(capture.recipe, emulate_tensor_cores=True)
-    except ConfigError:  # a format or a block that Hopper's tensor cores do not take
+    except ConfigError:  # a format or block size that Hopper's tensor cores do not support
         return False
     return True

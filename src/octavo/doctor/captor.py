@@ -1,4 +1,4 @@
-"""Which layers are captured while a model trains, and when."""
+"""Schedule of layer captures while a model trains."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,106 +8,110 @@ from torch import Tensor
 
 from octavo.doctor.capture import Capture, Captures
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.statistics import evenly
+from octavo.doctor.statistics import spread_indices
 from octavo.nn import Linear
 from octavo.observers import LayerWatch, Operand, Operands
 from octavo.recipes import Recipe
 
-__all__ = ["Captor", "captured"]
+__all__ = ["CaptureScheduler", "capture_layer"]
 
-TOKENS, OUTPUTS = 512, 2048  # of M and of N
-LAYERS_PER_LOOK = 4  # captured in one step
-LOOKS_BEFORE_ANOTHER = 20  # until a layer with the same findings is captured again
-ASK_ALWAYS, ASK_EVERY = 8, 8  # looks
-ANY = ""  # finding: which one a capture was made for is not written
+MAX_TOKENS, MAX_OUTPUTS = 512, 2048  # sampled of M and of N
+LAYERS_PER_STEP = 4  # captured in one step
+SAMPLES_BETWEEN_CAPTURES = 20  # of one layer for the same finding
+ALWAYS_DIAGNOSED, DIAGNOSED_EVERY = 8, 8  # sampled steps
+ANY = ""  # stands for every finding: a capture file does not record the one that it was made for
 
 
-class Captor:
-    """Who decides, for a watcher, which layers are captured in the next step that is looked at.
+class CaptureScheduler:
+    """Selects the layers that a watcher captures in its next sampled step.
 
-    A layer is captured for a finding of ``warn`` or ``fail``, of at most four layers in one step, worst first; for the
-    same finding again after 20 looks, and for any finding 20 looks after what the run has left before it was resumed.
-    A finding of a module stands for the layers in it, one of most layers for the worst of them.
+    Layers with a finding of severity ``warn`` or ``fail`` are captured, at most four per step, worst first. A layer is
+    captured again for the same finding after 20 sampled steps, and for any finding 20 sampled steps after a capture
+    from before the run was resumed. A finding about a module selects the layers in it; a finding about most layers
+    selects the worst of them.
 
     Args:
-        captures: where they go.
-        layers: of the model, by path.
-        interval: steps from one look to the next.
+        captures: the folder that captures are written to.
+        layers: the model's layers by path.
+        interval: steps between sampled steps.
     """
 
     def __init__(self, captures: Captures, layers: dict[str, Linear], *, interval: int = 1) -> None:
         self.captures, self.layers = captures, layers
-        self._apart = LOOKS_BEFORE_ANOTHER * interval
-        self.wanted: tuple[str, ...] = ()
-        self._looks = 0
+        self._min_distance = SAMPLES_BETWEEN_CAPTURES * interval
+        self.selected: tuple[str, ...] = ()
+        self._sample_count = 0
         self._last: dict[tuple[str, str], int] = {}
 
-    def look(self, findings: Callable[[], Iterable[Finding]], step: int) -> None:
-        """After the look at a step: choose for the next one by what is found, worst first, in the samples so far.
+    def update(self, findings: Callable[[], Iterable[Finding]], step: int) -> None:
+        """Select layers for the next sampled step, after the sampled step ``step``.
 
-        Asking costs a hundredth of a step or more: the first eight looks ask, then every eighth.
+        ``findings`` returns the findings in the samples so far, worst first. It costs a hundredth of a step or more, so
+        it is called after the first eight sampled steps and then after every eighth.
         """
-        if not self._looks:
+        if not self._sample_count:
             self._last = {(path, ANY): step for path, step in self.captures.steps().items()}
-        self._looks += 1
-        is_asked = self._looks <= ASK_ALWAYS or self._looks % ASK_EVERY == 0
-        self.wanted = self._chosen(findings(), step) if is_asked else ()
+        self._sample_count += 1
+        is_due = self._sample_count <= ALWAYS_DIAGNOSED or self._sample_count % DIAGNOSED_EVERY == 0
+        self.selected = self._select(findings(), step) if is_due else ()
 
-    def _chosen(self, findings: Iterable[Finding], step: int) -> tuple[str, ...]:
-        wanted: dict[str, None] = {}
+    def _select(self, findings: Iterable[Finding], step: int) -> tuple[str, ...]:
+        selected: dict[str, None] = {}
         for finding in findings:
-            for path in self._meant(finding):
-                if self._is_due(path, finding.code, step) and (path in wanted or len(wanted) < LAYERS_PER_LOOK):
-                    wanted[path] = None
+            for path in self._layers_of(finding):
+                if self._is_due(path, finding.code, step) and (path in selected or len(selected) < LAYERS_PER_STEP):
+                    selected[path] = None
                     self._last[path, finding.code] = step
-        return tuple(wanted)
+        return tuple(selected)
 
     def _is_due(self, path: str, code: str, step: int) -> bool:
-        """Whether no capture is young; one of a later step is another training's."""
+        """True without a recent capture; captures of later steps belong to another run and are ignored."""
         last = (self._last[path, one] for one in (code, ANY) if (path, one) in self._last)
-        return not any(0 <= step - one < self._apart for one in last)
+        return not any(0 <= step - one < self._min_distance for one in last)
 
     @contextmanager
     def capturing(self, paths: Iterable[str], step: int) -> Iterator[None]:
-        """A forward and a backward pass in which the layers at, or in, these paths are captured, four at most."""
+        """Capture the layers at or below these paths, four at most, in one forward and backward pass."""
         newest = self.captures.steps()
-        found = dict.fromkeys(layer for path in paths for layer in self._at(path) if newest.get(layer) != step)
-        meant = list(found)[:LAYERS_PER_LOOK]
-        for path in meant:
+        candidates = dict.fromkeys(
+            layer for path in paths for layer in self._layers_at(path) if newest.get(layer) != step
+        )
+        selected = list(candidates)[:LAYERS_PER_STEP]
+        for path in selected:
             self.layers[path].watch = CapturingWatch(None, self.layers[path], path, step, self.captures)
         try:
             yield
         finally:
-            for path in meant:
+            for path in selected:
                 self.layers[path].watch = None
-        self.wanted = tuple(path for path in self.wanted if path not in meant)
+        self.selected = tuple(path for path in self.selected if path not in selected)
 
-    def around(self, watch: LayerWatch, path: str, step: int) -> LayerWatch:
-        """``watch``, and where the layer is wanted somebody who captures it too."""
-        return CapturingWatch(watch, self.layers[path], path, step, self.captures) if path in self.wanted else watch
+    def wrap(self, watch: LayerWatch, path: str, step: int) -> LayerWatch:
+        """``watch`` itself, or a watch that also captures the layer if it is selected."""
+        return CapturingWatch(watch, self.layers[path], path, step, self.captures) if path in self.selected else watch
 
-    def _meant(self, finding: Finding) -> Collection[str]:
+    def _layers_of(self, finding: Finding) -> Collection[str]:
         if finding.severity == Severity.NOTE:
             return ()
         if finding.path not in self.layers and finding.places:
             return finding.places[:1]
-        return self._at(finding.path)
+        return self._layers_at(finding.path)
 
-    def _at(self, path: str) -> Collection[str]:
+    def _layers_at(self, path: str) -> Collection[str]:
         if path in self.layers:
             return (path,)
         return [layer for layer in self.layers if path and layer.startswith(f"{path}.")]
 
 
 class CapturingWatch:
-    """Lets ``watch`` look at a layer's calls, and captures the first one that has a forward and a backward.
+    """Forwards a layer's calls to ``watch`` and captures the first one that runs forward and backward.
 
     Args:
-        watch: measures; None where nothing does.
-        layer: whose history is kept too.
-        path: the layer's.
+        watch: the watch that measures; None to capture only.
+        layer: the layer, whose amax history is captured too.
+        path: the layer's path.
         step: the step's number.
-        captures: where they go.
+        captures: the folder that captures are written to.
     """
 
     def __init__(self, watch: LayerWatch | None, layer: Linear, path: str, step: int, captures: Captures) -> None:
@@ -126,8 +130,8 @@ class CapturingWatch:
         """See :class:`octavo.observers.LayerWatch`."""
         if self.watch is not None:
             self.watch.forward(recipe, x, weight, operands, kept)
-        held = self.layer.held_weight()
-        self._forward = (x.detach(), weight.detach() if held is None else held.dequantize())
+        quantized_weight = self.layer.held_weight()
+        self._forward = (x.detach(), weight.detach() if quantized_weight is None else quantized_weight.dequantize())
 
     def backward(
         self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
@@ -141,16 +145,18 @@ class CapturingWatch:
             return
         self.is_done = True
         (x, weight), self._forward = self._forward, None
-        self.captures.add(captured(self.path, self.step, recipe, (x, weight, grad_output), self.layer))
+        self.captures.add(capture_layer(self.path, self.step, recipe, (x, weight, grad_output), self.layer))
 
 
 @torch.no_grad()
-def captured(path: str, step: int, recipe: Recipe, tensors: tuple[Tensor, Tensor, Tensor], layer: Linear) -> Capture:
-    """A capture on the CPU of (input, weight, grad_output) and the layer's history, M and N sampled where large."""
+def capture_layer(
+    path: str, step: int, recipe: Recipe, tensors: tuple[Tensor, Tensor, Tensor], layer: Linear
+) -> Capture:
+    """Copy (input, weight, grad_output) and the layer's history to the CPU; large M and N are sampled."""
     x, weight, grad_output = tensors
-    row, output = _place_of_largest(grad_output)
-    rows = _with_these(x.shape[0], TOKENS, row, _place_of_largest(x)[0]).to(x.device)
-    outputs = _with_these(weight.shape[0], OUTPUTS, output, _place_of_largest(weight)[0]).to(x.device)
+    row, output = _index_of_largest(grad_output)
+    rows = _sample_rows(x.shape[0], MAX_TOKENS, row, _index_of_largest(x)[0]).to(x.device)
+    outputs = _sample_rows(weight.shape[0], MAX_OUTPUTS, output, _index_of_largest(weight)[0]).to(x.device)
     history = layer.amax_history if recipe.is_delayed else None
     return Capture(
         path=path,
@@ -165,16 +171,16 @@ def captured(path: str, step: int, recipe: Recipe, tensors: tuple[Tensor, Tensor
     )
 
 
-def _place_of_largest(x: Tensor) -> tuple[int, int]:
+def _index_of_largest(x: Tensor) -> tuple[int, int]:
     """Row and column of the largest finite magnitude."""
-    place = int(x.abs().nan_to_num(nan=0.0, posinf=0.0).argmax())
-    return place // x.shape[1], place % x.shape[1]
+    index = int(x.abs().nan_to_num(nan=0.0, posinf=0.0).argmax())
+    return index // x.shape[1], index % x.shape[1]
 
 
-def _with_these(size: int, most: int, *these: int) -> Tensor:
-    """At most ``most`` indices below ``size``, rising: these, and others evenly spread."""
-    if size <= most:
+def _sample_rows(size: int, max_rows: int, *required: int) -> Tensor:
+    """At most ``max_rows`` ascending indices below ``size``: ``required`` and evenly spread others."""
+    if size <= max_rows:
         return torch.arange(size)
-    spread = evenly(size, most - len(these), torch.device("cpu"))
-    rows: Tensor = torch.cat([spread, torch.tensor(these)]).unique()
+    evenly_spread = spread_indices(size, max_rows - len(required), torch.device("cpu"))
+    rows: Tensor = torch.cat([evenly_spread, torch.tensor(required)]).unique()
     return rows

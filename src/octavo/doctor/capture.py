@@ -1,18 +1,18 @@
-"""The tensors of a layer in which something was found, kept in a bounded folder for :mod:`octavo.doctor.replay`.
+"""Captured tensors of layers with findings, in a bounded folder, for :mod:`octavo.doctor.replay`.
 
 A capture is one safetensors file, ``<step>-<path>.safetensors`` with the path in percent-encoding:
 
-| tensor        | shape  | what it is                                                         |
+| tensor        | shape  | meaning                                                            |
 |---------------|--------|--------------------------------------------------------------------|
-| input         | [M, K] | as the layer was given it, before any cast                         |
-| weight        | [N, K] | of that step, before the optimizer changed it                      |
-| grad_output   | [M, N] | as backward was given it                                           |
-| window        | [3, L] | delayed recipes: the amaxes of finished steps, as AmaxHistory has them |
-| amax          | [3]    | delayed recipes: what the scales of that step were made from       |
-| input_scale   | []     | static recipes                                                     |
+| input         | [M, K] | the layer's input before any cast                                  |
+| weight        | [N, K] | the weight before the optimizer's update                           |
+| grad_output   | [M, N] | the gradient before any cast                                       |
+| window        | [3, L] | delayed recipes: amaxes of finished steps, as in AmaxHistory       |
+| amax          | [3]    | delayed recipes: amaxes that the step's scales were computed from  |
+| input_scale   | []     | static recipes: the scale of the input                             |
 
-Its metadata say the layer's path, the step, and the recipe as TOML. Of a large layer M and N are samples: rows evenly
-spread, and those with the largest element of each tensor, so that every amax is the whole tensor's.
+The metadata hold the layer's path, the step, and the recipe as TOML. M and N of a large layer are sampled: evenly
+spread rows and those with each tensor's largest element, so that every amax is that of the whole tensor.
 """
 
 import re
@@ -34,7 +34,7 @@ from octavo.recipes import Recipe
 
 __all__ = ["Capture", "Captures", "load_capture", "remove_captures"]
 
-MOST_BYTES, MOST_FILES = 256 << 20, 16
+MAX_BYTES, MAX_FILES = 256 << 20, 16
 FORMAT = "octavo-capture-1"
 FILE = re.compile(r"\d{8,}-.*\.safetensors")
 MATRICES = ("input", "weight", "grad_output")
@@ -42,18 +42,22 @@ MATRICES = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """What one layer computed with in one step.
+    """Operands, recipe and scaling state of one layer in one step.
 
     Attributes:
-        path: the layer's.
+        path: the layer's path.
         step: the step's number.
-        recipe: what it ran.
+        recipe: the recipe that the layer ran.
         input: [M, K].
         weight: [N, K].
         grad_output: [M, N].
-        window: [3, L] float32, the newest first, -1 where there is none; None without a history, as in evaluation.
-        amax: [3] float32, what delayed scales were made from, 0 for none; None without a history.
-        input_scale: [] float32, a static input's; None without.
+        window: [3, L] float32 amax history, newest first, -1 for unused entries; None without a history, as in
+            evaluation.
+        amax: [3] float32 amaxes that the delayed scales were computed from, 0 for none; None without a history.
+        input_scale: [] float32 scale of a static input; None for other recipes.
+
+    Raises:
+        DataError: shapes or dtypes do not fit together.
     """
 
     path: str
@@ -74,24 +78,24 @@ class Capture:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, weight, grad_output))
             raise DataError(f"a capture's shapes must be [M, K], [N, K] and [M, N], not {shapes}")
         if not all(tensor.is_floating_point() for tensor in self.tensors.values()):
-            raise DataError("a capture's tensors are floating-point")
+            raise DataError("a capture's tensors must be floating-point")
         shapes_of_history = [None if one is None else one.shape[:1] for one in (self.window, self.amax)]
         if shapes_of_history not in ([None, None], [(len(ROLES),)] * 2):
-            raise DataError(f"a capture's window is [{len(ROLES)}, L] and its amax [{len(ROLES)}], or neither is there")
+            raise DataError(f"a capture needs both window [{len(ROLES)}, L] and amax [{len(ROLES)}], or neither")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By name, those that are there."""
+        """Present tensors by name."""
         named = {name: getattr(self, name) for name in (*MATRICES, "window", "amax", "input_scale")}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
     def file_name(self) -> str:
-        """Of its file."""
+        """Name of the capture's file."""
         return f"{self.step:08d}-{quote(self.path, safe='')}.safetensors"
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Content of the capture's safetensors file."""
         metadata = {
             "format": FORMAT,
             "path": self.path,
@@ -102,12 +106,12 @@ class Capture:
 
 
 class Captures:
-    """A folder of captures that never grows over its bounds: the oldest make room for the newest.
+    """Folder of captures with bounded size: the oldest are deleted to make room for new ones.
 
     Args:
-        folder: made when the first capture is written.
-        max_bytes: of all files together, 1 or more.
-        max_files: 1 or more.
+        folder: the folder, created when the first capture is written.
+        max_bytes: limit for all files together, 1 or more.
+        max_files: limit for the number of files, 1 or more.
 
     Raises:
         ConfigError: a bound below 1.
@@ -117,25 +121,26 @@ class Captures:
         []
     """
 
-    def __init__(self, folder: str | Path, *, max_bytes: int = MOST_BYTES, max_files: int = MOST_FILES) -> None:
+    def __init__(self, folder: str | Path, *, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES) -> None:
         for name, value in (("max_bytes", max_bytes), ("max_files", max_files)):
             if value < 1:
                 raise ConfigError(f"captures' {name} must be at least 1, not {value!r}")
         self.folder, self.max_bytes, self.max_files = Path(folder), max_bytes, max_files
 
     def files(self) -> list[Path]:
-        """Oldest first, by when they were written."""
-        found = [(_written(path), path) for path in self.folder.glob("*.safetensors") if FILE.fullmatch(path.name)]
-        return [path for written, path in sorted(found) if written]
+        """Capture files, oldest first by modification time."""
+        files = [(_mtime_ns(path), path) for path in self.folder.glob("*.safetensors") if FILE.fullmatch(path.name)]
+        return [path for mtime, path in sorted(files) if mtime]
 
     def add(self, capture: Capture) -> Path | None:
-        """Write a capture whole, in place of one of the same layer and step; None where it is larger than the bound.
+        """Write a capture atomically, replacing one of the same layer and step, and return its path.
 
-        A capture that cannot be written is left out with a warning: nobody's training ends for it.
+        A capture that exceeds the size limit or cannot be written is skipped with a warning, and None is returned;
+        training continues.
         """
         content = capture.to_bytes()
         if len(content) > self.max_bytes:
-            self._warn(capture, f"it takes {len(content)} bytes, and all may take {self.max_bytes}")
+            self._warn(capture, f"it takes {len(content)} bytes; the limit for all captures is {self.max_bytes}")
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -149,23 +154,23 @@ class Captures:
         return target
 
     def of(self, path: str) -> list[Capture]:
-        """A layer's captures, that of the latest step first; one that a running training removes meanwhile is left out.
+        """Captures of one layer, latest step first; files that a running training deletes meanwhile are skipped.
 
         Raises:
             DataError: a file is damaged.
         """
-        ending = f"{quote(path, safe='')}.safetensors"
-        named = [file for file in self.files() if file.name.partition("-")[2] == ending]
-        found = map(_loaded, sorted(named, key=_step, reverse=True))
-        return [capture for capture in found if capture is not None]
+        suffix = f"{quote(path, safe='')}.safetensors"
+        files = [file for file in self.files() if file.name.partition("-")[2] == suffix]
+        captures = map(_load_if_present, sorted(files, key=_step, reverse=True))
+        return [capture for capture in captures if capture is not None]
 
     def steps(self) -> dict[str, int]:
-        """The latest step of each captured layer, by path; no file is read."""
-        found: dict[str, int] = {}
+        """Latest step of each captured layer by path, from the file names alone."""
+        latest: dict[str, int] = {}
         for file in self.files():
             path = unquote(file.name.removesuffix(".safetensors").partition("-")[2])
-            found[path] = max(_step(file), found.get(path, 0))
-        return found
+            latest[path] = max(_step(file), latest.get(path, 0))
+        return latest
 
     def _make_room(self, needed: int) -> None:
         files = self.files()
@@ -182,22 +187,22 @@ def load_capture(file: str | Path) -> Capture:
     """Read a capture's file.
 
     Raises:
-        DataError: it is missing, torn, or no capture.
+        DataError: the file is missing, truncated, or not a capture.
     """
     try:
         with library_errors(), safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise DataError(f"it says format {metadata.get('format')!r}, not {FORMAT!r}")
+                raise DataError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
         recipe = recipes.from_toml(metadata["recipe"])
         return Capture(path=metadata["path"], step=int(metadata["step"]), recipe=recipe, **tensors)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{str(file)!r} is no capture of the doctor's: {error}; delete it") from error
+        raise DataError(f"{str(file)!r} is not a capture of the doctor: {error}; delete it") from error
 
 
 def remove_captures(folder: Path, *, after_step: int = -1) -> None:
-    """Remove the captures in a folder, or those of steps after one, and the folder if nothing else is there."""
+    """Remove the captures of steps after ``after_step`` from a folder, and the folder itself if it is then empty."""
     for file in Captures(folder).files():
         if _step(file) > after_step:
             file.unlink()
@@ -208,16 +213,16 @@ def _step(file: Path) -> int:
     return int(file.name.partition("-")[0])
 
 
-def _written(file: Path) -> int:
-    """When, in nanoseconds; 0 for a file that is gone."""
+def _mtime_ns(file: Path) -> int:
+    """Modification time in nanoseconds; 0 for a deleted file."""
     try:
         return file.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
 
 
-def _loaded(file: Path) -> Capture | None:
-    """None for a file that is gone."""
+def _load_if_present(file: Path) -> Capture | None:
+    """Load a capture; None for a deleted file."""
     try:
         return load_capture(file)
     except DataError:

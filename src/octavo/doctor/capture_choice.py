@@ -1,4 +1,4 @@
-"""Which of a layer's captures shows what a finding is about."""
+"""Selection of the capture that shows a finding."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,16 +14,16 @@ __all__ = ["capture_for"]
 def capture_for(
     finding: Finding, path: str, captures: Captures | Iterable[Capture], *, series: Series
 ) -> Capture | None:
-    """A capture of the layer under a recipe that it ran in the finding's steps; None where there is none.
+    """Return a capture of the layer under a recipe that it ran during the finding's steps; None without one.
 
-    After the finding the layer may have been given another recipe, of which no capture shows what was wrong. A capture
-    of one of the finding's steps goes before others, then the latest.
+    The layer may have changed its recipe after the finding, and captures under the new recipe do not show the problem.
+    Captures of the finding's steps are preferred, then the latest.
 
     Args:
-        finding: of the layer, or of a module around it.
-        path: the layer's.
+        finding: a finding about the layer or a module that contains it.
+        path: the layer's path.
         captures: a run's folder of captures, or some of them.
-        series: that the finding was found in; says what the layer ran when.
+        series: the run's series, which records the layer's recipe over time.
 
     Raises:
         DataError: a capture of the layer is damaged.
@@ -34,16 +34,18 @@ def capture_for(
         >>> capture_for(finding, "0", [], series=series_of([])) is None
         True
     """
-    own = captures.of(path) if isinstance(captures, Captures) else [one for one in captures if one.path == path]
-    ran = list(facts_during(finding, series.periods.get(path, [])))
-    fitting = [one for one in own if any(_is_of(one, facts) for facts in ran)]
+    layer_captures = (
+        captures.of(path) if isinstance(captures, Captures) else [one for one in captures if one.path == path]
+    )
+    recorded_facts = list(facts_during(finding, series.periods.get(path, [])))
+    candidates = [one for one in layer_captures if any(_has_recipe(one, facts) for facts in recorded_facts)]
 
-    def place(capture: Capture) -> tuple[bool, int]:
+    def preference(capture: Capture) -> tuple[bool, int]:
         return finding.first_step <= capture.step <= finding.last_step, capture.step
 
-    return max(fitting, key=place, default=None)
+    return max(candidates, key=preference, default=None)
 
 
-def _is_of(capture: Capture, facts: dict[str, Any]) -> bool:
-    """Whether a capture's recipe is the one of a layer's facts, as far as these say it."""
+def _has_recipe(capture: Capture, facts: dict[str, Any]) -> bool:
+    """True if a capture's recipe agrees with the recorded facts of a layer."""
     return all(facts.get(name, value) == value for name, value in recipe_facts(capture.recipe).items())

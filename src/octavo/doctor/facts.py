@@ -1,4 +1,4 @@
-"""What is written of a layer and its recipe beside their numbers, as far as a rule asks for it."""
+"""Facts about a layer and its recipe that are recorded with its statistics for the rules."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
@@ -13,14 +13,14 @@ __all__ = ["facts_during", "layer_facts", "recipe_facts"]
 
 
 def layer_facts(layer: Linear, recipe: Recipe) -> dict[str, Any]:
-    """What a rule must know of a layer that runs ``recipe``."""
+    """Facts about a layer that runs ``recipe``: recipe, shape, device and weight cache."""
     shape = {"in_features": layer.in_features, "out_features": layer.out_features, "device": layer.weight.device.type}
     cached = {} if layer.weight_cache is None else {"caches_weight": True}
     return {**recipe_facts(recipe), **shape, **cached}
 
 
 def recipe_facts(recipe: Recipe) -> dict[str, Any]:
-    """Those that are the recipe's own.
+    """Facts about the recipe alone.
 
     Example:
         >>> from octavo import recipes
@@ -29,13 +29,13 @@ def recipe_facts(recipe: Recipe) -> dict[str, Any]:
         ('delayed', 16, 'delayed')
     """
     history = recipe.history
-    kept = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
-    often = {} if history is None else {"update_interval": history.update_interval}
-    return {"recipe": recipe.name, **kept, **often, "casts": _casts(recipe)}
+    length_facts = {} if history is None else {"history_length": history.length, "statistic": str(history.statistic)}
+    interval_facts = {} if history is None else {"update_interval": history.update_interval}
+    return {"recipe": recipe.name, **length_facts, **interval_facts, "casts": _casts(recipe)}
 
 
 def facts_during(finding: Finding, periods: Sequence[Period]) -> Iterator[dict[str, Any]]:
-    """A layer's facts in the finding's steps, oldest first; what it had at its first look holds before that too.
+    """A layer's facts during the finding's steps, oldest first; the first ones also hold for all earlier steps.
 
     Example:
         >>> from octavo.doctor.findings import Severity
@@ -46,19 +46,19 @@ def facts_during(finding: Finding, periods: Sequence[Period]) -> Iterator[dict[s
     """
     for index, period in enumerate(periods):
         until = periods[index + 1].step if index + 1 < len(periods) else inf
-        is_over = max(until, period.step + 1) <= finding.first_step  # a step made again was looked at under both
+        is_over = max(until, period.step + 1) <= finding.first_step  # a repeated step was sampled under both
         if not is_over and (period.step <= finding.last_step or not index):
             yield period.facts
 
 
 def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """By "role gemm", what a rule must know of a cast to judge its scale."""
-    found: dict[str, dict[str, Any]] = {}
+    """Facts about each cast by "role gemm"."""
+    casts: dict[str, dict[str, Any]] = {}
     for gemm, operands in OPERANDS.items():
-        product: GemmSpec = getattr(recipe, gemm)
-        for role, spec in zip(operands, (product.a, product.b), strict=True):
+        gemm_spec: GemmSpec = getattr(recipe, gemm)
+        for role, spec in zip(operands, (gemm_spec.a, gemm_spec.b), strict=True):
             if spec is not None:
-                found[f"{role} {gemm}"] = {
+                casts[f"{role} {gemm}"] = {
                     "format": spec.format.name,
                     "scaling": str(spec.scaling),
                     "scale_rounding": str(spec.scale_rounding),
@@ -66,4 +66,4 @@ def _casts(recipe: Recipe) -> dict[str, dict[str, Any]]:
                     "amax_floor": spec.amax_floor,
                     "rounding": str(spec.rounding),
                 }
-    return found
+    return casts

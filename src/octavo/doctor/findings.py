@@ -1,4 +1,4 @@
-"""What the doctor says: findings, and what would mend them."""
+"""Findings and remedies of the doctor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ __all__ = ["CAUSES", "Finding", "Remedy", "Severity", "worst_first"]
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     FAIL = "fail"  # training is broken or will be
     WARN = "warn"  # it costs accuracy or speed
@@ -18,26 +18,26 @@ class Severity(StrEnum):
 
 CAUSES = {
     "nonfinite": "NaN or ±Inf reached a cast",
-    "saturation": "values lie beyond what the scale provides for",
+    "saturation": "values exceed the range of the scale",
     "gradient-underflow": "small gradients become zero",
     "bulk-underflow": "outliers set a scale under which most values become zero",
-    "stale-scale": "a scale is made from amaxes that no longer hold",
-    "frozen-scale": "a scale does not move while its tensor does",
+    "stale-scale": "a scale is made from outdated amaxes",
+    "frozen-scale": "a scale does not change while its tensor does",
     "scale-oscillation": "a scale jumps up and down",
-    "inexact-amax": "a scale was not made from its tensor's exact amax",
-    "stale-weight": "a GEMM multiplies codes that are not those of its tensor",
+    "inexact-amax": "a scale was not computed from its tensor's exact amax",
+    "stale-weight": "a GEMM multiplies codes of another tensor",
     "rank-mismatch": "ranks cast the same tensor with different scales",
-    "zero-tensor": "a tensor is zero, step after step",
-    "outlier-growth": "outliers grow while training goes on",
-    "biased-accumulation": "a tensor core's sums of same-sign products lose a part of them",
-    "sensitive-module": "a module runs in FP8 that should not",
+    "zero-tensor": "a tensor is zero in consecutive steps",
+    "outlier-growth": "outliers grow during training",
+    "biased-accumulation": "a tensor core's sums of same-sign products are biased",
+    "sensitive-module": "a module that should not run in FP8 does",
     "batch-norm": "a batch norm next to FP8 layers has erratic statistics",
     "gradient-below-noise": "quantization noise drowns the gradient",
     "loss-scale": "the loss scale is too large or too small",
-    "learning-rate": "the learning rate or its updates jumped, as where the precision changes",
-    "divergence": "the loss rises far above its beginning, or loses what it had gained",
-    "loss-gap": "the loss leaves that of the reference",
-    "nondeterministic": "the same micro-batch gives other numbers when it is run again",
+    "learning-rate": "the learning rate or the updates jumped, such as at a change of precision",
+    "divergence": "the loss rises far above its beginning, or loses most of its progress",
+    "loss-gap": "the loss departs from the reference's",
+    "nondeterministic": "the same micro-batch gives different numbers when it is run again",
     "slow-layer": "FP8 makes this layer slower",
     "checkpoint": "the newest checkpoint cannot be continued from",
     "memory": "a step needs more memory than the device has",
@@ -46,17 +46,17 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """What would mend a finding; :mod:`octavo.doctor.remedies` knows which, ranks, applies and takes them back.
+    """Remedy for a finding; :mod:`octavo.doctor.remedies` selects, ranks, applies and reverts remedies.
 
     Attributes:
         text: what to do, in one sentence.
         changes: values of a configuration's [training] section by key, such as ``{"overrides": {"layers.0.q_proj":
-            "rowwise"}}``; empty where no configuration mends it.
-        error_removed: share of the layer's error that a replay lost by it, 1 for all; None before a replay.
+            "rowwise"}}``; empty if no configuration change helps.
+        error_removed: share of the layer's error that it removes in a replay, 1 for all; None before a replay.
         time_ratio: the time of the layer's GEMMs with it over that without; None before a replay.
-        is_time_measured: whether a GPU took that time; otherwise it is a tensor core's, which multiplies FP8 twice as
-            fast as BF16.
-        bytes_ratio: as ``time_ratio``, of the bytes of codes and scales.
+        is_time_measured: whether that time was measured on a GPU; otherwise it assumes tensor cores that multiply FP8
+            twice as fast as BF16.
+        bytes_ratio: the same ratio for the bytes of codes and scales.
 
     Example:
         >>> Remedy(text="run the head in BF16", changes={"skip": ["lm_head"]}).error_removed is None
@@ -73,20 +73,20 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, where, since when, and by which numbers.
+    """One problem: its location, its steps, and the numbers that show it.
 
     Attributes:
         code: one of :data:`CAUSES`.
         severity: how much it matters.
         path: the module's path; "" for the run as a whole.
-        role: the tensor's role, such as "grad_output"; "" where it is about a module or the run.
+        role: the tensor's role, such as "grad_output"; "" for a finding about a module or the run.
         first_step: the first step that shows it.
         last_step: the last one.
-        evidence: numbers by name, those that the rule compared among them.
+        evidence: numbers by name, including those that the rule compared.
         cause: one sentence.
-        remedies: what would mend it, best first.
+        remedies: best first.
         weight: orders findings of one severity: larger is worse.
-        places: of a finding about many layers, whose ``path`` is "": their paths, the worst first.
+        places: paths of the affected layers, worst first, of a finding about many layers (``path`` is "").
 
     Example:
         >>> finding = Finding(
@@ -97,10 +97,10 @@ class Finding:
         ...     first_step=10,
         ...     last_step=40,
         ...     evidence={"saturation_fraction": 0.21},
-        ...     cause="values lie beyond what the scale provides for",
+        ...     cause="values exceed the range of the scale",
         ... )
         >>> print(finding)
-        warn: saturation at layers.0.q_proj, input, steps 10-40: values lie beyond what the scale provides for
+        warn: saturation at layers.0.q_proj, input, steps 10-40: values exceed the range of the scale
     """
 
     code: str
@@ -124,7 +124,7 @@ class Finding:
         return f"{self.severity}: {self.code} at {place}, {steps}: {self.cause}"
 
     def is_at(self, path: str) -> bool:
-        """Whether it is about this module, alone or among others; "" asks for the run as a whole."""
+        """True if the finding concerns this module, alone or among others; "" is the run as a whole."""
         return path == self.path or path in self.places
 
     @property
@@ -133,6 +133,6 @@ class Finding:
 
 
 def worst_first(findings: list[Finding]) -> list[Finding]:
-    """By severity, then weight, then the first step."""
+    """Sort findings by severity, then weight, then first step."""
     order = list(Severity)
     return sorted(findings, key=lambda one: (order.index(one.severity), -one.weight, one.first_step))

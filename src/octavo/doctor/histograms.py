@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.doctor.capture import Capture, Captures
 from octavo.doctor.capture_choice import capture_for
 from octavo.doctor.findings import Finding
-from octavo.doctor.rerun import Rerun, SeenOperands
+from octavo.doctor.rerun import OperandRecorder, Rerun
 from octavo.doctor.series import Series
 from octavo.errors import ConfigError, DataError
 from octavo.formats import Format
@@ -143,7 +143,7 @@ def _histogram(finding: Finding, role: str, captures: Captures, series: Series) 
 
 def _operand(capture: Capture, role: str) -> QuantizedTensor | None:
     """The codes of a role, as its GEMM multiplied them; None where it stayed in high precision."""
-    seen = SeenOperands()
+    seen = OperandRecorder()
     Rerun(capture, capture.recipe, ran=True)(seen)
     gemm, side = CAST_IN[role]
     operand = seen.by_gemm[gemm][side]

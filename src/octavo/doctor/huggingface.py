@@ -1,19 +1,19 @@
 """The doctor in Hugging Face's ``Trainer``: ``Trainer(..., callbacks=[DoctorCallback()])``.
 
-It looks at a model that ``octavo.convert`` has converted, every few optimizer steps, with all their micro-batches, and
-writes what it finds to metrics.jsonl in the training's ``output_dir``, so that ``octavo doctor OUTPUT_DIR`` reads it,
-while it trains and afterwards:
+The callback samples a model converted by ``octavo.convert`` every few optimizer steps, with all micro-batches, and
+writes statistics to metrics.jsonl in the training's ``output_dir``, which ``octavo doctor OUTPUT_DIR`` reads during
+and after training:
 
-- "watched" and "statistics" lines of each look, see :mod:`octavo.doctor.series`;
-- a "step" line where the Trainer logs: ``loss`` (its mean since the log before, null where that is not finite), ``lr``,
+- "watched" and "statistics" lines for each sampled step, see :mod:`octavo.doctor.series`;
+- a "step" line whenever the Trainer logs: ``loss`` (the mean since the previous log, null if not finite), ``lr``,
   ``grad_norm``;
-- an "overflow" line of each step that a dynamic loss scale skipped;
-- an "evaluation" line of each evaluation that has a loss.
+- an "overflow" line for each step that a dynamic loss scale skipped;
+- an "evaluation" line for each evaluation with a loss.
 
-A finding is printed when it is first seen, and again when it has become worse. Lines that cannot be written are left
-out with a warning: nobody's training ends for it. A training that an exception ends during a look leaves the model
-watched, since the Trainer tells nobody; :meth:`DoctorCallback.abandon`, or the next training's beginning, ends that
-look. Needs ``transformers`` and ``accelerate``: octavo[hf].
+A finding is printed when it first appears and again when its severity increases. If lines cannot be written, a warning
+is issued and training continues. If an exception ends training during a sampled step, the model stays watched, since
+the Trainer does not notify callbacks; :meth:`DoctorCallback.abandon` or the start of the next training ends that step.
+Needs ``transformers`` and ``accelerate``: octavo[hf].
 """
 
 import math
@@ -36,25 +36,24 @@ from octavo.files import write_atomically
 
 __all__ = ["DoctorCallback"]
 
-STEP_NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm"}  # Hugging Face's name: ours
+STEP_NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm"}  # Hugging Face's names to ours
 EVALUATION_LOSS = "eval_loss"
 
 
 class _UnfinishedStepError(Exception):
-    """Thrown into a look at a step that did not end."""
+    """Raised into the context of a sampled step that did not finish."""
 
 
 class DoctorCallback(TrainerCallback):
-    """Looks at a converted model while a ``transformers.Trainer`` trains it.
+    """Watches a converted model while a ``transformers.Trainer`` trains it.
 
     Args:
-        interval: optimizer steps from one look to the next, 1 or more. The first step is looked at too.
-        keep: looks that findings are drawn from while it trains, 2 or more; the file holds all.
-        tell: called with a line about each new finding.
+        interval: optimizer steps between sampled steps, 1 or more. The first step is sampled too.
+        keep: number of newest samples that findings during training are based on, 2 or more; the file holds all.
+        tell: called with one line of text for each new finding.
 
     Raises:
-        ConfigError: ``interval`` or ``keep`` is out of range; and when training begins, if no layer of the model is
-            octavo's.
+        ConfigError: ``interval`` or ``keep`` is out of range; or, when training starts, the model has no octavo layer.
 
     Example:
         >>> DoctorCallback(interval=10).findings()
@@ -68,51 +67,51 @@ class DoctorCallback(TrainerCallback):
                 raise ConfigError(f"DoctorCallback's {name} must be a whole number of at least {least}, not {value!r}")
         self.interval, self.keep, self.tell = interval, keep, tell
         self.watcher: Watcher | None = None
-        self._look = ExitStack()
-        self._told: dict[tuple[str, str, str], Severity] = {}
+        self._sampled_step = ExitStack()
+        self._reported: dict[tuple[str, str, str], Severity] = {}
         self._path = Path()
         self._samples, self._lines = SampleLines([]), LineWriter()
-        self._tells = self._writes = False
-        self._overflows_told = 0
+        self._reports = self._writes = False
+        self._last_overflow = 0
 
     def findings(self) -> list[Finding]:
-        """What the looks that are held show, worst first; nothing before the first."""
+        """Findings in the newest ``keep`` samples, worst first; empty before the first sample."""
         return [] if self.watcher is None else self.watcher.findings()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Watch the model; lines of steps that are trained again are cut off."""
+        """Start to watch the model; lines of steps that will be repeated are removed from the file."""
         del control
         self.abandon()
         self.watcher = watch(
             given["model"],
-            _inner(given["optimizer"]),
+            _unwrap(given["optimizer"]),
             interval=self.interval,
             keep=self.keep,
             on_sample=self._write_sample,
         )
-        self._told, self._overflows_told = {}, 0
+        self._reported, self._last_overflow = {}, 0
         self._path = Path(args.output_dir or ".") / METRICS
-        self._tells = self._writes = bool(state.is_world_process_zero)
+        self._reports = self._writes = bool(state.is_world_process_zero)
         if self._writes:
             self._continue_file(state.global_step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Begin to look, if the step is due."""
+        """Start to sample the step if it is due."""
         del args, control, given
         self.abandon()
-        self._look.enter_context(self._watcher().step(state.global_step + 1))
+        self._sampled_step.enter_context(self._watcher().step(state.global_step + 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Write what the look found, and say what is new."""
+        """Write the sample and report new findings."""
         del args, control, given
-        self._look.close()
+        self._sampled_step.close()
         self._write_overflows()
         if self._watcher().is_due(state.global_step):
-            self._tell_news()
+            self._report_new_findings()
 
     def on_log(
         self,
@@ -122,39 +121,41 @@ class DoctorCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        """Write a step's numbers, or an evaluation's."""
+        """Write the numbers of a step or an evaluation."""
         del args, control, given
-        values = {ours: _plain(logs[theirs]) for theirs, ours in STEP_NAMES.items() if logs and theirs in logs}
+        values = {ours: _finite_or_none(logs[theirs]) for theirs, ours in STEP_NAMES.items() if logs and theirs in logs}
         if "loss" in values:
             self._write("step", state.global_step, values)
             self._watcher().steps.append({"kind": "step", "step": state.global_step, **values})
         if logs and EVALUATION_LOSS in logs:
-            nats = _plain(logs[EVALUATION_LOSS])
-            exponential = None if nats is None else _plain(perplexity(nats))
+            nats = _finite_or_none(logs[EVALUATION_LOSS])
+            exponential = None if nats is None else _finite_or_none(perplexity(nats))
             self._write("evaluation", state.global_step, {"nats": nats, "perplexity": exponential})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Leave the model as it was."""
+        """Stop watching the model."""
         del args, state, control, given
         self.abandon()
 
     def abandon(self) -> None:
-        """Leave the model as it was, and forget the step that is looked at: it did not end."""
-        look, self._look = self._look, ExitStack()
+        """Stop watching the model and discard a sampled step that has not finished."""
+        sampled_step, self._sampled_step = self._sampled_step, ExitStack()
         unfinished = _UnfinishedStepError()
-        look.__exit__(_UnfinishedStepError, unfinished, None)
+        sampled_step.__exit__(_UnfinishedStepError, unfinished, None)
 
     def _watcher(self) -> Watcher:
         if self.watcher is None:
-            raise ConfigError("DoctorCallback saw no beginning of this training; give it to the Trainer before train()")
+            raise ConfigError(
+                "DoctorCallback was not notified of the start of training; pass it to the Trainer before train()"
+            )
         return self.watcher
 
     def _continue_file(self, step: int) -> None:
-        kept = [line for line in read_lines(self._path) if line["step"] <= step] if step else []
-        self._samples, self._lines = SampleLines(kept), LineWriter()
+        lines = [line for line in read_lines(self._path) if line["step"] <= step] if step else []
+        self._samples, self._lines = SampleLines(lines), LineWriter()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, "".join(map(self._lines.line, kept)))
+            write_atomically(self._path, "".join(map(self._lines.line, lines)))
         except OSError as error:
             self._stop_writing(error)
 
@@ -164,8 +165,8 @@ class DoctorCallback(TrainerCallback):
 
     def _write_overflows(self) -> None:
         for line in self._watcher().overflows.lines:
-            if line["step"] > self._overflows_told:
-                self._overflows_told = line["step"]
+            if line["step"] > self._last_overflow:
+                self._last_overflow = line["step"]
                 self._write("overflow", line["step"], {"loss_scale": line["loss_scale"]})
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -179,26 +180,26 @@ class DoctorCallback(TrainerCallback):
             self._stop_writing(error)
 
     def _stop_writing(self, error: OSError) -> None:
-        """Later lines would not fit to those that are missing."""
+        """Stop writing: later lines would not follow from the missing ones."""
         self._writes = False
         warnings.warn(
             f"DoctorCallback writes no more lines: {str(self._path)!r} cannot be written ({error}); findings are still "
-            "told while it trains",
+            "reported during training",
             stacklevel=2,
         )
 
-    def _tell_news(self) -> None:
+    def _report_new_findings(self) -> None:
         order = list(Severity)
-        for finding in self.findings() if self._tells else ():
+        for finding in self.findings() if self._reports else ():
             key = (finding.code, finding.path, finding.role)
-            before = self._told.get(key)
+            before = self._reported.get(key)
             if before is None or order.index(finding.severity) < order.index(before):
-                self._told[key] = finding.severity
+                self._reported[key] = finding.severity
                 self.tell(f"octavo doctor: {finding}")
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer that takes the steps: accelerate wraps it, and hooks on the wrapper never run."""
+def _unwrap(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The wrapped optimizer: accelerate wraps it, and hooks on the wrapper never run."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     while isinstance(optimizer, AcceleratedOptimizer):
@@ -206,7 +207,7 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer | None:
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
-def _plain(value: Any) -> float | None:
-    """A finite number; JSON has no other."""
+def _finite_or_none(value: Any) -> float | None:
+    """A finite number, or None: JSON has neither NaN nor infinity."""
     number = float(value)
     return number if math.isfinite(number) else None

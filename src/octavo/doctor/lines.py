@@ -1,12 +1,12 @@
 """The lines of metrics.jsonl: one JSON object each, with a ``kind`` and a ``step``.
 
-What the kinds are is said where they are written: by octavo.training.metrics for a run, by octavo.doctor.huggingface
-for a training of Hugging Face's; how a sample of the doctor's becomes lines, in octavo.doctor.series.
+The kinds are documented where they are written: octavo.training.metrics for a run, octavo.doctor.huggingface for
+Hugging Face's Trainer, and octavo.doctor.series for the doctor's samples.
 
-The last key of each is ``sha256``: the first 16 digits of the SHA-256 of the line before's, and of this line without
-its own. So a changed, missing or added line is seen at the next one, while the file is written and after a kill. Lines
-cut off at the end are missed only by a reader that knows how many there were: a checkpoint's (:class:`LinesWritten`).
-A file in which no line has the key is by an octavo before 2026-11-24, and is read unchecked.
+The last key of each line is ``sha256``: the first 16 digits of the SHA-256 of the previous line's ``sha256`` and this
+line without its own. A changed, missing or added line is thus detected at the next line, also in a file that is still
+being written or was cut off by a kill. Missing lines at the end are detected only with the expected number of lines,
+which a checkpoint records (:class:`LinesWritten`). Files without this key, written before 2026-11-24, are not checked.
 """
 
 import hashlib
@@ -23,24 +23,24 @@ from octavo.parsing import parse_json
 __all__ = ["METRICS", "LineWriter", "LinesWritten", "SampleLines", "each_line", "read_lines"]
 
 METRICS = "metrics.jsonl"
-MOST_WHOLE = 2**53  # beyond it float64 skips whole numbers
-SEAL = ', "sha256": "'
+MAX_INTEGER = 2**53  # float64 represents every integer up to here
+CHECKSUM_KEY = ', "sha256": "'
 DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinesWritten:
-    """The beginning of a file of lines: how many, and the ``sha256`` of the last of them ("" of none)."""
+    """Number of lines written to a file, and the ``sha256`` of the last one ("" without lines)."""
 
     lines: int = 0
     sha256: str = ""
 
 
 class SampleLines:
-    """Turns samples into lines: names where they are new, then numbers.
+    """Converts samples to lines: names whenever they change, then numbers.
 
     Args:
-        before: the lines that stand in the file already.
+        before: the lines already in the file.
 
     Example:
         >>> sample = Sample(step=1, casts={}, products={}, parameters={})
@@ -54,7 +54,7 @@ class SampleLines:
         self._names = {key: value for key, value in (watched or [{}])[-1].items() if key not in ("kind", "step")}
 
     def of(self, sample: Sample) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The kind and the values of each line."""
+        """Yield the kind and the values of each line."""
         names = sample.names()
         if names != self._names:
             self._names = names
@@ -63,10 +63,10 @@ class SampleLines:
 
 
 class LineWriter:
-    r"""Makes the lines of a file, each with its ``sha256``.
+    r"""Formats the lines of a file, each with its ``sha256``.
 
     Attributes:
-        written: what was made so far.
+        written: number of lines formatted so far, and the last checksum.
 
     Example:
         >>> lines = LineWriter()
@@ -80,37 +80,37 @@ class LineWriter:
         self.written = LinesWritten()
 
     def line(self, values: dict[str, Any]) -> str:
-        """A line with its end.
+        """Format one line, including the newline.
 
         Raises:
-            ValueError: a value is NaN or infinite, which JSON has not.
+            ValueError: a value is NaN or infinite, which JSON does not support.
         """
         body = json.dumps(values, allow_nan=False)[:-1]
-        seal = _seal(self.written.sha256, body.encode())
-        self.written = LinesWritten(lines=self.written.lines + 1, sha256=seal)
-        return f'{body}{SEAL}{seal}"}}\n'
+        checksum = _checksum(self.written.sha256, body.encode())
+        self.written = LinesWritten(lines=self.written.lines + 1, sha256=checksum)
+        return f'{body}{CHECKSUM_KEY}{checksum}"}}\n'
 
 
-def _seal(before: str, body: bytes) -> str:
+def _checksum(before: str, body: bytes) -> str:
     return hashlib.sha256(before.encode() + body).hexdigest()[:DIGITS]
 
 
 def each_line(path: Path, *, beginning: LinesWritten | None = None) -> Iterator[dict[str, Any]]:
-    """All whole lines, without their ``sha256``, one at a time; none where there is no file.
+    """Yield all complete lines without their ``sha256``; none without a file.
 
-    A torn last line, left by a kill, is passed over.
+    An incomplete last line, left by a kill, is skipped.
 
     Args:
-        path: of the file.
-        beginning: what the file has to begin with.
+        path: the file.
+        beginning: lines that the file must start with.
 
     Raises:
-        TrainingError: a line is not what a run writes: an object with a kind and a step, of which none is smaller than
-            the one before, and numbers that a float64 holds; it was changed since; or lines are missing.
+        TrainingError: a line is not an object with a kind, a step not smaller than the previous one, and numbers that
+            fit a float64; a line was changed; or lines are missing.
     """
     newest = 0
     for count, line in enumerate(_checked_lines(path, beginning or LinesWritten()), 1):
-        value = _parsed(path, count, line)
+        value = _parse_line(path, count, line)
         if value["step"] < newest:
             raise TrainingError(
                 f"line {count} of {str(path)!r} has step {value['step']} after step {newest}: two runs wrote there; "
@@ -121,13 +121,13 @@ def each_line(path: Path, *, beginning: LinesWritten | None = None) -> Iterator[
 
 
 def read_lines(path: Path, *, beginning: LinesWritten | None = None) -> list[dict[str, Any]]:
-    """What :func:`each_line` yields."""
+    """List of the lines that :func:`each_line` yields."""
     return list(each_line(path, beginning=beginning))
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        value = parse_json(line, largest=MOST_WHOLE)
+        value = parse_json(line, largest=MAX_INTEGER)
         if not isinstance(value, dict) or not {"kind", "step"} <= value.keys():
             raise ValueError("no kind or no step")
         step = value["step"]
@@ -137,32 +137,33 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
         return {**value, "kind": str(value["kind"])}
     except ValueError as error:
         raise TrainingError(
-            f"line {number} of {str(path)!r} is not a run's ({error}); put the file back as it was"
+            f"line {number} of {str(path)!r} is not a line of a run ({error}); put the file back as it was"
         ) from error
 
 
 def _checked_lines(path: Path, beginning: LinesWritten) -> Iterator[bytes]:
-    """Whole lines; raises where one is another than was written, or where the file is not as it began."""
-    count, seal, is_sealed, begins = 0, "", False, not beginning.lines
-    for count, line in enumerate(_whole_lines(path), 1):
-        body, mark, end = line.rpartition(SEAL.encode())
-        is_sealed = bool(mark) if count == 1 else is_sealed
-        seal = _seal(seal, body) if is_sealed else ""
-        if is_sealed != bool(mark) or (is_sealed and end != f'{seal}"}}'.encode()):
+    """Yield complete lines; raise if one was changed or the file does not start with ``beginning``."""
+    count, checksum, has_checksum, matches_beginning = 0, "", False, not beginning.lines
+    for count, line in enumerate(_complete_lines(path), 1):
+        body, mark, end = line.rpartition(CHECKSUM_KEY.encode())
+        has_checksum = bool(mark) if count == 1 else has_checksum
+        checksum = _checksum(checksum, body) if has_checksum else ""
+        if has_checksum != bool(mark) or (has_checksum and end != f'{checksum}"}}'.encode()):
             raise TrainingError(
-                f"line {count} of {str(path)!r} is not the one that was written there, or lines before it are missing "
-                "(its sha256 is another); put the file back as it was"
+                f"line {count} of {str(path)!r} was changed, or lines before it are missing (sha256 mismatch); "
+                "put the file back as it was"
             )
-        begins = begins or (count == beginning.lines and seal == beginning.sha256)
+        matches_beginning = matches_beginning or (count == beginning.lines and checksum == beginning.sha256)
         yield line
-    if not begins:
+    if not matches_beginning:
         raise TrainingError(
-            f"{str(path)!r} has {count} lines, and not the {beginning.lines} that the run's newest checkpoint knows: "
-            "lines are missing or another run's, or have no checksums; put the file back, or train again elsewhere"
+            f"{str(path)!r} has {count} lines and does not start with the {beginning.lines} lines that the run's "
+            "newest checkpoint records: lines are missing, belong to another run or have no checksums; "
+            "put the file back, or train again in another folder"
         )
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
+def _complete_lines(path: Path) -> Iterator[bytes]:
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A run's loss beside that of a reference, at the steps that both have."""
+"""Comparison of a run's loss with a reference at their common steps."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ import numpy as np
 from octavo.doctor.series import Series
 from octavo.doctor.tables import Floats
 
-__all__ = ["SEEN_AT", "Gap", "common_losses", "newest_gap", "warmup"]
+__all__ = ["SEEN_AT", "LossGap", "common_losses", "newest_gap", "warmup"]
 
-SEEN_AT = "seen_at"  # in the evidence of a loss that leaves: the first look that can show why
+SEEN_AT = "seen_at"  # evidence of a divergence: the first sampled step from its start on
 NEWEST_SHARE = 3  # a third of the steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """How far a run's loss lies above a reference's; below it where the numbers are negative.
+class LossGap:
+    """Mean difference of a run's loss from a reference's, negative where the run's is lower.
 
     Attributes:
-        relative: share of the reference's loss.
-        nats: the difference.
-        first_step: of those whose mean it is.
-        last_step: the newest of them.
+        relative: the difference as a share of the reference's loss.
+        nats: the difference in nats.
+        first_step: the first step of the mean.
+        last_step: the last step of the mean.
     """
 
     relative: float
@@ -30,8 +30,8 @@ class Gap:
     last_step: int
 
 
-def newest_gap(series: Series, reference: Series) -> Gap | None:
-    """The mean gap of the newest third of the common steps; None without a step that both have.
+def newest_gap(series: Series, reference: Series) -> LossGap | None:
+    """The mean gap of the newest third of the common steps; None without common steps.
 
     Example:
         >>> from octavo.doctor.series import series_of
@@ -47,18 +47,18 @@ def newest_gap(series: Series, reference: Series) -> Gap | None:
     mean = float(np.mean(theirs[-count:]))
     nats = float(np.mean(ours[-count:])) - mean
     relative = nats / mean if mean else 0.0
-    return Gap(relative=relative, nats=nats, first_step=int(steps[-count]), last_step=int(steps[-1]))
+    return LossGap(relative=relative, nats=nats, first_step=int(steps[-count]), last_step=int(steps[-1]))
 
 
 def warmup(series: Series) -> float:
-    """The step at which the learning rate is first at its peak; 0 where it is not known."""
+    """Step at which the learning rate first reaches its peak; 0 if the rate is unknown."""
     steps, rates = series.curve("lr")
     return float(steps[int(np.argmax(rates))]) if steps.size else 0.0
 
 
 def common_losses(series: Series, reference: Series) -> tuple[Floats, Floats, Floats]:
-    """Steps that both have a finite loss of, the run's losses there, and the reference's."""
+    """Steps at which both losses are finite, the run's losses there, and the reference's."""
     (steps, ours), (other_steps, theirs) = series.curve("loss"), reference.curve("loss")
-    both, here, there = np.intersect1d(steps, other_steps, return_indices=True)
-    known = np.isfinite(ours[here]) & np.isfinite(theirs[there])
-    return both[known], ours[here][known], theirs[there][known]
+    common, our_indices, their_indices = np.intersect1d(steps, other_steps, return_indices=True)
+    is_finite = np.isfinite(ours[our_indices]) & np.isfinite(theirs[their_indices])
+    return common[is_finite], ours[our_indices][is_finite], theirs[their_indices][is_finite]

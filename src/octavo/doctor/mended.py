@@ -1,6 +1,6 @@
-"""What the run itself got over: steps that broke and were made again, and findings that the autopilot mended.
+"""Problems resolved during the run: failed steps that were repeated, and findings that the autopilot resolved.
 
-A finding about such is a note, with the step in its evidence as "mended_at".
+Such a finding becomes a note, with the step in its evidence as "mended_at".
 """
 
 from dataclasses import replace
@@ -11,46 +11,50 @@ import numpy as np
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.series import Series
 
-__all__ = ["MENDED_AT", "after_mending", "mended", "survived_steps"]
+__all__ = ["RESOLVED_AT", "as_note_if_resolved", "as_resolved_note", "recovered_steps"]
 
-MENDED_AT = "mended_at"
+RESOLVED_AT = "mended_at"
 
 
-def survived_steps(series: Series) -> set[float]:
-    """Steps that broke, and that were finished all the same: made again under other settings."""
+def recovered_steps(series: Series) -> set[float]:
+    """Failed steps that were repeated under other settings and finished."""
     failed = [event["step"] for event in series.events if event["kind"] == "failure"]
     return set(np.intersect1d(failed, series.curve("loss")[0]).tolist()) if failed else set()
 
 
-def mended(finding: Finding, step: float) -> Finding:
-    """The finding as a note that says since when it is over."""
+def as_resolved_note(finding: Finding, step: float) -> Finding:
+    """The finding as a note with the step at which it was resolved."""
     return replace(
         finding,
         severity=Severity.NOTE,
-        evidence={**finding.evidence, MENDED_AT: float(step)},
-        cause=f"{finding.cause}; mended at step {step:.0f}",
+        evidence={**finding.evidence, RESOLVED_AT: float(step)},
+        cause=f"{finding.cause}; resolved at step {step:.0f}",
     )
 
 
-def after_mending(finding: Finding, series: Series) -> Finding:
-    """A note of a layer's finding that no look has shown since the autopilot changed the layer; any other as it is."""
-    over = survived_steps(series)
+def as_note_if_resolved(finding: Finding, series: Series) -> Finding:
+    """A note for a finding that no longer appears since the autopilot changed its layer; other findings unchanged."""
+    recovered = recovered_steps(series)
     changes = [
         period.step
         for period in series.periods.get(finding.path, ())[1:]
-        if period.step > finding.last_step or (period.step == finding.last_step and period.step in over)
+        if period.step > finding.last_step or (period.step == finding.last_step and period.step in recovered)
     ]
-    since = [
+    helpful_steps = [
         act["step"]
-        for act in _acts_that_helped(series)
+        for act in _helpful_acts(series)
         if act["path"] == finding.path and act["step"] >= finding.last_step and changes
         if act["finding"] == finding.code or act["step"] <= changes[0]
     ]
-    return mended(finding, since[0]) if since and finding.severity is not Severity.NOTE else finding
+    return (
+        as_resolved_note(finding, helpful_steps[0])
+        if helpful_steps and finding.severity is not Severity.NOTE
+        else finding
+    )
 
 
-def _acts_that_helped(series: Series) -> list[dict[str, Any]]:
-    """Lines of the autopilot's acts but for those that were taken back in vain."""
+def _helpful_acts(series: Series) -> list[dict[str, Any]]:
+    """Lines of the autopilot's acts, without those that were reverted because they did not help."""
     lines = [event for event in series.events if event["kind"] == "autopilot" and event.get("changes")]
-    vain = {line["takes_back"] for line in lines if "takes_back" in line and not line["helped"]}
-    return [line for line in lines if "takes_back" not in line and line["number"] not in vain]
+    reverted = {line["takes_back"] for line in lines if "takes_back" in line and not line["helped"]}
+    return [line for line in lines if "takes_back" not in line and line["number"] not in reverted]

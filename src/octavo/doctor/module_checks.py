@@ -1,4 +1,4 @@
-"""Numbers of modules that are no cast: gate and up projections that align, batch norms that wander."""
+"""Statistics of modules beyond casts: alignment of gate and up projections, drift of batch norms."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001 (the common base of 
 
 @torch.no_grad()
 def alignments(model: nn.Module) -> dict[str, Tensor]:
-    """How far rows of a gate projection and of its up projection point the same way, by the path of their module.
+    """Alignment of the gate and up projection of each gated MLP, by the path of their module.
 
-    A SwiGLU's output grows with the square of its input where both rows agree, which is how outliers are born in long
-    runs (arXiv 2409.12517, section 4). The number is the largest |cosine| of any row's pair: float64 [1].
+    Where both rows align, a SwiGLU's output grows with the square of its input, which creates outliers in long runs
+    (arXiv 2409.12517, section 4). The alignment is the largest |cosine| over all pairs of rows: float64 [1].
 
     Example:
         >>> class MLP(nn.Module):
@@ -32,40 +32,39 @@ def alignments(model: nn.Module) -> dict[str, Tensor]:
         >>> round(alignments(mlp)[""].item(), 4)
         1.0
     """
-    found = {}
+    alignments_by_path = {}
     for path, (gate, up) in gated_pairs(model).items():
         cosines = torch.nn.functional.cosine_similarity(gate.float(), up.float(), dim=1)
-        found[path] = cosines.abs().amax().double().reshape(1)
-    return found
+        alignments_by_path[path] = cosines.abs().amax().double().reshape(1)
+    return alignments_by_path
 
 
 def gated_pairs(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Weights [N, K] of gate and up projection, by the path of the module that has them; see :func:`gated_linears`."""
-    found = {}
+    """Weights [N, K] of gate and up projection, by the path of their module; see :func:`gated_linears`."""
+    pairs = {}
     for path, module in model.named_modules():
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         shapes = {name: (child.out_features, child.in_features) for name, child in linears.items()}
         weights = [linears[name].weight for name in gated_linears(shapes)[0]]
         if weights:
             gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
-            found[path] = (gate, up)
-    return found
+            pairs[path] = (gate, up)
+    return pairs
 
 
 @contextmanager
-def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
-    """Put into ``found``, by module path, how far each batch norm's batch lies from its running statistics.
+def watching_batch_norms(model: nn.Module, distances: dict[str, Tensor]) -> Iterator[None]:
+    """Store each batch norm's distance from its running statistics in ``distances``, by module path: float64 [2].
 
-    The first number is the median over channels of |log2(batch variance / running variance)|, less two standard
-    deviations of what it scatters by where n independent values of one variance are drawn, 0 at least; the second is
-    n, how many rows the batch has: float64 [2]. The logarithm of a Gaussian sample's variance has the variance
-    trigamma((n - 1) / 2); n is the batch's first dimension, since what stands in one row or image is not independent.
-    A channel whose variance in the batch is below the norm's ``eps``, such as a constant one, has no size to speak of
-    and does not count; the first number is NaN where no channel does.
+    The first number is the median over channels of |log2(batch variance / running variance)|, minus two standard
+    deviations of this logarithm for n independent samples, and at least 0; the second is n, the number of rows of the
+    batch. The logarithm of a Gaussian sample's variance has variance trigamma((n - 1) / 2). n is the batch's first
+    dimension, since values within one row or image are not independent. Channels whose variance is below the norm's
+    ``eps``, such as constant ones, are ignored; the first number is NaN if none remains.
     """
 
-    def watch(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def make_hook(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             assert isinstance(module, BatchNorm)
             if not inputs or module.running_var is None or not module.training:
                 return
@@ -75,13 +74,13 @@ def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator
                 variance = x.detach().float().var(dim=dims)
                 binades = (variance / module.running_var).log2().abs()
                 median = binades.masked_fill(variance < module.eps, math.nan).nanmedian()
-                distance = (median - _scatter(x.shape[0])).clamp(min=0).double()
-                found[path] = torch.stack([distance, distance.new_tensor(x.shape[0])])
+                distance = (median - _scatter_of_log2_variance(x.shape[0])).clamp(min=0).double()
+                distances[path] = torch.stack([distance, distance.new_tensor(x.shape[0])])
 
-        return look
+        return measure
 
     handles = [
-        module.register_forward_pre_hook(watch(path))
+        module.register_forward_pre_hook(make_hook(path))
         for path, module in model.named_modules()
         if isinstance(module, BatchNorm)
     ]
@@ -92,7 +91,7 @@ def watching_batch_norms(model: nn.Module, found: dict[str, Tensor]) -> Iterator
             handle.remove()
 
 
-def _scatter(n: int) -> float:
-    """Two standard deviations of log2 of the variance of ``n`` Gaussian values; of two where there is one only."""
+def _scatter_of_log2_variance(n: int) -> float:
+    """Two standard deviations of log2 of the variance of ``n`` Gaussian values; a single value counts as two."""
     freedom = torch.tensor((max(n, 2) - 1) / 2, dtype=torch.float64)
     return 2 * math.sqrt(torch.special.polygamma(1, freedom).item()) / math.log(2)

@@ -1,4 +1,4 @@
-"""What an optimizer's step did: gradients' norms and variance, and updates beside the weights they change."""
+"""Statistics of an optimizer's step: gradient norms, gradient variance, and updates relative to the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ SAMPLED_ELEMENTS = 1 << 12  # of each matrix
 
 
 class OptimizerRecorder:
-    """Measures the matrices of ``model`` that ``optimizer`` trains, around one of its steps.
+    """Measures the matrices of ``model`` that ``optimizer`` trains, before and after one of its steps.
 
-    Per matrix: the norm of its gradient as the optimizer sees it; its gradient's variance, summed over the elements,
-    from Adam's moments (v̂ - m̂²; NaN with another optimizer); and |Δw| / |w| on sampled rows.
+    For each matrix: the norm of the gradient that the optimizer receives; the gradient's variance summed over the
+    elements, from Adam's moments (v̂ - m̂²; NaN for other optimizers); and |Δw| / |w| on sampled rows.
 
     Args:
-        model: names the parameters.
-        optimizer: any of ``torch.optim``.
+        model: the model, for the parameters' names.
+        optimizer: any optimizer of ``torch.optim``.
 
     Raises:
-        ConfigError: it trains none of the model's parameters.
+        ConfigError: the optimizer trains none of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -42,8 +42,8 @@ class OptimizerRecorder:
 
     @staticmethod
     @contextmanager
-    def recording(recorder: "OptimizerRecorder | None", found: dict[str, Tensor]) -> Iterator[None]:
-        """Put float64 vectors of PARAMETER_FIELDS into ``found``; without a recorder nothing."""
+    def recording(recorder: "OptimizerRecorder | None", numbers_by_name: dict[str, Tensor]) -> Iterator[None]:
+        """Store PARAMETER_FIELDS of each matrix in ``numbers_by_name``, float64 [3]; do nothing without a recorder."""
         if recorder is None:
             yield
             return
@@ -55,7 +55,7 @@ class OptimizerRecorder:
 
         def compare(*_: Any) -> None:
             if before:
-                found.update(zip(recorder.matrices, recorder.numbers(before, norms), strict=True))
+                numbers_by_name.update(zip(recorder.matrices, recorder.numbers(before, norms), strict=True))
 
         handles = [
             recorder.optimizer.register_step_pre_hook(remember),
@@ -69,23 +69,23 @@ class OptimizerRecorder:
 
     @torch.no_grad()
     def samples(self, *, copies: bool = False) -> list[Tensor]:
-        """Some rows of every matrix in FP32, or copies of them."""
+        """Sampled rows of every matrix in FP32, copied if ``copies``."""
         return [_sample(parameter).to(torch.float32, copy=copies) for parameter in self.matrices.values()]
 
     @torch.no_grad()
     def norms(self) -> list[Tensor]:
-        """Of every gradient: float64 []; NaN where there is none."""
-        given = [parameter.grad for parameter in self.matrices.values() if parameter.grad is not None]
-        norms = iter(_norms([grad.coalesce().values() if grad.is_sparse else grad for grad in given]))
+        """Norm of every gradient: float64 []; NaN without a gradient."""
+        gradients = [parameter.grad for parameter in self.matrices.values() if parameter.grad is not None]
+        norms = iter(_norms([grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]))
         return [_nan(p) if p.grad is None else next(norms).double() for p in self.matrices.values()]
 
     @torch.no_grad()
     def numbers(self, before: list[Tensor], norms: list[Tensor]) -> list[Tensor]:
-        """Of every matrix PARAMETER_FIELDS: float64 [3].
+        """PARAMETER_FIELDS of every matrix: float64 [3].
 
         Args:
-            before: its samples before the step.
-            norms: of its gradient.
+            before: sampled rows of each matrix before the step.
+            norms: gradient norm of each matrix.
         """
         updates = _norms([after - old for after, old in zip(self.samples(), before, strict=True)])
         variances = [self._variance(parameter) for parameter in self.matrices.values()]
@@ -99,12 +99,12 @@ class OptimizerRecorder:
             return _nan(parameter)
         beta1, beta2 = group["betas"]
         step = state["step"]
-        if not isinstance(step, Tensor) or step.device.type == "cpu":  # a GPU's is not waited for
+        if not isinstance(step, Tensor) or step.device.type == "cpu":  # reading a GPU's step would wait for the device
             step = float(step)
         mean = _sample(state["exp_avg"]).float() / (1 - beta1**step)
         square = _sample(state["exp_avg_sq"]).float() / (1 - beta2**step)
-        spread: Tensor = square.addcmul_(mean, mean, value=-1).clamp_(min=0)
-        return spread.mean(dtype=torch.float64) * parameter.numel()
+        variance: Tensor = square.addcmul_(mean, mean, value=-1).clamp_(min=0)
+        return variance.mean(dtype=torch.float64) * parameter.numel()
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
@@ -116,7 +116,7 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def _sample(parameter: Tensor) -> Tensor:
-    """Some rows of a matrix."""
+    """Sampled rows of a matrix."""
     matrix = parameter.detach().flatten(1)
     return matrix[spread(matrix.shape[0], SAMPLED_ELEMENTS // max(1, matrix.shape[1]))]
 

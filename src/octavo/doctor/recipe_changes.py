@@ -1,4 +1,4 @@
-"""What a change of configuration makes of one layer's recipe."""
+"""Effect of configuration changes on one layer's recipe."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,12 +17,14 @@ _FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 
 
 def changed_recipe(recipe: Recipe, path: str, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe of the layer at ``path`` under other [training] values; ``skip`` beats ``overrides``, these the rest.
+    """Recipe of the layer at ``path`` under changed [training] values.
+
+    ``skip`` takes precedence over ``overrides``, and ``overrides`` over ``recipe`` and ``recipe_options``.
 
     Args:
-        recipe: what the layer runs.
-        path: where it stands in its model.
-        changes: values by key; those that are not about recipes change nothing.
+        recipe: the layer's current recipe.
+        path: the layer's path in its model.
+        changes: values by key; keys that do not concern recipes have no effect.
 
     Raises:
         ConfigError: an unknown recipe, or an option's value out of range.
@@ -48,7 +50,7 @@ def changed_recipe(recipe: Recipe, path: str, changes: Mapping[str, Any]) -> Rec
 
 
 def with_options(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
-    """``recipe`` with other values of a preset's options, as far as it has what they are about.
+    """``recipe`` with other values of a preset's options; options that do not apply to it are ignored.
 
     Example:
         >>> from octavo import recipes
@@ -76,15 +78,15 @@ def with_options(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
 
 
 def same_casts(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes differ in their names at most."""
+    """True if two recipes are equal except for their names."""
     return replace(one, name="") == replace(other, name="")
 
 
-def _with_casts(recipe: Recipe, is_meant: Callable[[CastSpec], bool], **changes: Any) -> Recipe:
-    """Those casts that are meant, changed."""
+def _with_casts(recipe: Recipe, is_selected: Callable[[CastSpec], bool], **changes: Any) -> Recipe:
+    """``recipe`` with the changes applied to the selected casts."""
 
     def cast(spec: CastSpec | None) -> CastSpec | None:
-        return spec and (replace(spec, **changes) if is_meant(spec) else spec)
+        return spec and (replace(spec, **changes) if is_selected(spec) else spec)
 
     def gemm(spec: GemmSpec) -> GemmSpec:
         return replace(spec, a=cast(spec.a), b=cast(spec.b))

@@ -1,4 +1,4 @@
-"""One captured layer's forward and backward under one recipe, and what its GEMMs multiplied."""
+"""Forward and backward of one captured layer under one recipe, and the operands of its GEMMs."""
 
 from collections.abc import Callable
 
@@ -11,27 +11,27 @@ from octavo.numerics import QuantizedTensor
 from octavo.observers import ROLES, AmaxHistory, LayerTap, LayerWatch, Operand, Operands
 from octavo.recipes import Recipe
 
-__all__ = ["Products", "Rerun", "SeenOperands"]
+__all__ = ["OperandRecorder", "Products", "Rerun"]
 
 Products = tuple[Tensor, Tensor, Tensor]  # output [M, N], grad_input [M, K], grad_weight [N, K]
 
 
 class Rerun:
-    """One recipe on one capture; called, it computes the three products.
+    """Callable that computes the three GEMMs of one capture under one recipe.
 
     Args:
-        capture: of finite tensors, on the device to compute on.
-        recipe: what to run.
-        ran: whether it is what ran, with the scales of that step; otherwise a delayed recipe makes its own from the
-            captured window.
+        capture: a capture with finite tensors, on the device to compute on.
+        recipe: the recipe to run.
+        ran: True for the layer as it ran, with the scales of that step; otherwise a delayed recipe computes its scales
+            from the captured window.
     """
 
     def __init__(self, capture: Capture, recipe: Recipe, *, ran: bool) -> None:
         self.capture, self.recipe = capture, recipe
-        self.amaxes = capture.amax if ran else _amaxes(capture, recipe)
+        self.amaxes = capture.amax if ran else _amaxes_from_window(capture, recipe)
 
     def __call__(self, watch: LayerWatch | None = None) -> Products:
-        """Output, grad_input and grad_weight; ``watch`` sees the operands."""
+        """Return output, grad_input and grad_weight; ``watch`` receives the operands."""
         tap = LayerTap(amaxes=self.amaxes, input_scale=self.capture.input_scale, watch=watch)
         with torch.enable_grad():
             x, weight = self.capture.input.detach().requires_grad_(), self.capture.weight.detach().requires_grad_()
@@ -42,8 +42,8 @@ class Rerun:
         return y.detach(), x.grad, weight.grad
 
 
-class SeenOperands:
-    """Keeps what the three GEMMs multiply."""
+class OperandRecorder:
+    """Records the operands of the three GEMMs."""
 
     def __init__(self) -> None:
         self.by_gemm: dict[str, Operands] = {}
@@ -68,40 +68,40 @@ class SeenOperands:
         self.by_gemm |= {"grad_input": grad_input, "grad_weight": grad_weight}
 
     def bytes(self) -> int:
-        """Of codes and scales, each storage once; an operand in high precision has the size that its GEMM reads."""
-        found: dict[int, int] = {}
+        """Size of codes and scales, each storage counted once; high-precision operands in the dtype of their GEMM."""
+        bytes_by_storage: dict[int, int] = {}
         for left, right in self.by_gemm.values():
             for operand in (left, right):
                 if isinstance(operand, QuantizedTensor):
                     for part in (operand.data, operand.scale):
-                        found[part.untyped_storage().data_ptr()] = part.nbytes
+                        bytes_by_storage[part.untyped_storage().data_ptr()] = part.nbytes
                 else:
                     assert isinstance(left, Tensor)
-                    found[operand.untyped_storage().data_ptr()] = operand.numel() * left.itemsize
-        return sum(found.values())
+                    bytes_by_storage[operand.untyped_storage().data_ptr()] = operand.numel() * left.itemsize
+        return sum(bytes_by_storage.values())
 
     def worst(self, capture: Capture, share: Callable[[Tensor, QuantizedTensor], float]) -> dict[str, float]:
-        """By role, the largest share of its casts."""
+        """Largest share over the casts of each role."""
         x, weight, grad_output = capture.input, capture.weight, capture.grad_output
         originals = {
             "output": (("input", x), ("weight", weight)),
             "grad_input": (("grad_output", grad_output), ("weight", weight.t())),
             "grad_weight": (("grad_output", grad_output.t()), ("input", x.t())),
         }
-        found = dict.fromkeys(ROLES, 0.0)
+        worst_by_role = dict.fromkeys(ROLES, 0.0)
         for gemm, operands in self.by_gemm.items():
             for (role, original), operand in zip(originals[gemm], operands, strict=True):
                 if isinstance(operand, QuantizedTensor):
-                    found[role] = max(found[role], share(original, operand))
-        return found
+                    worst_by_role[role] = max(worst_by_role[role], share(original, operand))
+        return worst_by_role
 
 
-def _amaxes(capture: Capture, recipe: Recipe) -> Tensor | None:
-    """What a recipe would have made its scales from; None for the tensors themselves."""
+def _amaxes_from_window(capture: Capture, recipe: Recipe) -> Tensor | None:
+    """Amaxes that a delayed recipe would have computed its scales from; None to use the tensors' own."""
     if recipe.history is None or capture.window is None:
         return None
     history = AmaxHistory(recipe.history, device=capture.window.device)
-    known = min(recipe.history.length, capture.window.shape[1])
-    history.window[:, :known].copy_(capture.window[:, :known])
+    length = min(recipe.history.length, capture.window.shape[1])
+    history.window[:, :length].copy_(capture.window[:, :length])
     history.follow_window(torch.ones(len(ROLES), dtype=torch.bool, device=capture.window.device))
     return history.amax

@@ -1,4 +1,4 @@
-"""One cause in most layers is one finding of the run: a recipe's mistake shows in every tensor that it casts."""
+"""Merging of findings that are the same in most layers: a mistake of the recipe shows in every tensor that it casts."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -7,19 +7,19 @@ from octavo.doctor.findings import Finding, worst_first
 
 __all__ = ["run_wide"]
 
-FEWEST = 4  # layers; of fewer each is named
-MOST = 0.5  # of the layers
+MIN_LAYERS = 4  # findings about fewer layers stay separate
+MIN_SHARE = 0.5  # of the layers
 
 
 def run_wide(findings: Iterable[Finding], layers: Collection[str]) -> list[Finding]:
-    """The findings, worst first, with those of one code that cover more than half of the layers as one.
+    """Merge findings of one code that cover more than half of the layers; return all findings, worst first.
 
-    Where fewer than four layers have the worst severity of their code, they are named one by one: that a few fail is
-    not to be lost among many that warn.
+    If fewer than four layers have the worst severity of their code, their findings stay separate, so that a few
+    failures are not hidden among many warnings.
 
     Args:
-        findings: about one run.
-        layers: paths of those that cast.
+        findings: the findings of one run.
+        layers: paths of the layers that cast.
 
     Example:
         >>> from octavo.doctor.findings import Severity
@@ -28,30 +28,30 @@ def run_wide(findings: Iterable[Finding], layers: Collection[str]) -> list[Findi
         >>> print(run_wide(alike, paths)[0])
         warn: saturation at the run, step 0: 5 of 5 FP8 layers; the worst is layers.0: it is
     """
-    found = worst_first(list(findings))
-    for code in dict.fromkeys(one.code for one in found):
-        alike = _without_few([one for one in found if one.code == code and one.path in layers])
-        places = _places(alike)
-        if len(places) >= FEWEST and len(places) > MOST * len(layers):
-            others = [one for one in found if not any(one is same for same in alike)]
-            found = [*others, _merged(alike, places, len(layers))]
-    return worst_first(found)
+    merged = worst_first(list(findings))
+    for code in dict.fromkeys(one.code for one in merged):
+        same_code = _without_rare_severities([one for one in merged if one.code == code and one.path in layers])
+        places = _places(same_code)
+        if len(places) >= MIN_LAYERS and len(places) > MIN_SHARE * len(layers):
+            others = [one for one in merged if not any(one is same for same in same_code)]
+            merged = [*others, _merge(same_code, places, len(layers))]
+    return worst_first(merged)
 
 
-def _without_few(alike: list[Finding]) -> list[Finding]:
-    while alike:
-        worst = [one for one in alike if one.severity is alike[0].severity]
-        if len(_places(worst)) >= FEWEST:
+def _without_rare_severities(findings: list[Finding]) -> list[Finding]:
+    while findings:
+        worst = [one for one in findings if one.severity is findings[0].severity]
+        if len(_places(worst)) >= MIN_LAYERS:
             break
-        alike = alike[len(worst) :]
-    return alike
+        findings = findings[len(worst) :]
+    return findings
 
 
 def _places(findings: Iterable[Finding]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.path for one in findings))
 
 
-def _merged(alike: list[Finding], places: tuple[str, ...], layers: int) -> Finding:
+def _merge(alike: list[Finding], places: tuple[str, ...], layers: int) -> Finding:
     worst = alike[0]
     example = f"{worst.path}, {worst.role}" if worst.role else worst.path
     return replace(

@@ -1,8 +1,8 @@
-"""What a layer's tensors would meet under another recipe, measured while it runs its own.
+"""Statistics of a layer under another recipe, measured while it runs its own.
 
-A layer that was given a finer recipe, or BF16, shows nothing of what it was given it for. At a look, a shadow takes
-the tensors of the layer's first call, and once the step is over it computes the three GEMMs again under the coarser
-recipe, on samples of their rows. Training does not see it.
+After a layer has moved to a finer recipe or BF16, its own statistics no longer show whether the original problem
+persists. In a sampled step a shadow takes the tensors of the layer's first call, and after the step it replays the
+three GEMMs under the coarser recipe on sampled rows. Training is not affected.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from octavo.doctor.captor import captured
+from octavo.doctor.captor import capture_layer
 from octavo.doctor.facts import layer_facts
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.rerun import Rerun
@@ -27,14 +27,14 @@ __all__ = ["Shadow"]
 
 
 class Shadow:
-    """One layer under one other recipe, in one step.
+    """Measurement of one layer under another recipe in one step.
 
     Args:
-        path: the layer's.
-        layer: which runs whatever it runs.
-        recipe: that is tried.
-        window: float32 [3, L], the amaxes of earlier looks, newest first and -1 where there is none, of which a delayed
-            recipe makes its scales; None for the tensors' own.
+        path: the layer's path.
+        layer: the layer, which runs its own recipe.
+        recipe: the recipe to measure.
+        window: float32 [3, L] amaxes of earlier samples, newest first and -1 for unused entries, from which a delayed
+            recipe computes its scales; None to use the tensors' own amaxes.
 
     Example:
         >>> import octavo
@@ -48,22 +48,22 @@ class Shadow:
 
     def __init__(self, path: str, layer: Linear, recipe: Recipe, window: Tensor | None = None) -> None:
         self.path, self.layer, self.recipe, self.window = path, layer, recipe, window
-        self._seen: tuple[Tensor, Tensor, Tensor] | None = None
+        self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take the tensors of the first call that has a backward pass."""
-        handle = self.layer.register_forward_hook(self._see)
+        """Record the tensors of the first call with a backward pass."""
+        handle = self.layer.register_forward_hook(self._record)
         try:
             yield
         finally:
             handle.remove()
 
     def sample(self, step: int) -> Sample | None:
-        """What the layer's casts and GEMMs would be; None if it did not run, or not on finite tensors."""
-        if self._seen is None or not all(bool(tensor.isfinite().all()) for tensor in self._seen):
+        """Statistics of the layer's casts and GEMMs; None if it did not run, or its tensors are not finite."""
+        if self._tensors is None or not all(bool(tensor.isfinite().all()) for tensor in self._tensors):
             return None
-        capture = captured(self.path, step, self.recipe, self._seen, self.layer)
+        capture = capture_layer(self.path, step, self.recipe, self._tensors, self.layer)
         amax = None if self.window is None else torch.zeros(len(ROLES))
         casts: dict[CastKey, Tensor] = {}
         products: dict[ProductKey, Tensor] = {}
@@ -77,14 +77,14 @@ class Shadow:
             layers={self.path: layer_facts(self.layer, self.recipe)},
         )
 
-    def _see(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if self._seen is not None or not output.requires_grad:
+    def _record(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if self._tensors is not None or not output.requires_grad:
             return
         (x,) = inputs
         x = x.detach().to(autocast_dtype(x)).flatten(0, -2)
-        weight = self.layer.weight.detach().clone()  # the optimizer changes it before the step is over
+        weight = self.layer.weight.detach().clone()  # the optimizer changes it before the step ends
 
-        def keep(gradient: Tensor) -> None:
-            self._seen = self._seen or (x, weight, gradient.detach().flatten(0, -2))
+        def record_gradient(gradient: Tensor) -> None:
+            self._tensors = self._tensors or (x, weight, gradient.detach().flatten(0, -2))
 
-        output.register_hook(keep)
+        output.register_hook(record_gradient)

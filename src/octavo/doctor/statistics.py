@@ -1,39 +1,39 @@
-"""What the doctor measures of one tensor, beside the codes that were made of it, and of one GEMM.
+"""Statistics of one cast, from a tensor and its FP8 codes, and of one GEMM.
 
-A cast is judged by several numbers because each is blind somewhere: the SQNR does not see underflow, underflow does
-not see saturation, and neither sees codes that belong to another tensor.
+A cast needs several numbers because each misses some failures: the SQNR does not show underflow, underflow does not
+show saturation, and neither shows codes that belong to another tensor.
 
 | field               | meaning                                                                       | of            |
 |---------------------|-------------------------------------------------------------------------------|---------------|
 | amax                | largest finite magnitude                                                      | all elements  |
-| nonfinite           | NaN and ±Inf elements, before the cast                                        | all elements  |
-| saturation_fraction | beyond the largest value that the scale provides for                          | all elements  |
-| stale_ratio         | g = amax now / amax the scale was made for, the largest of all scaling groups | all elements  |
-| least_stale_ratio   | the smallest g of scaling groups whose amax is above ten times the floor      | all elements  |
-| scale               | decode scale, the largest of all scaling groups                               | all groups    |
+| nonfinite           | NaN and ±Inf elements before the cast                                         | all elements  |
+| saturation_fraction | elements beyond the largest value that the scale represents                   | all elements  |
+| stale_ratio         | g = amax now / amax the scale was made for, maximum over scaling groups       | all elements  |
+| least_stale_ratio   | minimum g over scaling groups with an amax above ten times the floor          | all elements  |
+| scale               | decode scale, maximum over scaling groups                                     | all groups    |
 | rms                 | sqrt(mean x²)                                                                 | sampled rows  |
 | kurtosis            | mean x⁴ / (mean x²)²: 3 for a Gaussian                                        | sampled rows  |
 | zero_fraction       | x = 0                                                                         | sampled rows  |
-| underflow_fraction  | code 0 of nonzeros                                                            | sampled rows  |
-| flushed_energy      | share of Σ x² in them                                                         | sampled rows  |
+| underflow_fraction  | nonzeros with code 0                                                          | sampled rows  |
+| flushed_energy      | share of Σ x² in nonzeros with code 0                                         | sampled rows  |
 | sqnr_db             | 10·log10(Σ x² / Σ (y - x)²)                                                   | sampled rows  |
 | cosine              | Σ x·y / sqrt(Σ x² · Σ y²)                                                     | sampled rows  |
 | signed_error        | Σ sign(x)·(y - x) / Σ |x|                                                     | sampled rows  |
-| code_mismatch       | codes that are farther from x than those of x under this scale                | sampled rows  |
+| code_mismatch       | codes farther from x than the correct codes of x under this scale             | sampled rows  |
 
-x is the tensor in high precision and y what its codes decode to. Sums run over finite elements, in FP64. A number that
-does not exist (the SQNR of an exact cast, the kurtosis of zeros) is NaN.
+x is the tensor in high precision and y its decoded codes. Sums run over finite elements, in FP64. Undefined numbers
+(the SQNR of an exact cast, the kurtosis of zeros) are NaN.
 
-While a step runs only sums are made, on the tensors' device and without waiting for it: a cast's CAST_SUMS, which on a
-CPU are a native kernel's, and a GEMM's PRODUCT_SUMS. Numbers come from them once the step is over.
+During a step only sums are computed, on the tensors' device and without synchronization: CAST_SUMS of each cast (by a
+native kernel on a CPU) and PRODUCT_SUMS of each GEMM. The numbers are derived from them after the step.
 
-Sampled rows are an odd number of rows apart: tokens lie sequence after sequence, and an even step would often meet all
-of them at the same position, the first ones and their outliers for instance. Of a transposed view, whose columns lie
-side by side, columns are sampled.
+Sampled rows are an odd number of rows apart: tokens are stored sequence after sequence, and an even distance would
+often select the same position of each, such as the first tokens with their outliers. Of a transposed view, columns are
+sampled instead, since they are contiguous.
 
-A GEMM is judged on sampled rows of both operands, in two numbers: the SQNR of its result against high precision, and
-the bias of its sums on a Hopper tensor core, Σ sign(f)·(h - f) / Σ |f| with f summed in FP32 and h as the recipe's
-``accumulate`` says; NaN where scales change along K.
+A GEMM is measured on sampled rows of both operands by two numbers: the SQNR of its result against high precision, and
+the bias of its sums on a Hopper tensor core, Σ sign(f)·(h - f) / Σ |f|, with f accumulated in FP32 and h as set by the
+recipe's ``accumulate``; NaN if scales change along K.
 """
 
 from collections.abc import Mapping
@@ -60,10 +60,10 @@ __all__ = [
     "cast_numbers",
     "cast_statistics",
     "cast_sums",
-    "evenly",
     "product_numbers",
     "product_sums",
     "spread",
+    "spread_indices",
     "take_rows",
 ]
 
@@ -86,26 +86,24 @@ CAST_FIELDS = (
 )
 CAST_SUMS = (  # in the order of kernels/native/kernels.h
     *("elements", "nonfinite", "saturated", "amax", "scale", "stale_ratio"),  # of all elements
-    *("finite", "nonzeros", "flushed", "mismatched"),  # of sampled rows, as all that follow
+    *("finite", "nonzeros", "flushed", "mismatched"),  # of sampled rows, as all below
     *("energy", "fourth_powers", "flushed_energy", "noise", "product", "decoded_energy", "magnitude", "signed_error"),
-    "least_stale_ratio",  # of all elements, and not one of the kernel's
+    "least_stale_ratio",  # of all elements; not computed by the native kernel
 )
 PRODUCT_FIELDS = ("sqnr_db", "accumulation_bias")
 PRODUCT_SUMS = ("energy", "noise", "magnitude", "signed_error")  # in the order of native/comparison.h
 SAMPLED_ELEMENTS = 1 << 14
-TIE = (
-    1.001  # x · encode_scale and x / scale may differ in the last bit, which decides where x lies halfway (cast_sums.h)
-)
+TIE = 1.001  # x · encode_scale and x / scale may differ in the last bit, which decides ties (cast_sums.h)
 Floats = NDArray[np.float64]
 
 
-def cast_statistics(x: Tensor, made: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
-    """The numbers of one cast: float64 [len(CAST_FIELDS)] on the CPU.
+def cast_statistics(x: Tensor, quantized: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
+    """Statistics of one cast: float64 [len(CAST_FIELDS)] on the CPU.
 
     Args:
-        x: [M, K] as it was before the cast, not empty.
-        made: its codes and scales.
-        amax_floor: as which smaller amaxes counted when the scales were made.
+        x: [M, K] before the cast, not empty.
+        quantized: its codes and scales.
+        amax_floor: lower clamp of the amaxes that the scales were computed from.
 
     Example:
         >>> import octavo
@@ -114,65 +112,68 @@ def cast_statistics(x: Tensor, made: QuantizedTensor, *, amax_floor: float = AMA
         >>> numbers["amax"], numbers["stale_ratio"], numbers["zero_fraction"], round(numbers["underflow_fraction"], 2)
         (4.0, 1.0, 0.25, 0.33)
     """
-    return torch.from_numpy(cast_numbers(cast_sums(x, made, amax_floor=amax_floor).cpu().numpy()))
+    return torch.from_numpy(cast_numbers(cast_sums(x, quantized, amax_floor=amax_floor).cpu().numpy()))
 
 
-def cast_sums(x: Tensor, made: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
-    """What :func:`cast_numbers` needs of one cast: float64 [len(CAST_SUMS)] on ``x``'s device.
+def cast_sums(x: Tensor, quantized: QuantizedTensor, *, amax_floor: float = AMAX_FLOOR) -> Tensor:
+    """Sums of one cast, as input of :func:`cast_numbers`: float64 [len(CAST_SUMS)] on the device of ``x``.
 
     Args:
-        x: [M, K] as it was before the cast, not empty.
-        made: its codes and scales.
-        amax_floor: as which smaller amaxes counted when the scales were made.
+        x: [M, K] before the cast, not empty.
+        quantized: its codes and scales.
+        amax_floor: lower clamp of the amaxes that the scales were computed from.
     """
-    turned = is_transposed(x)
-    size, other = x.shape[::-1] if turned else x.shape
-    rows = spread(size, SAMPLED_ELEMENTS // other)
-    if summing.sums(x, made):
-        return summing.cast_sums(x, made, rows, amax_floor=amax_floor)
-    if turned:
-        x, made = x.t(), _transposed(made)
-    return _sums_by_torch(x, made, rows, amax_floor=amax_floor)
+    is_transposed_view = is_transposed(x)
+    size, row_length = x.shape[::-1] if is_transposed_view else x.shape
+    rows = spread(size, SAMPLED_ELEMENTS // row_length)
+    if summing.sums(x, quantized):
+        return summing.cast_sums(x, quantized, rows, amax_floor=amax_floor)
+    if is_transposed_view:
+        x, quantized = x.t(), _transpose(quantized)
+    return _sums_by_torch(x, quantized, rows, amax_floor=amax_floor)
 
 
 @torch.no_grad()
-def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice, *, amax_floor: float) -> Tensor:
-    """The definition, for every device and format."""
-    x, scale = narrowed(x.detach()), made.fp32_scale
-    found = measure(x, made.granularity)
-    whole = {
+def _sums_by_torch(x: Tensor, quantized: QuantizedTensor, rows: slice, *, amax_floor: float) -> Tensor:
+    """Reference implementation for every device and format."""
+    x, scale = narrowed(x.detach()), quantized.fp32_scale
+    measurement = measure(x, quantized.granularity)
+    sums_of_all_elements = {
         "elements": torch.full((), x.numel(), device=x.device),
-        "nonfinite": torch.zeros((), device=x.device) if found.nonfinite is None else found.nonfinite,
-        "saturated": _saturated(x, made, found.amax),
-        "amax": found.amax.amax(),
+        "nonfinite": torch.zeros((), device=x.device) if measurement.nonfinite is None else measurement.nonfinite,
+        "saturated": _count_saturated(x, quantized, measurement.amax),
+        "amax": measurement.amax.amax(),
         "scale": scale.amax(),
-        "stale_ratio": (found.amax / (scale * made.format.max)).amax(),
-        "least_stale_ratio": summing.least_stale_ratio(found.amax, scale, made.format, amax_floor=amax_floor),
+        "stale_ratio": (measurement.amax / (scale * quantized.format.max)).amax(),
+        "least_stale_ratio": summing.least_stale_ratio(
+            measurement.amax, scale, quantized.format, amax_floor=amax_floor
+        ),
     }
-    sums = whole | _sampled_sums(x[rows], take_rows(made, rows))
+    sums = sums_of_all_elements | _sampled_sums(x[rows], take_rows(quantized, rows))
     return torch.stack([sums[name].double() for name in CAST_SUMS])
 
 
-def _saturated(x: Tensor, made: QuantizedTensor, amaxes: Tensor) -> Tensor:
-    """How many finite elements lie beyond what their scale provides for."""
-    limit = saturation_amax(made)
+def _count_saturated(x: Tensor, quantized: QuantizedTensor, amaxes: Tensor) -> Tensor:
+    """Number of finite elements beyond the range of their scale."""
+    limit = saturation_amax(quantized)
     if can_be_asked(x) and not (amaxes > limit).any():
         return torch.zeros((), device=x.device)
     highest = limit.float()  # rounded down: a 16-bit element would be compared in 16 bits with a float64 scalar
     highest = torch.where(highest > limit, highest.nextafter(torch.zeros_like(highest)), highest)
     magnitudes = x.float().abs()
-    return ((magnitudes > made.granularity.expand(highest, x.shape)) & (magnitudes < torch.inf)).sum()
+    return ((magnitudes > quantized.granularity.expand(highest, x.shape)) & (magnitudes < torch.inf)).sum()
 
 
-def _sampled_sums(x: Tensor, made: QuantizedTensor) -> dict[str, Tensor]:
-    again = quantize(x, made.format, granularity=made.granularity, scale=made.fp32_scale)
-    codes = made.data.view(torch.uint8)
-    y = dequantize(QuantizedTensor(made.data, made.scale, made.granularity, torch.float32))
+def _sampled_sums(x: Tensor, quantized: QuantizedTensor) -> dict[str, Tensor]:
+    correct = quantize(x, quantized.format, granularity=quantized.granularity, scale=quantized.fp32_scale)
+    codes = quantized.data.view(torch.uint8)
+    y = dequantize(QuantizedTensor(quantized.data, quantized.scale, quantized.granularity, torch.float32))
     finite = x.isfinite()
     nonzero = finite & (x != 0)
     flushed = nonzero & (codes & 0x7F == 0)
-    wanted = dequantize(QuantizedTensor(again.data, made.scale, made.granularity, torch.float32))
-    agrees = (y - x.float()).abs() <= TIE * (wanted - x.float()).abs()  # a NaN code of a number does not
+    correct_values = dequantize(QuantizedTensor(correct.data, quantized.scale, quantized.granularity, torch.float32))
+    # False for the NaN code of a finite number.
+    agrees = (y - x.float()).abs() <= TIE * (correct_values - x.float()).abs()
     wide, y = (tensor.double().where(finite, 0.0) for tensor in (x, y))
     squares, magnitudes = wide.square(), wide.abs()
     return {
@@ -192,7 +193,7 @@ def _sampled_sums(x: Tensor, made: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def cast_numbers(sums: Floats) -> Floats:
-    """[..., len(CAST_SUMS)] to [..., len(CAST_FIELDS)]."""
+    """Convert sums [..., len(CAST_SUMS)] to statistics [..., len(CAST_FIELDS)]."""
     of: Mapping[str, Any] = dict(zip(CAST_SUMS, np.moveaxis(sums, -1, 0), strict=True))
     energy, finite = of["energy"], of["finite"]
     with np.errstate(all="ignore"):
@@ -212,8 +213,8 @@ def cast_numbers(sums: Floats) -> Floats:
     return np.stack([numbers[name] if name in numbers else of[name] for name in CAST_FIELDS], axis=-1)
 
 
-def take_rows(made: QuantizedTensor, rows: slice) -> QuantizedTensor:
-    """Some rows of a matrix's codes with the scales that decode them.
+def take_rows(quantized: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    """Rows of a matrix's codes with their scales.
 
     Example:
         >>> import octavo
@@ -221,71 +222,71 @@ def take_rows(made: QuantizedTensor, rows: slice) -> QuantizedTensor:
         >>> take_rows(q, slice(3, None, 2)).dequantize()
         tensor([[0., 0., 0., 1.]])
     """
-    granularity, scale = made.granularity, made.scale
+    granularity, scale = quantized.granularity, quantized.scale
     if isinstance(granularity, PerBlock):
         if granularity.rows == 1:
             scale = scale[rows]
         else:
-            scale = scale[torch.arange(*rows.indices(made.shape[0]), device=scale.device) // granularity.rows]
+            scale = scale[torch.arange(*rows.indices(quantized.shape[0]), device=scale.device) // granularity.rows]
             granularity = PerBlock(1, granularity.columns)
     elif not isinstance(granularity, PerTensor):
         scale = scale[rows]
-    return QuantizedTensor(made.data[rows], scale, granularity, made.hp_dtype)
+    return QuantizedTensor(quantized.data[rows], scale, granularity, quantized.hp_dtype)
 
 
-def _transposed(made: QuantizedTensor) -> QuantizedTensor:
-    """The transpose with the scales it has: those of a row are then those of a column."""
-    granularity, data = made.granularity, made.data.t()
+def _transpose(quantized: QuantizedTensor) -> QuantizedTensor:
+    """Transpose a matrix with its scales: scales of rows become scales of columns."""
+    granularity, data = quantized.granularity, quantized.data.t()
     if isinstance(granularity, PerBlock):
         granularity = PerBlock(granularity.columns, granularity.rows)
     elif isinstance(granularity, PerRow):
         granularity = PerBlock(data.shape[0], 1)
-    scale = made.scale.t() if made.scale.ndim == 2 else made.scale
-    return QuantizedTensor(data, scale, granularity, made.hp_dtype)
+    scale = quantized.scale.t() if quantized.scale.ndim == 2 else quantized.scale
+    return QuantizedTensor(data, scale, granularity, quantized.hp_dtype)
 
 
 def product_sums(
     left: QuantizedTensor, right: QuantizedTensor, originals: tuple[Tensor, Tensor], accumulate: Accumulate
 ) -> Tensor:
-    """What :func:`product_numbers` needs of ``left @ right.T``: float64 [len(PRODUCT_SUMS)] on the operands' device.
+    """Sums of the GEMM ``left @ right.T``, as input of :func:`product_numbers`: float64 [len(PRODUCT_SUMS)].
 
     Args:
         left: [M, K].
         right: [N, K].
-        originals: what they were made of.
-        accumulate: how a Hopper GPU would sum it.
+        originals: both operands before their casts.
+        accumulate: accumulation mode of a Hopper GPU.
     """
-    originals, made = (narrowed(originals[0]), narrowed(originals[1])), (left, right)
-    widths = {side.granularity.columns for side in made if isinstance(side.granularity, PerBlock)}
-    if all(summing.sums(*pair) for pair in zip(originals, made, strict=True)) and len(widths) < 2:
+    originals, operands = (narrowed(originals[0]), narrowed(originals[1])), (left, right)
+    widths = {side.granularity.columns for side in operands if isinstance(side.granularity, PerBlock)}
+    if all(summing.sums(*pair) for pair in zip(originals, operands, strict=True)) and len(widths) < 2:
         codes, scales = (left.data, right.data), (rows_of_scales(left), rows_of_scales(right))
         return products.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)[1]
-    return _product_sums_by_torch(made, originals, Accumulate.FP32 if widths else accumulate)
+    return _product_sums_by_torch(operands, originals, Accumulate.FP32 if widths else accumulate)
 
 
 @torch.no_grad()
 def _product_sums_by_torch(
-    made: tuple[QuantizedTensor, QuantizedTensor], originals: tuple[Tensor, Tensor], accumulate: Accumulate
+    operands: tuple[QuantizedTensor, QuantizedTensor], originals: tuple[Tensor, Tensor], accumulate: Accumulate
 ) -> Tensor:
-    """The definition, for every device and format."""
-    with torch.autocast(made[0].data.device.type, enabled=False):  # which would multiply in its own dtype
-        wanted = (originals[0].float() @ originals[1].float().t()).double()
-    exact = scaled_mm(*made, out_dtype=torch.float32).double()
+    """Reference implementation for every device and format."""
+    with torch.autocast(operands[0].data.device.type, enabled=False):  # autocast would multiply in its own dtype
+        reference = (originals[0].float() @ originals[1].float().t()).double()
+    exact = scaled_mm(*operands, out_dtype=torch.float32).double()
     if accumulate is Accumulate.FP32:
-        cut = torch.full_like(exact, torch.nan)
+        accumulated = torch.full_like(exact, torch.nan)
     else:
-        cut = scaled_mm(*made, out_dtype=torch.float32, accumulate=accumulate).double()
+        accumulated = scaled_mm(*operands, out_dtype=torch.float32, accumulate=accumulate).double()
     sums = {
-        "energy": wanted.square(),
-        "noise": (exact - wanted).square(),
+        "energy": reference.square(),
+        "noise": (exact - reference).square(),
         "magnitude": exact.abs(),
-        "signed_error": exact.sign() * (cut - exact),
+        "signed_error": exact.sign() * (accumulated - exact),
     }
     return torch.stack([sums[name].sum() for name in PRODUCT_SUMS])
 
 
 def product_numbers(sums: Floats) -> Floats:
-    """[..., len(PRODUCT_SUMS)] to [..., len(PRODUCT_FIELDS)].
+    """Convert sums [..., len(PRODUCT_SUMS)] to statistics [..., len(PRODUCT_FIELDS)].
 
     Example:
         >>> product_numbers(np.array([200.0, 2.0, 22.0, -2.0])).round(3)
@@ -297,22 +298,22 @@ def product_numbers(sums: Floats) -> Floats:
 
 
 def _decibels(signal: Floats, noise: Floats) -> Floats:
-    """NaN where there is no noise or no signal: an exact cast has no ratio."""
+    """Ratio in decibels; NaN without noise or without signal."""
     ratio = signal / noise
     return 10 * np.log10(np.where((ratio > 0) & (ratio < np.inf), ratio, np.nan))
 
 
-def spread(size: int, most: int) -> slice:
-    """At most ``most`` of ``size`` rows, and one at least, an odd number of rows apart.
+def spread(size: int, max_rows: int) -> slice:
+    """Select at most ``max_rows`` of ``size`` rows, at least one, an odd number of rows apart.
 
     Example:
         >>> spread(8, 8), spread(1024, 8)
         (slice(0, None, 1), slice(43, None, 129))
     """
-    step = max(1, -(-size // max(1, most))) | 1
+    step = max(1, -(-size // max(1, max_rows))) | 1
     return slice(step // 3, None, step)
 
 
-def evenly(size: int, most: int, device: torch.device) -> Tensor:
-    """The indices of :func:`spread`."""
-    return torch.arange(*spread(size, most).indices(size), device=device)
+def spread_indices(size: int, max_rows: int, device: torch.device) -> Tensor:
+    """Indices of :func:`spread` as a tensor."""
+    return torch.arange(*spread(size, max_rows).indices(size), device=device)

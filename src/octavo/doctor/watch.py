@@ -1,11 +1,11 @@
-"""``octavo.doctor.watch``: look at a model while it trains, in any loop.
+"""Sampling of a model's FP8 statistics in any training loop: ``octavo.doctor.watch``.
 
-Every ``interval`` steps each FP8 layer's tensors are measured beside the codes that were made of them, and the
-optimizer's step is measured parameter by parameter. The other steps pay nothing. What is measured stays on the model's
-device until the step ends and is fetched in one copy. Memory grows with the number of layers, not of steps: the newest
-``keep`` samples are held, and whoever wants all of them takes each as it comes (``on_sample``).
+Every ``interval`` steps the tensors of each FP8 layer are compared with their codes, and the optimizer's step is
+measured for each parameter. Other steps have no overhead. Sums stay on the model's device until the step ends and are
+then copied at once. Memory grows with the number of layers but not of steps: the newest ``keep`` samples are stored,
+and ``on_sample`` receives every sample.
 
-A compiled model runs eagerly in a step that is looked at; the numbers are the same.
+A compiled model runs eagerly in sampled steps; the numbers are the same.
 """
 
 import math
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo.doctor.captor import Captor
+from octavo.doctor.captor import CaptureScheduler
 from octavo.doctor.capture import Captures
 from octavo.doctor.diagnose import diagnose
 from octavo.doctor.facts import layer_facts
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 __all__ = ["StepNotes", "Watcher", "watch"]
 
-STEPS_KEPT = 1000
+MAX_STEPS = 1000
 
 
 class StepNotes:
-    """What the loop says of a step.
+    """Numbers of a step that the training loop records.
 
     Attributes:
         loss: a number or a tensor [], in nats.
-        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale", which with a dynamic scale is best
-            taken after its update: ``scaler.get_scale()`` after ``scaler.update()``.
+        values: other numbers by name, such as "lr", "grad_norm" and "loss_scale". Record a dynamic loss scale after its
+            update: ``scaler.get_scale()`` after ``scaler.update()``.
     """
 
     def __init__(self) -> None:
@@ -69,22 +69,22 @@ def watch(
     captures: str | Path | Captures | None = None,
     group: "ProcessGroup | str | None" = None,
 ) -> "Watcher":
-    """Look at ``model`` while it trains.
+    """Watch ``model`` while it trains.
 
     Args:
-        model: converted by ``octavo.convert``, or built of ``octavo.nn`` modules.
-        optimizer: to measure updates against weights; without it they are not measured.
-        interval: steps from one look to the next, 1 or more. The first step is looked at too.
-        keep: samples that are held, 2 or more.
+        model: a model converted by ``octavo.convert`` or built from ``octavo.nn`` modules.
+        optimizer: the optimizer, to measure updates relative to weights; None to skip them.
+        interval: steps between sampled steps, 1 or more. The first step is sampled too.
+        keep: number of samples to store, 2 or more.
         on_sample: called with each sample when its step ends.
-        captures: a folder. The rules judge the looks so far then, and a layer in which they find something is captured
-            there at the next look, for :func:`octavo.doctor.replay`; None captures nothing.
-        group: ranks that should cast alike; all of them must look at the same steps. None is the default group, where
-            torch.distributed is running; "alone" compares nothing.
+        captures: a folder for captures. The rules are then applied to the samples so far, and layers with findings are
+            captured at the next sampled step, for :func:`octavo.doctor.replay`; None captures nothing.
+        group: ranks with equal weights, whose scales are compared; all of them must sample the same steps. None is the
+            default group of torch.distributed, if initialized; "alone" compares nothing.
 
     Raises:
-        ConfigError: ``interval`` or ``keep`` is out of range, ``group`` is another text, or no layer of the model is
-            octavo's.
+        ConfigError: ``interval`` or ``keep`` is out of range, ``group`` is a string other than "alone", or the model
+            has no octavo layer.
 
     Example:
         >>> import octavo, octavo.doctor
@@ -108,10 +108,10 @@ def watch(
 
 
 class Watcher:
-    """See :func:`watch`.
+    """Watcher of a model; see :func:`watch`.
 
     Attributes:
-        samples: the newest ``keep``, oldest first.
+        samples: the newest ``keep`` samples, oldest first.
     """
 
     def __init__(
@@ -125,74 +125,76 @@ class Watcher:
         captures: str | Path | Captures | None = None,
         group: "ProcessGroup | str | None" = None,
     ) -> None:
-        given: tuple[tuple[str, object, int], ...] = (("interval", interval, 1), ("keep", keep, 2))
-        for name, value, least in given:
+        integers: tuple[tuple[str, object, int], ...] = (("interval", interval, 1), ("keep", keep, 2))
+        for name, value, least in integers:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"watch's {name} must be a whole number of at least {least}, not {value!r}")
         self.model, self.interval, self.on_sample = model, interval, on_sample
         self.layers = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
         if not self.layers:
             raise ConfigError("no layer of this model is octavo's; call octavo.convert(model, recipe) before watching")
-        _check_memory(self.layers)
+        _check_device(self.layers)
         self.ranks = RankComparison(self.layers, group)
         self.optimizer = None if optimizer is None else OptimizerRecorder(model, optimizer)
         self.overflows = Overflows(optimizer)
-        store = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
-        self.captor = None if store is None else Captor(store, self.layers, interval=interval)
+        capture_folder = captures if captures is None or isinstance(captures, Captures) else Captures(captures)
+        self.captor = (
+            None if capture_folder is None else CaptureScheduler(capture_folder, self.layers, interval=interval)
+        )
         self.samples: deque[Sample] = deque(maxlen=keep)
-        self.steps: deque[dict[str, Any]] = deque(maxlen=STEPS_KEPT)
+        self.steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
         self.number = 0
         self._nonfinite = {path: layer.nonfinite_counts.tolist() for path, layer in self.layers.items()}
 
     def is_due(self, number: int) -> bool:
-        """Whether the step of that number, from 1 on, is looked at."""
+        """True if the step with this number, counted from 1, is sampled."""
         return number == 1 or number % self.interval == 0
 
     @contextmanager
     def step(self, number: int | None = None, *, always: bool = False) -> Iterator[StepNotes]:
-        """One step of training: forward, backward and the optimizer's step, with all micro-batches.
+        """Context of one training step: forward, backward and the optimizer's step, with all micro-batches.
 
         Args:
-            number: the step's, from 1 on; None is one more than the last.
-            always: look at it whatever its number.
+            number: the step's number, counted from 1; None for the previous number plus one.
+            always: sample the step regardless of its number.
         """
         self.number = self.number + 1 if number is None else number
         notes = StepNotes()
-        is_looked_at = always or self.is_due(self.number)
+        is_sampled = always or self.is_due(self.number)
         with self.overflows.during_step():
-            if is_looked_at:
-                with self._looking() as finish:
+            if is_sampled:
+                with self._monitored_step() as finish:
                     yield notes
-                self._keep(finish())
+                self._store(finish())
             else:
                 yield notes
-        self._note(notes)
-        if is_looked_at:
+        self._record_notes(notes)
+        if is_sampled:
             self.overflows.read()
             if self.captor is not None:
-                self.captor.look(self.findings, self.number)
+                self.captor.update(self.findings, self.number)
 
     def capturing(self, paths: Iterable[str]) -> AbstractContextManager[None]:
-        """A forward and a backward pass besides the steps, in which the layers at, or in, these paths are captured.
+        """Context of a forward and backward pass outside of steps that captures the layers at or below these paths.
 
-        Nothing is measured. It does nothing where nothing is captured.
+        Nothing is measured. Without a folder for captures it has no effect.
         """
         return nullcontext() if self.captor is None else self.captor.capturing(paths, self.number)
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
-        """What the samples that are held show, worst first."""
+        """Findings in the stored samples, worst first."""
         lines = [*self.steps, *self.overflows.lines]
         return diagnose(series_of(lines, list(self.samples)), thresholds or Thresholds())
 
     @contextmanager
-    def _looking(self) -> Iterator[Callable[[], Sample]]:
+    def _monitored_step(self) -> Iterator[Callable[[], Sample]]:
         casts: dict[CastKey, Tensor] = {}
         products: dict[ProductKey, Tensor] = {}
         batch_norms: dict[str, Tensor] = {}
         parameters: dict[str, Tensor] = {}
         for path, layer in self.layers.items():
             recorder = LayerRecorder(path, casts, products)
-            layer.watch = recorder if self.captor is None else self.captor.around(recorder, path, self.number)
+            layer.watch = recorder if self.captor is None else self.captor.wrap(recorder, path, self.number)
         try:
             with (
                 torch.compiler.set_stance("force_eager"),
@@ -212,41 +214,44 @@ class Watcher:
         batch_norms: dict[str, Tensor],
     ) -> Sample:
         counts = {path: layer.nonfinite_counts for path, layer in self.layers.items()}
-        sums, sums_of_products, of_parameters, of_norms, of_pairs, of_counts = _fetched(
-            casts, products, parameters, batch_norms, alignments(self.model), counts
+        sums_of_casts, sums_of_products, parameter_numbers, batch_norm_numbers, alignment_numbers, nonfinite_counts = (
+            _fetch(casts, products, parameters, batch_norms, alignments(self.model), counts)
         )
-        of_casts, of_products = _numbers(cast_numbers, sums), _numbers(product_numbers, sums_of_products)
-        self._count_nonfinite(of_casts, of_counts)
-        modules = {"alignment": of_pairs, "batch_norm": of_norms}
+        cast_table, product_table = (
+            _apply_formula(cast_numbers, sums_of_casts),
+            _apply_formula(product_numbers, sums_of_products),
+        )
+        self._count_nonfinite(cast_table, nonfinite_counts)
+        modules = {"alignment": alignment_numbers, "batch_norm": batch_norm_numbers}
         numbers = {name: {path: float(x[0]) for path, x in table.items()} for name, table in modules.items()}
-        if of_norms:
-            numbers["batch_norm_rows"] = {path: float(x[1]) for path, x in of_norms.items()}
+        if batch_norm_numbers:
+            numbers["batch_norm_rows"] = {path: float(x[1]) for path, x in batch_norm_numbers.items()}
         return Sample(
             step=self.number,
-            casts=of_casts,
-            products=of_products,
-            parameters=of_parameters,
-            modules=numbers | self.ranks.ratios(of_casts),
-            scalars={"gradient_to_noise": _gradient_to_noise(of_parameters, of_products)},
+            casts=cast_table,
+            products=product_table,
+            parameters=parameter_numbers,
+            modules=numbers | self.ranks.ratios(cast_table),
+            scalars={"gradient_to_noise": _gradient_to_noise(parameter_numbers, product_table)},
             layers={path: layer_facts(one, one.last_recipe or one.recipe) for path, one in self.layers.items()},
         )
 
     def _count_nonfinite(self, casts: dict[CastKey, Any], counts: dict[str, Any]) -> None:
-        """Let ``nonfinite`` say what a role has held since the last look, where the layers counted more."""
+        """Raise ``nonfinite`` to the layers' own counts since the previous sample, where these are larger."""
         column = CAST_FIELDS.index("nonfinite")
-        since: dict[tuple[str, str], int] = {}
-        for path, now in counts.items():
-            before, self._nonfinite[path] = self._nonfinite[path], now.tolist()
-            since |= {(path, role): now[index] - before[index] for index, role in enumerate(ROLES)}
+        new_counts: dict[tuple[str, str], int] = {}
+        for path, count in counts.items():
+            before, self._nonfinite[path] = self._nonfinite[path], count.tolist()
+            new_counts |= {(path, role): count[index] - before[index] for index, role in enumerate(ROLES)}
         for key, numbers in casts.items():
-            numbers[column] = max(numbers[column], since[key.path, key.role])
+            numbers[column] = max(numbers[column], new_counts[key.path, key.role])
 
-    def _keep(self, sample: Sample) -> None:
+    def _store(self, sample: Sample) -> None:
         self.samples.append(sample)
         if self.on_sample is not None:
             self.on_sample(sample)
 
-    def _note(self, notes: StepNotes) -> None:
+    def _record_notes(self, notes: StepNotes) -> None:
         values = {name: float(value) for name, value in notes.values.items()}
         if notes.loss is not None:
             values["loss"] = notes.loss.item() if isinstance(notes.loss, Tensor) else float(notes.loss)
@@ -254,18 +259,18 @@ class Watcher:
         self.overflows.note(self.number, values)
 
 
-def _check_memory(layers: dict[str, Linear]) -> None:
-    """Refuse layers whose numbers nobody can look at."""
-    without = [path for path, layer in layers.items() if layer.weight.is_meta]
-    if without:
+def _check_device(layers: dict[str, Linear]) -> None:
+    """Raise if a layer is on the meta device."""
+    meta_layers = [path for path, layer in layers.items() if layer.weight.is_meta]
+    if meta_layers:
         raise ConfigError(
-            f"layer {without[0]!r} is on the meta device and has no numbers to look at; "
+            f"layer {meta_layers[0]!r} is on the meta device and has no numbers to measure; "
             "give the model its weights (model.to_empty(device=...), then load them) before watching"
         )
 
 
-def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
-    """The tables' tensors as float64 arrays, in one copy from their device."""
+def _fetch(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
+    """Copy all tensors from their device at once; return them as float64 arrays."""
     tensors = [tensor for table in tables for tensor in table.values()]
     if not tensors:
         return [{} for _ in tables]
@@ -275,12 +280,12 @@ def _fetched(*tables: dict[Any, Tensor]) -> list[dict[Any, Any]]:
     return [{key: next(arrays).copy() for key in table} for table in tables]
 
 
-def _numbers(formula: Callable[[Floats], Floats], sums: dict[Key, Floats]) -> dict[Key, Floats]:
+def _apply_formula(formula: Callable[[Floats], Floats], sums: dict[Key, Floats]) -> dict[Key, Floats]:
     return dict(zip(sums, formula(np.stack(list(sums.values()))), strict=True)) if sums else {}
 
 
 def _gradient_to_noise(parameters: dict[str, Any], products: dict[ProductKey, Any]) -> float:
-    """Norm of the weights' gradients over that of the noise their GEMMs add; NaN where no GEMM is known."""
+    """Norm of the weights' gradients over that of the noise of their GEMMs; NaN without measured GEMMs."""
     signal = noise = 0.0
     for key, (sqnr, _) in products.items():
         numbers = parameters.get(f"{key.path}.weight" if key.path else "weight")

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import doctor_cost
 from benchmarks.measure import Ratio
-from octavo.doctor.captor import ASK_EVERY
+from octavo.doctor.captor import DIAGNOSED_EVERY
 from octavo.training.config import demo_config
 from octavo.training.metrics import MetricsLog
 
@@ -15,7 +15,7 @@ from octavo.training.metrics import MetricsLog
     (1.4, 0.4, "4.5 %", "met"), (1.5, 0.0, "5.0 %", "met"), (1.5, 0.8, "6.0 %", "missed"), (2, 0, "10.0 %", "missed"),
 ])  # fmt: skip
 def test_a_tenth_of_a_look_and_an_eightieth_of_judging(looked_at, judging, cost, verdict):
-    assert ASK_EVERY == 8
+    assert DIAGNOSED_EVERY == 8
     seconds = {"plain": [2.0] * 3, "looked at": [2.0 * looked_at] * 3, "judging": [2.0 * judging] * 3}
     recipe, *_, found, judged = doctor_cost.row_of("rowwise", seconds)
     assert (recipe, found, judged) == ("rowwise", cost, verdict)

@@ -4,7 +4,14 @@ from torch import nn
 
 import octavo
 from octavo.doctor import Captures, Severity, load_capture, watch
-from octavo.doctor.captor import ASK_EVERY, LAYERS_PER_LOOK, LOOKS_BEFORE_ANOTHER, OUTPUTS, TOKENS, Captor
+from octavo.doctor.captor import (
+    DIAGNOSED_EVERY,
+    LAYERS_PER_STEP,
+    MAX_OUTPUTS,
+    MAX_TOKENS,
+    SAMPLES_BETWEEN_CAPTURES,
+    CaptureScheduler,
+)
 from tests.unit.doctor.one_layer import captured, finding, found
 
 
@@ -92,26 +99,26 @@ def test_what_is_captured_is_what_the_layer_computed_with(tmp_path):
 
 
 def test_a_large_layer_is_sampled_with_its_largest_elements(tmp_path):
-    x, gradient = torch.randn(3 * TOKENS, 8), torch.randn(3 * TOKENS, 2 * OUTPUTS)
+    x, gradient = torch.randn(3 * MAX_TOKENS, 8), torch.randn(3 * MAX_TOKENS, 2 * MAX_OUTPUTS)
     x[777, 3], gradient[778, 4001] = 100.0, -200.0
     capture = captured(tmp_path, "tensorwise", x=x, gradient=gradient)
     m, n = capture.grad_output.shape
-    assert m <= TOKENS
-    assert n <= OUTPUTS
+    assert m <= MAX_TOKENS
+    assert n <= MAX_OUTPUTS
     assert capture.input.abs().max() == 100
     assert capture.grad_output.abs().max() == 200
     rows = [next(row for row in range(len(x)) if torch.equal(x[row], one)) for one in capture.input[:: m // 8]]
     assert rows == sorted(rows)
-    assert rows[-1] - rows[0] > 2 * TOKENS, "rows come from everywhere"
+    assert rows[-1] - rows[0] > 2 * MAX_TOKENS, "rows come from everywhere"
     taken = [next(row for row in range(len(x)) if torch.equal(x[row], one)) for one in capture.input]
     where = [int((gradient[taken[0]] == value).nonzero()[0, 0]) for value in capture.grad_output[0, :20]]
     assert torch.equal(gradient[taken][:, where], capture.grad_output[:, :20]), "the rows and columns belong together"
 
 
 def test_nonfinite_elements_are_captured_and_do_not_count_as_largest(tmp_path):
-    x = torch.randn(3 * TOKENS, 8)
+    x = torch.randn(3 * MAX_TOKENS, 8)
     x[1, 1], x[1001, 2], x[2, 2] = torch.nan, 50.0, torch.inf
-    capture = captured(tmp_path, "tensorwise", x=x, gradient=torch.randn(3 * TOKENS, 4))
+    capture = captured(tmp_path, "tensorwise", x=x, gradient=torch.randn(3 * MAX_TOKENS, 4))
     assert (capture.input == 50).any()
 
 
@@ -155,31 +162,31 @@ def test_a_delayed_layer_that_only_evaluates_has_no_history(tmp_path):
 
 
 def captor(count=10):
-    return Captor(Captures("nowhere"), {str(index): octavo.nn.Linear(2, 2) for index in range(count)})
+    return CaptureScheduler(Captures("nowhere"), {str(index): octavo.nn.Linear(2, 2) for index in range(count)})
 
 
 def test_a_look_captures_few_layers_worst_first():
     one = captor()
     findings = [found(path=str(index)) for index in range(10)]
-    one.look(lambda: findings, 1)
-    assert one.wanted == tuple(map(str, range(LAYERS_PER_LOOK)))
-    one.look(lambda: findings, 2)
-    assert one.wanted == tuple(map(str, range(LAYERS_PER_LOOK, 2 * LAYERS_PER_LOOK)))
+    one.update(lambda: findings, 1)
+    assert one.selected == tuple(map(str, range(LAYERS_PER_STEP)))
+    one.update(lambda: findings, 2)
+    assert one.selected == tuple(map(str, range(LAYERS_PER_STEP, 2 * LAYERS_PER_STEP)))
 
 
 def test_the_same_finding_is_captured_again_after_some_looks():
     one = captor(1)
     wanted = []
-    for step in range(1, 2 * LOOKS_BEFORE_ANOTHER + 1):
-        one.look(lambda: [found(path="0")], step)
-        wanted.append(bool(one.wanted))
+    for step in range(1, 2 * SAMPLES_BETWEEN_CAPTURES + 1):
+        one.update(lambda: [found(path="0")], step)
+        wanted.append(bool(one.selected))
     first, second = (index for index, is_wanted in enumerate(wanted) if is_wanted)
     assert first == 0
-    assert LOOKS_BEFORE_ANOTHER <= second < LOOKS_BEFORE_ANOTHER + ASK_EVERY
+    assert SAMPLES_BETWEEN_CAPTURES <= second < SAMPLES_BETWEEN_CAPTURES + DIAGNOSED_EVERY
     one = captor(1)
-    one.look(lambda: [found(path="0")], 1)
-    one.look(lambda: [found(path="0"), found("zero-tensor", path="0")], 2)
-    assert one.wanted == ("0",), "another finding of the same layer"
+    one.update(lambda: [found(path="0")], 1)
+    one.update(lambda: [found(path="0"), found("zero-tensor", path="0")], 2)
+    assert one.selected == ("0",), "another finding of the same layer"
 
 
 def test_the_rules_are_asked_at_every_look_of_a_short_run_and_seldom_in_a_long_one():
@@ -190,20 +197,22 @@ def test_the_rules_are_asked_at_every_look_of_a_short_run_and_seldom_in_a_long_o
         return [found(path="0")] if look == 8 else []
 
     for look in range(1, 21):
-        one.look(lambda look=look: findings(look), look)
-        assert one.wanted == (("0",) if look == 8 else ()), "one look captures, not all until the rules are asked again"
+        one.update(lambda look=look: findings(look), look)
+        assert one.selected == (("0",) if look == 8 else ()), (
+            "one look captures, not all until the rules are asked again"
+        )
     assert asked == [1, 2, 3, 4, 5, 6, 7, 8, 16]
 
 
 def test_a_resumed_training_remembers_what_was_captured_before(tmp_path):
     """In steps, 3 from one look to the next; the layer without a file in the folder is captured at once."""
     left = captured(tmp_path, "tensorwise", x=torch.randn(4, 8), gradient=torch.randn(4, 2))
-    one = Captor(Captures(tmp_path), captor(2).layers, interval=3)
+    one = CaptureScheduler(Captures(tmp_path), captor(2).layers, interval=3)
     wanted = {}
     for look in range(8):
         step = left.step + 9 * look
-        one.look(lambda: [found(path="0"), found(path="1")], step)
-        wanted[step - left.step] = one.wanted
+        one.update(lambda: [found(path="0"), found(path="1")], step)
+        wanted[step - left.step] = one.selected
     assert wanted == {0: ("1",), 9: (), 18: (), 27: (), 36: (), 45: (), 54: (), 63: ("0", "1")}
 
 

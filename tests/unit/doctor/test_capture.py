@@ -185,14 +185,14 @@ def test_a_file_that_is_no_capture_is_refused_in_one_sentence(tmp_path, damage):
     file = captures.add(some_capture())
     assert file is not None
     damage(file)
-    with pytest.raises(DataError, match=re.escape(f"{str(file)!r} is no capture of the doctor's: ")) as raised:
+    with pytest.raises(DataError, match=re.escape(f"{str(file)!r} is not a capture of the doctor: ")) as raised:
         captures.of("layers.0.q_proj")
     assert "\n" not in str(raised.value)
     assert str(raised.value).endswith("; delete it")
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(DataError, match="is no capture of the doctor's"):
+    with pytest.raises(DataError, match="is not a capture of the doctor"):
         load_capture(tmp_path / "nothing.safetensors")
 
 

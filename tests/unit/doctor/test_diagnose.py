@@ -157,7 +157,7 @@ def test_a_finding_prints_as_one_line():
     assert isinstance(found, Finding)
     assert str(found) == (
         "warn: stale-scale at first, input, steps 15-30: the history of 16 steps lags: amax grew 3x since the scale "
-        "was made, 10.00% of the elements saturate"
+        "was computed, 10.00% of the elements saturate"
     )
 
 

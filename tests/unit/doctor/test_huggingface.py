@@ -261,5 +261,5 @@ def test_numbers_out_of_range_are_refused(arguments):
 
 def test_a_step_without_a_beginning_is_refused():
     state, control = transformers.TrainerState(), transformers.TrainerControl()
-    with pytest.raises(ConfigError, match="saw no beginning"):
+    with pytest.raises(ConfigError, match="was not notified of the start"):
         DoctorCallback().on_step_begin(transformers.TrainingArguments(), state, control)

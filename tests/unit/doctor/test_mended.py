@@ -38,7 +38,7 @@ def test_what_the_autopilot_mended_is_a_note_that_says_since_when():
     (one,) = found(ACT)
     assert (one.code, one.severity, one.path) == ("bulk-underflow", Severity.NOTE, FIRST)
     assert (one.first_step, one.last_step, one.evidence["mended_at"]) == (5, 20, 20)
-    assert one.cause.endswith("; mended at step 20")
+    assert one.cause.endswith("; resolved at step 20")
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,18 @@ def nan_at(look, *, finished):
 def test_a_step_that_broke_and_was_made_again_is_a_note():
     (one,) = nan_at(4, finished=20)
     assert (one.code, one.severity, one.first_step, one.path) == ("nonfinite", Severity.NOTE, 20, FIRST)
-    assert one.cause.endswith("the first tensor of the step that broke is the output of first; mended at step 20")
+    assert one.cause.endswith(
+        "the first non-finite tensor of the failed step is the output of first; resolved at step 20"
+    )
     (one,) = nan_at(0, finished=20)
     assert (one.severity, one.path) == (Severity.NOTE, "")
-    assert one.cause.endswith("first in the output of first; mended at step 20")
+    assert one.cause.endswith("first in the output of first; resolved at step 20")
 
 
 def test_a_step_that_broke_for_good_fails():
     (one,) = nan_at(4, finished=19)
     assert (one.code, one.severity) == ("nonfinite", Severity.FAIL)
-    assert "mended" not in one.cause
+    assert "resolved" not in one.cause
     (one,) = nan_at(0, finished=19)
     assert one.severity is Severity.FAIL
 

@@ -144,5 +144,5 @@ def test_alone_there_is_nothing_to_compare():
     casts = {CastKey("0", "input", "output"): np.ones(len(CAST_FIELDS))}
     for group in (None, ALONE):
         assert RankComparison({"0": layer}, group).ratios(casts) == {}
-    with pytest.raises(ConfigError, match=r"None for the default one or 'alone': 'default'"):
+    with pytest.raises(ConfigError, match=r"None for the default one or 'alone', not 'default'"):
         RankComparison({"0": layer}, "default")

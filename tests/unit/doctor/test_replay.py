@@ -211,7 +211,7 @@ def test_broken_tokens_and_features_are_left_out(tmp_path):
 def test_a_capture_without_a_finite_token_is_refused(tmp_path):
     capture = captured(tmp_path, "tensorwise", **gaussian())
     with pytest.raises(
-        DataError, match=r"layer '0' at step 2 has NaN or infinity in every token; no recipe mends that"
+        DataError, match=r"layer '0' at step 2 has NaN or infinity in every token; no recipe fixes that"
     ):
         replay(replace(capture, weight=torch.full_like(capture.weight, torch.nan)))
 

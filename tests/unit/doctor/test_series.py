@@ -202,7 +202,7 @@ def test_what_a_run_does_not_know_is_null_and_welcome():
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"), [([10, 10], "step 10 stand after those of step 10"), ([20, 10], "of step 20")]
+    ("steps", "words"), [([10, 10], "step 10 come after those of step 10"), ([20, 10], "of step 20")]
 )
 def test_looks_that_do_not_rise_are_refused(steps, words):
     lines = [line for step in steps for line in lines_of(sample(step))]
@@ -234,5 +234,5 @@ def test_the_refusal_names_what_does_not_fit():
 
 
 def test_the_refusal_names_the_step():
-    with pytest.raises(TrainingError, match="statistics of step 10 do not fit the names before them"):
+    with pytest.raises(TrainingError, match="statistics of step 10 do not match the names before them"):
         series_of(edited(EDITS["a column is short"]))

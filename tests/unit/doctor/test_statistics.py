@@ -16,10 +16,10 @@ from octavo.doctor.statistics import (
     cast_numbers,
     cast_statistics,
     cast_sums,
-    evenly,
     product_numbers,
     product_sums,
     spread,
+    spread_indices,
     take_rows,
 )
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2, E8M0, FP32
@@ -38,7 +38,7 @@ EXACT = ("amax", "nonfinite", "zero_fraction", "saturation_fraction", "underflow
 def found_by(way, x, made, *, amax_floor=AMAX_FLOOR):
     """CAST_FIELDS by name, the way that a test asks for."""
     if cpu.is_transposed(x):
-        x, made = x.t(), statistics._transposed(made)
+        x, made = x.t(), statistics._transpose(made)
     rows = spread(x.shape[0], statistics.SAMPLED_ELEMENTS // x.shape[1])
     if way == "torch":
         sums = statistics._sums_by_torch(x, made, rows, amax_floor=amax_floor)
@@ -250,7 +250,7 @@ def test_rows_are_spread(size, most):
     assert len(rows) >= min(size, max(1, most)) / 3.1
     assert spread(size, most).step % 2 == 1
     assert rows[0] < size / 2 + 1
-    assert rows == evenly(size, most, torch.device("cpu")).tolist()
+    assert rows == spread_indices(size, most, torch.device("cpu")).tolist()
 
 
 def test_rows_of_equal_sequences_are_met_at_other_positions():

@@ -376,7 +376,7 @@ def test_a_run_whose_numbers_were_cut_is_not_resumed(tmp_path, data, kept):
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:kept]))
     with pytest.raises(
-        TrainingError, match=f"has {kept} lines, and not the {len(lines)} that the run's newest checkpoint knows"
+        TrainingError, match=f"has {kept} lines and does not start with the {len(lines)} lines that the run's newest"
     ):
         train(config, tmp_path / "run", data=data, resume=True)
     assert metrics.read_text() == "".join(lines[:kept])

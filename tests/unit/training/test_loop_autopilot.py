@@ -198,7 +198,7 @@ def test_a_run_that_broke_and_was_mended_is_not_broken(tmp_path, data):
     assert [line["kind"] for line in lines].count("failure") == 1
     (found,) = diagnose(series_of(lines))
     assert (found.code, found.severity, found.evidence["mended_at"]) == ("loss-scale", "note", 1)
-    assert found.cause.endswith("while the loss stayed finite; mended at step 1")
+    assert found.cause.endswith("while the loss stayed finite; resolved at step 1")
     broken = [line for line in lines if line["kind"] != "step"]  # none was finished
     assert [(one.code, one.severity) for one in diagnose(series_of(broken))] == [("loss-scale", "fail")]
 
@@ -213,4 +213,4 @@ def test_a_head_that_was_mended_says_what_it_ran(tmp_path, data):
     (found,) = diagnose(series_of(read_metrics(tmp_path / "runTrue")))
     assert (found.code, found.path, found.severity) == ("sensitive-module", "lm_head", "note")
     assert "and until step 1 it ran delayed" in found.cause
-    assert found.cause.endswith("; mended at step 1")
+    assert found.cause.endswith("; resolved at step 1")

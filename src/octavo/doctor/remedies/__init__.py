@@ -1,4 +1,4 @@
-"""What mends a finding: known by rule, ranked by replay, written into a configuration or applied to a live model."""
+"""Remedies for findings: selected by rule, ranked by replay, written to a configuration or applied to a live model."""
 
 from octavo.doctor.findings import Remedy
 from octavo.doctor.remedies.knowledge import remedies_for

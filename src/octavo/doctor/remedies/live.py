@@ -1,4 +1,4 @@
-"""A remedy for a model that trains, and the way back."""
+"""Application of remedies to a model during training, and their reversal."""
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -18,11 +18,11 @@ __all__ = ["Undo", "apply_to_model", "take_back"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undo:
-    """What a remedy changed in a model, as it was before.
+    """State of a model's layers before a remedy was applied.
 
     Attributes:
-        recipes: of layers, by path.
-        cached: paths of layers that kept their weight's codes.
+        recipes: previous recipes of the changed layers, by path.
+        cached: paths of layers that cached their weight's codes.
     """
 
     recipes: dict[str, Recipe] = field(default_factory=dict)
@@ -30,19 +30,19 @@ class Undo:
 
 
 def apply_to_model(model: nn.Module, remedy: Remedy) -> Undo:
-    """Let a converted model's layers run as a remedy says; :func:`take_back` undoes it.
+    """Apply a remedy to a converted model's layers; :func:`take_back` reverts it.
 
-    Changes of recipes, their options, ``overrides``, ``skip`` and ``cache_weights`` are applied; what is about the
-    loop, such as the learning rate, is left to it. No layer's recipe becomes coarser, and a delayed layer whose history
-    is another starts with an empty one. Parameters and the optimizer's state stay as they are. Call it between two
-    steps.
+    Changes of ``recipe``, ``recipe_options``, ``overrides``, ``skip`` and ``cache_weights`` are applied. Changes that
+    concern the training loop, such as the learning rate, are ignored. No layer gets a coarser recipe. A delayed layer
+    with a different history starts with an empty one. Parameters and the optimizer's state do not change. Call it
+    between two steps.
 
     Args:
-        model: whose layers are octavo's.
-        remedy: what to change.
+        model: a model with octavo layers.
+        remedy: the remedy to apply.
 
     Raises:
-        ConfigError: an override or a pattern to skip matches no layer, or a value is not allowed; nothing has changed.
+        ConfigError: an override or a pattern to skip matches no layer, or a value is not allowed; nothing is changed.
 
     Example:
         >>> import octavo
@@ -57,29 +57,29 @@ def apply_to_model(model: nn.Module, remedy: Remedy) -> Undo:
     """
     layers = _layers(model)
     _check_patterns(remedy, layers)
-    wanted = {path: changed_recipe(layer.recipe, path, remedy.changes) for path, layer in layers.items()}
-    changed = {path: one for path, one in wanted.items() if _is_change(layers[path].recipe, one)}
+    new_recipes = {path: changed_recipe(layer.recipe, path, remedy.changes) for path, layer in layers.items()}
+    changed = {path: recipe for path, recipe in new_recipes.items() if _is_finer_change(layers[path].recipe, recipe)}
     uncached = [path for path, layer in layers.items() if layer.weight_cache is not None]
     if remedy.changes.get("cache_weights", True):
         uncached = []
     undo = Undo(recipes={path: layers[path].recipe for path in changed}, cached=tuple(uncached))
-    _set(layers, changed)
+    _set_recipes(layers, changed)
     for path in uncached:
         layers[path].weight_cache = None
     return undo
 
 
 def take_back(model: nn.Module, undo: Undo) -> None:
-    """Let the layers run as before :func:`apply_to_model`; a history that was given up starts empty.
+    """Restore the layers to their state before :func:`apply_to_model`; a discarded history starts empty.
 
     Raises:
-        ConfigError: a layer is not there.
+        ConfigError: the model lacks a layer.
     """
     layers = _layers(model)
     missing = sorted({*undo.recipes, *undo.cached} - layers.keys())
     if missing:
         raise ConfigError(f"this model has no layer {missing[0]!r}; take a remedy back where it was applied")
-    _set(layers, undo.recipes)
+    _set_recipes(layers, undo.recipes)
     for path in undo.cached:
         layers[path].weight_cache = WeightCache()
 
@@ -88,19 +88,19 @@ def _layers(model: nn.Module) -> dict[str, Linear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
 
 
-def _set(layers: dict[str, Linear], wanted: dict[str, Recipe]) -> None:
-    for path, recipe in wanted.items():
+def _set_recipes(layers: dict[str, Linear], recipes: dict[str, Recipe]) -> None:
+    for path, recipe in recipes.items():
         layer = layers[path]
         layer.set_recipe(recipe, layer.scale_updates, path=layer.path)
 
 
-def _is_change(own: Recipe, wanted: Recipe) -> bool:
-    return wanted != own and fineness(wanted.name) >= fineness(own.name)
+def _is_finer_change(current: Recipe, new: Recipe) -> bool:
+    return new != current and fineness(new.name) >= fineness(current.name)
 
 
 def _check_patterns(remedy: Remedy, layers: dict[str, Linear]) -> None:
     patterns = [*remedy.changes.get("overrides", {}), *remedy.changes.get("skip", ())]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in layers):
-            some = ", ".join(list(layers)[:3])
-            raise ConfigError(f"no layer of this model is named {pattern!r}; some are {some}")
+            examples = ", ".join(list(layers)[:3])
+            raise ConfigError(f"no layer of this model is named {pattern!r}; its layers include {examples}")

@@ -1,4 +1,4 @@
-"""One rule a kind of finding: what the statistics look like when that goes wrong."""
+"""Diagnostic rules, one for each kind of finding."""
 
 from octavo.doctor.rules.divergence import divergence
 from octavo.doctor.rules.gap import loss_gap

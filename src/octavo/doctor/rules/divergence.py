@@ -1,7 +1,7 @@
-"""A loss that leaves where it began, or loses what it had gained.
+"""Rule for a loss that rises far above its beginning or loses most of its progress.
 
-The end of a run is compared with its beginning and with its best, each as a median, and by how much the losses scatter.
-What a warm-up overshoots, or a restarted learning rate, comes back: only what lasts is said to be lost.
+Medians of the losses at the end, at the beginning and at the best point are compared, relative to the scatter of the
+losses. Overshoots of a warm-up or a restarted learning rate recover, so only lasting rises are reported.
 """
 
 from collections.abc import Iterator
@@ -19,22 +19,22 @@ from octavo.doctor.thresholds import Thresholds
 __all__ = ["divergence"]
 
 EDGE = 5  # steps whose median stands for the beginning or the end
-COLLAPSED = 1e5  # weighs more than what follows from it, and less than NaN
-OF_A_NORMAL = 0.954  # the median of the distance of two, in standard deviations
+COLLAPSED = 1e5  # weight of a finding: above its consequences, below NaN
+NORMAL_DISTANCE = 0.954  # median distance of two normal samples, in standard deviations
 
 
 @dataclass(frozen=True, slots=True)
 class _Rise:
-    """A loss that ends too high: from which number to which, since which step, and what that is called."""
+    """Rise of a loss from ``began`` to ``ended``, its first step, and its description."""
 
     began: float
     ended: float
-    left: float
-    story: str
+    first_step: float
+    description: str
 
 
 def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A loss that ends far above its beginning, or far above its best."""
+    """Find a loss that ends far above its beginning or far above its best."""
     steps, losses = series.curve("loss")
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
     if len(losses) < 3 * EDGE:
@@ -43,29 +43,29 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
     rise = _above_its_beginning(steps, losses, limits) or _above_its_best(steps, losses, (warm, unigram), limits)
     if rise is None:
         return
-    level = _collapsed(losses[steps >= rise.left], unigram, limits)
-    looks = series.casts.steps
+    plateau = _describe_plateau(losses[steps >= rise.first_step], unigram, limits)
+    sampled = series.casts.steps
     yield Finding(
         code="divergence",
-        severity=Severity.WARN if level is None else Severity.FAIL,
-        first_step=int(rise.left),
+        severity=Severity.WARN if plateau is None else Severity.FAIL,
+        first_step=int(rise.first_step),
         last_step=int(steps[-1]),
         evidence={
             "loss_began": rise.began,
             "loss_ended": rise.ended,
-            SEEN_AT: float(min(looks[looks >= rise.left], default=rise.left)),
+            SEEN_AT: float(min(sampled[sampled >= rise.first_step], default=rise.first_step)),
         }
         | ({} if unigram is None else {"unigram_nats": unigram}),
-        cause=f"{rise.story} since step {rise.left:.0f}{level or ''}; what FP8 shows from there on follows from it, so "
-        "look at the learning rate and the data",
-        weight=rise.ended / rise.began if level is None else COLLAPSED,
+        cause=f"{rise.description} since step {rise.first_step:.0f}{plateau or ''}; later FP8 findings "
+        "follow from it, so check the learning rate and the data",
+        weight=rise.ended / rise.began if plateau is None else COLLAPSED,
     )
 
 
-def _collapsed(losses: Floats, unigram: float | None, limits: Thresholds) -> str | None:
-    """What to call the level at which the losses stay, where a model has unlearned all but token frequencies.
+def _describe_plateau(losses: Floats, unigram: float | None, limits: Thresholds) -> str | None:
+    """Description of the level at which the losses settle if the model predicts token frequencies alone, or None.
 
-    Without the text any level above the earlier loss counts, if the losses stay there.
+    If the text's unigram entropy is unknown, any level at which the losses settle counts.
     """
     if len(losses) < limits.lasting_rise:
         return None
@@ -77,46 +77,51 @@ def _collapsed(losses: Floats, unigram: float | None, limits: Thresholds) -> str
         return f", and stays at {level:.3g}"
     if abs(level - unigram) > limits.unigram_share * unigram:
         return None
-    return f", and stays at the unigram entropy of {unigram:.3g}: the model predicts token frequencies and no more"
+    return f", and stays at the unigram entropy of {unigram:.3g}: the model predicts token frequencies only"
 
 
 def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _Rise | None:
-    """The first loss is that of a run whose first updates blew it up."""
+    """Rise above the beginning; the first loss counts as well, for runs whose first updates fail."""
     began, ended = min(float(losses[0]), float(np.median(losses[:EDGE]))), float(np.median(losses[-EDGE:]))
-    if began <= 0 or ended < limits.diverged_loss * began or ended - began <= _noise(losses, 1, limits):
+    if began <= 0 or ended < limits.diverged_loss * began or ended - began <= _min_rise(losses, 1, limits):
         return None
-    if losses[-1] <= began:  # the newest step came back
+    if losses[-1] <= began:  # the newest step has recovered
         return None
-    left = float(steps[np.flatnonzero(losses <= began)[-1] + 1])
-    return _Rise(began, ended, left, f"the loss began at {began:.3g} and ends at {ended:.3g}, above its beginning")
+    first_step = float(steps[np.flatnonzero(losses <= began)[-1] + 1])
+    return _Rise(
+        began, ended, first_step, f"the loss began at {began:.3g} and ends at {ended:.3g}, above its beginning"
+    )
 
 
 def _above_its_best(
-    steps: Floats, losses: Floats, known: tuple[float, float | None], limits: Thresholds
+    steps: Floats, losses: Floats, warmup_and_unigram: tuple[float, float | None], limits: Thresholds
 ) -> _Rise | None:
-    """Where a share of what was gained is lost for as long as the warm-up took, or a tenth of the run.
+    """Loss of a share of the progress for as long as the warm-up took, or a tenth of the run.
 
-    ``known``: the step at which the warm-up ends, and the unigram entropy, above which only frequencies are gained.
+    ``warmup_and_unigram``: last step of the warm-up, and the unigram entropy; above it only token frequencies are
+    learned.
     """
-    warm, unigram = known
+    warmup_end, unigram = warmup_and_unigram
     lasting = max(int(limits.lasting_rise), len(losses) // 10)
-    warming = int((steps <= warm).sum())
-    since = len(losses) - max(lasting, warming)
-    if since < max(warming, 1):
+    warming = int((steps <= warmup_end).sum())
+    lasting_start = len(losses) - max(lasting, warming)
+    if lasting_start < max(warming, 1):
         return None
     began, best = float(np.median(losses[:EDGE])), float(sliding_medians(losses, lasting).min())
-    above = began if unigram is None or unigram <= best else min(began, unigram)
-    level, smooth = best + limits.lost_gain * (above - best), sliding_medians(losses, EDGE)
-    gained = began > 0 and above - best >= max(limits.least_gain * above, _noise(losses, EDGE, limits))
+    reference = began if unigram is None or unigram <= best else min(began, unigram)
+    level, smooth = best + limits.lost_gain * (reference - best), sliding_medians(losses, EDGE)
+    gained = began > 0 and reference - best >= max(limits.least_gain * reference, _min_rise(losses, EDGE, limits))
     below = np.flatnonzero(smooth < level)
-    if not gained or not below.size or below[-1] >= since:
+    if not gained or not below.size or below[-1] >= lasting_start:
         return None
-    left = float(steps[below[-1] + EDGE // 2 + 1])
+    first_step = float(steps[below[-1] + EDGE // 2 + 1])
     ended = float(np.median(losses[-EDGE:]))
-    story = f"the loss fell from {began:.3g} to {best:.3g} and ends at {ended:.3g}, having lost what it had gained"
-    return _Rise(began, ended, left, story)
+    description = (
+        f"the loss fell from {began:.3g} to {best:.3g} and ends at {ended:.3g}, having lost what it had gained"
+    )
+    return _Rise(began, ended, first_step, description)
 
 
-def _noise(losses: Floats, apart: int, limits: Thresholds) -> float:
-    """What a rise must exceed: so many standard deviations of the losses, from those so many steps apart."""
-    return limits.loss_noise * float(np.median(np.abs(losses[apart:] - losses[:-apart]))) / OF_A_NORMAL
+def _min_rise(losses: Floats, apart: int, limits: Thresholds) -> float:
+    """Limit that a rise must exceed, in standard deviations of losses that are ``apart`` steps apart."""
+    return limits.loss_noise * float(np.median(np.abs(losses[apart:] - losses[:-apart]))) / NORMAL_DISTANCE

@@ -1,4 +1,4 @@
-"""A run's loss beside that of a reference, such as the same run in BF16."""
+"""Rule for a loss that departs from a reference, such as the same run in BF16."""
 
 from collections.abc import Iterator
 
@@ -14,20 +14,20 @@ __all__ = ["loss_gap"]
 
 
 def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A relative gap of the smoothed losses beyond what FP8 may cost, which grows.
+    """Find a growing relative gap of the smoothed losses that exceeds the usual cost of FP8.
 
     Args:
-        series: of the run.
-        reference: of one with the same data in the same order, in high precision.
-        limits: with ``loss_gap``.
+        series: the series of the run.
+        reference: the series of a run in high precision with the same data in the same order.
+        limits: thresholds of the rules.
     """
-    steps, ours, theirs = common_losses(series, reference)
-    known = steps > warmup(series)
-    steps, ours, theirs = (values[known] for values in (steps, ours, theirs))
+    steps, losses, reference_losses = common_losses(series, reference)
+    is_after_warmup = steps > warmup(series)
+    steps, losses, reference_losses = (values[is_after_warmup] for values in (steps, losses, reference_losses))
     if len(steps) < limits.gap_steps:
         return
     window = max(3, len(steps) // 10)
-    gap = sliding_means(ours, window) / sliding_means(theirs, window) - 1
+    gap = sliding_means(losses, window) / sliding_means(reference_losses, window) - 1
     third = len(gap) // 3
     early, late = float(np.mean(gap[:third])), float(np.mean(gap[-third:]))
     if late > limits.loss_gap and late > early:
@@ -36,7 +36,11 @@ def loss_gap(series: Series, reference: Series, limits: Thresholds) -> Iterator[
             severity=Severity.FAIL if late > limits.loss_gap_fail else Severity.WARN,
             first_step=int(steps[int(np.argmax(gap > limits.loss_gap))]),
             last_step=int(steps[-1]),
-            evidence={"relative_gap": late, "early_gap": early, "nats": late * float(np.mean(theirs[-third:]))},
-            cause=f"the loss lies {late:.2%} above the reference's and the gap grows: it was {early:.2%} after warm-up",
+            evidence={
+                "relative_gap": late,
+                "early_gap": early,
+                "nats": late * float(np.mean(reference_losses[-third:])),
+            },
+            cause=f"the loss is {late:.2%} above the reference's and the gap grows: it was {early:.2%} after warm-up",
             weight=late,
         )

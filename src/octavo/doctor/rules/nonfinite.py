@@ -1,4 +1,4 @@
-"""NaN and ±Inf: the first cast that met them, where a look can tell, and what an update spread where it cannot."""
+"""Rule for NaN and ±Inf: the first cast with them, or their extent if an update has spread them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,54 +7,56 @@ from typing import Any
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.mended import mended, survived_steps
+from octavo.doctor.mended import as_resolved_note, recovered_steps
 from octavo.doctor.rules.tracks import Mask
 from octavo.doctor.series import CastKey, Series
 from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["nonfinite"]
 
-WORST = 1e6  # nothing else weighs as much
+WORST = 1e6  # the largest weight of all findings
 
 
 def nonfinite(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """One finding at most: what else is not finite comes after it; a note where the run got over all of it."""
-    table, over = series.casts, survived_steps(series)
+    """Find the first non-finite values: one finding at most, since others follow; a note if all were resolved."""
+    table, recovered = series.casts, recovered_steps(series)
     bad = np.nan_to_num(table.of("nonfinite")) > 0
-    bad &= ~_absorbed(series)[:, None] | np.array([key.role != "grad_output" for key in table.keys], dtype=bool)
-    lasting = bad & ~np.isin(table.steps, list(over))[:, None]
+    bad &= ~_has_absorbed_overflow(series)[:, None] | np.array(
+        [key.role != "grad_output" for key in table.keys], dtype=bool
+    )
+    lasting = bad & ~np.isin(table.steps, list(recovered))[:, None]
     failures = [event for event in series.events if event["kind"] == "failure"]
-    final = next((event for event in failures if event["step"] not in over), None)
+    final = next((event for event in failures if event["step"] not in recovered), None)
     if lasting.any():
-        yield _at_casts(series, lasting, final)
+        yield _finding_at_casts(series, lasting, final)
     elif final is not None:
-        yield _elsewhere(final)
-    elif (since := _lost_since(series, limits)) is not None:
-        yield _in_the_loss(series, since)
+        yield _finding_outside_casts(final)
+    elif (since := _loss_nonfinite_since(series, limits)) is not None:
+        yield _finding_in_loss(series, since)
     elif bad.any() or failures:
-        found = _at_casts(series, bad, failures[0]) if bad.any() else _elsewhere(failures[0])
-        yield mended(found, max(over))
+        finding = _finding_at_casts(series, bad, failures[0]) if bad.any() else _finding_outside_casts(failures[0])
+        yield as_resolved_note(finding, max(recovered))
 
 
-def _absorbed(series: Series) -> Mask:
-    """Looks before which a loss scale was lowered because gradients overflowed, and the step made again: [T]."""
+def _has_absorbed_overflow(series: Series) -> Mask:
+    """Samples with an overflow, which lowered the loss scale and skipped the step, since the previous one: [T]."""
     overflows = np.sort([event["step"] for event in series.events if event["kind"] == "overflow"])
     failures = [event["step"] for event in series.events if event["kind"] == "failure"]
     steps = series.casts.steps
-    until = np.searchsorted(overflows, steps, side="right")  # how many came before each look
+    until = np.searchsorted(overflows, steps, side="right")  # number of overflows up to each sample
     return (np.diff(until, prepend=0) > 0) & ~np.isin(steps, failures)
 
 
 @dataclass(frozen=True, slots=True)
-class _FirstLook:
-    """The first look that saw some; its counts are those of all steps since the look before.
+class _FirstNonfinite:
+    """First sample with non-finite values; its counts cover all steps since the previous sample.
 
     Attributes:
-        keys: of the casts that held some, in the order of a step.
-        elements: how many, of each.
-        since: the first step that the counts are of.
-        step: the look's.
-        weights: how many layers' weights were cast.
+        keys: casts with non-finite values, in the order of a step.
+        elements: number of non-finite elements of each cast.
+        since: first step that the counts cover.
+        step: step of the sample.
+        weights: number of layers whose weights were cast.
     """
 
     keys: list[CastKey]
@@ -65,15 +67,15 @@ class _FirstLook:
 
     @property
     def bad_weights(self) -> int:
-        """Layers whose weights held some."""
+        """Number of layers with non-finite weights."""
         return len({key.path for key in self.keys if key.role == "weight"})
 
     @property
     def knows_order(self) -> bool:
-        """Whether the first cast of those is the first that met some, of its step at least.
+        """True if the first of the casts is where the non-finite values of its step started.
 
-        What reaches a weight has been through an update, and then through every other weight: which tensor of which
-        step began is not seen afterwards. A single bad weight in front of all else was not reached by another.
+        An update spreads non-finite values to all weights, after which their origin cannot be determined. A single
+        non-finite weight before all other casts was not reached through another.
         """
         if self.since == self.step:
             return self.bad_weights <= 1
@@ -81,18 +83,18 @@ class _FirstLook:
 
     @property
     def steps(self) -> str:
-        """Those that the counts are of."""
+        """Steps that the counts cover."""
         return f"step {self.step}" if self.since == self.step else f"steps {self.since}-{self.step}"
 
 
-def _first_look(series: Series, bad: Mask, failure: dict[str, Any] | None) -> _FirstLook:
+def _first_nonfinite(series: Series, bad: Mask, failure: dict[str, Any] | None) -> _FirstNonfinite:
     table = series.casts
     row = int(np.argmax(bad.any(axis=1)))
     step, since = int(table.steps[row]), int(table.steps[row - 1]) + 1 if row else 1
     has_stopped = failure is not None and failure["step"] == step
     columns = np.flatnonzero(bad[row])
     cast = np.isfinite(table.of("nonfinite")[row])
-    return _FirstLook(
+    return _FirstNonfinite(
         keys=[table.keys[column] for column in columns],
         elements=table.of("nonfinite")[row, columns].tolist(),
         since=step if has_stopped else min(since, step),
@@ -103,22 +105,26 @@ def _first_look(series: Series, bad: Mask, failure: dict[str, Any] | None) -> _F
     )
 
 
-def _at_casts(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Finding:
-    look = _first_look(series, bad, failure)
-    evidence = {"nonfinite": look.elements[0], "casts_after": len(look.keys) - 1.0}
-    if not look.knows_order:
-        evidence = {"nonfinite": sum(look.elements), "casts": float(len(look.keys)), "weights": float(look.bad_weights)}
-    cause = _in_order(look) if look.knows_order else _everywhere(look)
-    broke = _step_that_broke(series, look)
+def _finding_at_casts(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Finding:
+    first = _first_nonfinite(series, bad, failure)
+    evidence = {"nonfinite": first.elements[0], "casts_after": len(first.keys) - 1.0}
+    if not first.knows_order:
+        evidence = {
+            "nonfinite": sum(first.elements),
+            "casts": float(len(first.keys)),
+            "weights": float(first.bad_weights),
+        }
+    cause = _describe_origin(first) if first.knows_order else _describe_spread(first)
+    broke = _first_nonfinite_loss(series, first)
     cause += f"; the loss is not finite from step {broke} on" if broke is not None else ""
     if failure is not None and failure.get("tensor"):
-        cause += f"; the first tensor of the step that broke is the {failure['tensor']}"
+        cause += f"; the first non-finite tensor of the failed step is the {failure['tensor']}"
     return Finding(
         code="nonfinite",
         severity=Severity.FAIL,
-        path=look.keys[0].path if look.knows_order else "",
-        role=look.keys[0].role if look.knows_order else "",
-        first_step=look.step,
+        path=first.keys[0].path if first.knows_order else "",
+        role=first.keys[0].role if first.knows_order else "",
+        first_step=first.step,
         last_step=int(series.casts.steps[bad.any(axis=1)][-1]),
         evidence=evidence,
         cause=cause,
@@ -126,46 +132,46 @@ def _at_casts(series: Series, bad: Mask, failure: dict[str, Any] | None) -> Find
     )
 
 
-def _in_order(look: _FirstLook) -> str:
-    after = len(look.keys) - 1
-    then = f", {after} casts after it hold some too" if after else ", and no cast after it"
-    elements = f"{look.elements[0]:.0f} elements since the last look"
-    if look.since == look.step:
+def _describe_origin(first: _FirstNonfinite) -> str:
+    after = len(first.keys) - 1
+    then = f", {after} later casts have them too" if after else ", and no cast after it"
+    elements = f"{first.elements[0]:.0f} elements since the last sample"
+    if first.since == first.step:
         return f"NaN or ±Inf reach this cast first ({elements}){then}"
-    if look.bad_weights:
+    if first.bad_weights:
         return f"NaN or ±Inf are in this weight and no other ({elements}){then}"
-    return f"NaN or ±Inf reached this cast in {look.steps} and none before it in a step's order ({elements}){then}"
+    return f"NaN or ±Inf reached this cast in {first.steps}, and no earlier cast of a step ({elements}){then}"
 
 
-def _everywhere(look: _FirstLook) -> str:
-    which = f"{look.bad_weights} of {look.weights} weights"
-    if look.step == 1:
+def _describe_spread(first: _FirstNonfinite) -> str:
+    which = f"{first.bad_weights} of {first.weights} weights"
+    if first.step == 1:
         return f"training began with NaN or ±Inf in {which}"
-    if look.since == look.step:
-        return f"the update before this step left NaN or ±Inf in {which} at once, and no cast held any before"
+    if first.since == first.step:
+        return f"the update before this step left NaN or ±Inf in {which} at once, and no cast had any before"
     return (
-        f"NaN or ±Inf are in {which} and {len(look.keys)} casts, in {look.steps}: an update spread them, "
-        "and where they began is not seen afterwards"
+        f"NaN or ±Inf are in {which} and {len(first.keys)} casts, in {first.steps}: an update spread them, "
+        "and their origin is no longer visible"
     )
 
 
-def _step_that_broke(series: Series, look: _FirstLook) -> int | None:
-    """The first step whose loss is not finite, if the look is about it; None where losses are finite or unknown."""
+def _first_nonfinite_loss(series: Series, first: _FirstNonfinite) -> int | None:
+    """First step with a non-finite loss among the sample's steps; None if losses are finite or unknown."""
     steps, losses = series.curve("loss")
-    broken = steps[~np.isfinite(losses) & (steps >= look.since) & (steps <= look.step)]
-    return int(broken[0]) if broken.size and look.since < look.step else None
+    broken = steps[~np.isfinite(losses) & (steps >= first.since) & (steps <= first.step)]
+    return int(broken[0]) if broken.size and first.since < first.step else None
 
 
-def _lost_since(series: Series, limits: Thresholds) -> float | None:
-    """The first step from which on no loss is finite, where those are several; None where the last one is."""
+def _loss_nonfinite_since(series: Series, limits: Thresholds) -> float | None:
+    """First step of the final run of non-finite losses, if long enough; None otherwise."""
     steps, losses = series.curve("loss")
     finite = np.flatnonzero(np.isfinite(losses))
-    lost = steps[finite[-1] + 1 if finite.size else 0 :]
-    return float(lost[0]) if len(lost) >= limits.persistent_looks else None
+    nonfinite_steps = steps[finite[-1] + 1 if finite.size else 0 :]
+    return float(nonfinite_steps[0]) if len(nonfinite_steps) >= limits.persistent_looks else None
 
 
-def _in_the_loss(series: Series, since: float) -> Finding:
-    """A run that goes on with a loss that is no number, though every cast is finite."""
+def _finding_in_loss(series: Series, since: float) -> Finding:
+    """Finding about a run that continues with a non-finite loss although every cast is finite."""
     steps = series.curve("loss")[0]
     return Finding(
         code="nonfinite",
@@ -173,22 +179,22 @@ def _in_the_loss(series: Series, since: float) -> Finding:
         first_step=int(since),
         last_step=int(steps[-1]),
         evidence={"nonfinite": float((steps >= since).sum())},
-        cause=f"the loss is NaN or ±Inf since step {since:.0f}, though every cast that was looked at is finite: "
-        "it breaks behind the last of them",
+        cause=f"the loss is NaN or ±Inf since step {since:.0f}, although every sampled cast is finite: "
+        "it becomes non-finite after the last of them",
         weight=WORST,
     )
 
 
-def _elsewhere(failure: dict[str, Any]) -> Finding:
-    """A run that broke though every cast was finite."""
-    what = failure.get("tensor")
+def _finding_outside_casts(failure: dict[str, Any]) -> Finding:
+    """Finding about a run that failed although every cast was finite."""
+    tensor = failure.get("tensor")
     return Finding(
         code="nonfinite",
         severity=Severity.FAIL,
         first_step=failure["step"],
         last_step=failure["step"],
         evidence={"nonfinite": 1.0},
-        cause="the step broke outside of every FP8 cast, "
-        + (f"first in the {what}" if what else "and a replay of its batches stayed finite"),
+        cause="the step failed outside of every FP8 cast, "
+        + (f"first in the {tensor}" if tensor else "and a replay of its batches stayed finite"),
         weight=WORST,
     )

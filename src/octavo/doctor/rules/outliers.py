@@ -1,4 +1,4 @@
-"""Outliers that grow while training goes on. One that is there and stays is none of FP8's business."""
+"""Rule for outliers that grow during training. Constant outliers are not reported."""
 
 from collections.abc import Iterator
 
@@ -11,20 +11,20 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["outlier_growth"]
 
-EDGE = 3  # looks whose median stands for the beginning or the end
+EDGE = 3  # samples whose median stands for the beginning or the end
 
 
 def outlier_growth(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Gate and up rows of a gated MLP that align while their product grows; inputs whose peak climbs without end."""
+    """Find gated MLPs whose gate and up rows align while their product grows, and inputs whose peak keeps growing."""
     inputs = [track for track in tracks(series) if track.key.role == "input" and len(track.steps) >= EDGE]
-    aligned = list(_aligned(series, limits, inputs))
+    aligned = list(_find_aligned(series, limits, inputs))
     yield from aligned
     for track in inputs:
-        if not any(_is_inside(track.key.path, found.path) for found in aligned):
-            yield from _climbing(track, limits)
+        if not any(_is_inside(track.key.path, finding.path) for finding in aligned):
+            yield from _find_climbing(track, limits)
 
 
-def _aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> Iterator[Finding]:
+def _find_aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> Iterator[Finding]:
     table = series.modules.get("alignment")
     if table is None:
         return
@@ -53,7 +53,7 @@ def _aligned(series: Series, limits: Thresholds, inputs: list[Track]) -> Iterato
             )
 
 
-def _climbing(track: Track, limits: Thresholds) -> Iterator[Finding]:
+def _find_climbing(track: Track, limits: Thresholds) -> Iterator[Finding]:
     first, last = _peaks(track)
     growth = last / first
     if last < limits.climbing_peak or growth < limits.climbing_growth:
@@ -73,7 +73,7 @@ def _climbing(track: Track, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _peaks(track: Track) -> tuple[float, float]:
-    """Largest magnitude over rms at the beginning and at the end; 1 of a tensor of zeros."""
+    """Largest magnitude over rms at the beginning and at the end; 1 for a tensor of zeros."""
     rms = track.of("rms")
     return _edges(np.where(rms > 0, track.of("amax") / np.where(rms > 0, rms, 1), 1.0))
 

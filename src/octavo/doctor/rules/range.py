@@ -1,4 +1,4 @@
-"""Values that the format does not reach: too large for the scale, too small for it, or all zero."""
+"""Rules for values outside the format's range: saturation, underflow, and tensors of zeros."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,13 +12,13 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["bulk_underflow", "gradient_underflow", "saturation", "zero_tensor"]
 
-READERS = {"input": ("output", "grad_weight"), "weight": ("output", "grad_input")}  # GEMMs of a role
+READERS = {"input": ("output", "grad_weight"), "weight": ("output", "grad_input")}  # GEMMs that read each role
 
 
 def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Elements beyond what the scale provides for, look after look.
+    """Find elements beyond the range of the scale in consecutive samples.
 
-    Delayed scales clip a few elements whenever their tensor grows; of them, :func:`stale_scale` judges how much.
+    Delayed scales are left to :func:`stale_scale`: they clip a few elements whenever their tensor grows.
     """
     for track in tracks(series):
         fraction = track.of("saturation_fraction")
@@ -30,8 +30,7 @@ def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
             where,
             "saturation",
             Severity.FAIL if g >= limits.stale_ratio_fail else Severity.WARN,
-            cause=f"{worst:.2%} of the elements lie beyond the largest value that the scale provides for, "
-            f"by up to {g:.2g}x",
+            cause=f"{worst:.2%} of the elements exceed the largest value that the scale represents, by up to {g:.2g}x",
             weight=worst,
             saturation_fraction=worst,
             stale_ratio=g,
@@ -39,30 +38,30 @@ def saturation(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def gradient_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Gradients of which many nonzero elements become zero: what that costs shows in no SQNR."""
+    """Find gradients of which many nonzero elements become zero, a loss that the SQNR does not show."""
     for track in tracks(series):
         if track.key.role == "grad_output":
             yield from _underflow(track, limits, "gradient-underflow", "small gradients")
 
 
 def bulk_underflow(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Inputs and weights whose largest elements set a scale under which many others become zero.
+    """Find inputs and weights whose largest elements set a scale under which many others become zero.
 
-    One degree less severe where the elements that are lost have no energy to speak of and no GEMM misses them, as the
-    smallest outputs of a softmax. No note where most of them are lost: a few rows that outweigh all others make every
-    sum of squares healthy.
+    The severity is one degree lower if the lost elements have negligible energy and the GEMMs stay accurate, as for the
+    smallest outputs of a softmax; but at least a warning if most elements are lost, since a few rows that outweigh all
+    others keep every sum of squares healthy.
     """
     for track in tracks(series):
         if track.key.role != "grad_output":
             yield from _underflow(track, limits, "bulk-underflow", "the bulk", series)
 
 
-def _gemms(track: Track, where: slice, series: Series) -> list[Floats]:
-    """The SQNR, in dB, of each GEMM that reads what is cast, at those of the looks that know it."""
+def _gemm_sqnrs(track: Track, where: slice, series: Series) -> list[Floats]:
+    """SQNR in dB of each GEMM that reads the cast's result, in the samples that have it."""
     table = series.products
-    chosen = np.isin(table.steps, track.steps[where])
+    is_selected = np.isin(table.steps, track.steps[where])
     ratios = [
-        table.of("sqnr_db")[chosen, column]
+        table.of("sqnr_db")[is_selected, column]
         for column, key in enumerate(table.keys)
         if key.path == track.key.path and key.gemm in READERS[track.key.role]
     ]
@@ -80,42 +79,45 @@ def _underflow(
     peaks = (track.of("amax") / track.of("rms"))[where]
     peak = peaks[np.isfinite(peaks)].max(initial=0.0)
     sqnr = track.of("sqnr_db")[where].min()
-    most = worst >= limits.underflow_fraction_fail
-    severity, spared = Severity.FAIL if most else Severity.WARN, ""
-    gemms = [] if series is None else _gemms(track, where, series)
+    loses_most = worst >= limits.underflow_fraction_fail
+    severity, energy_note = Severity.FAIL if loses_most else Severity.WARN, ""
+    gemms = [] if series is None else _gemm_sqnrs(track, where, series)
     if energy <= limits.harmless_flush and sqnr >= limits.healthy_cast_db and _are_healthy(gemms, limits):
-        severity, spared = Severity.WARN if most else Severity.NOTE, f"; they carried {energy:.2g} of the energy"
-    look = where.start + int(lost[where].argmax())
-    is_floored = bool(track.is_floored[look])
-    why = _by_the_floor(track, look) if is_floored else _by_the_range(track, peak, what)
+        severity, energy_note = (
+            Severity.WARN if loses_most else Severity.NOTE,
+            f"; they carried {energy:.2g} of the energy",
+        )
+    worst_sample = where.start + int(lost[where].argmax())
+    is_below_floor = bool(track.is_below_floor[worst_sample])
+    why = _cause_by_floor(track, worst_sample) if is_below_floor else _cause_by_range(track, peak, what)
     yield track.finding(
         where,
         code,
         severity,
-        cause=f"{worst:.0%} of the nonzero elements become zero: {why}{spared}",
+        cause=f"{worst:.0%} of the nonzero elements become zero: {why}{energy_note}",
         weight=worst,
         underflow_fraction=worst,
         flushed_energy=energy,
         sqnr_db=sqnr,
         peak=peak,
-        amax_floor=track.amax_floor if is_floored else np.nan,
+        amax_floor=track.amax_floor if is_below_floor else np.nan,
     )
 
 
-def _by_the_range(track: Track, peak: float, what: str) -> str:
-    reach = f" of {track.spec('format')}" if track.spec("format") else ""
-    return f"amax is {_times(peak)} the rms, and {what} lie below the range{reach} under the scale that it sets"
+def _cause_by_range(track: Track, peak: float, elements: str) -> str:
+    format_name = f" of {track.spec('format')}" if track.spec("format") else ""
+    return f"amax is {_format_ratio(peak)} the rms, and under its scale {elements} lie below the range{format_name}"
 
 
-def _by_the_floor(track: Track, look: int) -> str:
-    amax = f"amax is {track.of('amax')[look]:.3g}"
-    if track.of("amax")[look] < track.amax_floor:
-        return f"{amax}, which the recipe's amax_floor takes for {track.amax_floor:.3g}"
+def _cause_by_floor(track: Track, sample: int) -> str:
+    amax = f"amax is {track.of('amax')[sample]:.3g}"
+    if track.of("amax")[sample] < track.amax_floor:
+        return f"{amax}, which the recipe's amax_floor raises to {track.amax_floor:.3g}"
     return f"{amax}, too small for any FP32 scale to bring to the format's range"
 
 
-def _times(peak: float) -> str:
-    return f"{peak:.3g}x" if peak else "far beyond"  # an rms that underflows is no number to divide by
+def _format_ratio(peak: float) -> str:
+    return f"{peak:.3g}x" if peak else "far beyond"  # the rms may underflow to 0
 
 
 def _are_healthy(gemms: Sequence[Floats], limits: Thresholds) -> bool:
@@ -123,12 +125,12 @@ def _are_healthy(gemms: Sequence[Floats], limits: Thresholds) -> bool:
 
 
 def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Tensors without a nonzero element, look after look, and weights of which a good part is exactly zero."""
+    """Find tensors of zeros and weights that are largely zero, in consecutive samples."""
     for track in tracks(series):
         zeros = np.where(track.of("amax") == 0, 1.0, track.of("zero_fraction"))
-        most = limits.zero_weight_fraction if track.key.role == "weight" else 1.0
-        where = longest((zeros >= most) & (np.nan_to_num(track.of("nonfinite")) == 0))
-        if where.stop - where.start < limits.persistent_looks or zeros[where][-1] < most:
+        min_share = limits.zero_weight_fraction if track.key.role == "weight" else 1.0
+        where = longest((zeros >= min_share) & (np.nan_to_num(track.of("nonfinite")) == 0))
+        if where.stop - where.start < limits.persistent_looks or zeros[where][-1] < min_share:
             continue
         share = float(zeros[where].min())
         yield track.finding(
@@ -136,7 +138,7 @@ def zero_tensor(series: Series, limits: Thresholds) -> Iterator[Finding]:
             "zero-tensor",
             Severity.WARN,
             cause=f"{'every element' if share == 1 else f'{share:.0%} of the elements'} of this {track.key.role} "
-            f"{'is' if share == 1 else 'are'} exactly zero at {where.stop - where.start} looks in a row",
+            f"{'is' if share == 1 else 'are'} exactly zero in {where.stop - where.start} consecutive samples",
             weight=share,
             zero_fraction=share,
             looks=where.stop - where.start,

@@ -1,4 +1,4 @@
-"""Every rule, in the order in which causes come before consequences."""
+"""All rules, ordered so that causes come before consequences."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,7 @@
-"""Scales that are not those of their tensors: frozen, jumping, behind the times, inexact, or another rank's.
+"""Rules for scales that do not fit their tensors: frozen, oscillating, stale, inexact, or different between ranks.
 
-g is the amax of a tensor now over the amax that its scale was made for. A dynamic scale has g = 1 exactly, one rounded
-to a power of two 0.5 < g <= 1; a delayed scale lives on g staying near 1, and loses what is above it to saturation.
+g is a tensor's current amax over the amax that its scale was computed for. A dynamic scale has g = 1 exactly, one
+rounded to a power of two 0.5 < g <= 1. A delayed scale relies on g staying near 1; elements above it saturate.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from octavo.doctor.thresholds import Thresholds
 
 __all__ = ["frozen_scale", "inexact_amax", "rank_mismatch", "scale_oscillation", "stale_scale"]
 
-LAST_DIGIT = 1e-6  # of a logarithm
+ROUNDING = 1e-6  # tolerance of a logarithm
 
 
 def frozen_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A scale that is the same to the last digit, look after look, while its tensor's amax moves."""
+    """Find scales that stay identical in consecutive samples while their tensor's amax changes."""
     for track in tracks(series):
         where = longest(np.diff(track.of("scale"), prepend=np.nan) == 0)
         if where.stop > where.start:
@@ -30,35 +30,38 @@ def frozen_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
             continue
         moved = amax.max() / amax.min()
         if moved >= limits.frozen_motion and _should_have_moved(track, where, limits):
-            yield _frozen(track, where, limits, moved)
+            yield _frozen_finding(track, where, limits, moved)
 
 
 def _should_have_moved(track: Track, where: slice, limits: Thresholds) -> bool:
     if track.spec("scaling") == "dynamic":
         low, high = _exact_range(track, limits)
-        g, is_own = track.growth[where], track.is_own[where]
-        return bool((((g > high) | (g < low)) & is_own).any())
+        g, is_above_floor = track.growth[where], track.is_above_floor[where]
+        return bool((((g > high) | (g < low)) & is_above_floor).any())
     if track.spec("scaling") != "delayed":
         return False
     steps, g = track.steps[where], track.growth[where]
     if track.facts.get("statistic") == "max":
-        outgrown = g > limits.frozen_excess  # a maximum would have followed by the next update
+        outgrown = g > limits.frozen_excess  # a maximum follows by the next update
         if (outgrown & (steps < steps[-1] - track.facts.get("update_interval", 1) + 0.5)).any():
             return True
-    return _longest_below(steps, np.where(track.is_own[where], g, 1.0), limits) > limits.frozen_memories * track.memory
+    return (
+        _longest_below(steps, np.where(track.is_above_floor[where], g, 1.0), limits)
+        > limits.frozen_memories * track.memory
+    )
 
 
 def _longest_below(steps: Floats, g: Floats, limits: Thresholds) -> float:
-    """Steps for which no amax reached what the scale was made for: one that did would keep a maximum where it is.
+    """Largest number of steps during which no amax reached the one that the scale was computed for.
 
-    So does the floor, for as long as no amax is clear of it.
+    An amax that reaches it explains an unchanged maximum, as does the floor while amaxes are near it.
     """
-    held = np.flatnonzero(g >= 1 - limits.exact_ratio)
-    edges = np.concatenate([[steps[0]], steps[held], [steps[-1]]])
+    reached = np.flatnonzero(g >= 1 - limits.exact_ratio)
+    edges = np.concatenate([[steps[0]], steps[reached], [steps[-1]]])
     return float(np.diff(edges).max())
 
 
-def _frozen(track: Track, where: slice, limits: Thresholds, moved: float) -> Finding:
+def _frozen_finding(track: Track, where: slice, limits: Thresholds, moved: float) -> Finding:
     g = track.growth[where]
     off = max(g.max(), 1 / g.min())
     saturated = track.of("saturation_fraction")[where].max()
@@ -67,8 +70,8 @@ def _frozen(track: Track, where: slice, limits: Thresholds, moved: float) -> Fin
         where,
         "frozen-scale",
         Severity.FAIL if broken else Severity.WARN,
-        cause=f"the scale stayed {track.of('scale')[where][0]:.3g} for {len(g)} looks while amax moved {moved:.2g}x; "
-        f"amax is up to {g.max():.2g}x what it provides for, {saturated:.2%} of the elements saturate",
+        cause=f"the scale stayed {track.of('scale')[where][0]:.3g} in {len(g)} samples while amax changed {moved:.2g}x "
+        f"and is up to {g.max():.2g}x the amax of the scale, {saturated:.2%} of the elements saturate",
         weight=np.log2(off),
         amax_motion=moved,
         stale_ratio=g.max(),
@@ -79,12 +82,12 @@ def _frozen(track: Track, where: slice, limits: Thresholds, moved: float) -> Fin
 
 
 def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A scale that goes up and down by binades, look after look, and not with its tensor."""
+    """Find scales that alternate by binades in consecutive samples, independently of their tensor."""
     for track in tracks(series):
         jumps = _log2_steps(track.of("scale"))
-        beside = _log2_steps(track.growth)
-        least = limits.oscillation_binades - LAST_DIGIT
-        large = (np.abs(jumps) >= least) & (np.abs(beside) >= least)
+        growth_jumps = _log2_steps(track.growth)
+        least = limits.oscillation_binades - ROUNDING
+        large = (np.abs(jumps) >= least) & (np.abs(growth_jumps) >= least)
         turns = np.concatenate([[False], np.sign(jumps[1:]) * np.sign(jumps[:-1]) < 0]) & large
         where = longest(turns)
         count = where.stop - where.start
@@ -93,9 +96,9 @@ def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
             yield track.finding(
                 slice(where.start, where.stop + 1),
                 "scale-oscillation",
-                Severity.FAIL if swing >= limits.oscillation_binades_fail - LAST_DIGIT else Severity.WARN,
-                cause=f"the scale turned {count} times in a row by up to {2**swing:.2g}x, and not with its tensor: "
-                f"amax lay between {track.growth.min():.2g}x and {track.growth.max():.2g}x what it provided for",
+                Severity.FAIL if swing >= limits.oscillation_binades_fail - ROUNDING else Severity.WARN,
+                cause=f"the scale changed direction {count} times in a row by up to {2**swing:.2g}x, independently of "
+                f"its tensor: amax was {track.growth.min():.2g}x to {track.growth.max():.2g}x the amax of the scale",
                 weight=swing,
                 swing_binades=swing,
                 turns=count,
@@ -103,13 +106,13 @@ def scale_oscillation(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _log2_steps(values: Floats) -> Floats:
-    """log2 of each value over the one before: [T - 1]; 0 where there is none."""
+    """log2 of each value over the one before: [T - 1]; 0 where it is undefined."""
     with np.errstate(all="ignore"):
         return np.nan_to_num(np.diff(np.log2(values)), posinf=0.0, neginf=0.0)
 
 
 def stale_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A delayed scale that its tensor outgrew, or one that a past outlier keeps far too large."""
+    """Find delayed scales that their tensor has outgrown or that a past outlier keeps too large."""
     for track in tracks(series):
         if track.spec("scaling") != "delayed":
             continue
@@ -118,14 +121,14 @@ def stale_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
         behind = longest(g >= limits.stale_ratio)
         if _length(behind) >= limits.persistent_looks or _length(severe) >= limits.persistent_looks_fail:
             is_broken = _length(severe) >= limits.persistent_looks_fail
-            yield _outgrown(track, behind, Severity.FAIL if is_broken else Severity.WARN)
+            yield _outgrown_finding(track, behind, Severity.FAIL if is_broken else Severity.WARN)
             continue
-        loose = longest((g <= 1 / limits.loose_ratio) & track.is_own & _is_harmed(track, limits))
+        loose = longest((g <= 1 / limits.loose_ratio) & track.is_above_floor & _has_underflow(track, limits))
         if _length(loose) >= limits.persistent_looks:
-            yield _too_large(track, loose, limits)
+            yield _too_large_finding(track, loose, limits)
 
 
-def _is_harmed(track: Track, limits: Thresholds) -> Mask:
+def _has_underflow(track: Track, limits: Thresholds) -> Mask:
     return track.of("underflow_fraction") >= limits.underflow_fraction
 
 
@@ -133,14 +136,14 @@ def _length(where: slice) -> int:
     return int(where.stop - where.start)
 
 
-def _outgrown(track: Track, where: slice, severity: Severity) -> Finding:
+def _outgrown_finding(track: Track, where: slice, severity: Severity) -> Finding:
     g = track.growth[where].max()
     saturated = track.of("saturation_fraction")[where].max()
     return track.finding(
         where,
         "stale-scale",
         severity,
-        cause=f"{_history(track)} lags: amax grew {g:.2g}x since the scale was made, "
+        cause=f"{_describe_history(track)} lags: amax grew {g:.2g}x since the scale was computed, "
         f"{saturated:.2%} of the elements saturate",
         weight=np.log2(g),
         stale_ratio=g,
@@ -150,13 +153,13 @@ def _outgrown(track: Track, where: slice, severity: Severity) -> Finding:
     )
 
 
-def _too_large(track: Track, where: slice, limits: Thresholds) -> Finding:
+def _too_large_finding(track: Track, where: slice, limits: Thresholds) -> Finding:
     g, lost = track.growth[where].min(), track.of("underflow_fraction")[where].max()
     return track.finding(
         where,
         "stale-scale",
         Severity.FAIL if lost >= limits.underflow_fraction_fail else Severity.WARN,
-        cause=f"{_history(track)} holds on to a past amax {1 / g:.2g}x the present one: "
+        cause=f"{_describe_history(track)} keeps a past amax {1 / g:.2g}x the current one: "
         f"{lost:.0%} of the nonzero elements become zero",
         weight=-np.log2(g),
         stale_ratio=g,
@@ -165,27 +168,29 @@ def _too_large(track: Track, where: slice, limits: Thresholds) -> Finding:
     )
 
 
-def _history(track: Track) -> str:
+def _describe_history(track: Track) -> str:
     length = track.facts.get("history_length", 0)
-    what = {"mean": "the mean of the scales of", "latest": "the latest of"}.get(track.facts.get("statistic", ""), "")
-    return f"{what} the history of {length} steps".strip()
+    statistic = {"mean": "the mean of the scales of", "latest": "the latest of"}.get(
+        track.facts.get("statistic", ""), ""
+    )
+    return f"{statistic} the history of {length} steps".strip()
 
 
 def inexact_amax(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A dynamic scale with another g than its rounding gives: made from a rounded amax, or from another tensor's."""
+    """Find dynamic scales whose g does not match their rounding: computed from a rounded amax or another tensor's."""
     for track in tracks(series):
         if track.spec("scaling") != "dynamic":
             continue
         low, high = _exact_range(track, limits)
         g, least = track.growth, track.least_growth
-        seen = track.is_own & (g > 0)
-        wrong = np.flatnonzero(seen & ((g < low) | (g > high) | ((least > 0) & (least < low))))
+        is_judged = track.is_above_floor & (g > 0)
+        wrong = np.flatnonzero(is_judged & ((g < low) | (g > high) | ((least > 0) & (least < low))))
         if wrong.size:
-            yield _inexact(track, wrong, (low, high), limits)
+            yield _inexact_finding(track, wrong, (low, high), limits)
 
 
 def _exact_range(track: Track, limits: Thresholds) -> tuple[float, float]:
-    """The g that exact amaxes give."""
+    """Range of g for exact amaxes."""
     slack = limits.exact_ratio
     match track.spec("scale_rounding"):
         case "fp32":
@@ -195,24 +200,24 @@ def _exact_range(track: Track, limits: Thresholds) -> tuple[float, float]:
     return 0.5 * (1 - slack), 2 * (1 + slack)
 
 
-def _inexact(
+def _inexact_finding(
     track: Track, wrong: np.typing.NDArray[np.intp], exact: tuple[float, float], limits: Thresholds
 ) -> Finding:
-    found = np.concatenate([track.growth[wrong], track.least_growth[wrong]])
-    g = found[(found > 0) & ((found < exact[0]) | (found > exact[1]))]
+    ratios = np.concatenate([track.growth[wrong], track.least_growth[wrong]])
+    g = ratios[(ratios > 0) & ((ratios < exact[0]) | (ratios > exact[1]))]
     worst = float(g[np.argmax(np.abs(np.log2(g)))])
     off = max(worst, 1 / worst)
     rounded = off <= limits.rounded_amax
-    made = (
-        f"an amax {abs(worst - 1):.2%} from its tensor's, as one rounded to fewer bits is"
+    source = (
+        f"an amax that differs by {abs(worst - 1):.2%} from its tensor's, as after rounding to fewer bits"
         if rounded
-        else (f"an amax that is not its tensor's: the tensor's is {worst:.3g}x as large")
+        else (f"an amax of another tensor: its own tensor's is {worst:.3g}x as large")
     )
     return track.finding(
         slice(int(wrong[0]), int(wrong[-1]) + 1),
         "inexact-amax",
         Severity.FAIL if off >= limits.stale_ratio_fail else Severity.WARN,
-        cause=f"the scale was made from {made} ({wrong.size} of {len(track.steps)} looks)",
+        cause=f"the scale was computed from {source} ({wrong.size} of {len(track.steps)} samples)",
         weight=np.log2(off),
         stale_ratio=worst,
         looks=wrong.size,
@@ -221,7 +226,7 @@ def _inexact(
 
 
 def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Ranks whose scales differ: of a weight, which is the same on all of them, at all; of data, by far and always."""
+    """Find ranks with different scales: any difference for identical weights, large lasting ones for data."""
     table = series.modules.get("rank_scale_ratio")
     if table is None:
         return
@@ -241,6 +246,6 @@ def rank_mismatch(series: Series, limits: Thresholds) -> Iterator[Finding]:
                 last_step=int(steps[where][-1]),
                 evidence={"rank_scale_ratio": worst, "looks": float(_length(where))},
                 cause=f"one rank casts this {role} with a scale {worst:.3g}x another's: "
-                "their amaxes were reduced over other ranks, or not at all",
+                "their amaxes were reduced over the wrong ranks, or not at all",
                 weight=float(np.log2(worst)),
             )

@@ -1,4 +1,4 @@
-"""Numbers of whole steps: the gradient beside its noise, the loss scale, the learning rate, the loss."""
+"""Rules for whole steps: gradient noise, loss scale and learning rate."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.mended import mended, survived_steps
+from octavo.doctor.mended import as_resolved_note, recovered_steps
 from octavo.doctor.rules.tracks import longest, tracks
 from octavo.doctor.series import Series
 from octavo.doctor.tables import Floats
@@ -17,7 +17,7 @@ __all__ = ["gradient_below_noise", "learning_rate", "loss_scale"]
 
 
 def gradient_below_noise(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """The gradients' norm below that of what quantization adds to them, times sqrt(3)."""
+    """Find gradients whose norm is below sqrt(3) times the norm of their quantization noise."""
     steps, ratio = series.curve("gradient_to_noise")
     where = longest(ratio < limits.gradient_to_noise)
     if where.stop - where.start >= limits.persistent_looks:
@@ -28,42 +28,41 @@ def gradient_below_noise(series: Series, limits: Thresholds) -> Iterator[Finding
             first_step=int(steps[where][0]),
             last_step=int(steps[where][-1]),
             evidence={"gradient_to_noise": worst},
-            cause=f"the gradient is {worst:.2g}x as large as the noise that quantization adds to it; "
+            cause=f"the gradient is {worst:.2g}x as large as its quantization noise; "
             "below 1.73x training stops improving",
             weight=1 / max(worst, 1e-3),
         )
 
 
 def loss_scale(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A loss scale under which gradients overflow again and again, or vanish."""
-    yield from _too_large(series, limits)
-    yield from _too_small(series, limits)
+    """Find a loss scale under which gradients overflow repeatedly, or vanish."""
+    yield from _scale_too_large(series, limits)
+    yield from _scale_too_small(series, limits)
 
 
-def _too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
+def _scale_too_large(series: Series, limits: Thresholds) -> Iterator[Finding]:
     overflows = _overflows(series)
-    broke = [event for event in series.events if event["kind"] == "failure" and _broke_in_gradients(event)]
-    is_final = any(event["step"] not in survived_steps(series) for event in broke)
+    failed = [event for event in series.events if event["kind"] == "failure" and _failed_in_gradients(event)]
+    is_final = any(event["step"] not in recovered_steps(series) for event in failed)
     steps = _newest_step(series, 1.0)
-    often = len(overflows) >= limits.overflows and len(overflows) / steps >= limits.overflow_rate
-    if not broke and not often:
+    is_frequent = len(overflows) >= limits.overflows and len(overflows) / steps >= limits.overflow_rate
+    if not failed and not is_frequent:
         return
-    events = overflows + broke
+    events = overflows + failed
     scale = max(float(event["loss_scale"]) for event in events)
-    what = "a gradient is not finite and the run broke" if is_final else "gradients overflowed again and again"
-    if broke and not is_final:
-        what = "a gradient was not finite and the step was made again"
-    found = Finding(
+    what = "a gradient is not finite and the run failed" if is_final else "gradients overflowed repeatedly"
+    if failed and not is_final:
+        what = "a gradient was not finite and the step was repeated"
+    finding = Finding(
         code="loss-scale",
         severity=Severity.FAIL if is_final else Severity.WARN,
         first_step=int(events[0]["step"]),
         last_step=int(events[-1]["step"]),
         evidence={"loss_scale": scale, "overflows": float(len(events)), "steps": float(steps)},
-        cause=f"the loss scale of {scale:.6g} is too large: under it {what} ({len(events)} times), "
-        "while the loss stayed finite",
+        cause=f"the loss scale of {scale:.6g} is too large: {what} ({len(events)} times), while the loss stayed finite",
         weight=math.log2(max(scale, 1.0)),
     )
-    yield found if is_final or often else mended(found, broke[-1]["step"])
+    yield finding if is_final or is_frequent else as_resolved_note(finding, failed[-1]["step"])
 
 
 def _newest_step(series: Series, least: float) -> float:
@@ -71,17 +70,17 @@ def _newest_step(series: Series, least: float) -> float:
 
 
 def _overflows(series: Series) -> list[dict[str, Any]]:
-    """Those of a known scale: of another step that was skipped nobody said that a loss scale was its cause."""
+    """Overflows with a known loss scale; other skipped steps may have another cause."""
     return [event for event in series.events if event["kind"] == "overflow" and event["loss_scale"] is not None]
 
 
-def _broke_in_gradients(event: dict[str, float]) -> bool:
+def _failed_in_gradients(event: dict[str, float]) -> bool:
     scale = event.get("loss_scale") or 1.0
     return scale > 1 and event.get("loss") is not None and str(event.get("tensor") or "gradient").startswith("gradient")
 
 
-def _too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """FP16 gradients that vanish before they are cast."""
+def _scale_too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
+    """Find FP16 gradients that vanish before they are cast."""
     steps, scales = series.curve("loss_scale")
     if not steps.size:
         return
@@ -108,38 +107,38 @@ def _too_small(series: Series, limits: Thresholds) -> Iterator[Finding]:
 
 
 def learning_rate(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Updates that jump where the precision changed, or a rate that jumps anywhere else and the loss with it for good.
+    """Find updates that jump when the precision changes, and rates that jump elsewhere with a lasting rise of loss.
 
-    A schedule may restart its rate on purpose: the loss rises with it and comes back.
+    A schedule may restart its rate on purpose: the loss then rises but recovers.
     """
     switches = [float(event["step"]) for event in series.events if event["kind"] == "precision"]
     for switch in switches:
-        rise = _rise(series, switch, limits)
+        rise = _loss_rise(series, switch, limits)
         severity = Severity.WARN if rise is None else Severity.FAIL
-        yield from _jump(series, limits, (switch, f"the switch at step {switch:.0f}"), rise, severity)
+        yield from _find_jump(series, limits, (switch, f"the switch at step {switch:.0f}"), rise, severity)
     steps, rates = series.curve("lr")
     with np.errstate(all="ignore"):
         jumps = np.flatnonzero(rates[1:] / rates[:-1] >= limits.lr_jump) + 1
     at_switches = np.searchsorted(steps, switches)  # the first step of another precision
     for step in steps[jumps[(jumps > limits.lr_settled) & ~np.isin(jumps, at_switches)]]:
-        rise = _rise(series, float(step), limits)
-        if rise is not None and _rise(series, float(step), limits, newest=True) is not None:
-            found = list(_jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN))
-            yield from found
-            if found:
+        rise = _loss_rise(series, float(step), limits)
+        if rise is not None and _loss_rise(series, float(step), limits, newest=True) is not None:
+            findings = list(_find_jump(series, limits, (float(step), f"step {step:.0f}"), rise, Severity.WARN))
+            yield from findings
+            if findings:
                 return
 
 
-def _jump(
+def _find_jump(
     series: Series, limits: Thresholds, since: tuple[float, str], rise: float | None, severity: Severity
 ) -> Iterator[Finding]:
-    """What the rate or the updates do ``since`` a step, and what that is called."""
+    """Find a jump of the rate or the updates; ``since``: its step and the step's description."""
     start, name = since
     rate, updates = _rate_jump(series, start), _update_jump(series, start, limits.switch_window)
     if max(rate, updates) < limits.lr_jump:
         return
     is_rate = rate >= limits.lr_jump
-    by = f"the learning rate is {rate:.3g}x that of before" if is_rate else f"updates are {updates:.3g}x as large"
+    by = f"the learning rate is {rate:.3g}x as large" if is_rate else f"updates are {updates:.3g}x as large"
     then = f", and the loss rose by {rise:.2g}" if rise is not None else ""
     yield Finding(
         code="learning-rate",
@@ -153,18 +152,18 @@ def _jump(
 
 
 def _rate_jump(series: Series, switch: float) -> float:
-    """The rate from the switch on over the last one before; 1 where one is missing."""
+    """First rate after the switch over the last one before; 1 if either is missing."""
     steps, rates = series.curve("lr")
     before, after = rates[steps < switch], rates[steps >= switch]
     return float(after[0] / before[-1]) if before.size and after.size and before[-1] > 0 else 1.0
 
 
 def _update_jump(series: Series, switch: float, window: float) -> float:
-    """Updates after the switch over those before, beyond what the rate explains; 1 where there are none to compare."""
+    """Updates after the switch over those before, divided by the change of rate; 1 if either is missing."""
     table = series.parameters
-    ratios = _medians(table.of("update_ratio"))
-    known = np.isfinite(ratios)
-    steps, ratios = table.steps[known], ratios[known]
+    ratios = _median_of_each_sample(table.of("update_ratio"))
+    is_known = np.isfinite(ratios)
+    steps, ratios = table.steps[is_known], ratios[is_known]
     before, after = steps < switch, (steps >= switch) & (steps < switch + window)
     rate_steps, rates = series.curve("lr")
     scaled = ratios / np.interp(steps, rate_steps, rates) if rate_steps.size and rates.min() > 0 else ratios
@@ -173,19 +172,19 @@ def _update_jump(series: Series, switch: float, window: float) -> float:
     return float(scaled[after].max() / scaled[before][-1])
 
 
-def _medians(values: Floats) -> Floats:
-    """Of every look's finite numbers; NaN where there are none."""
+def _median_of_each_sample(values: Floats) -> Floats:
+    """Median of each sample's finite numbers; NaN without any."""
     return np.array([np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in values])
 
 
-def _rise(series: Series, switch: float, limits: Thresholds, *, newest: bool = False) -> float | None:
-    """By how much the loss after the switch exceeds that before, in nats; None where it does not clearly.
+def _loss_rise(series: Series, switch: float, limits: Thresholds, *, newest: bool = False) -> float | None:
+    """Rise of the loss at the switch in nats; None if it is not significant.
 
     Args:
-        series: of the run.
-        switch: the step.
-        limits: how many steps are compared, and what is clear.
-        newest: compare the run's newest losses instead of those that follow the switch.
+        series: the series of the run.
+        switch: step of the switch.
+        limits: thresholds of the rules.
+        newest: compare the run's newest losses instead of those after the switch.
     """
     steps, losses = series.curve("loss")
     window = limits.switch_window

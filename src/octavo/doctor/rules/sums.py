@@ -1,4 +1,4 @@
-"""How a tensor core sums."""
+"""Rule for the accumulation of tensor cores."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ __all__ = ["biased_accumulation"]
 
 
 def biased_accumulation(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """A GEMM whose sums lose the same way each time, because their terms have one sign."""
+    """Find GEMMs with biased sums because their terms have the same sign."""
     table = series.products
     for column, key in enumerate(table.keys):
         bias = np.nan_to_num(table.of("accumulation_bias")[:, column])
@@ -29,7 +29,7 @@ def biased_accumulation(series: Series, limits: Thresholds) -> Iterator[Finding]
             first_step=int(table.steps[where][0]),
             last_step=int(table.steps[where][-1]),
             evidence={"accumulation_bias": worst},
-            cause=f"the {key.gemm} GEMM's products have one sign, and a Hopper tensor core's sums of them come out "
+            cause=f"the {key.gemm} GEMM's products have the same sign, and a Hopper tensor core's sums of them are "
             f"{abs(worst):.1%} too {'small' if worst < 0 else 'large'}",
             weight=abs(worst),
         )

@@ -1,4 +1,4 @@
-"""One cast over the looks at it: what the rules about casts iterate over."""
+"""Statistics of one cast over time, as input of the rules about casts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """One cast, at the looks that found it, while its layer kept its recipe.
+    """Statistics of one cast while its layer's facts did not change.
 
     Attributes:
-        key: whose.
-        steps: [T], rising.
+        key: the cast.
+        steps: [T] sampled steps, ascending.
         values: [T, len(CAST_FIELDS)].
-        facts: of the layer.
+        facts: facts about the layer.
     """
 
     key: CastKey
@@ -37,56 +37,56 @@ class Track:
     facts: Mapping[str, Any]
 
     def of(self, name: str) -> Floats:
-        """One number: [T]."""
+        """One field: [T]."""
         return self.values[:, CAST_FIELDS.index(name)]
 
     def spec(self, name: str) -> Any:
-        """A fact of the cast: "format", "scaling", "scale_rounding", "margin", "amax_floor" or "rounding"."""
+        """A fact about the cast: "format", "scaling", "scale_rounding", "margin", "amax_floor" or "rounding"."""
         return self.facts.get("casts", {}).get(f"{self.key.role} {self.key.gemm}", {}).get(name)
 
     @property
     def growth(self) -> Floats:
-        """The amax over the amax that the scale was made for, [T]: the stale ratio without the recipe's margin."""
-        return self.of("stale_ratio") * self._room
+        """Current amax over the amax of the scale, [T]: the stale ratio without the recipe's margin."""
+        return self.of("stale_ratio") * self._headroom
 
     @property
     def least_growth(self) -> Floats:
-        """The smallest of all scaling groups', [T]; :attr:`growth` is the largest."""
-        return self.of("least_stale_ratio") * self._room
+        """Minimum growth over scaling groups, [T]; :attr:`growth` is the maximum."""
+        return self.of("least_stale_ratio") * self._headroom
 
     @property
-    def is_own(self) -> Mask:
-        """Where the amax, of several groups the largest, is clear of the recipe's floor, [T].
+    def is_above_floor(self) -> Mask:
+        """True where the amax, the maximum over groups, is well above the recipe's floor, [T].
 
-        What is not has the floor's scale, or may have it, whatever the tensor does.
+        Other samples may have the floor's scale, independently of the tensor.
         """
         return self.of("amax") > least_judged_amax(self._format, self.amax_floor)
 
     @property
-    def is_floored(self) -> Mask:
-        """Where the amax lies below the recipe's floor or FP32's, and has not the scale that it should have, [T]."""
+    def is_below_floor(self) -> Mask:
+        """True where the amax is below the recipe's floor or that of FP32, which then sets the scale, [T]."""
         amax = self.of("amax")
         return (amax > 0) & (amax < smallest_scaled_amax(self._format, self.amax_floor))
 
     @property
     def amax_floor(self) -> float:
-        """As which smaller amaxes count by the recipe; 0 where it has none, or none is known."""
+        """Lower clamp of amaxes in the recipe; 0 without a floor or if it is unknown."""
         return float(self.spec("amax_floor") or 0.0)
 
     @property
     def memory(self) -> int:
-        """Steps for which a delayed scale may stay what it is though its tensor moves."""
+        """Number of steps for which a delayed scale may stay constant while its tensor changes."""
         window = self.facts.get("history_length", 1) if self.facts.get("statistic") == "max" else 1
         return int(window + self.facts.get("update_interval", 1) - 1)
 
     @property
     def _format(self) -> Format:
-        """Of the cast; the one that reaches farthest where it is unknown."""
+        """Format of the cast; the one with the widest range if it is unknown."""
         return next((known for known in FP8_FORMATS if known.name == self.spec("format")), E5M2)
 
     @property
-    def _room(self) -> float:
-        """What the recipe's margin leaves free above an amax; infinite for one beyond FP64's exponents."""
+    def _headroom(self) -> float:
+        """Headroom above an amax by the recipe's margin, as a factor; infinite beyond FP64's exponents."""
         return float(np.exp2(float(self.spec("margin") or 0)))
 
     def finding(
@@ -99,7 +99,7 @@ class Track:
         weight: float,
         **evidence: float,
     ) -> Finding:
-        """A finding about the looks ``where``; evidence that is not finite is left out."""
+        """Build a finding about the samples ``where``; non-finite evidence is left out."""
         steps = self.steps[where]
         return Finding(
             code=code,
@@ -115,22 +115,22 @@ class Track:
 
 
 def tracks(series: Series) -> Iterator[Track]:
-    """Every cast, in the order in which they ran; a layer whose recipe changed has several of each."""
+    """Yield a track for every cast, in cast order; several if the layer's recipe changed."""
     table = series.casts
-    looks = np.arange(len(table.steps))
+    sample_indices = np.arange(len(table.steps))
     for column, key in enumerate(table.keys):
         rows = table.values[:, column]
-        known = ~np.isnan(rows[:, CAST_FIELDS.index("amax")])
+        is_known = ~np.isnan(rows[:, CAST_FIELDS.index("amax")])
         periods = series.periods.get(key.path) or [Period(-np.inf, 0, {})]
-        ends = [period.look for period in periods[1:]] + [len(looks)]
+        ends = [period.sample_index for period in periods[1:]] + [len(sample_indices)]
         for period, end in zip(periods, ends, strict=True):
-            chosen = known & (looks >= period.look) & (looks < end)
-            if chosen.any():
-                yield Track(key=key, steps=table.steps[chosen], values=rows[chosen], facts=period.facts)
+            is_selected = is_known & (sample_indices >= period.sample_index) & (sample_indices < end)
+            if is_selected.any():
+                yield Track(key=key, steps=table.steps[is_selected], values=rows[is_selected], facts=period.facts)
 
 
 def longest(mask: Mask) -> slice:
-    """The longest run of True, the first of equal ones.
+    """Longest run of True; the first of equally long ones.
 
     Example:
         >>> longest(np.array([True, False, True, True]))

@@ -1,4 +1,4 @@
-"""Codes that belong to another tensor, such as a weight's from before the last update."""
+"""Rule for codes that belong to another tensor, such as those of a weight before its last update."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ __all__ = ["stale_weight"]
 
 
 def stale_weight(series: Series, limits: Thresholds) -> Iterator[Finding]:
-    """Codes that are not those of the tensor under the very scale they stand beside; stochastic ones are drawn."""
+    """Find codes that do not match their tensor under their own scale; stochastic rounding is skipped."""
     for track in tracks(series):
         if track.spec("rounding") == "stochastic":
             continue
@@ -27,7 +27,7 @@ def stale_weight(series: Series, limits: Thresholds) -> Iterator[Finding]:
             "stale-weight",
             Severity.FAIL,
             cause=f"{worst:.2%} of the codes that the {track.key.gemm} GEMM multiplies are not those of the "
-            f"{track.key.role} of that step: they were made of another tensor, such as an earlier step's",
+            f"{track.key.role} of that step: they were computed from another tensor, such as that of an earlier step",
             weight=worst,
             code_mismatch=worst,
             cosine=np.nanmin(np.append(track.of("cosine")[wrong], np.inf)),

@@ -29,6 +29,6 @@ def saturation() -> Finding:
         first_step=1,
         last_step=4,
         evidence={"saturation_fraction": 0.21},
-        cause="values lie beyond what the scale provides for",
+        cause="values exceed the range of the scale",
         weight=0.21,
     )

@@ -165,7 +165,7 @@ def test_numbers_of_any_size_are_read_without_a_warning(octavo, run, value, recw
 def test_bytes_that_are_no_lines_are_refused_by_number(octavo, run, garbage):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(garbage)
-    assert re.search(r"is not a run's \(.+\); put the file back", refusal(octavo, run))
+    assert re.search(r"is not a line of a run \(.+\); put the file back", refusal(octavo, run))
 
 
 def test_statistics_of_another_model_are_refused(octavo, run):
@@ -211,7 +211,7 @@ def test_an_edited_event_is_refused(octavo, run, kind):
 
 def test_statistics_that_do_not_fit_their_names_are_refused(octavo, run):
     edit(run, lambda lines: [line["casts"].pop() for line in lines if line["kind"] == "watched"])
-    assert "do not fit the names before them" in refusal(octavo, run)
+    assert "do not match the names before them" in refusal(octavo, run)
 
 
 def test_facts_of_a_layer_that_no_run_writes_are_refused(octavo, run):

@@ -108,7 +108,7 @@ def test_what_is_about_the_loop_changes_no_layer():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"overrides": {"0": "rowwise", "1": "bf16"}}, "no layer of this model is named '1'; some are 0, 2"),
+        ({"overrides": {"0": "rowwise", "1": "bf16"}}, "no layer of this model is named '1'; its layers include 0, 2"),
         ({"skip": ["head"]}, "no layer of this model is named 'head'"),
         ({"overrides": {"0": "rowwise", "2": "finest"}}, "there is no recipe 'finest'"),
         ({"recipe_options": {"history_length": 0}}, "length must be a whole number of at least 1, not 0"),

@@ -167,7 +167,7 @@ def test_a_loss_that_jumps_to_the_unigram_entropy_and_stays_comes_first(unigram)
     series = with_unigram(looks("delayed", count=17, lines=lines, casts=FOLLOWING), unigram)
     first, *others = diagnose(series)
     assert (first.code, first.severity, first.first_step) == ("divergence", Severity.FAIL, 61)
-    assert first.remedies[0].text == "Lower the learning rate: peak at 0.002, and train BF16 beside it."
+    assert first.remedies[0].text == "Lower the learning rate: peak at 0.002, and compare with a run in BF16."
     assert first.remedies[0].changes == {"lr": 2e-3}
     assert [one.code for one in others] == ["stale-scale"], "at the look that shows the jump; it explains the rest"
     where = "stays at 6.2" if unigram is None else "stays at the unigram entropy of 6.3"

@@ -43,7 +43,7 @@ def test_a_gap_that_grows(gap, found):
 def test_the_story():
     (found,) = findings(GROWING * 0.01)
     assert found.path == ""
-    assert found.cause.startswith("the loss lies 0.8")
+    assert found.cause.startswith("the loss is 0.8")
     assert "% above the reference's and the gap grows: it was 0." in found.cause
     assert found.evidence["nats"] == pytest.approx(found.evidence["relative_gap"] * 3.3, rel=0.1)
 

@@ -39,7 +39,7 @@ def test_the_first_in_the_order_of_a_step():
     )
     assert (found.path, found.role) == (SECOND, "weight")
     assert found.cause == (
-        "NaN or ±Inf reach this cast first (5 elements since the last look), 2 casts after it hold some too"
+        "NaN or ±Inf reach this cast first (5 elements since the last sample), 2 later casts have them too"
     )
 
 
@@ -62,7 +62,7 @@ def test_a_loss_that_stays_no_number(losses, since):
     """Every cast is finite."""
     found = findings(lines=steps(losses))
     assert [(one.path, one.severity, one.first_step) for one in found] == [("", Severity.FAIL, since)] * bool(since)
-    assert all(f"the loss is NaN or ±Inf since step {since}, though every cast" in one.cause for one in found)
+    assert all(f"the loss is NaN or ±Inf since step {since}, although every sampled cast" in one.cause for one in found)
 
 
 def test_what_an_update_spread_between_looks_names_no_layer():
@@ -71,8 +71,8 @@ def test_what_an_update_spread_between_looks_names_no_layer():
     assert (found.path, found.role, found.first_step) == ("", "", 15)
     assert found.evidence == {"nonfinite": 28, "casts": 4, "weights": 2}
     assert found.cause == (
-        "NaN or ±Inf are in 2 of 2 weights and 4 casts, in steps 11-15: an update spread them, and where they began is "
-        "not seen afterwards; the loss is not finite from step 13 on"
+        "NaN or ±Inf are in 2 of 2 weights and 4 casts, in steps 11-15: an update spread them, and their origin is "
+        "no longer visible; the loss is not finite from step 13 on"
     )
     (remedy,) = remedies_for(found, looks())
     assert "interval=1" in remedy.text
@@ -81,7 +81,7 @@ def test_what_an_update_spread_between_looks_names_no_layer():
 def test_several_weights_at_once_name_none_though_every_step_is_looked_at():
     (found,) = findings(EVERYWHERE, interval=1)
     assert (found.path, found.cause) == (
-        "", "the update before this step left NaN or ±Inf in 2 of 2 weights at once, and no cast held any before"
+        "", "the update before this step left NaN or ±Inf in 2 of 2 weights at once, and no cast had any before"
     )  # fmt: skip
     (found,) = findings({key: {"nonfinite": 7} for key in EVERYWHERE}, interval=1)
     assert (found.path, found.cause) == ("", "training began with NaN or ±Inf in 2 of 2 weights")
@@ -101,8 +101,8 @@ def test_between_looks_the_first_in_order_is_named_where_no_update_spread_it():
     (found,) = findings({(SECOND, "input"): last, (FIRST, "grad_output"): last})
     assert (found.path, found.role) == (SECOND, "input")
     assert found.cause == (
-        "NaN or ±Inf reached this cast in steps 26-30 and none before it in a step's order "
-        "(5 elements since the last look), 1 casts after it hold some too"
+        "NaN or ±Inf reached this cast in steps 26-30, and no earlier cast of a step "
+        "(5 elements since the last sample), 1 later casts have them too"
     )
 
 
@@ -126,14 +126,14 @@ def test_a_gradient_that_overflowed_under_a_loss_scale_was_made_again():
 def test_a_failure_names_the_tensor():
     failure = {"kind": "failure", "step": 30, "loss": None, "tensor": "output of layers.0.norm"}
     (found,) = findings({(FIRST, "input"): {"nonfinite": [0, 0, 0, 0, 0, 5]}}, [failure])
-    assert found.cause.endswith("the first tensor of the step that broke is the output of layers.0.norm")
+    assert found.cause.endswith("the first non-finite tensor of the failed step is the output of layers.0.norm")
 
 
 def test_a_failure_outside_of_every_cast():
     failure = {"kind": "failure", "step": 4, "loss": None, "tensor": "parameter embedding.weight"}
     (found,) = nonfinite(series_of([*steps([3.0] * 3), failure]), LIMITS)
     assert (found.path, found.first_step) == ("", 4)
-    assert found.cause == "the step broke outside of every FP8 cast, first in the parameter embedding.weight"
+    assert found.cause == "the step failed outside of every FP8 cast, first in the parameter embedding.weight"
     (found,) = nonfinite(series_of([failure | {"tensor": None}]), LIMITS)
     assert found.cause.endswith("a replay of its batches stayed finite")
 

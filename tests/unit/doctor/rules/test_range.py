@@ -97,7 +97,7 @@ def test_what_no_gemm_misses_is_less_severe(place, numbers, gemm, severity):
 @pytest.mark.parametrize(
     ("floor", "size", "cause", "remedy"),
     [
-        (1e-12, 1e-30, "amax is {:.3g}, which the recipe's amax_floor takes for 1e-12", "Leave amax_floor at 0"),
+        (1e-12, 1e-30, "amax is {:.3g}, which the recipe's amax_floor raises to 1e-12", "Leave amax_floor at 0"),
         (0.0, 2.0**-147, "amax is {:.3g}, too small for any FP32 scale to bring to the format's range", "Find why"),
     ],
 )
@@ -166,8 +166,8 @@ def test_the_story_of_an_outlier():
     changes = {INPUT: {"underflow_fraction": 0.62, "amax": 65536, "rms": 4}}
     (found,) = bulk_underflow(looks(casts=changes, products=MISSED), LIMITS)
     assert found.cause == (
-        "62% of the nonzero elements become zero: amax is 1.64e+04x the rms, and the bulk lie below the range of E4M3 "
-        "under the scale that it sets"
+        "62% of the nonzero elements become zero: amax is 1.64e+04x the rms, and under its scale the bulk lie "
+        "below the range of E4M3"
     )
     assert (found.evidence["underflow_fraction"], found.evidence["peak"]) == (0.62, 16384)
 
@@ -185,7 +185,7 @@ ZEROS = {"amax": 0, "rms": 0, "zero_fraction": 1, "kurtosis": math.nan, "underfl
 def test_a_tensor_of_zeros_at_three_looks(place):
     (found,) = zero_tensor(looks(count=3, casts={place: ZEROS}), LIMITS)
     assert (found.role, found.severity) == (place[1], Severity.WARN)
-    assert found.cause == f"every element of this {place[1]} is exactly zero at 3 looks in a row"
+    assert found.cause == f"every element of this {place[1]} is exactly zero in 3 consecutive samples"
     assert not list(zero_tensor(looks(count=2, casts={place: ZEROS}), LIMITS))
 
 

@@ -48,7 +48,7 @@ class TestStale:
         (found,) = stale_scale(series, LIMITS)
         assert (found.path, found.role, found.first_step, found.last_step) == (FIRST, "input", 10, 20)
         assert found.cause == (
-            "the history of 16 steps lags: amax grew 6.1x since the scale was made, 21.00% of the elements saturate"
+            "the history of 16 steps lags: amax grew 6.1x since the scale was computed, 21.00% of the elements saturate"
         )
         assert found.evidence["stale_ratio"] == 6.1
 
@@ -125,7 +125,7 @@ class TestFrozen:
         series = looks("delayed", casts={PLACE: provided([1, 2, 3, 4, 4.5, 5], np.full(6, 1 / 448))})
         (found,) = frozen_scale(series, LIMITS)
         assert found.severity is Severity.FAIL
-        assert found.cause.startswith("the scale stayed 0.00223 for 6 looks while amax moved 5x; amax is up to 5x")
+        assert found.cause.startswith("the scale stayed 0.00223 in 6 samples while amax changed 5x and is up to 5x")
         assert found.evidence["stale_ratio"] == pytest.approx(5)
 
     def test_a_long_window_holds_an_early_peak(self):
@@ -177,17 +177,17 @@ class TestInexact:
     @pytest.mark.parametrize(
         ("g", "severity", "words"),
         [
-            (1.003, Severity.WARN, "an amax 0.30% from its tensor's, as one rounded to fewer bits is"),
-            (1.5, Severity.WARN, "an amax that is not its tensor's: the tensor's is 1.5x as large"),
-            (16, Severity.FAIL, "the tensor's is 16x as large"),
-            (1 / 16, Severity.FAIL, "the tensor's is 0.0625x as large"),
+            (1.003, Severity.WARN, "an amax that differs by 0.30% from its tensor's, as after rounding to fewer bits"),
+            (1.5, Severity.WARN, "an amax of another tensor: its own tensor's is 1.5x as large"),
+            (16, Severity.FAIL, "its own tensor's is 16x as large"),
+            (1 / 16, Severity.FAIL, "its own tensor's is 0.0625x as large"),
         ],
     )
     def test_severity_and_story(self, g, severity, words):
         (found,) = inexact_amax(looks("tensorwise", casts={PLACE: {"stale_ratio": g}}), LIMITS)
         assert found.severity is severity
         assert words in found.cause
-        assert "6 of 6 looks" in found.cause
+        assert "6 of 6 samples" in found.cause
 
     def test_the_scale_of_some_groups(self):
         """Other groups have the scale that is theirs, so that the largest g is right."""

@@ -143,9 +143,7 @@ def test_a_rise_within_the_scatter_of_the_losses_is_none(swing, found):
 def test_the_story_of_a_jump():
     (found,) = learning_rate(switching(rate=10.0, rise=1.0), LIMITS)
     assert (found.path, found.first_step, found.last_step) == ("", 20, 30)
-    assert (
-        found.cause == "the learning rate is 10x that of before since the switch at step 20, and the loss rose by 0.83"
-    )
+    assert found.cause == "the learning rate is 10x as large since the switch at step 20, and the loss rose by 0.83"
 
 
 def restarting(*, periods=4, length=40, comes_back=True):
@@ -165,7 +163,7 @@ def test_a_schedule_that_restarts_is_healthy():
 def test_a_restart_that_the_loss_does_not_come_back_from():
     (found,) = learning_rate(restarting(comes_back=False), LIMITS)
     assert (found.severity, found.first_step) == (Severity.WARN, 41)
-    assert "that of before since step 41, and the loss rose by" in found.cause
+    assert "x as large since step 41, and the loss rose by" in found.cause
     assert "switch" not in found.cause
 
 

@@ -30,4 +30,4 @@ def test_place_and_story():
     (found,) = biased_accumulation(series, Thresholds())
     assert (found.path, found.role, found.first_step, found.last_step) == (SECOND, "output", 15, 25)
     assert found.evidence == {"accumulation_bias": -0.07}
-    assert found.cause.endswith("sums of them come out 7.0% too small")
+    assert found.cause.endswith("sums of them are 7.0% too small")
