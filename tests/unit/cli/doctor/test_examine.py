@@ -91,7 +91,7 @@ def test_a_folder_without_a_run_is_refused(octavo, tmp_path):
 
 
 def test_a_study_is_refused_with_the_names_of_its_runs(octavo, run):
-    assert "holds a study" in refusal(octavo, run.parent)
+    assert "is a folder of runs" in refusal(octavo, run.parent)
 
 
 def test_a_run_without_a_step_is_refused(octavo, run):
