@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.measure import Ratio, bf16_note, hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo import E4M3, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize, scaled_mm
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings as cpu
 from octavo.numerics import Accumulate, Granularity, ScaleRounding
 from octavo.numerics.scaling import AMAX_FLOOR
 

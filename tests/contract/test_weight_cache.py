@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import octavo
-from octavo import functional
 from octavo.functional import WeightCache
+from octavo.functional import linear as functional
 from octavo.nn import Linear
 from octavo.state import discard_step
 
@@ -113,7 +113,7 @@ def _twin(layer: Linear, recipe: str) -> Linear:
 @pytest.mark.parametrize("change", ["optimizer step", "update_scales"])
 def test_where_values_cannot_be_asked_for_steps_and_update_scales_empty_it(change, monkeypatch):
     """As on an accelerator, where a checksum would have to be waited for."""
-    monkeypatch.setattr(functional, "can_be_asked", lambda _: False)
+    monkeypatch.setattr(functional, "is_eager_cpu", lambda _: False)
     layer = _layer("tensorwise", cached=True)
     layer.weight.grad = torch.ones_like(layer.weight)
     x = torch.randn(4, 16)

@@ -8,7 +8,7 @@ import torch
 
 import octavo
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.numerics import Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure, quantize
 from octavo.numerics.granularity import granularity_as_list
 from octavo.numerics.quantized import dequantize_by_torch
@@ -20,8 +20,10 @@ GRANULARITIES = (
     PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(32, 1), PerBlock(128, 1),
     PerBlock(3, 7), PerBlock(1000, 1),
 )  # fmt: skip
-RULE = cpu.ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0)
-needs_extension = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+RULE = native_bindings.ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0)
+needs_extension = pytest.mark.skipif(
+    bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 pytestmark = needs_extension
 
 
@@ -30,8 +32,8 @@ def assert_same_cast(x, fmt, granularity, rule=RULE, *, nonfinite=Nonfinite.PROP
     options = {"scale_rounding": rule.rounding, "amax_floor": rule.amax_floor, "margin": rule.margin}
     wanted = quantize(x, fmt, granularity=granularity, nonfinite=nonfinite, **options, **given)
     found = measure(x, granularity)
-    for level in cpu.levels():
-        cast = cpu.quantize(x, fmt, granularity, rule, nonfinite=nonfinite, **given, level=level)
+    for level in native_bindings.levels():
+        cast = native_bindings.quantize(x, fmt, granularity, rule, nonfinite=nonfinite, **given, level=level)
         assert_same_codes(cast.codes, wanted.data, level)
         assert torch.equal(cast.scale, wanted.scale), level
         assert torch.equal(cast.amax, found.amax), level
@@ -97,7 +99,7 @@ def test_every_midpoint_and_its_neighbours(fmt):
 def test_every_granularity_and_rule(granularity, dtype, shape):
     x = numbers(*shape, dtype=dtype)
     for fmt, rounding, margin in itertools.product(FORMATS, ScaleRounding, (0, 2)):
-        assert_same_cast(x, fmt, granularity, cpu.ScaleRule(rounding, 0.0, margin))
+        assert_same_cast(x, fmt, granularity, native_bindings.ScaleRule(rounding, 0.0, margin))
 
 
 LAYOUTS = {
@@ -151,8 +153,8 @@ def test_magnitudes_at_both_ends(granularity):
         for rounding, fmt, margin in itertools.product(ScaleRounding, FORMATS, (0, 9)):
             x = numbers(9, 40).clamp(-1, 1) * value
             x[2, 3] = value
-            assert_same_cast(x, fmt, granularity, cpu.ScaleRule(rounding, AMAX_FLOOR, margin))
-            assert_same_cast(x.bfloat16(), fmt, granularity, cpu.ScaleRule(rounding, AMAX_FLOOR, margin))
+            assert_same_cast(x, fmt, granularity, native_bindings.ScaleRule(rounding, AMAX_FLOOR, margin))
+            assert_same_cast(x.bfloat16(), fmt, granularity, native_bindings.ScaleRule(rounding, AMAX_FLOOR, margin))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
@@ -162,7 +164,11 @@ def test_given_amaxes_and_scales(granularity):
     for given in (torch.rand(shape) * 10, torch.zeros(shape), torch.full(shape, 1e-30)):
         assert_same_cast(x, E4M3, granularity, amax=given)
         assert_same_cast(
-            x.t().contiguous().t(), E5M2, granularity, cpu.ScaleRule(ScaleRounding.RCEIL, 0.0, 1), amax=given
+            x.t().contiguous().t(),
+            E5M2,
+            granularity,
+            native_bindings.ScaleRule(ScaleRounding.RCEIL, 0.0, 1),
+            amax=given,
         )
     assert_same_cast(x, E4M3, granularity, scale=torch.rand(shape) + 1e-3)
     assert_same_cast(x, E4M3, granularity, scale=torch.full(shape, 1e-39))
@@ -174,8 +180,8 @@ def test_a_group_without_an_amax_provides_for_its_own(granularity):
     own = measure(x, granularity).amax
     given = torch.where(torch.rand(own.shape) < 0.5, 0.0, own * 3)
     wanted = quantize(x, E4M3, granularity=granularity, amax=torch.where(given > 0, given, own))
-    for level in cpu.levels():
-        cast = cpu.quantize(x, E4M3, granularity, RULE, amax=given, zero_is_unknown=True, level=level)
+    for level in native_bindings.levels():
+        cast = native_bindings.quantize(x, E4M3, granularity, RULE, amax=given, zero_is_unknown=True, level=level)
         assert_same_codes(cast.codes, wanted.data, level)
         assert torch.equal(cast.amax, own)
 
@@ -187,8 +193,8 @@ def test_counts(granularity, fmt):
     x[0, 0], x[5, 5] = math.inf, math.nan
     amax = measure(x, granularity).amax / 4
     scaled = x * granularity.expand(fmt.max / amax, x.shape)
-    for level in cpu.levels():
-        cast = cpu.quantize(x, fmt, granularity, RULE, amax=amax, counting=True, level=level)
+    for level in native_bindings.levels():
+        cast = native_bindings.quantize(x, fmt, granularity, RULE, amax=amax, counting=True, level=level)
         assert_same_codes(cast.codes, quantize(x, fmt, granularity=granularity, amax=amax).data, level)
         finite = x.isfinite()
         assert cast.nonfinite == 2
@@ -207,11 +213,11 @@ def test_dequantize(fmt, dtype, granularity):
         for view in (codes, codes.view(torch.uint8).t().contiguous().t().view(fmt.torch_dtype), codes[:, 4:200]):
             scale = torch.rand(granularity.scale_shape(view.shape)) * 2.0 ** (exponent // 2) * 2.0 ** (exponent // 2)
             wanted = QuantizedTensor(view, scale, granularity, dtype).dequantize()
-            for level in cpu.levels():
-                found = cpu.dequantize(view, scale, granularity, dtype, level=level)
+            for level in native_bindings.levels():
+                found = native_bindings.dequantize(view, scale, granularity, dtype, level=level)
                 torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
                 out = torch.full(view.shape, 7.0, dtype=dtype)
-                assert cpu.dequantize(view, scale, granularity, dtype, out=out, level=level) is out
+                assert native_bindings.dequantize(view, scale, granularity, dtype, out=out, level=level) is out
                 torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -235,8 +241,8 @@ def test_dequantize_finite_codes(fmt, dtype):
 def assert_same_numbers(codes, scale, granularity, dtype):
     """Decoded by every level, and by the formula; a zero's sign and a NaN's place count, a NaN's sign does not."""
     wanted = dequantize_by_torch(codes, scale, granularity_as_list(granularity), dtype)
-    for level in cpu.levels():
-        found = cpu.dequantize(codes, scale, granularity, dtype, level=level)
+    for level in native_bindings.levels():
+        found = native_bindings.dequantize(codes, scale, granularity, dtype, level=level)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(found.signbit() | found.isnan(), wanted.signbit() | wanted.isnan()), level
 
@@ -248,9 +254,13 @@ def test_codes_go_where_they_are_wanted(granularity):
         if view.ndim == 0 and not isinstance(granularity, PerTensor):
             continue
         wanted = quantize(view, E4M3, granularity=granularity)
-        for level in cpu.levels():
-            out = torch.full((view.numel(),), 7.0).to(E4M3.torch_dtype).as_strided(view.shape, cpu.codes_strides(view))
-            cast = cpu.quantize(view, E4M3, granularity, RULE, out=out, level=level)
+        for level in native_bindings.levels():
+            out = (
+                torch.full((view.numel(),), 7.0)
+                .to(E4M3.torch_dtype)
+                .as_strided(view.shape, native_bindings.codes_strides(view))
+            )
+            cast = native_bindings.quantize(view, E4M3, granularity, RULE, out=out, level=level)
             assert cast.codes.data_ptr() == out.data_ptr(), level
             assert_same_codes(out, wanted.data, level)
             assert_same_codes(cast.codes, wanted.data, level)
@@ -292,8 +302,8 @@ def test_what_saturates_and_underflows_is_counted(granularity):
     x[1, :2] = torch.tensor([448.0, 464.0])
     scale = torch.ones(granularity.scale_shape(x.shape))
     finite = x.isfinite()
-    for level in cpu.levels():
-        found = cpu.quantize(x, E4M3, granularity, RULE, scale=scale, counting=True, level=level)
+    for level in native_bindings.levels():
+        found = native_bindings.quantize(x, E4M3, granularity, RULE, scale=scale, counting=True, level=level)
         assert found.nonfinite == int((~finite).sum())
         assert found.saturated == int((finite & (x.abs() > 448.0)).sum())
         zero = (found.codes.view(torch.uint8) & 0x7F) == 0

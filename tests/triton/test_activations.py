@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import fused
+from octavo.kernels import fused_casts
 from octavo.kernels.result_cast import CastResult
 from octavo.nn.activations import ACTIVATIONS
 from tests.triton.fused_casts import CASTS, amax_of, assert_operands_of, assert_same_transpose, cast_by_torch
@@ -37,7 +37,7 @@ def _input(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _made(name: str, x: Tensor, cast: str, *, amax: Tensor | None = None, scale: Tensor | None = None) -> CastResult:
     gated = ACTIVATIONS[name].gated
-    return fused.cast_activation(x, FUNCTIONS[name], CASTS[cast], gated=gated, amax=amax, scale=scale)
+    return fused_casts.cast_activation(x, FUNCTIONS[name], CASTS[cast], gated=gated, amax=amax, scale=scale)
 
 
 @pytest.mark.parametrize("cast", CASTS)
@@ -72,7 +72,7 @@ def test_many_rows(largest: str, cast: str, device: torch.device, monkeypatch: p
 def test_the_transpose_by_itself_is_that_of_both(name: str, cast: str, device: torch.device) -> None:
     x, gated = _input(name, device, torch.bfloat16), ACTIVATIONS[name].gated
     both, alone = _made(name, x, cast), replace(CASTS[cast], direct=False)
-    made = fused.cast_activation(x, FUNCTIONS[name], alone, gated=gated, amax=amax_of(both, alone))
+    made = fused_casts.cast_activation(x, FUNCTIONS[name], alone, gated=gated, amax=amax_of(both, alone))
     assert made.codes.numel() == 0
     assert_same_transpose(made, both, alone)
 
@@ -120,7 +120,7 @@ def test_what_is_not_finite_is_counted_once(cast: str, past: float | None, devic
 def test_gradients(name: str, dtype: torch.dtype, device: torch.device) -> None:
     x = _input(name, device, dtype)
     grad_y = torch.randn(ROWS, COLUMNS).to(device, dtype)
-    made = fused.activation_backward(grad_y, x, FUNCTIONS[name], gated=ACTIVATIONS[name].gated)
+    made = fused_casts.activation_backward(grad_y, x, FUNCTIONS[name], gated=ACTIVATIONS[name].gated)
     exact = x.cpu().double().requires_grad_()
     (wanted,) = torch.autograd.grad(ACTIVATIONS[name](exact), exact, grad_y.cpu().double())
     assert made.dtype is dtype

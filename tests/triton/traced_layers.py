@@ -29,9 +29,9 @@ from triton.runtime.jit import JITFunction
 
 import octavo
 import octavo.kernels.triton
-from octavo import functional
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels import fused, gpu
+from octavo.functional import linear as functional
+from octavo.kernels import fused_casts, triton_bindings
 from octavo.kernels.triton import codes
 from octavo.nn import LayerNormLinear, LayerNormMLP, Linear
 from octavo.numerics import Granularity
@@ -150,7 +150,7 @@ def _interpret() -> None:
 
 
 def _supports(x: Tensor, fmt: Format, granularity: Granularity, *, given: bool = False) -> bool:
-    return fmt in (E4M3, E5M2) and gpu._fits(granularity)
+    return fmt in (E4M3, E5M2) and triton_bindings._fits(granularity)
 
 
 def _take_the_cpu_for_a_gpu() -> None:
@@ -159,10 +159,10 @@ def _take_the_cpu_for_a_gpu() -> None:
     triton.runtime.driver.set_active(NoDevice())
     Tensor.is_cuda = property(lambda x: True)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: -1  # what a tensor on the CPU says of its device
-    gpu.supports = _supports
-    gpu.closes_steps = lambda window: False
+    triton_bindings.supports = _supports
+    triton_bindings.closes_steps = lambda window: False
     functional.casts_weight_again = lambda *_: True
-    fused.DEVICES = ("cpu",)
+    fused_casts.DEVICES = ("cpu",)
 
 
 def _trace(layer: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -44,11 +44,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels import products, quantize, scaled_mm, summing
+from octavo.kernels import cast_statistics as native_statistics
+from octavo.kernels import native_gemm, quantize, scaled_mm
 from octavo.kernels.backend import rows_of_scales
-from octavo.kernels.cpu import is_transposed
+from octavo.kernels.native_bindings import is_transposed
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, measure
-from octavo.numerics.cast import can_be_asked, narrowed
+from octavo.numerics.cast import is_eager_cpu, narrowed
 from octavo.numerics.metrics import saturation_amax
 from octavo.numerics.scaling import AMAX_FLOOR
 
@@ -128,8 +129,8 @@ def cast_sums(x: Tensor, made: QuantizedTensor, *, amax_floor: float = AMAX_FLOO
     turned = is_transposed(x)
     size, other = x.shape[::-1] if turned else x.shape
     rows = spread(size, SAMPLED_ELEMENTS // other)
-    if summing.sums(x, made):
-        return summing.cast_sums(x, made, rows, amax_floor=amax_floor)
+    if native_statistics.sums(x, made):
+        return native_statistics.cast_sums(x, made, rows, amax_floor=amax_floor)
     if turned:
         x, made = x.t(), _transposed(made)
     return _sums_by_torch(x, made, rows, amax_floor=amax_floor)
@@ -147,7 +148,7 @@ def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice, *, amax_floor:
         "amax": found.amax.amax(),
         "scale": scale.amax(),
         "stale_ratio": (found.amax / (scale * made.format.max)).amax(),
-        "least_stale_ratio": summing.least_stale_ratio(found.amax, scale, made.format, amax_floor=amax_floor),
+        "least_stale_ratio": native_statistics.least_stale_ratio(found.amax, scale, made.format, amax_floor=amax_floor),
     }
     sums = whole | _sampled_sums(x[rows], take_rows(made, rows))
     return torch.stack([sums[name].double() for name in CAST_SUMS])
@@ -156,7 +157,7 @@ def _sums_by_torch(x: Tensor, made: QuantizedTensor, rows: slice, *, amax_floor:
 def _saturated(x: Tensor, made: QuantizedTensor, amaxes: Tensor) -> Tensor:
     """How many finite elements lie beyond what their scale provides for."""
     limit = saturation_amax(made)
-    if can_be_asked(x) and not (amaxes > limit).any():
+    if is_eager_cpu(x) and not (amaxes > limit).any():
         return torch.zeros((), device=x.device)
     highest = limit.float()  # rounded down: a 16-bit element would be compared in 16 bits with a float64 scalar
     highest = torch.where(highest > limit, highest.nextafter(torch.zeros_like(highest)), highest)
@@ -257,9 +258,9 @@ def product_sums(
     """
     originals, made = (narrowed(originals[0]), narrowed(originals[1])), (left, right)
     widths = {side.granularity.columns for side in made if isinstance(side.granularity, PerBlock)}
-    if all(summing.sums(*pair) for pair in zip(originals, made, strict=True)) and len(widths) < 2:
+    if all(native_statistics.sums(*pair) for pair in zip(originals, made, strict=True)) and len(widths) < 2:
         codes, scales = (left.data, right.data), (rows_of_scales(left), rows_of_scales(right))
-        return products.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)[1]
+        return native_gemm.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)[1]
     return _product_sums_by_torch(made, originals, Accumulate.FP32 if widths else accumulate)
 
 

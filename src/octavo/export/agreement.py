@@ -36,9 +36,9 @@ from octavo.errors import DataError
 from octavo.functional import cast_operand
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
-from octavo.observers import RoleTap
 from octavo.parsing import library_errors, parse_json
 from octavo.recipes import CastSpec
+from octavo.scaling import OperandScaling
 
 __all__ = ["Agreement", "Probe", "compare", "load_probe", "make_probe", "relative_error", "save_probe"]
 
@@ -143,7 +143,7 @@ def _moved(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         spec = layer.recipe.output.a
         key = x.data_ptr(), spec, float(layer.input_scale)
         if key not in known:
-            cast = cast_operand(x.flatten(0, -2), spec, RoleTap(scale=layer.input_scale))
+            cast = cast_operand(x.flatten(0, -2), spec, OperandScaling(scale=layer.input_scale))
             near = cast.dequantize().view_as(x) if isinstance(cast, QuantizedTensor) else x
             known[key] = x + (near - x) / 2
         found[path] = known[key]

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
 from octavo.formats import FP32, Format, format_of
-from octavo.kernels import cpu, gpu
-from octavo.kernels.tracing import SOURCES, distinct, is_traced, show_kernels
+from octavo.kernels import native_bindings, triton_bindings
+from octavo.kernels.tracing import SOURCES, inline_kernels, is_traced, unaliased
 from octavo.kernels.triton.launching import allocate
 from octavo.numerics import (
     Granularity,
@@ -85,7 +85,7 @@ def quantize(
     check_cast(x, fmt, groups, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format)
     check_policy(nonfinite, NONFINITE_POLICIES, "nonfinite")
     check_scale_options(scale_rounding, amax_floor, margin)
-    rule = cpu.ScaleRule(scale_rounding, amax_floor, margin)
+    rule = native_bindings.ScaleRule(scale_rounding, amax_floor, margin)
     return quantize_and_measure(
         x, fmt, groups, rule, scale_format=scale_format, nonfinite=nonfinite, amax=amax, scale=scale, into=Record()
     )[0]
@@ -95,7 +95,7 @@ def quantize_and_measure(
     x: Tensor,
     fmt: Format,
     granularity: Granularity,
-    rule: cpu.ScaleRule,
+    rule: native_bindings.ScaleRule,
     *,
     scale_format: Format = FP32,
     nonfinite: Nonfinite = Nonfinite.PROPAGATE,
@@ -122,8 +122,8 @@ def quantize_and_measure(
             what was found is not given back.
     """
     by_kernel = rounding == Rounding.NEAREST
-    on_gpu = by_kernel and gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)
-    if not on_gpu and not (by_kernel and cpu.supports(x, fmt, granularity)):
+    on_gpu = by_kernel and triton_bindings.supports(x, fmt, granularity, given=amax is not None or scale is not None)
+    if not on_gpu and not (by_kernel and native_bindings.supports(x, fmt, granularity)):
         found = measure(x.detach(), granularity)
         if amax is not None and zero_is_unknown:
             amax = torch.where(amax > 0, amax, found.amax)
@@ -155,10 +155,10 @@ def quantize_and_measure(
         )
         seen = _recorded(x, Measurement(measured, count), into) if _is_read(into) else None
     elif on_gpu:
-        on_device = gpu.quantize(x, fmt, granularity, rule, into=into, **options)
+        on_device = triton_bindings.quantize(x, fmt, granularity, rule, into=into, **options)
         codes, made, seen = on_device.codes, on_device.scale, on_device.found
     else:
-        cast = cpu.quantize(x, fmt, granularity, rule, **options)
+        cast = native_bindings.quantize(x, fmt, granularity, rule, **options)
         count = torch.tensor(cast.nonfinite, device="cpu") if cast.nonfinite else None
         codes, made, seen = cast.codes, cast.scale, _recorded(x, Measurement(cast.amax, count), into)
     return QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype), seen
@@ -168,7 +168,7 @@ def quantize_both_ways(
     x: Tensor,
     fmt: Format,
     granularity: Granularity,
-    rule: cpu.ScaleRule,
+    rule: native_bindings.ScaleRule,
     *,
     scale_format: Format = FP32,
     nonfinite: Nonfinite = Nonfinite.PROPAGATE,
@@ -187,7 +187,7 @@ def quantize_both_ways(
         "nonfinite": nonfinite, "amax": amax, "scale": scale, "zero_is_unknown": zero_is_unknown
     }  # fmt: skip
     by_kernel = rounding == Rounding.NEAREST
-    if not (by_kernel and gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)):
+    if not (by_kernel and triton_bindings.supports(x, fmt, granularity, given=amax is not None or scale is not None)):
         options |= {"scale_format": scale_format, "rounding": rounding}
         quantized, found = quantize_and_measure(x, fmt, granularity, rule, into=into, **options)
         if granularity.orientation_free:
@@ -205,7 +205,7 @@ def quantize_both_ways(
         made_t = made if isinstance(granularity, PerTensor) else made_t
         seen = _recorded(x, Measurement(measured, count), into) if _is_read(into) else None
     else:
-        cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, into=into, **options)
+        cast = triton_bindings.quantize(x, fmt, granularity, rule, both_ways=True, into=into, **options)
         assert cast.transposed is not None
         codes, made, seen = cast.codes, cast.scale, cast.found
         codes_t, made_t = cast.transposed
@@ -270,7 +270,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(
         ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding
     ) -> Tensor:
-        return distinct(_rounded(x, fmt, granularity, scale_rounding))
+        return unaliased(_rounded(x, fmt, granularity, scale_rounding))
 
     @staticmethod
     @once_differentiable
@@ -284,14 +284,18 @@ def _rounded(
     """The values, by one call of a kernel where there is one."""
     check_float(x, "the tensor to quantize")
     groups = granularity_or_default(granularity)
-    on_gpu = gpu.supports(x, fmt, groups) and gpu.fakes(x, groups)
-    if not (on_gpu or cpu.supports(x, fmt, groups)) or x.dtype not in cpu.DTYPES or is_traced(x):
+    on_gpu = triton_bindings.supports(x, fmt, groups) and triton_bindings.fakes(x, groups)
+    if (
+        not (on_gpu or native_bindings.supports(x, fmt, groups))
+        or x.dtype not in native_bindings.DTYPES
+        or is_traced(x)
+    ):
         values = dequantize(quantize(x, fmt, granularity=groups, scale_rounding=scale_rounding))
         return values if out is None else out.copy_(values)
     check_cast(x, fmt, groups, None, None, scale_rounding=scale_rounding, scale_format=FP32)
     check_scale_options(scale_rounding, AMAX_FLOOR, 0)
-    run = gpu.fake_quantize if on_gpu else cpu.fake_quantize
-    values = run(x, fmt, groups, cpu.ScaleRule(scale_rounding, AMAX_FLOOR, 0), out=out)
+    run = triton_bindings.fake_quantize if on_gpu else native_bindings.fake_quantize
+    values = run(x, fmt, groups, native_bindings.ScaleRule(scale_rounding, AMAX_FLOOR, 0), out=out)
     if out is not None:
         torch.autograd.graph.increment_version(out)  # what was saved for a backward pass is no longer there
     return values
@@ -322,17 +326,19 @@ def _cast(  # noqa: PLR0917 (an operator's schema)
     zero_is_unknown: bool,
     *_: object,  # here it is always measured
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cast = cpu.quantize(
+    cast = native_bindings.quantize(
         x,
         format_of(dtype),
         granularity_from_list(block),
-        cpu.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
+        native_bindings.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
         nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
         amax=amax,
         scale=scale,
         zero_is_unknown=zero_is_unknown,
     )
-    codes = cast.codes.as_strided(x.shape, cpu.codes_strides(x))  # the shape function's strides, where a size is 1 too
+    codes = cast.codes.as_strided(
+        x.shape, native_bindings.codes_strides(x)
+    )  # the shape function's strides, where a size is 1 too
     scales, amaxes = (made.clone(memory_format=torch.contiguous_format) for made in (cast.scale, cast.amax))
     return codes, scales, amaxes, torch.tensor(cast.nonfinite, device="cpu")
 
@@ -354,7 +360,7 @@ def _if_its_own(scale_t: Tensor, scale: Tensor) -> Tensor:
     return scale_t.new_empty(0) if scale_t is scale else scale_t
 
 
-def _apart(cast: gpu.Cast) -> tuple[Tensor, Tensor]:
+def _apart(cast: triton_bindings.Cast) -> tuple[Tensor, Tensor]:
     """What was measured, apart; memory that holds nothing where nobody reads it."""
     found = cast.found
     if found is None:
@@ -378,12 +384,12 @@ def _run_on_gpu(  # noqa: PLR0917 (an operator's schema)
     _: str,
     *,
     both_ways: bool = False,
-) -> gpu.Cast:
-    return gpu.quantize(
+) -> triton_bindings.Cast:
+    return triton_bindings.quantize(
         x,
         format_of(dtype),
         granularity_from_list(block),
-        cpu.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
+        native_bindings.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
         nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
         amax=amax,
         scale=scale,
@@ -396,7 +402,7 @@ def _run_on_gpu(  # noqa: PLR0917 (an operator's schema)
 def _cast_shapes(x: Tensor, dtype: torch.dtype, block: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     codes = x.new_empty(x.shape, dtype=dtype)  # contiguous
     if not x.is_cuda:
-        codes = torch.empty_strided(x.shape, cpu.codes_strides(x), dtype=dtype, device=x.device)
+        codes = torch.empty_strided(x.shape, native_bindings.codes_strides(x), dtype=dtype, device=x.device)
     scale = x.new_empty(granularity_from_list(block).scale_shape(x.shape), dtype=torch.float32)
     return codes, scale, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
 
@@ -421,26 +427,26 @@ torch.library.define("octavo::cast", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor, 
 torch.library.impl("octavo::cast", "CPU")(_cast)
 torch.library.impl("octavo::cast", "CUDA")(_cast_on_gpu)
 torch.library.register_fake("octavo::cast")(_cast_shapes)
-show_kernels("octavo::cast", _cast_on_gpu)
+inline_kernels("octavo::cast", _cast_on_gpu)
 torch.library.define("octavo::cast_both_ways", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 torch.library.impl("octavo::cast_both_ways", "CUDA")(_cast_both_ways_on_gpu)
 torch.library.register_fake("octavo::cast_both_ways")(_cast_both_ways_shapes)
-show_kernels("octavo::cast_both_ways", _cast_both_ways_on_gpu)
+inline_kernels("octavo::cast_both_ways", _cast_both_ways_on_gpu)
 
 
 def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
     groups = granularity_from_list(granularity)
-    if not cpu.decodes(codes, dtype, groups):
+    if not native_bindings.decodes(codes, dtype, groups):
         return dequantize_by_torch(codes, scale, granularity, dtype)
-    return cpu.dequantize(codes, scale, groups, dtype)
+    return native_bindings.dequantize(codes, scale, groups, dtype)
 
 
 torch.library.impl("octavo::dequantize", "CPU")(_dequantize)
 
 
 def _round_stochastic(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
-    if cpu.supports(scaled, format_of(dtype)):
-        return cpu.round_stochastic(scaled, random, format_of(dtype))
+    if native_bindings.supports(scaled, format_of(dtype)):
+        return native_bindings.round_stochastic(scaled, random, format_of(dtype))
     return round_stochastic_by_torch(scaled, random, dtype)
 
 
@@ -449,14 +455,14 @@ torch.library.impl("octavo::round_stochastic", "CPU")(_round_stochastic)
 
 def _dequantize_on_gpu(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
     groups = granularity_from_list(granularity)
-    if not gpu.decodes(codes, dtype, groups):
+    if not triton_bindings.decodes(codes, dtype, groups):
         return dequantize_by_torch(codes, scale, granularity, dtype)
-    return gpu.dequantize(codes, scale, groups, dtype)
+    return triton_bindings.dequantize(codes, scale, groups, dtype)
 
 
 def _round_stochastic_on_gpu(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
-    if gpu.supports(scaled, format_of(dtype), PerTensor()):
-        return gpu.round_stochastic(scaled, random, format_of(dtype))
+    if triton_bindings.supports(scaled, format_of(dtype), PerTensor()):
+        return triton_bindings.round_stochastic(scaled, random, format_of(dtype))
     return round_stochastic_by_torch(scaled, random, dtype)
 
 
@@ -465,8 +471,10 @@ torch.library.impl("octavo::round_stochastic", "CUDA")(_round_stochastic_on_gpu)
 
 
 def _random_bits(seed: Tensor, count: int) -> Tensor:
-    return random_bits_by_torch(seed, count) if cpu.why_absent() else cpu.random_bits(seed, count)
+    return (
+        random_bits_by_torch(seed, count) if native_bindings.why_absent() else native_bindings.random_bits(seed, count)
+    )
 
 
 torch.library.impl("octavo::random_bits", "CPU")(_random_bits)
-torch.library.impl("octavo::random_bits", "CUDA")(gpu.random_bits)
+torch.library.impl("octavo::random_bits", "CUDA")(triton_bindings.random_bits)

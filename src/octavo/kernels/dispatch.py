@@ -11,13 +11,13 @@ from torch import Tensor
 
 from octavo.errors import BackendError, ConfigError
 from octavo.kernels.backend import Backend, MatmulProblem
+from octavo.kernels.backends.native import NativeBackend
+from octavo.kernels.backends.reference import ReferenceBackend
+from octavo.kernels.backends.torch_cpu import CpuBackend
+from octavo.kernels.backends.torch_cuda import CudaBackend
+from octavo.kernels.backends.triton import TritonBackend
 from octavo.kernels.hopper_model import HopperModelBackend
-from octavo.kernels.native_backend import NativeBackend
-from octavo.kernels.reference import ReferenceBackend
-from octavo.kernels.torch_cuda import CudaBackend
-from octavo.kernels.torch_native import CpuBackend
 from octavo.kernels.tracing import is_recorded
-from octavo.kernels.triton_backend import TritonBackend
 from octavo.numerics import Accumulate, QuantizedTensor
 from octavo.numerics.cast import check_float
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E8M0, FP32, Format
-from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.native_bindings import ScaleRule
 from octavo.kernels.triton.launching import allocate
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerTensor, QuantizedTensor
 from octavo.numerics.quantized import stored_scale

@@ -11,23 +11,23 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from octavo.errors import BackendError
 
-__all__ = ["PLAIN_TENSORS", "SOURCES", "distinct", "is_plain", "is_recorded", "is_traced", "show_kernels"]
+__all__ = ["PLAIN_TENSORS", "SOURCES", "inline_kernels", "is_plain", "is_recorded", "is_traced", "unaliased"]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _digest() -> str:
     package = files("octavo")
-    folders = (package / "kernels", package / "kernels" / "triton", package / "numerics")
+    folders = (*(package / "kernels" / part for part in ("", "backends", "triton")), package / "numerics")
     sources = [file for folder in folders for file in folder.iterdir() if file.name[-3:] == ".py"]
     sources.append(package / "formats.py")
     return sha256(b"".join(file.read_bytes() for file in sorted(sources, key=str))).hexdigest()
 
 
-SOURCES = _digest()  # of all that decides about a launch: operators that torch sees through take it, see show_kernels
+SOURCES = _digest()  # of all that decides about a launch: operators that torch sees through take it, see inline_kernels
 
 
-def distinct(result: Tensor) -> Tensor:
+def unaliased(result: Tensor) -> Tensor:
     """What an ``autograd.Function`` returns from forward, with a name of its own in a traced graph.
 
     An operation that changes nothing, such as ``.to()`` to the same dtype, gives a second name to one tensor. Of
@@ -36,13 +36,13 @@ def distinct(result: Tensor) -> Tensor:
 
     Example:
         >>> x = torch.ones(2)
-        >>> distinct(x) is x
+        >>> unaliased(x) is x
         True
     """
     return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
-def show_kernels(operator: str, run: Callable[..., Any]) -> None:
+def inline_kernels(operator: str, run: Callable[..., Any]) -> None:
     """Let ``torch.compile`` see what an operator does on a GPU: its code then launches the kernels by itself.
 
     A call of an operator costs a compiled graph the Python that runs it, several times what its launches do. An

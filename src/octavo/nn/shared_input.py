@@ -24,8 +24,8 @@ from torch import Tensor
 
 from octavo.functional import InputOperands, cast_input
 from octavo.kernels.tracing import is_traced
-from octavo.observers import RoleTap, inside_backward
 from octavo.recipes import Recipe, Scaling
+from octavo.scaling import OperandScaling, inside_backward
 
 __all__ = ["SharedInput"]
 
@@ -56,7 +56,7 @@ class SharedInput:
         self._last: _Cast | None = None
 
     def operands(
-        self, source: Tensor, x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool
+        self, source: Tensor, x: Tensor, recipe: Recipe, tap: OperandScaling, *, learning: bool
     ) -> InputOperands | None:
         """The operands of ``x``, cast now or for the layer before; None if this layer casts for itself.
 
@@ -84,7 +84,7 @@ class SharedInput:
 
     def _cast(self, source: Tensor, rows: Tensor, recipe: Recipe, key: tuple[object, ...], *, learning: bool) -> _Cast:
         nonfinite = torch.zeros((), dtype=torch.int64, device=rows.device)
-        operands = cast_input(rows, recipe, RoleTap(nonfinite=nonfinite), learning=learning)
+        operands = cast_input(rows, recipe, OperandScaling(nonfinite=nonfinite), learning=learning)
         if recipe.grad_weight.b is None:
             operands = InputOperands(operands.output)
         return _Cast(weakref.ref(source, self._forget), key, operands, nonfinite, learning)

@@ -17,12 +17,12 @@ from octavo.numerics.cast import (
     NONFINITE_POLICIES,
     Nonfinite,
     Rounding,
-    can_be_asked,
     cast_nearest,
     cast_stochastic,
     check_float,
     check_fp8_format,
     check_policy,
+    is_eager_cpu,
 )
 from octavo.numerics.granularity import (
     Granularity,
@@ -220,7 +220,7 @@ def stored_scale(scale: Tensor, scale_format: Format) -> Tensor:
 
 def _check_power_of_two(scale: Tensor) -> None:
     held = scale_from_e8m0(e8m0_from_scale(scale))
-    if can_be_asked(scale) and not torch.equal(held, scale):
+    if is_eager_cpu(scale) and not torch.equal(held, scale):
         raise ConfigError(f"E8M0 holds powers of two, not the scale {scale[held != scale][0].item()}")
 
 
@@ -228,7 +228,7 @@ def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:
     """Refuse an amax or scale that no tensor has; its values are looked at where that costs nothing."""
     if not isinstance(given, Tensor):
         raise ConfigError(f"{name} must be a tensor in the scale's shape, not {given!r}; wrap it in torch.tensor()")
-    if not can_be_asked(given):
+    if not is_eager_cpu(given):
         return
     wrong = ~((given >= 0 if zero_allowed else given > 0) & given.isfinite())
     if wrong.any():

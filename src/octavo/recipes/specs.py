@@ -114,7 +114,7 @@ class GemmSpec:
 class Close(StrEnum):
     """What ends a step of delayed scaling where updates are not manual."""
 
-    OPTIMIZER = "optimizer"  # a step of the model's optimizer; see octavo.scale_updates
+    OPTIMIZER = "optimizer"  # a step of the model's optimizer; see octavo.scaling.scale_updates
     AUTOCAST = "autocast"  # that, or another outermost octavo.autocast block, as in Transformer Engine
 
     @classmethod

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.native_bindings import ScaleRule
 from octavo.kernels.triton import blocks, casts, rows, values
 from octavo.numerics import Record, ScaleRounding
 

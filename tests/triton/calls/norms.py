@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from octavo.formats import E4M3, E8M0
-from octavo.kernels import ScaleRule, fused
+from octavo.kernels import ScaleRule, fused_casts
 from octavo.kernels.result_cast import NormSpec, ResultCast
 from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
 
@@ -27,19 +27,21 @@ MX = ResultCast(
 def _rms(cast: ResultCast, columns: int = COLUMNS, dtype: torch.dtype = torch.bfloat16, amax: bool = False):
     spec = NormSpec(layer=False, eps=1e-5, zero_centered=False)
     x, gain = torch.empty(64, columns, dtype=dtype), torch.empty(columns)
-    return fused.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=torch.ones(()) if amax else None)
+    return fused_casts.cast_norm(
+        x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=torch.ones(()) if amax else None
+    )
 
 
 def _layer(cast: ResultCast, columns: int = COLUMNS):
     spec = NormSpec(layer=True, eps=1e-5, zero_centered=True)
     x, gain = torch.empty(64, columns, dtype=torch.bfloat16), torch.empty(columns, dtype=torch.bfloat16)
-    return fused.cast_norm(x, gain, gain, spec, cast, handed_on=torch.bfloat16)
+    return fused_casts.cast_norm(x, gain, gain, spec, cast, handed_on=torch.bfloat16)
 
 
 def _backward(columns: int, layer: bool, dtype: torch.dtype = torch.bfloat16):
     spec = NormSpec(layer=layer, eps=1e-5, zero_centered=False)
     x, gain, rstd = torch.empty(64, columns, dtype=dtype), torch.empty(columns), torch.empty(64)
-    return fused.norm_backward(x, x, gain, rstd, rstd, spec, has_bias=layer)
+    return fused_casts.norm_backward(x, x, gain, rstd, rstd, spec, has_bias=layer)
 
 
 CALLS = {

@@ -6,8 +6,9 @@ import torch
 
 import octavo
 from octavo.errors import BackendError, ConfigError
-from octavo.kernels import cpu, dispatch, explain, scaled_mm, selections, torch_cuda
+from octavo.kernels import dispatch, explain, native_bindings, scaled_mm, selections
 from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.backends import torch_cuda
 from octavo.kernels.dispatch import BACKENDS
 from octavo.numerics import Accumulate, PerBlock, PerTensor, QuantizedTensor
 
@@ -31,7 +32,7 @@ def test_auto_records_its_choice_with_reasons_once_a_problem():
     scaled_mm(a, b, out_dtype=torch.bfloat16)
     first, second = selections()
     assert first.backend == next(name for name in NAMES if name not in dict(first.rejected))
-    assert first.backend == ("native" if cpu.levels() else "torch_cpu")
+    assert first.backend == ("native" if native_bindings.levels() else "torch_cpu")
     assert (first.problem.m, first.problem.n, first.problem.k) == (4, 3, 8)
     assert second.problem.out_dtype is torch.bfloat16
     assert dict(first.rejected)["torch_cuda"] == "it runs on CUDA, and the operands are on cpu"

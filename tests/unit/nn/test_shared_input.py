@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo import functional
+from octavo.functional import linear as functional
 from octavo.nn import Linear
 from tests.contract.gemm_oracle import recorded_products
 

@@ -11,7 +11,7 @@ from octavo.doctor.rerun import Rerun, SeenOperands
 from octavo.doctor.series import Series
 from octavo.errors import DataError
 from octavo.numerics import QuantizedTensor
-from octavo.observers import ROLES
+from octavo.scaling import ROLES
 
 __all__ = ["histograms_of"]
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.native_bindings import ScaleRule
 from octavo.kernels.triton import launching
 from octavo.kernels.triton.codes import (
     INTERPRETED,

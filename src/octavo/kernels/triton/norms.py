@@ -172,7 +172,7 @@ def cast_norm(
     amax: Tensor | None,
     scale: Tensor | None,
 ) -> tuple[CastResult, Tensor, Tensor]:
-    """See :func:`octavo.kernels.fused.cast_norm`."""
+    """See :func:`octavo.kernels.fused_casts.cast_norm`."""
     rows, columns = x.shape
     launch = epilogues.launch_of(x, columns, cast, amax, scale)
     mean, rstd = (x.new_empty(size, dtype=torch.float32) for size in (rows if norm.layer else 0, rows))
@@ -217,7 +217,7 @@ def cast_norm(
 def norm_backward(
     grad_y: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, norm: NormSpec, *, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`octavo.kernels.fused.norm_backward`; the parts are summed in a fixed order.
+    """See :func:`octavo.kernels.fused_casts.norm_backward`; the parts are summed in a fixed order.
 
     Bytes an element, 16-bit: 2 + 2 read, 2 written, and 4 or 8 bytes a column for each of 396 programs.
     """

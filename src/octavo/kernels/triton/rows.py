@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.native_bindings import ScaleRule
 from octavo.kernels.triton import casts, launching
 from octavo.kernels.triton.casts import (
     Lines,

@@ -30,9 +30,9 @@ from octavo.errors import ConfigError
 from octavo.functional import InputOperands
 from octavo.nn import Linear
 from octavo.numerics import PerTensor, ScaleRounding, measure, scale_from_amax
-from octavo.observers import EMPTY, RoleTap, inside_backward
 from octavo.quantization.qat.straight_through import straight_through_linear
 from octavo.recipes import CastSpec, Recipe
+from octavo.scaling import EMPTY, OperandScaling, inside_backward
 
 __all__ = ["DECAY", "QATLinear", "Scales"]
 
@@ -89,14 +89,16 @@ class QATLinear(Linear):
         if self.log2_scale is not None:
             self.log2_scale.requires_grad_(False)
 
-    def forward_cast(self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]]) -> Tensor:
+    def forward_cast(
+        self, recipe: Recipe, make: Callable[[OperandScaling], tuple[Tensor, InputOperands | None]]
+    ) -> Tensor:
         """What the converted layer computes, differentiated straight through."""
         if recipe.is_delayed:
             raise ConfigError(
                 f"recipe {recipe.name!r} takes its scales from training steps, which the converted model has not; "
                 "use 'static' with scales='tracked' in quantisation-aware training"
             )
-        x, operands = make(RoleTap())
+        x, operands = make(OperandScaling())
         assert operands is None, "whoever casts for a layer asks for exactly octavo.nn.Linear"
         if recipe.has_static_input:
             assert recipe.output.a is not None

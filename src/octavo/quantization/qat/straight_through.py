@@ -35,13 +35,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.functional import WeightOperands, cast_operand, multiply
-from octavo.keeping import keep_operands, kept_operands, operand_of
+from octavo.functional.saved_operands import load_operands, operand_of, save_operands
 from octavo.kernels import high_precision_mm
-from octavo.kernels.tracing import distinct
+from octavo.kernels.tracing import unaliased
 from octavo.numerics import QuantizedTensor, ScaleRounding
 from octavo.numerics.metrics import saturation_limit
-from octavo.observers import INPUT, WEIGHT, LayerTap, Operand, inside_backward
 from octavo.recipes import CastSpec, Recipe, Scaling
+from octavo.scaling import INPUT, WEIGHT, LayerScaling, Operand, inside_backward
 
 __all__ = ["straight_through_linear"]
 
@@ -55,7 +55,7 @@ def straight_through_linear(
     recipe: Recipe,
     *,
     weight_operands: WeightOperands | None = None,
-    tap: LayerTap | None = None,
+    tap: LayerScaling | None = None,
     clip_gradients: bool = False,
     log2_scale: Tensor | None = None,
 ) -> Tensor:
@@ -92,7 +92,7 @@ def straight_through_linear(
         log2_scale,
         recipe,
         weight_operands,
-        tap or LayerTap(),
+        tap or LayerScaling(),
         clip_gradients,
         torch.is_grad_enabled(),
     )
@@ -109,7 +109,7 @@ class _StraightThrough(torch.autograd.Function):
         log2_scale: Tensor | None,
         recipe: Recipe,
         weight_operands: WeightOperands | None,
-        tap: LayerTap,
+        tap: LayerScaling,
         clip_gradients: bool,
         learning: bool,  # ctx.needs_input_grad says nothing of torch.no_grad()
     ) -> Tensor:
@@ -128,15 +128,15 @@ class _StraightThrough(torch.autograd.Function):
             _clipped(x, left, output.a) if clip_gradients and for_input else None,
             _clipped(weight, right, output.b) if clip_gradients and for_weight else None,
         ]
-        keep_operands(ctx, kept, None)
+        save_operands(ctx, kept, None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.wanted = (for_input, for_weight, for_scale)
-        return distinct(y)
+        return unaliased(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        kept, _ = kept_operands(ctx)
+        kept, _ = load_operands(ctx)
         right, left, x, x_clipped, weight_clipped = (None if each is None else operand_of(each) for each in kept)
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         for_input, for_weight, for_scale = ctx.wanted

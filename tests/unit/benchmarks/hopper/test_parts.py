@@ -14,9 +14,8 @@ from benchmarks.hopper.session import Timings, Variant, share_out
 from benchmarks.hopper.sizes import HOPPER, REHEARSAL, LinearCase
 from benchmarks.hopper.steps import Memory, TrainingStep, leaf, memory_of
 from benchmarks.hopper.tables import faster
-from octavo import functional
-from octavo.bench.results import Section
 from octavo.formats import E4M3, E5M2
+from octavo.functional import linear as functional
 from octavo.kernels import quantize, quantize_and_measure
 from octavo.nn import Linear
 from octavo.numerics import PerTensor

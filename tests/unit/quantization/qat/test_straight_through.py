@@ -15,9 +15,9 @@ from octavo import recipes
 from octavo.formats import E4M3
 from octavo.functional import fp8_linear
 from octavo.numerics.cast import cast_nearest
-from octavo.observers import LayerTap
 from octavo.quantization.qat.straight_through import straight_through_linear
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
+from octavo.scaling import LayerScaling
 
 DYNAMIC = ("tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
 NAMES = ("static", "weight_only", *DYNAMIC)
@@ -32,8 +32,8 @@ def tensors(M: int, K: int, N: int, *, dtype: torch.dtype = torch.float32, seed:
     return x, weight, bias, torch.randn(M, N, generator=generator).to(dtype)
 
 
-def tap_for(recipe: Recipe, scale: float) -> LayerTap:
-    return LayerTap(input_scale=torch.tensor(scale) if recipe.has_static_input else None)
+def tap_for(recipe: Recipe, scale: float) -> LayerScaling:
+    return LayerScaling(input_scale=torch.tensor(scale) if recipe.has_static_input else None)
 
 
 def decoded(x: Tensor, spec: CastSpec | None, scale: float) -> Tensor:
@@ -157,7 +157,7 @@ def test_the_gradient_of_a_learned_scale_is_autograds(scale, shape):
     x, weight, bias, g = tensors(*shape)
     log2_scale = torch.tensor(scale).log2().requires_grad_()
     used = log2_scale.detach().exp2()
-    tap = LayerTap(input_scale=used)
+    tap = LayerScaling(input_scale=used)
     straight_through_linear(x, weight, bias, recipe, tap=tap, log2_scale=log2_scale).backward(g)
     assert recipe.output.b is not None
     weight_q = decoded(weight, recipe.output.b, scale)
@@ -174,7 +174,7 @@ def test_the_gradient_of_a_learned_scale_is_the_formula_element_by_element():
     recipe, s = recipes.get("static"), 0.5
     for value, kept in ((2.0, 2.0), (1.05, 1.0), (2.0**-11, 0.0), (300.0, 224.0)):
         log2_scale = torch.tensor(math.log2(s), requires_grad=True)
-        tap = LayerTap(input_scale=torch.tensor(s))
+        tap = LayerScaling(input_scale=torch.tensor(s))
         weight = torch.tensor([[2.0]])
         y = straight_through_linear(torch.tensor([[value]]), weight, None, recipe, tap=tap, log2_scale=log2_scale)
         y.backward(torch.ones(1, 1))
@@ -190,12 +190,12 @@ def test_the_gradient_of_a_learned_scale_is_the_slope_of_the_smooth_surrogate():
     recipe, x, weight = recipes.get("static"), torch.full((4, 3), 100.0), torch.tensor([[1.0, 2.0, -4.0]])
 
     def output(log2: float) -> float:
-        tap = LayerTap(input_scale=torch.tensor(log2).exp2())
+        tap = LayerScaling(input_scale=torch.tensor(log2).exp2())
         return straight_through_linear(x, weight, None, recipe, tap=tap).double().sum().item()
 
     at, step = -6.0, 1 / 64
     log2_scale = torch.tensor(at, requires_grad=True)
-    tap = LayerTap(input_scale=log2_scale.detach().exp2())
+    tap = LayerScaling(input_scale=log2_scale.detach().exp2())
     straight_through_linear(x, weight, None, recipe, tap=tap, log2_scale=log2_scale).sum().backward()
     slope = (output(at + step) - output(at - step)) / (2 * step)
     assert log2_scale.grad is not None
@@ -211,7 +211,7 @@ def test_descending_by_it_finds_a_better_scale(start):
     optimizer = torch.optim.Adam([log2_scale], lr=0.1)
     errors = []
     for _ in range(150):
-        tap = LayerTap(input_scale=log2_scale.detach().exp2())
+        tap = LayerScaling(input_scale=log2_scale.detach().exp2())
         loss = (straight_through_linear(x, eye, None, recipe, tap=tap, log2_scale=log2_scale) - x).square().mean()
         optimizer.zero_grad()
         loss.backward()

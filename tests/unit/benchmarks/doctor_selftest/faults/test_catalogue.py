@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.doctor_selftest.cases import RunKind, SelftestCase, begin, run_case
 from benchmarks.doctor_selftest.faults import FAULTS
-from octavo import functional
 from octavo.doctor.findings import CAUSES, Finding, Severity
+from octavo.functional import linear as functional
 from octavo.nn import Linear
 from octavo.training import loop
 from tests.unit.benchmarks.doctor_selftest.tiny_trainer import TINY, data_in

@@ -3,11 +3,10 @@ import torch
 
 import octavo
 from benchmarks.doctor_selftest.faults.wrong_casts import requantizing, scaling_by
-from octavo import functional
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers
-from octavo.observers import GRAD_OUTPUT, INPUT, ROLES, WEIGHT
+from octavo.scaling import GRAD_OUTPUT, INPUT, ROLES, WEIGHT
 
 
 def looked_at(layer: octavo.nn.Linear, name: str) -> dict[tuple[str, str], float]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, E8M0, FP32, format_of
-from octavo.kernels.cpu import ScaleRule
+from octavo.kernels.native_bindings import ScaleRule
 from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast, new_result
-from octavo.kernels.tracing import SOURCES, is_traced, show_kernels
+from octavo.kernels.tracing import SOURCES, inline_kernels, is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT
 from octavo.numerics import Nonfinite, PerBlock, ScaleRounding
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
@@ -292,11 +292,11 @@ _register(
     _norm_backward,
     _norm_backward_shapes,
 )
-show_kernels("octavo::norm_backward", _norm_backward)
+inline_kernels("octavo::norm_backward", _norm_backward)
 _register(
     "activation_backward",
     "(Tensor grad_y, Tensor x, str function, bool gated, str sources) -> Tensor",
     _activation_backward,
     _activation_backward_shapes,
 )
-show_kernels("octavo::activation_backward", _activation_backward)
+inline_kernels("octavo::activation_backward", _activation_backward)

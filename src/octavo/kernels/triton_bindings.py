@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels.cpu import DTYPES, ScaleRule
+from octavo.kernels.native_bindings import DTYPES, ScaleRule
 from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT, allocate, on_device_of
 from octavo.numerics import Granularity, Measurement, Nonfinite, PerBlock, PerRow, PerTensor, Record

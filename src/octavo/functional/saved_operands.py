@@ -1,11 +1,11 @@
-"""What a backward pass keeps of its operands: their codes, or what it takes to make them again.
+"""Operands that forward saves for backward: codes, or the tensors to recompute them from.
 
-Codes are one byte an element. What was made of a parameter, or of a tensor that is kept anyway, need not be kept at
-all: a :class:`Later` stands for an operand that the backward pass makes again, bit for bit, when its GEMM runs.
+Codes are one byte an element. Codes of a parameter, or of a tensor that is saved anyway, need not be saved: a
+:class:`RecomputedOperand` stands for an operand that backward recomputes, bit for bit, when its GEMM runs.
 
-All is saved as plain tensors: activation checkpointing and saved-tensor hooks see them, and autograd refuses to give
-them back once somebody has changed them. As everywhere in torch it does not see what fused optimizers write, nor what
-is written through ``.data``: what is made again then is the new weight's, by the scale of the old one.
+All is saved as plain tensors: activation checkpointing and saved-tensor hooks see them, and autograd raises where they
+have changed in place. As everywhere in torch it does not see what fused optimizers write, nor what is written through
+``.data``: an operand recomputed then is the new weight's, cast with the scale of the old one.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from octavo.numerics import QuantizedTensor
-from octavo.observers import Operand
+from octavo.scaling import Operand
 
-__all__ = ["Kept", "Later", "Maker", "keep_operands", "kept_operands", "operand_of"]
+__all__ = ["Recompute", "RecomputedOperand", "SavedOperand", "load_operands", "operand_of", "save_operands"]
 
 
-class Maker(Protocol):
+class Recompute(Protocol):
     """How an operand is made. It holds no tensors: those go where autograd sees them."""
 
     def make(self, *tensors: Tensor | None) -> Operand:
@@ -29,7 +29,7 @@ class Maker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class RecomputedOperand:
     """An operand that is made when it is used.
 
     Attributes:
@@ -37,24 +37,24 @@ class Later:
         tensors: of these.
     """
 
-    maker: Maker
+    maker: Recompute
     tensors: tuple[Tensor | None, ...]
 
 
-Kept = Operand | Later
+SavedOperand = Operand | RecomputedOperand
 
 
-def operand_of(kept: Kept) -> Operand:
-    """The operand itself, made now if it is a :class:`Later`."""
-    return kept.maker.make(*kept.tensors) if isinstance(kept, Later) else kept
+def operand_of(kept: SavedOperand) -> Operand:
+    """The operand itself, made now if it is a :class:`RecomputedOperand`."""
+    return kept.maker.make(*kept.tensors) if isinstance(kept, RecomputedOperand) else kept
 
 
-def keep_operands(ctx: Any, operands: Sequence[Kept | None], amaxes: Tensor | None) -> None:
+def save_operands(ctx: Any, operands: Sequence[SavedOperand | None], amaxes: Tensor | None) -> None:
     """Save operands for backward, and the layer's amaxes."""
     tensors: list[Tensor | None] = [amaxes]
     ctx.layouts = []
     for operand in operands:
-        if isinstance(operand, Later):
+        if isinstance(operand, RecomputedOperand):
             tensors += operand.tensors
             ctx.layouts.append((len(operand.tensors), operand.maker))
         elif isinstance(operand, QuantizedTensor):
@@ -66,10 +66,10 @@ def keep_operands(ctx: Any, operands: Sequence[Kept | None], amaxes: Tensor | No
     ctx.save_for_backward(*tensors)
 
 
-def kept_operands(ctx: Any) -> tuple[list[Kept | None], Tensor | None]:
-    """What :func:`keep_operands` saved."""
+def load_operands(ctx: Any) -> tuple[list[SavedOperand | None], Tensor | None]:
+    """What :func:`save_operands` saved."""
     amaxes, *tensors = ctx.saved_tensors
-    operands: list[Kept | None] = []
+    operands: list[SavedOperand | None] = []
     at = 0
     for count, layout in ctx.layouts:
         parts = tensors[at : at + count]
@@ -79,5 +79,5 @@ def kept_operands(ctx: Any) -> tuple[list[Kept | None], Tensor | None]:
         elif isinstance(layout, tuple):
             operands.append(QuantizedTensor(*parts, *layout))
         else:
-            operands.append(Later(layout, tuple(parts)))
+            operands.append(RecomputedOperand(layout, tuple(parts)))
     return operands, amaxes

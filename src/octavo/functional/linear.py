@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
-from octavo.keeping import Kept, Later, keep_operands, kept_operands, operand_of
+from octavo.functional.saved_operands import RecomputedOperand, SavedOperand, load_operands, operand_of, save_operands
 from octavo.kernels import ScaleRule, high_precision_mm, quantize_and_measure, quantize_both_ways, scaled_mm
-from octavo.kernels.tracing import distinct, is_recorded
+from octavo.kernels.tracing import is_recorded, unaliased
 from octavo.numerics import Accumulate, PerTensor, QuantizedTensor, Record
-from octavo.numerics.cast import can_be_asked
-from octavo.observers import GRAD_OUTPUT, INPUT, WEIGHT, LayerTap, Operand, RoleTap, inside_backward
+from octavo.numerics.cast import is_eager_cpu
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
-from octavo.scale_updates import OptimizerSteps
+from octavo.scaling import GRAD_OUTPUT, INPUT, WEIGHT, LayerScaling, Operand, OperandScaling, inside_backward
+from octavo.scaling.scale_updates import OptimizerSteps
 
 __all__ = [
     "InputOperands",
@@ -51,7 +51,7 @@ class InputOperands:
     """
 
     output: Operand
-    transposed: Kept | None = None
+    transposed: SavedOperand | None = None
 
 
 def fp8_linear(
@@ -62,7 +62,7 @@ def fp8_linear(
     *,
     weight_operands: "WeightOperands | None" = None,
     input_operands: InputOperands | None = None,
-    tap: LayerTap | None = None,
+    tap: LayerScaling | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, its GEMMs and those of its backward as ``recipe`` says.
 
@@ -99,7 +99,7 @@ def fp8_linear(
         learning = weight.requires_grad and torch.is_grad_enabled()
         _check_operands(input_operands, rows, recipe, learning=learning)
     y: Tensor = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
-        computed, weight, bias, recipe, weight_operands, input_operands, tap or LayerTap(), torch.is_grad_enabled()
+        computed, weight, bias, recipe, weight_operands, input_operands, tap or LayerScaling(), torch.is_grad_enabled()
     )
     y = y if y.dtype is x.dtype else y.to(x.dtype)
     return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
@@ -124,7 +124,7 @@ def _check_operands(operands: InputOperands, x: Tensor, recipe: Recipe, *, learn
             )
 
 
-def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -> Operand:
+def cast_operand(x: Tensor, spec: CastSpec | None, tap: OperandScaling | None = None) -> Operand:
     """``x`` as one operand of a GEMM.
 
     Args:
@@ -135,11 +135,13 @@ def cast_operand(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -
     """
     if spec is None:
         return x
-    tap = RoleTap() if tap is None else tap
+    tap = OperandScaling() if tap is None else tap
     return quantize_and_measure(x, **_options(spec, tap), into=tap.take())[0]
 
 
-def cast_input(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool, watched: bool = False) -> InputOperands:
+def cast_input(
+    x: Tensor, recipe: Recipe, tap: OperandScaling, *, learning: bool, watched: bool = False
+) -> InputOperands:
     """An input's operands.
 
     Args:
@@ -153,11 +155,13 @@ def cast_input(x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool, watch
     if not learning:
         return InputOperands(cast_operand(x, made_by, tap))
     if wanted is not None and not watched and _codes_are_larger(x, wanted):
-        return InputOperands(cast_operand(x, made_by, tap), Later(TransposeAgain(wanted), (x, None)))
+        return InputOperands(cast_operand(x, made_by, tap), RecomputedOperand(RecomputeTranspose(wanted), (x, None)))
     return InputOperands(*_cast_both_ways(x, made_by, wanted, tap))
 
 
-def _cast_both_ways(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: RoleTap) -> tuple[Operand, Operand]:
+def _cast_both_ways(
+    x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: OperandScaling
+) -> tuple[Operand, Operand]:
     """``x`` cast as ``spec``, and its transpose cast as ``wanted``, together where both are the same."""
     if spec is not None and spec == wanted:  # "!=" is more than a tracer can compare
         quantized, transposed, _ = quantize_both_ways(x, **_options(spec, tap), into=tap.take())
@@ -165,7 +169,7 @@ def _cast_both_ways(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, t
     return cast_operand(x, spec, tap), cast_operand(x.t(), wanted, tap)
 
 
-def _options(spec: CastSpec, tap: RoleTap) -> dict[str, Any]:
+def _options(spec: CastSpec, tap: OperandScaling) -> dict[str, Any]:
     """A cast's arguments, from what the recipe says and what the layer remembers."""
     if spec.scaling == Scaling.STATIC and tap.scale is None:
         raise ConfigError("a static cast has no scale; calibrate the model, or load its scaling state")
@@ -183,7 +187,7 @@ def _options(spec: CastSpec, tap: RoleTap) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class TransposeAgain:
+class RecomputeTranspose:
     """Casts the transpose of a matrix that was cast, and measured, before."""
 
     spec: CastSpec
@@ -192,11 +196,13 @@ class TransposeAgain:
         """The operand, of the matrix and of the amax that its scale is made from; None measures the matrix again."""
         matrix, amax = tensors
         assert matrix is not None
-        options = _options(self.spec, RoleTap()) | {"amax": amax}
+        options = _options(self.spec, OperandScaling()) | {"amax": amax}
         return quantize_and_measure(matrix.t(), **options, into=Record())[0]
 
 
-def _cast_weight(weight: Tensor, spec: CastSpec, wanted: CastSpec, tap: RoleTap) -> tuple[Operand, Later]:
+def _cast_weight(
+    weight: Tensor, spec: CastSpec, wanted: CastSpec, tap: OperandScaling
+) -> tuple[Operand, RecomputedOperand]:
     """The right operand of the output GEMM, cast as ``spec``, and grad_input's, to be cast as ``wanted``.
 
     One scale for all of an unchanged weight is made of one amax, so that it is not measured twice: a delayed scale's is
@@ -206,10 +212,10 @@ def _cast_weight(weight: Tensor, spec: CastSpec, wanted: CastSpec, tap: RoleTap)
     dynamic = wanted == spec and wanted.scaling == Scaling.DYNAMIC and isinstance(wanted.granularity, PerTensor)
     if dynamic and tap.pending is None:
         amax = tap.pending = torch.zeros((), dtype=torch.float32, device=weight.device)
-    return cast_operand(weight, spec, tap), Later(TransposeAgain(wanted), (weight, amax))
+    return cast_operand(weight, spec, tap), RecomputedOperand(RecomputeTranspose(wanted), (weight, amax))
 
 
-def casts_weight_again(weight: Tensor, x: Tensor, recipe: Recipe, kept_input: Kept | None) -> bool:
+def casts_weight_again(weight: Tensor, x: Tensor, recipe: Recipe, kept_input: SavedOperand | None) -> bool:
     """Whether backward casts a weight again, a parameter, and forward keeps no codes of it.
 
     Args:
@@ -232,10 +238,10 @@ def casts_weight_again(weight: Tensor, x: Tensor, recipe: Recipe, kept_input: Ke
 _BFLOAT16_BYTES = torch.bfloat16.itemsize
 
 
-def _bytes_kept(kept: Kept | None) -> int:
+def _bytes_kept(kept: SavedOperand | None) -> int:
     if isinstance(kept, QuantizedTensor):
         return _bytes_kept(kept.data) + _bytes_kept(kept.scale)
-    if isinstance(kept, Later):
+    if isinstance(kept, RecomputedOperand):
         return sum(_bytes_kept(tensor) for tensor in kept.tensors)
     return 0 if kept is None else kept.numel() * kept.itemsize  # a tensor of symbolic shape has no nbytes
 
@@ -265,11 +271,13 @@ class WeightOperands:
         again: keep the weight itself for grad_input, if it has a cast of its own, and cast it again in backward.
     """
 
-    def __init__(self, weight: Operand, recipe: Recipe, tap: RoleTap | None = None, *, again: bool = False) -> None:
-        self._weight, self._recipe, self._tap = weight, recipe, RoleTap() if tap is None else tap
+    def __init__(
+        self, weight: Operand, recipe: Recipe, tap: OperandScaling | None = None, *, again: bool = False
+    ) -> None:
+        self._weight, self._recipe, self._tap = weight, recipe, OperandScaling() if tap is None else tap
         self._again = again
         self._output: Operand | None = None
-        self._grad_input: Kept | None = None
+        self._grad_input: SavedOperand | None = None
 
     def output(self, *, and_kept: bool = False) -> Operand:
         """The right operand of the output GEMM, [N, K]; ``and_kept`` says that :meth:`kept` will be asked too."""
@@ -285,7 +293,7 @@ class WeightOperands:
                 self._output = cast_operand(weight, spec, self._tap)
         return self._output
 
-    def kept(self) -> tuple[Kept, bool]:
+    def kept(self) -> tuple[SavedOperand, bool]:
         """What grad_input's GEMM needs of the weight, and whether it is still to be transposed to [K, N]."""
         output, wanted = self.output(and_kept=True), self._recipe.grad_input.b
         if self._grad_input is None:
@@ -314,7 +322,9 @@ class WeightCache:
         self._operands: WeightOperands | None = None
         OptimizerSteps.watch()
 
-    def operands(self, weight: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) -> "WeightOperands | None":
+    def operands(
+        self, weight: Tensor, recipe: Recipe, tap: OperandScaling, *, learning: bool
+    ) -> "WeightOperands | None":
         """The weight's operands under ``recipe``; None where they are neither known nor to be kept.
 
         What evaluation casts is not kept for a delayed recipe, since it records no amax, nor in inference mode, since
@@ -323,7 +333,7 @@ class WeightCache:
         if weight.is_inference():
             return None
         key = (weight.data_ptr(), weight._version, weight.dtype, recipe, OptimizerSteps.count)  # noqa: SLF001
-        content = _sums_of_bits(weight.detach()) if can_be_asked(weight) else self._content
+        content = _sums_of_bits(weight.detach()) if is_eager_cpu(weight) else self._content
         if self._operands is not None and self._key == key and torch.equal(self._content, content):
             return self._operands
         if torch.is_inference_mode_enabled() or (recipe.is_delayed and not learning):
@@ -358,7 +368,7 @@ class _ScaledLinear(torch.autograd.Function):
         recipe: Recipe,
         weight_operands: WeightOperands | None,
         input_operands: InputOperands | None,
-        tap: LayerTap,
+        tap: LayerScaling,
         learning: bool,  # ctx.needs_input_grad says nothing of torch.no_grad()
     ) -> Tensor:
         needs_grad_input, needs_grad_weight = (needed and learning for needed in ctx.needs_input_grad[:2])
@@ -379,24 +389,24 @@ class _ScaledLinear(torch.autograd.Function):
         emulate = recipe.emulate_tensor_cores
         right = weights.output(and_kept=needs_grad_input)
         y = multiply(inputs.output, right, recipe.output, x.dtype, emulate=emulate, bias=bias)
-        kept: list[Kept | None] = [None, None]
+        kept: list[SavedOperand | None] = [None, None]
         if needs_grad_input:
             kept[0], ctx.transpose_weight = weights.kept()
         if needs_grad_weight:
             kept[1] = _transpose_of(inputs)
         if tap.watch is not None:
             tap.watch.forward(recipe, x, weight, (inputs.output, right), (_watched(kept[0]), _watched(kept[1])))
-        keep_operands(ctx, kept, tap.amaxes)
+        save_operands(ctx, kept, tap.amaxes)
         ctx.recipe, ctx.tap = recipe, replace(tap, amaxes=None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return distinct(y)
+        return unaliased(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         input_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        (weight_t, input_t), amaxes = kept_operands(ctx)
+        (weight_t, input_t), amaxes = load_operands(ctx)
         tap = replace(ctx.tap, amaxes=amaxes).of(GRAD_OUTPUT)
         emulate = recipe.emulate_tensor_cores
         grad_input = grad_weight = grad_bias = to_input = to_weight = None
@@ -419,8 +429,8 @@ class _ScaledLinear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _watched(kept: Kept | None) -> Operand | None:
-    assert not isinstance(kept, Later), "where a layer is watched, nothing is made again"
+def _watched(kept: SavedOperand | None) -> Operand | None:
+    assert not isinstance(kept, RecomputedOperand), "where a layer is watched, nothing is made again"
     return kept
 
 
@@ -452,12 +462,12 @@ def _codes_are_larger(x: Tensor, wanted: CastSpec) -> bool:
     return not wanted.granularity.orientation_free and _holds(_bytes_of_codes(x.t().shape, wanted) > _bytes_kept(x))
 
 
-def _transpose_of(inputs: InputOperands) -> Kept:
+def _transpose_of(inputs: InputOperands) -> SavedOperand:
     return inputs.output.t() if inputs.transposed is None else inputs.transposed
 
 
 def _grad_operands(
-    grad_output: Tensor, recipe: Recipe, tap: RoleTap, for_input: bool, for_weight: bool
+    grad_output: Tensor, recipe: Recipe, tap: OperandScaling, for_input: bool, for_weight: bool
 ) -> tuple[Operand, Operand]:
     """The left operands of grad_input's and of grad_weight's GEMM; one that is not needed is not cast."""
     if for_input and for_weight:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo import functional
 from octavo.formats import E4M3
 from octavo.functional import fp8_linear
+from octavo.functional import linear as functional
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import hold_weight_as_codes
 from octavo.numerics import QuantizedTensor, quantize

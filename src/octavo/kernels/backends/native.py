@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from octavo.kernels import cpu, products
+from octavo.kernels import native_bindings, native_gemm
 from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
-from octavo.kernels.torch_native import CpuBackend
+from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import QuantizedTensor
 
@@ -40,9 +40,9 @@ class NativeBackend:
 def _objections(problem: MatmulProblem) -> Iterator[str]:
     if (reason := _TORCH.unsupported_reason(problem)) is not None:  # what holds for any FP32 sums on a CPU
         yield reason
-    if (absence := cpu.why_absent()) is not None:
+    if (absence := native_bindings.why_absent()) is not None:
         yield f"there are no native kernels: {absence}"
-    if not cpu.knows(problem.a_dtype, problem.b_dtype):
+    if not native_bindings.knows(problem.a_dtype, problem.b_dtype):
         yield "it multiplies E4M3 and E5M2"
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
@@ -51,7 +51,7 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
 def _native_mm(  # noqa: PLR0917 (an operator's schema)
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, block: int
 ) -> Tensor:
-    return products.gemm(a, b, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype, bias=bias, block=block)
+    return native_gemm.gemm(a, b, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype, bias=bias, block=block)
 
 
 torch.library.define(
