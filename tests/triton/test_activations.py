@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import fused_casts
-from octavo.kernels.result_cast import CastResult
+from octavo.kernels.result_cast import ResultBuffers
 from octavo.nn.activations import ACTIVATIONS
 from tests.triton.fused_casts import CASTS, amax_of, assert_operands_of, assert_same_transpose, cast_by_torch
 
@@ -35,7 +35,7 @@ def _input(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (torch.randn(ROWS, width) * torch.logspace(-2, 1, ROWS)[:, None]).to(device, dtype)
 
 
-def _made(name: str, x: Tensor, cast: str, *, amax: Tensor | None = None, scale: Tensor | None = None) -> CastResult:
+def _made(name: str, x: Tensor, cast: str, *, amax: Tensor | None = None, scale: Tensor | None = None) -> ResultBuffers:
     gated = ACTIVATIONS[name].gated
     return fused_casts.cast_activation(x, FUNCTIONS[name], CASTS[cast], gated=gated, amax=amax, scale=scale)
 
@@ -90,7 +90,9 @@ def test_codes_of_the_others_differ_where_the_last_bit_decides(
     assert (ours != theirs).float().mean() < 0.002
     torch.testing.assert_close(ours, theirs, rtol=2**-3, atol=2**-9)  # one code apart
     assert torch.equal(made.transposed.view(torch.uint8), made.codes.view(torch.uint8).t())
-    torch.testing.assert_close(made.measurement().amax, ACTIVATIONS[name](x).abs().max().float(), rtol=2**-7, atol=0)
+    measurement = made.result(CASTS["tensor"], x.dtype, given).measurement
+    assert measurement is not None
+    torch.testing.assert_close(measurement.amax, ACTIVATIONS[name](x).abs().max().float(), rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("past", [0.0, 3.0])

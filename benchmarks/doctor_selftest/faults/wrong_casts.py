@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from octavo.functional import linear as functional
+from octavo.functional import operands
 from octavo.nn import Linear
 from octavo.numerics import PerTensor, QuantizedTensor, amax
 from octavo.recipes import CastSpec, Scaling
@@ -57,17 +57,17 @@ def requantizing(layer: Linear, role: int) -> Iterator[None]:
 
 @contextmanager
 def _wrong(layer: Linear, **wrong: Any) -> Iterator[None]:
-    genuine = layer._tap  # noqa: SLF001 (a fault breaks what no user can reach)
+    genuine = layer._layer_scaling  # noqa: SLF001 (a fault breaks what no user can reach)
 
     def tap(*args: Any, **keywords: Any) -> LayerScaling:
         right = genuine(*args, **keywords)
         return _WrongTap(**{field.name: getattr(right, field.name) for field in fields(LayerScaling)}, **wrong)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(layer, "_tap", tap))
-        stack.enter_context(mock.patch.object(functional, "cast_operand", _cast(functional.cast_operand)))
-        both_ways = functional._cast_both_ways  # noqa: SLF001
-        stack.enter_context(mock.patch.object(functional, "_cast_both_ways", _cast_both_ways(both_ways)))
+        stack.enter_context(mock.patch.object(layer, "_layer_scaling", tap))
+        stack.enter_context(mock.patch.object(operands, "cast_operand", _cast(operands.cast_operand)))
+        both_ways = operands.cast_both_ways
+        stack.enter_context(mock.patch.object(operands, "cast_both_ways", _cast_both_ways(both_ways)))
         yield
 
 
@@ -82,7 +82,7 @@ def _cast_both_ways(genuine: Callable[..., tuple[Operand, Operand]]) -> Callable
     def cast(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: OperandScaling) -> tuple[Operand, Operand]:
         made, transposed = genuine(x, _misled(x, spec, tap), _misled(x, wanted, tap), tap)
         if isinstance(tap, _WrongRole) and tap.requantizes and isinstance(made, QuantizedTensor):
-            transposed = functional.cast_operand(made.dequantize().t(), wanted)
+            transposed = operands.cast_operand(made.dequantize().t(), wanted)
         return made, transposed
 
     return cast

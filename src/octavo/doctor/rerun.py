@@ -35,7 +35,7 @@ class Rerun:
         tap = LayerScaling(amaxes=self.amaxes, input_scale=self.capture.input_scale, watch=watch)
         with torch.enable_grad():
             x, weight = self.capture.input.detach().requires_grad_(), self.capture.weight.detach().requires_grad_()
-            y = fp8_linear(x, weight, None, self.recipe, tap=tap)
+            y = fp8_linear(x, weight, None, self.recipe, scaling=tap)
             y.backward(self.capture.grad_output.to(y.dtype))
         assert x.grad is not None
         assert weight.grad is not None

@@ -1,6 +1,7 @@
 """Whether an operation is run or traced, and what ``torch.compile`` must be told where it does not see for itself."""
 
 from collections.abc import Callable
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
@@ -11,20 +12,27 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from octavo.errors import BackendError
 
-__all__ = ["PLAIN_TENSORS", "SOURCES", "inline_kernels", "is_plain", "is_recorded", "is_traced", "unaliased"]
+__all__ = ["PLAIN_TENSORS", "inline_kernels", "is_plain", "is_recorded", "is_traced", "sources", "unaliased"]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
+def sources() -> str:
+    """SHA-256 of all that decides about a launch; operators that torch sees through take it, see inline_kernels."""
+    return _digest()
+
+
+@cache
 def _digest() -> str:
     package = files("octavo")
     folders = (*(package / "kernels" / part for part in ("", "backends", "triton")), package / "numerics")
-    sources = [file for folder in folders for file in folder.iterdir() if file.name[-3:] == ".py"]
-    sources.append(package / "formats.py")
-    return sha256(b"".join(file.read_bytes() for file in sorted(sources, key=str))).hexdigest()
+    paths = [file for folder in folders for file in folder.iterdir() if file.name[-3:] == ".py"]
+    paths.append(package / "formats.py")
+    return sha256(b"".join(file.read_bytes() for file in sorted(paths, key=str))).hexdigest()
 
 
-SOURCES = _digest()  # of all that decides about a launch: operators that torch sees through take it, see inline_kernels
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo: a graph holds the digest as a constant.
+sources._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def unaliased(result: Tensor) -> Tensor:
@@ -49,7 +57,7 @@ def inline_kernels(operator: str, run: Callable[..., Any]) -> None:
     exported graph keeps the operator, which says what is meant and not how.
 
     Torch keeps what it compiled on disk and knows it again by the operators' arguments. So the last one is
-    :data:`SOURCES`: after an update of octavo what ``torch.compile`` made of the old kernels is not found. A program
+    :func:`sources`: after an update of octavo what ``torch.compile`` made of the old kernels is not found. A program
     that was exported before carries the digest of its time; compiled again, it may find what was made of it then.
 
     Args:

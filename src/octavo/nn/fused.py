@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from octavo.functional import InputOperands
 from octavo.functional.saved_operands import RecomputedOperand
-from octavo.kernels import ScaleRule, fused_casts
-from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast
+from octavo.kernels import fused_casts
+from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast
 from octavo.nn.activations import ACTIVATIONS
 from octavo.nn.fp8_weight import FP8WeightLinear
 from octavo.nn.linear import Linear, autocast_dtype
@@ -124,7 +124,7 @@ def _plan(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves
     if spec is None:
         return f"recipe {recipe.name!r} casts no input"
     transpose = linear.stored_weight.requires_grad and torch.is_grad_enabled()  # the weight's gradient will read it
-    plan = _Plan(recipe, spec, _result_cast(spec, transpose=transpose), autocast_dtype(x))
+    plan = _Plan(recipe, spec, ResultCast(spec=spec, transpose=transpose), autocast_dtype(x))
     longest = fused_casts.LONGEST_LAYERNORM if isinstance(norm, LayerNorm) else fused_casts.LONGEST_ROW
     reason = fused_casts.no_kernel_reason(x, linear.in_features, plan.cast, longest=longest)
     return reason or next(_objections_to_plan(x, plan, from_norm=norm is not None), plan)
@@ -165,17 +165,6 @@ def _is_itself(layer: nn.Module, types: frozenset[type]) -> bool:
     return not (before or after or own["_backward_pre_hooks"] or own["_backward_hooks"])
 
 
-def _result_cast(spec: CastSpec, *, transpose: bool) -> ResultCast:
-    return ResultCast(
-        format=spec.format,
-        granularity=spec.granularity,
-        rule=ScaleRule(spec.scale_rounding, spec.amax_floor, spec.margin),
-        scale_format=spec.scale_format,
-        nonfinite=spec.nonfinite,
-        transpose=transpose,
-    )
-
-
 def _multiply(
     linear: nn.Module,
     plan: _Plan,
@@ -191,23 +180,24 @@ def _multiply(
     later = again if cast.transpose else None
     now = cast if later is None else replace(cast, transpose=False)
 
-    def cast_input(tap: OperandScaling) -> tuple[Tensor, InputOperands]:
-        amax = tap.amax if spec.scaling == Scaling.DELAYED else None
-        scale = tap.scale if spec.scaling == Scaling.STATIC else None
+    def cast_input(scaling: OperandScaling) -> tuple[Tensor, InputOperands]:
+        amax = scaling.amax if spec.scaling == Scaling.DELAYED else None
+        scale = scaling.scale if spec.scaling == Scaling.STATIC else None
         placeholder, *written = make(now, amax, scale)
-        made = CastResult(*written)
-        found = made.measurement()
+        result = ResultBuffers(*written).result(now, handed_on, scale)
+        assert result.measurement is not None
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
-            tap.nonfinite = None
+            scaling.nonfinite = None
         with torch.no_grad():
-            tap.record(placeholder, found)
-        output, transposed = made.operands(now, handed_on, scale)
+            scaling.record(placeholder, result.measurement)
         if later is None:
-            return placeholder, InputOperands(output, transposed)
+            return placeholder, InputOperands(result.output, result.transposed)
         if amax is None and isinstance(spec.granularity, PerTensor):
-            amax = found.amax
+            amax = result.measurement.amax
         tensors = (*later.tensors, amax, scale)
-        return placeholder, InputOperands(output, RecomputedOperand(later.maker, tuple(map(_detached, tensors))))
+        return placeholder, InputOperands(
+            result.output, RecomputedOperand(later.recompute, tuple(map(_detached, tensors)))
+        )
 
     return linear.forward_cast(recipe, cast_input)
 
@@ -227,7 +217,7 @@ class _NormAgain:
     cast: ResultCast
     handed_on: torch.dtype
 
-    def make(self, *tensors: Tensor | None) -> Operand:
+    def compute(self, *tensors: Tensor | None) -> Operand:
         x, gain, bias, amax, scale = tensors
         assert x is not None
         assert gain is not None
@@ -244,17 +234,17 @@ class _ActivationAgain:
     gated: bool
     cast: ResultCast
 
-    def make(self, *tensors: Tensor | None) -> Operand:
+    def compute(self, *tensors: Tensor | None) -> Operand:
         x, amax, scale = tensors
         assert x is not None
         made = fused_casts.cast_activation(_rows(x), self.function, self.cast, gated=self.gated, amax=amax, scale=scale)
         return _transposed(made, self.cast, x.dtype, scale)
 
 
-def _transposed(made: CastResult, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None) -> Operand:
-    _, operand = made.operands(cast, hp_dtype, scale)
-    assert operand is not None
-    return operand
+def _transposed(buffers: ResultBuffers, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None) -> Operand:
+    transposed = buffers.result(cast, hp_dtype, scale).transposed
+    assert transposed is not None
+    return transposed
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class SharedInput:
         self._last: _Cast | None = None
 
     def operands(
-        self, source: Tensor, x: Tensor, recipe: Recipe, tap: OperandScaling, *, learning: bool
+        self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling, *, learning: bool
     ) -> InputOperands | None:
         """The operands of ``x``, cast now or for the layer before; None if this layer casts for itself.
 
@@ -64,7 +64,7 @@ class SharedInput:
             source: a layer's input, [..., K].
             x: that in the dtype of ``torch.autocast``.
             recipe: the casts.
-            tap: counts what is not finite.
+            scaling: counts what is not finite.
             learning: whether the weight takes a gradient.
         """
         if not _is_shared(source, recipe):
@@ -75,7 +75,7 @@ class SharedInput:
         last = self._last
         if last is None or last.source() is not source or last.key != key or (learning and not last.learning):
             last = self._last = self._cast(source, rows, recipe, key, learning=learning)
-        counts = tap.take().nonfinite
+        counts = scaling.take().nonfinite
         if counts is not None and not inside_backward():  # activation checkpointing counted in the first run
             counts.add_(last.nonfinite)
         if learning and recipe.grad_weight.b is None:

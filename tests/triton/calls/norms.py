@@ -5,21 +5,18 @@ from dataclasses import replace
 import torch
 
 from octavo.formats import E4M3, E8M0
-from octavo.kernels import ScaleRule, fused_casts
+from octavo.kernels import fused_casts
 from octavo.kernels.result_cast import NormSpec, ResultCast
-from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
+from octavo.numerics import CastSpec, PerBlock, PerRow, ScaleRounding
 
 ROWS, COLUMNS = 8192, 4096
-TENSOR = ResultCast(format=E4M3, granularity=PerTensor(), rule=ScaleRule(ScaleRounding.FP32, 0.0, 0), transpose=True)
-ROW = ResultCast(format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0), transpose=True)
+TENSOR = ResultCast(spec=CastSpec(format=E4M3), transpose=True)
+ROW = ResultCast(spec=CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL), transpose=True)
 BLOCK = ResultCast(
-    format=E4M3, granularity=PerBlock(1, 128), rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0), transpose=True
+    spec=CastSpec(format=E4M3, granularity=PerBlock(1, 128), scale_rounding=ScaleRounding.RCEIL), transpose=True
 )
 MX = ResultCast(
-    format=E4M3,
-    granularity=PerBlock(1, 32),
-    rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0),
-    scale_format=E8M0,
+    spec=CastSpec(format=E4M3, granularity=PerBlock(1, 32), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0),
     transpose=True,
 )
 

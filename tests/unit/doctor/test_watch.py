@@ -396,6 +396,7 @@ def test_without_native_kernels_the_numbers_are_the_same(monkeypatch):
     for absence in (native_bindings.why_absent(), "not built"):
         monkeypatch.setattr(native_bindings, "_absence", absence)
         monkeypatch.setattr(dispatch, "_record", {})
+        monkeypatch.setattr(dispatch, "_casts", {})
         model = mlp("rowwise")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         watcher = watch(model, optimizer, interval=1)

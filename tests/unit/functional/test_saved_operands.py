@@ -26,7 +26,7 @@ Run = Callable[[nn.Module, Tensor], Tensor]
 
 @pytest.fixture
 def made_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    return lambda again: monkeypatch.setattr(functional, "casts_weight_again", lambda *_: again)
+    return lambda again: monkeypatch.setattr(functional, "recasts_weight", lambda *_: again)
 
 
 def _called(model: nn.Module, x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import octavo
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0, FP8_FORMATS
-from octavo.kernels import fake_quantize, native_bindings, quantize, quantize_and_measure
-from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure
+from octavo.kernels import cast, fake_quantize, native_bindings, quantize
+from octavo.numerics import CastSpec, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure
 from octavo.numerics import quantize as quantize_by_torch
 from octavo.numerics.granularity import granularity_as_list
 
@@ -49,11 +49,11 @@ def test_every_option():
 @every_granularity
 def test_what_is_measured_comes_along(granularity):
     x = torch.randn(6, 9)
-    rule = native_bindings.ScaleRule(ScaleRounding.FP32, 1e-12, 0)
+    spec = CastSpec(format=E4M3, granularity=granularity, amax_floor=1e-12)
     for bad in (None, float("inf"), float("nan")):
         if bad is not None:
             x[1, 2] = bad
-        _, found = quantize_and_measure(x, E4M3, granularity, rule)
+        found = cast(x, spec).measurement
         wanted = measure(x, granularity)
         assert found is not None
         assert torch.equal(found.amax, wanted.amax)

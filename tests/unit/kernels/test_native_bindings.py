@@ -17,10 +17,9 @@ from octavo.formats import E4M3, E4M3_FNUZ, E5M2
 from octavo.kernels import native_bindings as native
 from octavo.kernels.threads import count_threads
 from octavo.kernels.tracing import is_traced
-from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
-from octavo.numerics.scaling import AMAX_FLOOR
+from octavo.numerics import CastSpec, PerBlock, PerRow, PerTensor
 
-RULE = native.ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0)
+TENSOR, ROWS = CastSpec(format=E4M3), CastSpec(format=E4M3, granularity=PerRow())
 built = pytest.mark.skipif(native.why_absent() is not None, reason=f"no native kernels: {native.why_absent()}")
 
 
@@ -100,7 +99,7 @@ def test_levels_are_named_and_the_last_is_the_default():
 def test_codes_lie_as_the_matrix_does(granularity):
     x = torch.randn(4, 6)
     for given, strides in ((x, (6, 1)), (x.t(), (1, 6)), (x[:, ::2], (3, 1))):
-        codes = native.quantize(given, E4M3, granularity, RULE).codes
+        codes = native.cast(given, CastSpec(format=E4M3, granularity=granularity)).output.data
         assert codes.stride() == strides == tuple(native.codes_strides(given))
 
 
@@ -125,22 +124,22 @@ def test_numbers_are_read_as_they_are():
     assert x.is_contiguous()
     known: list[dict[str, Any]] = [{"scale": one}, {"amax": one}, {}]
     for given in known:
-        read, wanted = (native.quantize(values, E4M3, PerTensor(), RULE, **given) for values in (x, -1 * plain))
-        assert torch.equal(read.codes.float(), wanted.codes.float())
+        read, wanted = (native.cast(values, TENSOR, **given) for values in (x, -1 * plain))
+        assert torch.equal(read.output.data.float(), wanted.output.data.float())
     assert torch.equal(
-        native.fake_quantize(x, E4M3, PerRow(), RULE),
-        native.fake_quantize(-1 * plain, E4M3, PerRow(), RULE),
+        native.fake_quantize(x, ROWS),
+        native.fake_quantize(-1 * plain, ROWS),
     )
     kept, codes = torch._neg_view(-one), plain.to(E4M3.torch_dtype)
     for name in ("scale", "amax"):
         options: list[dict[str, Any]] = [{name: kept}, {name: one}]
-        read, wanted = (native.quantize(plain, E4M3, PerTensor(), RULE, **given) for given in options)
-        assert torch.equal(read.codes.float(), wanted.codes.float())
-        assert torch.equal(read.scale, wanted.scale)
+        read, wanted = (native.cast(plain, TENSOR, **given) for given in options)
+        assert torch.equal(read.output.data.float(), wanted.output.data.float())
+        assert torch.equal(read.output.scale, wanted.output.scale)
     assert torch.equal(native.dequantize(codes, kept, PerTensor(), torch.float32), codes.float())
-    assert not native.quantize(torch._efficientzerotensor(4), E4M3, PerTensor(), RULE).codes.float().any()
+    assert not native.cast(torch._efficientzerotensor(4), TENSOR).output.data.float().any()
     with pytest.raises(BackendError, match=r"plain tensors on a CPU, not Tensor torch\.sparse_coo"):
-        native.quantize(torch.eye(3).to_sparse(), E4M3, PerTensor(), RULE)
+        native.cast(torch.eye(3).to_sparse(), TENSOR)
     with pytest.raises(BackendError, match=r"not Tensor torch\.strided on cpu inside torch\.func"):
         torch.func.vmap(native.in_memory)(plain)
 
@@ -158,8 +157,8 @@ def _read_only(path, tensor):
 @built
 def test_inputs_may_be_read_only(tmp_path):
     numbers = torch.randn(64)
-    codes = native.quantize(_read_only(tmp_path / "numbers", numbers), E4M3, PerTensor(), RULE).codes
-    assert torch.equal(codes.float(), native.quantize(numbers, E4M3, PerTensor(), RULE).codes.float())
+    codes = native.cast(_read_only(tmp_path / "numbers", numbers), TENSOR).output.data
+    assert torch.equal(codes.float(), native.cast(numbers, TENSOR).output.data.float())
     held = _read_only(tmp_path / "codes", codes)
     assert torch.equal(native.dequantize(held, torch.ones(()), PerTensor(), torch.float32), codes.float())
 
@@ -173,12 +172,14 @@ def test_a_block_may_be_larger_than_any_tensor(side):
     ):  # fmt: skip
         for turned in (False, True):
             given = x.t().contiguous().t() if turned else x
-            found, wanted = (native.quantize(given, E4M3, granularity, RULE) for granularity in (block, same))
-            assert torch.equal(found.codes.float(), wanted.codes.float())
-            assert torch.equal(found.scale.flatten(), wanted.scale.flatten())
-            values = native.dequantize(found.codes, found.scale, block, torch.float32)
-            assert torch.equal(values, native.dequantize(wanted.codes, wanted.scale, same, torch.float32))
-            assert torch.equal(native.fake_quantize(given, E4M3, block, RULE), values)
+            found, wanted = (
+                native.cast(given, CastSpec(format=E4M3, granularity=granularity)) for granularity in (block, same)
+            )
+            assert torch.equal(found.output.data.float(), wanted.output.data.float())
+            assert torch.equal(found.output.scale.flatten(), wanted.output.scale.flatten())
+            values = native.dequantize(found.output.data, found.output.scale, block, torch.float32)
+            assert torch.equal(values, native.dequantize(wanted.output.data, wanted.output.scale, same, torch.float32))
+            assert torch.equal(native.fake_quantize(given, CastSpec(format=E4M3, granularity=block)), values)
 
 
 def _at(address, count):
@@ -190,11 +191,11 @@ def _at(address, count):
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(2, 7)], ids=str)
 def test_values_are_written_elsewhere_where_they_would_be_read_again(granularity):
     x = torch.randn(100, 50)
-    wanted = native.fake_quantize(x, E4M3, granularity, RULE)
+    wanted = native.fake_quantize(x, CastSpec(format=E4M3, granularity=granularity))
     for shift in (0, 1, 7, 4999, 5000):
         memory = torch.cat([x.flatten(), torch.zeros(shift)])
         given, out = (_at(memory.data_ptr() + 4 * places, 5000).view(100, 50) for places in (0, shift))
-        assert native.fake_quantize(given, E4M3, granularity, RULE, out=out) is out
+        assert native.fake_quantize(given, CastSpec(format=E4M3, granularity=granularity), out=out) is out
         assert torch.equal(memory[shift:], wanted.flatten())
         assert torch.equal(memory[:shift], x.flatten()[:shift])
 
@@ -202,15 +203,15 @@ def test_values_are_written_elsewhere_where_they_would_be_read_again(granularity
 @built
 def test_values_go_where_the_tensor_says():
     x = torch.randn(8, 4)
-    wanted = native.fake_quantize(x, E4M3, PerRow(), RULE)
+    wanted = native.fake_quantize(x, ROWS)
     for out in (torch._neg_view(torch.zeros(8, 4)), torch.zeros(8, 4, 2).unbind(-1)[1], torch.zeros(4, 8).t()):
-        assert native.fake_quantize(x, E4M3, PerRow(), RULE, out=out) is out
+        assert native.fake_quantize(x, ROWS, out=out) is out
         assert torch.equal(out, wanted)
     negative = torch._neg_view(x.clone())
-    native.fake_quantize(negative, E4M3, PerRow(), RULE, out=negative)
-    assert torch.equal(negative, native.fake_quantize(-1 * x, E4M3, PerRow(), RULE))
+    native.fake_quantize(negative, ROWS, out=negative)
+    assert torch.equal(negative, native.fake_quantize(-1 * x, ROWS))
     with pytest.raises(RuntimeError, match="sparse"):
-        native.fake_quantize(x, E4M3, PerRow(), RULE, out=x.to_sparse())
+        native.fake_quantize(x, ROWS, out=x.to_sparse())
 
 
 @built
@@ -218,8 +219,8 @@ def test_no_element_is_read_after_it_was_written():
     """Rows that overlap: an element becomes what one of its rows makes of it, of what stood there before."""
     memory = torch.randn(40)
     x = memory.unfold(0, 8, 1)
-    wanted = native.fake_quantize(x, E4M3, PerRow(), RULE)
-    native.fake_quantize(x, E4M3, PerRow(), RULE, out=x)
+    wanted = native.fake_quantize(x, ROWS)
+    native.fake_quantize(x, ROWS, out=x)
     for place, found in enumerate(memory):
         assert found in [wanted[row, place - row] for row in range(33) if 0 <= place - row < 8]
 
@@ -234,17 +235,17 @@ def _decoded_into(out):
 
 @built
 @pytest.mark.parametrize(("call", "words"), [
-    (lambda x: native.quantize(x.int(), E4M3, PerTensor(), RULE), "not int32 (4, 8) PerTensor() to E4M3"),
-    (lambda x: native.quantize(x[:0], E4M3, PerTensor(), RULE), "no empty tensor, to E4M3 or E5M2, not float32 (0, 8)"),
-    (lambda x: native.quantize(x, E4M3_FNUZ, PerTensor(), RULE), "PerTensor() to E4M3_FNUZ"),
-    (lambda x: native.quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(4, 8)), "not into float32 (4, 8), [8, 1]"),
-    (lambda x: native.quantize(x, E4M3, PerTensor(), RULE, out=CODES.t().contiguous().t()), "(4, 8), [1, 4] on cpu"),
-    (lambda x: native.quantize(x, E4M3, PerTensor(), RULE, out=CODES.to("meta")), "(4, 8), [8, 1] on meta"),
-    (lambda x: native.quantize(x, E4M3, PerTensor(), RULE, out=torch._neg_view(CODES)), "on cpu with a negative bit"),
-    (lambda x: native.quantize(x, E4M3, PerRow(), RULE, scale=torch.ones(3, 1)), "each of (4, 1) groups, not (3, 1)"),
-    (lambda x: native.quantize(x, E4M3, PerRow(), RULE, amax=torch.ones(())), "each of (4, 1) groups, not ()"),
-    (lambda x: native.fake_quantize(x.double(), E4M3, PerTensor(), RULE), "cast float32, bfloat16, float16, no empty"),
-    (lambda x: native.fake_quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(2)), "like it, not into float32 (2,)"),
+    (lambda x: native.cast(x.int(), TENSOR), "not int32 (4, 8) PerTensor() to E4M3"),
+    (lambda x: native.cast(x[:0], TENSOR), "no empty tensor, to E4M3 or E5M2, not float32 (0, 8)"),
+    (lambda x: native.cast(x, CastSpec(format=E4M3_FNUZ)), "PerTensor() to E4M3_FNUZ"),
+    (lambda x: native.cast(x, TENSOR, out=torch.empty(4, 8)), "not into float32 (4, 8), [8, 1]"),
+    (lambda x: native.cast(x, TENSOR, out=CODES.t().contiguous().t()), "(4, 8), [1, 4] on cpu"),
+    (lambda x: native.cast(x, TENSOR, out=CODES.to("meta")), "(4, 8), [8, 1] on meta"),
+    (lambda x: native.cast(x, TENSOR, out=torch._neg_view(CODES)), "on cpu with a negative bit"),
+    (lambda x: native.cast(x, ROWS, scale=torch.ones(3, 1)), "each of (4, 1) groups, not (3, 1)"),
+    (lambda x: native.cast(x, ROWS, amax=torch.ones(())), "each of (4, 1) groups, not ()"),
+    (lambda x: native.fake_quantize(x.double(), TENSOR), "cast float32, bfloat16, float16, no empty"),
+    (lambda x: native.fake_quantize(x, TENSOR, out=torch.empty(2)), "like it, not into float32 (2,)"),
     (lambda x: native.round_stochastic(x.half(), torch.zeros(4, 8), E4M3), "the kernels cast float32, no empty tensor"),
     (lambda x: native.round_stochastic(x, torch.zeros(2), E4M3), "float32 (4, 8) and random (2,) do not go together"),
     (lambda x: native.dequantize(x, ONE, PerTensor(), torch.float32), "the kernels decode E4M3 and E5M2, no empty"),

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.result_cast import CastResult, ResultCast
+from octavo.kernels.result_cast import ResultBuffers, ResultCast
 from octavo.kernels.triton import epilogues, launching
 from octavo.kernels.triton.codes import finite_magnitude, round_to
 from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, TENSOR, add_to_found, cast_row, cast_tile
@@ -193,7 +193,7 @@ def _activation_backward_kernel(
 
 def cast_activation(
     x: Tensor, function: str, cast: ResultCast, *, gated: bool, amax: Tensor | None, scale: Tensor | None
-) -> CastResult:
+) -> ResultBuffers:
     """See :func:`octavo.kernels.fused_casts.cast_activation`."""
     rows, columns = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     launch = epilogues.launch_of(x, columns, cast, amax, scale)

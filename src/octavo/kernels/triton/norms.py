@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast
+from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast
 from octavo.kernels.triton import epilogues, launching
 from octavo.kernels.triton.codes import finite_magnitude, reciprocal, round_to
 from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, add_to_found, cast_row, cast_tile
@@ -171,7 +171,7 @@ def cast_norm(
     handed_on: torch.dtype,
     amax: Tensor | None,
     scale: Tensor | None,
-) -> tuple[CastResult, Tensor, Tensor]:
+) -> tuple[ResultBuffers, Tensor, Tensor]:
     """See :func:`octavo.kernels.fused_casts.cast_norm`."""
     rows, columns = x.shape
     launch = epilogues.launch_of(x, columns, cast, amax, scale)

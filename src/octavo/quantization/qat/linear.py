@@ -103,14 +103,14 @@ class QATLinear(Linear):
         if recipe.has_static_input:
             assert recipe.output.a is not None
             self._follow(x, recipe.output.a)
-        tap = self._tap(recipe)
+        scaling = self._layer_scaling(recipe)
         return straight_through_linear(
             x,
             self.weight,
             self.bias,
             recipe,
-            weight_operands=self._operands(recipe, tap),
-            tap=tap,
+            weight_operands=self._operands(recipe, scaling),
+            scaling=scaling,
             clip_gradients=self.clip_gradients,
             log2_scale=self.log2_scale if self.scales == Scales.LEARNED else None,
         )

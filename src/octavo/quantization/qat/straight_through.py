@@ -55,7 +55,7 @@ def straight_through_linear(
     recipe: Recipe,
     *,
     weight_operands: WeightOperands | None = None,
-    tap: LayerScaling | None = None,
+    scaling: LayerScaling | None = None,
     clip_gradients: bool = False,
     log2_scale: Tensor | None = None,
 ) -> Tensor:
@@ -67,9 +67,9 @@ def straight_through_linear(
         bias: [N] or None; as there.
         recipe: only its output GEMM counts.
         weight_operands: as there.
-        tap: as there.
+        scaling: as there.
         clip_gradients: whether an element of ``x`` or ``weight`` that saturates takes the gradient zero.
-        log2_scale: [], takes the gradient of the input's scale, whose value is ``tap``'s; None where it is not learned.
+        log2_scale: [], takes the gradient of the input's scale, which ``scaling`` holds; None where it is not learned.
 
     Returns:
         [..., N] in ``x``'s dtype.
@@ -92,7 +92,7 @@ def straight_through_linear(
         log2_scale,
         recipe,
         weight_operands,
-        tap or LayerScaling(),
+        scaling or LayerScaling(),
         clip_gradients,
         torch.is_grad_enabled(),
     )
@@ -109,17 +109,17 @@ class _StraightThrough(torch.autograd.Function):
         log2_scale: Tensor | None,
         recipe: Recipe,
         weight_operands: WeightOperands | None,
-        tap: LayerScaling,
+        scaling: LayerScaling,
         clip_gradients: bool,
         learning: bool,  # ctx.needs_input_grad says nothing of torch.no_grad()
     ) -> Tensor:
         for_input, for_weight, _, for_scale = (needed and learning for needed in ctx.needs_input_grad[:4])
-        input_tap, weight_tap = tap.of(INPUT), tap.of(WEIGHT)
+        input_scaling, weight_scaling = scaling.of(INPUT), scaling.of(WEIGHT)
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
-            input_tap.nonfinite = weight_tap.nonfinite = None
+            input_scaling.nonfinite = weight_scaling.nonfinite = None
         output = recipe.output
-        weights = WeightOperands(weight, recipe, weight_tap) if weight_operands is None else weight_operands
-        left, right = cast_operand(x, output.a, input_tap), weights.output()
+        weights = WeightOperands(weight, recipe, weight_scaling) if weight_operands is None else weight_operands
+        left, right = cast_operand(x, output.a, input_scaling), weights.output()
         y = multiply(left, right, output, x.dtype, emulate=recipe.emulate_tensor_cores, bias=bias)
         kept: list[Operand | None] = [
             right if for_input or for_scale else None,
