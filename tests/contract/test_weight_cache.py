@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.functional import WeightCache, operands, saved_operands, weight_cache
+from octavo.functional import WeightCache, saved_operands, weight_cache
 from octavo.nn import Linear
 from octavo.state import discard_step
 
@@ -32,8 +32,7 @@ def _casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
         return cast
 
-    for module in (operands, saved_operands):
-        monkeypatch.setattr(module, "cast", recording(module.cast))
+    monkeypatch.setattr(saved_operands, "cast", recording(saved_operands.cast))
     return shapes
 
 

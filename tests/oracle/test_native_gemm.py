@@ -11,8 +11,8 @@ import torch
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import native_bindings, native_gemm
-from octavo.kernels.backend import rows_of_scales
 from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor
+from octavo.numerics.quantized import rows_of_scales
 from tests.contract.gemm_oracle import assert_product
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from octavo.functional import operands
+from octavo.functional import saved_operands
 from octavo.nn import Linear
 from octavo.numerics import PerTensor, QuantizedTensor, amax
 from octavo.recipes import CastSpec, Scaling
@@ -65,9 +65,9 @@ def _wrong(layer: Linear, **wrong: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(layer, "_layer_scaling", tap))
-        stack.enter_context(mock.patch.object(operands, "cast_operand", _cast(operands.cast_operand)))
-        both_ways = operands.cast_both_ways
-        stack.enter_context(mock.patch.object(operands, "cast_both_ways", _cast_both_ways(both_ways)))
+        stack.enter_context(mock.patch.object(saved_operands, "cast_operand", _cast(saved_operands.cast_operand)))
+        both_ways = saved_operands.cast_both_ways
+        stack.enter_context(mock.patch.object(saved_operands, "cast_both_ways", _cast_both_ways(both_ways)))
         yield
 
 
@@ -82,7 +82,7 @@ def _cast_both_ways(genuine: Callable[..., tuple[Operand, Operand]]) -> Callable
     def cast(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: OperandScaling) -> tuple[Operand, Operand]:
         made, transposed = genuine(x, _misled(x, spec, tap), _misled(x, wanted, tap), tap)
         if isinstance(tap, _WrongRole) and tap.requantizes and isinstance(made, QuantizedTensor):
-            transposed = operands.cast_operand(made.dequantize().t(), wanted)
+            transposed = saved_operands.cast_operand(made.dequantize().t(), wanted)
         return made, transposed
 
     return cast

@@ -46,11 +46,11 @@ from torch import Tensor
 
 from octavo.kernels import cast_statistics as native_statistics
 from octavo.kernels import native_gemm, quantize, scaled_mm
-from octavo.kernels.backend import rows_of_scales
 from octavo.kernels.native_bindings import is_transposed
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, measure
 from octavo.numerics.cast import is_eager_cpu, narrowed
 from octavo.numerics.metrics import saturation_amax
+from octavo.numerics.quantized import rows_of_scales
 from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = [

@@ -17,20 +17,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
-from octavo.functional.operands import (
+from octavo.functional.saved_operands import (
     InputOperands,
+    RecomputedOperand,
+    SavedOperand,
     WeightOperands,
     cast_grad_output,
     cast_input,
-    recasts_weight,
-    serves_both_ways,
-)
-from octavo.functional.saved_operands import (
-    RecomputedOperand,
-    SavedOperand,
     load_operands,
     operand_of,
+    recasts_weight,
     save_operands,
+    serves_both_ways,
 )
 from octavo.kernels import high_precision_mm, scaled_mm
 from octavo.kernels.tracing import unaliased

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from octavo.functional.operands import WeightOperands
+from octavo.functional.saved_operands import WeightOperands
 from octavo.numerics.cast import is_eager_cpu
 from octavo.recipes import Recipe
 from octavo.scaling import OperandScaling

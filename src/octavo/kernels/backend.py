@@ -34,7 +34,6 @@ __all__ = [
     "cast_with_transpose",
     "inside_transform",
     "product_shape",
-    "rows_of_scales",
 ]
 
 
@@ -182,23 +181,6 @@ class Backend(Protocol):
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """``(a.data @ b.data.T) · a.scale · b.scale.T + bias``: summed as ``accumulate`` says, rounded once."""
         ...
-
-
-def rows_of_scales(q: QuantizedTensor) -> Tensor:
-    """A matrix's scales as float32 [R, blocks of K], one row for each row of codes (1 row for a per-tensor scale).
-
-    Example:
-        >>> from octavo import E4M3, PerBlock
-        >>> from octavo.numerics import quantize
-        >>> rows_of_scales(quantize(torch.ones(3, 300), E4M3, granularity=PerBlock(2, 128))).shape
-        torch.Size([3, 3])
-    """
-    scale = q.fp32_scale
-    if isinstance(q.granularity, PerBlock):
-        if q.granularity.rows == 1:
-            return scale
-        return scale.repeat_interleave(min(q.granularity.rows, q.shape[0]), dim=0)[: q.shape[0]]
-    return scale.reshape(-1, 1)
 
 
 def block_widths(problem: MatmulProblem) -> set[int]:

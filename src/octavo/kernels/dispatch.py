@@ -18,7 +18,7 @@ from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.backends.torch_cuda import CudaBackend
 from octavo.kernels.backends.triton import TritonBackend, TritonCast
 from octavo.kernels.hopper_model import HopperModelBackend
-from octavo.kernels.tracing import is_recorded
+from octavo.kernels.tracing import is_plain, is_recorded
 from octavo.numerics import Accumulate, CastSpec, QuantizedTensor, Record
 from octavo.numerics.cast import check_float
 
@@ -99,7 +99,7 @@ def cast(
 
 
 def _select_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastBackend:
-    if is_recorded():  # a selection per traced graph; the record is for what runs eagerly
+    if is_recorded() or not is_plain(x):  # a size may be a symbol, which is no key; the record is for what runs eagerly
         return _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)[0]
     key = (x.shape, x.dtype, x.device, spec.format, spec.granularity, spec.rounding, scale_given, inside_transform())
     known = _casts.get(key)

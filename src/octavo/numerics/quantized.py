@@ -7,6 +7,7 @@ only inside :func:`quantize`.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,10 +15,19 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import E8M0, FP8_FORMATS, FP32, Format, format_of
-from octavo.numerics.cast import Nonfinite, Rounding, cast_nearest, cast_stochastic, check_float, is_eager_cpu
+from octavo.numerics.cast import (
+    Nonfinite,
+    Rounding,
+    cast_nearest,
+    cast_stochastic,
+    check_float,
+    check_fp8_format,
+    is_eager_cpu,
+)
 from octavo.numerics.cast_spec import CastSpec
 from octavo.numerics.granularity import (
     Granularity,
+    PerBlock,
     granularity_as_list,
     granularity_from_list,
     granularity_or_default,
@@ -40,6 +50,7 @@ __all__ = [
     "dequantize",
     "dequantize_by_torch",
     "quantize",
+    "rows_of_scales",
     "stored_scale",
 ]
 
@@ -225,7 +236,9 @@ def checked_spec(
         raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
     if scale is not None and scale_format == E8M0:
         scale_rounding = ScaleRounding.RCEIL  # no scale is made, so that no rounding is ruled out
-    spec = CastSpec(
+    check_fp8_format(fmt)
+    describe = CastSpec if torch.compiler.is_compiling() else _described  # to describe a cast takes half as long as it
+    spec = describe(
         format=fmt,
         granularity=granularity_or_default(granularity),
         scale_rounding=scale_rounding,
@@ -249,6 +262,9 @@ def checked_spec(
     return spec
 
 
+_described = lru_cache(maxsize=256)(CastSpec)
+
+
 def stored_scale(scale: Tensor, scale_format: Format) -> Tensor:
     """A float32 scale as it is kept: itself, or E8M0 bytes."""
     return e8m0_from_scale(scale) if scale_format == E8M0 else scale
@@ -270,6 +286,22 @@ def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:
     if wrong.any():
         sign = "not negative" if zero_allowed else "positive"
         raise ConfigError(f"every {name} must be finite and {sign}, not {given[wrong][0].item()}")
+
+
+def rows_of_scales(q: QuantizedTensor) -> Tensor:
+    """Scales of a matrix as float32 [R, blocks of K], one row for each row of codes (1 row for a per-tensor scale).
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> rows_of_scales(quantize(torch.ones(3, 300), E4M3, granularity=PerBlock(2, 128))).shape
+        torch.Size([3, 3])
+    """
+    scale = q.fp32_scale
+    if isinstance(q.granularity, PerBlock):
+        if q.granularity.rows == 1:
+            return scale
+        return scale.repeat_interleave(min(q.granularity.rows, q.shape[0]), dim=0)[: q.shape[0]]
+    return scale.reshape(-1, 1)
 
 
 def dequantize(q: QuantizedTensor) -> Tensor:

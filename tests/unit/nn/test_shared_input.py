@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.functional import operands
+from octavo.functional import saved_operands
 from octavo.kernels import cast
 from octavo.nn import Linear
 from tests.contract.gemm_oracle import recorded_products
@@ -69,7 +69,7 @@ def test_an_input_of_several_layers_is_cast_once(monkeypatch, recipe):
         found.append(x)
         return cast(x, *args, **options)
 
-    monkeypatch.setattr(operands, "cast", counting)
+    monkeypatch.setattr(saved_operands, "cast", counting)
     casts = {}
     for shared in (True, False):
         found.clear()

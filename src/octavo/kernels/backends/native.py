@@ -16,12 +16,12 @@ from octavo.kernels.backend import (
     block_widths,
     cast_with_transpose,
     product_shape,
-    rows_of_scales,
 )
 from octavo.kernels.backends.torch_cpu import CpuBackend
 from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import CastSpec, QuantizedTensor, Record
+from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["NativeBackend", "NativeCast"]
 

@@ -16,7 +16,7 @@ from benchmarks.hopper.steps import Memory, TrainingStep, leaf, memory_of
 from benchmarks.hopper.tables import faster
 from octavo.bench.results import Section
 from octavo.formats import E4M3, E5M2
-from octavo.functional import operands
+from octavo.functional import saved_operands
 from octavo.kernels import cast, quantize
 from octavo.nn import Linear
 from octavo.numerics import PerTensor
@@ -126,7 +126,7 @@ def test_delayed_is_cast_as_a_layer_with_that_recipe_casts(session, both_ways, m
         records.append([each is not None for each in (into.amax, into.overflowed, into.nonfinite)])
         return cast(x, spec, **options)
 
-    monkeypatch.setattr(operands, "cast", noting)
+    monkeypatch.setattr(saved_operands, "cast", noting)
     with torch.set_grad_enabled(both_ways):
         Linear(32, 32, recipe="delayed")(torch.randn(32, 32))
     of_layer = len(seen)

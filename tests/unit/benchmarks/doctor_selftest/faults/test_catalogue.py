@@ -9,7 +9,7 @@ import torch
 from benchmarks.doctor_selftest.cases import RunKind, SelftestCase, begin, run_case
 from benchmarks.doctor_selftest.faults import FAULTS
 from octavo.doctor.findings import CAUSES, Finding, Severity
-from octavo.functional import operands
+from octavo.functional import saved_operands
 from octavo.nn import Linear
 from octavo.training import loop
 from tests.unit.benchmarks.doctor_selftest.tiny_trainer import TINY, data_in
@@ -25,7 +25,7 @@ def room(tmp_path_factory):
 
 def patched_names() -> tuple[object, ...]:
     closing = vars(loop)["update_scales"]
-    return operands.cast_operand, operands.cast_both_ways, closing, loop.Trainer._clip
+    return saved_operands.cast_operand, saved_operands.cast_both_ways, closing, loop.Trainer._clip
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own():

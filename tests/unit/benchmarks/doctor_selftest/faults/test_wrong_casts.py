@@ -6,7 +6,7 @@ from benchmarks.doctor_selftest.faults.wrong_casts import requantizing, scaling_
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers
-from octavo.functional import operands
+from octavo.functional import saved_operands
 from octavo.scaling import GRAD_OUTPUT, INPUT, ROLES, WEIGHT
 
 
@@ -54,8 +54,8 @@ def test_a_transpose_made_of_codes_has_the_scales_of_rounded_amaxes(layer):
 
 
 def test_what_is_patched_is_put_back_even_after_an_error(layer):
-    chosen, before = layer("tensorwise"), (operands.cast_operand, operands.cast_both_ways)
+    chosen, before = layer("tensorwise"), (saved_operands.cast_operand, saved_operands.cast_both_ways)
     with pytest.raises(ZeroDivisionError), scaling_by(chosen, INPUT, lambda amax: amax):
         raise ZeroDivisionError
-    assert (operands.cast_operand, operands.cast_both_ways) == before
+    assert (saved_operands.cast_operand, saved_operands.cast_both_ways) == before
     assert "_layer_scaling" not in vars(chosen)
