@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import octavo
+from octavo import kernels
 from octavo.functional import WeightCache, saved_operands, weight_cache
 from octavo.nn import Linear
 from octavo.state import discard_step
@@ -32,7 +33,7 @@ def _casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
         return cast
 
-    monkeypatch.setattr(saved_operands, "cast", recording(saved_operands.cast))
+    monkeypatch.setattr(saved_operands, "cast", recording(kernels.cast))
     return shapes
 
 

@@ -6,6 +6,7 @@
 only inside :func:`quantize`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -262,7 +263,7 @@ def checked_spec(
     return spec
 
 
-_described = lru_cache(maxsize=256)(CastSpec)
+_described: Callable[..., CastSpec] = lru_cache(maxsize=256)(CastSpec)
 
 
 def stored_scale(scale: Tensor, scale_format: Format) -> Tensor:
