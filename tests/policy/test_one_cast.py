@@ -90,7 +90,7 @@ def test_training_casts_in_one_place(recipe):
         model.eval()
         with torch.no_grad():
             model(torch.randn(3, 32))
-    native = "octavo/kernels/casting.py"  # tests/oracle/test_native_casts.py proves its kernels
+    native = "octavo/kernels/cast_operators.py"  # tests/oracle/test_native_casts.py proves its kernels
     assert makers.seen == {native if native_bindings.levels() else "octavo/numerics/cast.py"}
 
 

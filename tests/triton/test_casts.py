@@ -217,14 +217,8 @@ def test_kernels_record_what_a_measurement_would(granularity, both_ways, device)
         for part in ("amax", "overflowed", "nonfinite"):
             alone = filled_record(device)
             only = Record(**{part: getattr(alone, part)})
-            sent = broken.to(device)
-            triton_bindings.cast(
-                sent,
-                CastSpec(format=E4M3, granularity=granularity, **RULE),
-                transpose=both_ways,
-                into=only,
-                **on_device,
-            )
+            spec = CastSpec(format=E4M3, granularity=granularity)
+            triton_bindings.cast(broken.to(device), spec, transpose=both_ways, into=only, **on_device)
             assert [i for i, (a, b) in enumerate(zip(as_numbers(alone), (-1.0, False, 5), strict=True)) if a != b] == [
                 ("amax", "overflowed", "nonfinite").index(part)
             ]
