@@ -18,7 +18,8 @@ from torch import Tensor
 
 from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio
 from octavo import E4M3, quantize
-from octavo.kernels import cpu, products
+from octavo.kernels import native_bindings as cpu
+from octavo.kernels import native_gemm as products
 from octavo.numerics.accumulate import Accumulate, hopper_sums
 
 SIDE = 512

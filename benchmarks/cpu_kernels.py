@@ -25,9 +25,9 @@ from torch import Tensor
 
 from benchmarks.measure import Ratio, bf16_note, hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo import E4M3, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize, scaled_mm
-from octavo.kernels import cpu
-from octavo.numerics import Accumulate, Granularity, ScaleRounding
-from octavo.numerics.scaling import AMAX_FLOOR
+from octavo.kernels import CastResult
+from octavo.kernels import native_bindings as cpu
+from octavo.numerics import Accumulate, CastSpec, Granularity
 
 SHAPE = (6144, 8192)  # 48 Mi codes; glibc takes fresh memory for every tensor above 32 MiB
 DTYPES = (torch.float32, torch.bfloat16)
@@ -43,7 +43,6 @@ HOPPER_SIDE = 512
 COPY = "copy of a {} cast's bytes, {}"
 WRITE = "copy that writes as {} {} does, fresh"
 READ = "read {}"
-RULE = cpu.ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0)
 
 COPY_BAR, DYNAMIC_BAR, COMPILE_BAR = 0.85, 0.8, 3.0
 GEMM_BAR, READ_BAR, ROW_BAR, HOPPER_BAR = 0.85, 0.85, 2.8, 2000.0
@@ -151,12 +150,14 @@ def quantizing(dtype: torch.dtype) -> dict[str, Contestant]:
     amax, codes = x.abs().amax().float(), torch.ones(SHAPE).to(E4M3.torch_dtype)
     moved, given = x.nbytes + codes.nbytes, COPY.format(name, "given")
 
-    def cast(*, to: Tensor | None, known: Tensor | None = None) -> cpu.Cast:
-        return cpu.quantize(x, E4M3, PerTensor(), RULE, amax=known, out=to)
+    def cast(*, to: Tensor | None, known: Tensor | None = None) -> CastResult:
+        return cpu.cast(x, CastSpec(format=E4M3), amax=known, out=to)
 
     def finer(of: Tensor, granularity: Granularity) -> Contestant:
         to = codes if of is x else codes.t()
-        return _memory(lambda: cpu.quantize(of, E4M3, granularity, RULE, out=to), moved, Bound((given,)))
+        return _memory(
+            lambda: cpu.cast(of, CastSpec(format=E4M3, granularity=granularity), out=to), moved, Bound((given,))
+        )
 
     fresh = [Bound((other,), COPY_BAR) for other in (COPY.format(name, "fresh"), WRITE.format("quantize", name))]
     return {

@@ -39,7 +39,7 @@ from octavo import E4M3, PerRow, quantize
 from octavo.errors import BackendError, DataError
 from octavo.formats import FP32
 from octavo.inference import ModelRunner
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings as cpu
 from octavo.models import Llama, load_gguf
 from octavo.models.gguf_file import GGUFFile
 from octavo.quantization.comparison.evaluation_text import topic_tokens

@@ -22,8 +22,8 @@ import octavo
 from octavo.functional import cast_operand
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor, amax, scale_from_amax, sqnr_db, underflow_fraction
-from octavo.observers import GRAD_OUTPUT, INPUT, RoleTap
 from octavo.recipes import CastSpec
+from octavo.scaling import GRAD_OUTPUT, INPUT, OperandScaling
 
 PAGE = Path(__file__).parents[1] / "docs" / "sqnr.md"
 M, K, N = 512, 1024, 512
@@ -103,7 +103,7 @@ def flushed(recipe: str, draw: Draw) -> tuple[float, float]:
     layer = layer_with_a_past(recipe, draw, torch.ones(N, K))
     known = None if layer.amax_history is None else layer.amax_history.amax
     of_input, of_gradient = (
-        share_flushed(x, cast, RoleTap(amax=None if known is None else known[role], scale=layer.input_scale))
+        share_flushed(x, cast, OperandScaling(amax=None if known is None else known[role], scale=layer.input_scale))
         for role, x, cast in zip(
             (INPUT, GRAD_OUTPUT),
             drawn(draw, torch.Generator().manual_seed(0)),
@@ -114,7 +114,7 @@ def flushed(recipe: str, draw: Draw) -> tuple[float, float]:
     return of_input, of_gradient
 
 
-def share_flushed(x: Tensor, cast: CastSpec | None, tap: RoleTap) -> float:
+def share_flushed(x: Tensor, cast: CastSpec | None, tap: OperandScaling) -> float:
     """Percent of ``x``'s nonzeros whose code is 0."""
     operand = cast_operand(x, cast, tap)
     return 100 * underflow_fraction(x, operand) if isinstance(operand, QuantizedTensor) else math.nan

@@ -40,9 +40,9 @@ echo "venv: octavo, whose kernels are compiled"
 # The lock holds every dependency and the build tools, so nothing is resolved or downloaded here.
 PATH="$PWD/.venv/bin:$PATH" pip_install --no-deps --no-build-isolation --editable .
 .venv/bin/python - <<'PY'
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 
-if cpu.why_absent():
-    print(f"venv: there are no native kernels ({cpu.why_absent()}); casts take several times as long without them.")
+if native_bindings.why_absent():
+    print(f"venv: there are no native kernels ({native_bindings.why_absent()}); casts take several times as long without them.")
     print("venv: install a C++ compiler and Python's headers, then: make clean venv")
 PY

@@ -3,7 +3,7 @@
 import typing as _typing
 
 from octavo import nn, recipes
-from octavo.context import autocast
+from octavo.autocast import autocast
 from octavo.convert import convert, restore
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import fake_quantize, quantize, scaled_mm

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from octavo import recipes
-from octavo.context import autocast_region
+from octavo.autocast import autocast_region
 from octavo.errors import CheckpointError, ConfigError
 from octavo.nn import Linear
-from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, AmaxHistory
 from octavo.recipes import Recipe
-from octavo.scale_updates import close_over_ranks, is_written
+from octavo.scaling import EMPTY, GRAD_OUTPUT, INPUT, ROLES, AmaxHistory
+from octavo.scaling.scale_updates import close_over_ranks, is_written
 
 if TYPE_CHECKING:
     from torch import distributed

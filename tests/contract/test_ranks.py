@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.observers import EMPTY
+from octavo.scaling import EMPTY
 from tests.contract import ranks_program as program
 from tests.policy.source_tree import ROOT
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.observers import EMPTY
 from octavo.recipes import Close, History
+from octavo.scaling import EMPTY
 
 RECIPE = octavo.recipes.get("delayed", history_length=4)
 AMAXES = ((1.0, 8.0, 2.0), (4.0, 3.0, 5.0), (0.5, 0.25, 0.125))  # of the micro-batches of three steps

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import octavo
-from octavo import functional
-from octavo.functional import WeightCache
+from octavo import kernels
+from octavo.functional import WeightCache, saved_operands, weight_cache
 from octavo.nn import Linear
 from octavo.state import discard_step
 
@@ -33,8 +33,7 @@ def _casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
         return cast
 
-    for name in ("quantize_and_measure", "quantize_both_ways"):
-        monkeypatch.setattr(functional, name, recording(getattr(functional, name)))
+    monkeypatch.setattr(saved_operands, "cast", recording(kernels.cast))
     return shapes
 
 
@@ -113,7 +112,7 @@ def _twin(layer: Linear, recipe: str) -> Linear:
 @pytest.mark.parametrize("change", ["optimizer step", "update_scales"])
 def test_where_values_cannot_be_asked_for_steps_and_update_scales_empty_it(change, monkeypatch):
     """As on an accelerator, where a checksum would have to be waited for."""
-    monkeypatch.setattr(functional, "can_be_asked", lambda _: False)
+    monkeypatch.setattr(weight_cache, "is_eager_cpu", lambda _: False)
     layer = _layer("tensorwise", cached=True)
     layer.weight.grad = torch.ones_like(layer.weight)
     x = torch.randn(4, 16)
@@ -135,18 +134,18 @@ def test_the_sums_see_elements_swaps_and_signs(layout, shape, dtype):
     storage = torch.randn(rows * columns + 1).to(dtype)
     weight = storage[1:].view(shape) if layout == "unaligned" else storage[:-1].view(shape)
     weight = weight.t() if layout == "transposed" else weight
-    before = functional._sums_of_bits(weight)
+    before = weight_cache._sums_of_bits(weight)
 
     def changed(change) -> bool:
         copy_of = weight.clone()
         change(copy_of)
-        return torch.equal(copy_of, weight) or not torch.equal(functional._sums_of_bits(copy_of), before)
+        return torch.equal(copy_of, weight) or not torch.equal(weight_cache._sums_of_bits(copy_of), before)
 
     for row in range(weight.shape[0]):
         for column in range(weight.shape[1]):
             assert not torch.equal(_one_more(weight, row, column), before)
     if layout == "own":
-        assert torch.equal(functional._sums_of_bits(weight.clone()), before)
+        assert torch.equal(weight_cache._sums_of_bits(weight.clone()), before)
         assert changed(lambda w: w.copy_(w.flip(0)))
         assert changed(lambda w: w.copy_(w.flip(1)))
         assert changed(lambda w: w[:2, 0].mul_(-1))
@@ -157,7 +156,7 @@ def _one_more(weight: torch.Tensor, row: int, column: int) -> torch.Tensor:
     """The sums after one element has changed, in the weight's own layout."""
     before = weight[row, column].clone()
     weight[row, column] += 1
-    sums = functional._sums_of_bits(weight)
+    sums = weight_cache._sums_of_bits(weight)
     weight[row, column] = before
     return sums
 

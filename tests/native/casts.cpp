@@ -22,7 +22,7 @@ Shape any_shape(Random& random) {
     return random.one_in(5) ? random.any_of(LARGE) : Shape{random.size(40), random.size(300)};
 }
 
-// A block of the whole matrix is as large as that, as kernels/cpu.py has it.
+// A block of the whole matrix is as large as that, as kernels/native_bindings.py has it.
 Block fitted(Block block, Shape shape) {
     return {block.rows == ALL ? shape.rows : block.rows, block.columns == ALL ? shape.columns : block.columns};
 }

@@ -9,9 +9,11 @@ from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import PagedKVCache
 from octavo.inference.native_decoder import MAX_HEAD_DIM, PAGE, CacheTensors, attend
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 
-pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+pytestmark = pytest.mark.skipif(
+    bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 
 FORMATS = (E4M3, BF16, FP32)
 
@@ -57,7 +59,7 @@ def test_every_level_is_near_exact_softmax(fmt, heads, kv_heads, head_dim):
     position = torch.tensor([0, 1, PAGE - 1, PAGE, positions - 1])
     queries = torch.randn(len(position), heads, head_dim)
     wanted = exact(queries, cache, position)
-    for level in cpu.levels():
+    for level in native_bindings.levels():
         torch.testing.assert_close(
             native(queries, cache.tensors, position, level=level).double(), wanted, rtol=1e-5, atol=3e-6
         )
@@ -69,7 +71,7 @@ def test_vectors_of_any_size(fmt, size):
     cache = filled(fmt, 100, 2, 64, size=size)
     queries, position = torch.randn(1, 4, 64) / size, torch.tensor([99])
     assert all(bool(x.any()) for x in cache.read(0, 100))
-    for level in cpu.levels():
+    for level in native_bindings.levels():
         found = native(queries, cache.tensors, position, level=level)
         torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-4, atol=1e-5 * size)
 
@@ -85,12 +87,12 @@ def test_the_smallest_scale():
     assert bool((t.key_scale[..., :3] < 2.0**-125).all())
     t.value_scale[..., 1] = 2.0**-126
     queries, position = 2.0**125 * torch.randn(1, 2, 8), torch.tensor([2])
-    for level in cpu.levels():
+    for level in native_bindings.levels():
         found = native(queries, t, position, level=level)
         torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-5, atol=2.0**-140)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 def test_a_weight_is_e_to_the_power_of_its_score(level):
     """Beside a score of 0, a score below -17.5 has a weight and the sum of all is 1: the output is e^x, to 2 ulps."""
     powers = torch.cat([torch.linspace(-86.99, -17.5, 20_000), -math.log(2) * (torch.arange(26, 125) + 0.5)])
@@ -114,7 +116,7 @@ def test_values_of_very_different_size_in_one_page():
     values = torch.tensor([[8 * [1e-9]], [8 * [1.0]]])
     cache.store(0, torch.arange(2), keys, values)
     queries, position = torch.ones(1, 1, 8), torch.tensor([1])
-    for level in cpu.levels():
+    for level in native_bindings.levels():
         found = native(queries, cache.tensors, position, level=level)
         torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-5, atol=0)
 
@@ -128,7 +130,7 @@ def test_no_rows_or_no_heads_give_nothing(shape):
 def test_large_scores_do_not_overflow():
     cache = filled(FP32, 130, 1, 8)
     queries, position = 1e4 * torch.randn(3, 2, 8), torch.tensor([0, 64, 129])
-    for level in cpu.levels():
+    for level in native_bindings.levels():
         found = native(queries, cache.tensors, position, level=level)
         assert found.isfinite().all()
         torch.testing.assert_close(found.double(), exact(queries, cache, position), rtol=1e-2, atol=1e-2)
@@ -153,7 +155,7 @@ def test_pages_may_lie_anywhere_and_rows_do_not_meet(fmt):
     tensors = CacheTensors(shared.keys, shared.values, shared.key_scale, shared.value_scale, table)
     sequence, position = torch.tensor([1, 0, 2, 0, 1]), torch.tensor([64, 199, 0, 3, 10])
     queries = torch.randn(5, 4, head_dim)
-    for level in cpu.levels():
+    for level in native_bindings.levels():
         together = native(queries, tensors, position, sequence=sequence, level=level)
         for row in range(5):
             own = alone[int(sequence[row])].tensors
@@ -184,7 +186,7 @@ def test_a_nan_reaches_who_sees_it_and_nobody_else(fmt):
     values[0, 1, 5] = math.nan
     cache.store(0, torch.tensor([100]), keys, values)
     position, queries = torch.tensor([99, 100, 139]), torch.randn(3, 4, 64)
-    for level in cpu.levels():
+    for level in native_bindings.levels():
         found = native(queries, cache.tensors, position, level=level)
         is_bad = found.isnan()
         assert not is_bad[0].any()

@@ -2,14 +2,25 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import octavo
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import cpu
-from octavo.numerics import Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure, quantize
+from octavo.kernels import CastResult, native_bindings
+from octavo.numerics import (
+    CastSpec,
+    Nonfinite,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QuantizedTensor,
+    ScaleRounding,
+    measure,
+    quantize,
+)
 from octavo.numerics.granularity import granularity_as_list
 from octavo.numerics.quantized import dequantize_by_torch
 from octavo.numerics.scaling import AMAX_FLOOR
@@ -20,22 +31,31 @@ GRANULARITIES = (
     PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(32, 1), PerBlock(128, 1),
     PerBlock(3, 7), PerBlock(1000, 1),
 )  # fmt: skip
-RULE = cpu.ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0)
-needs_extension = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+RULE: dict[str, Any] = {"scale_rounding": ScaleRounding.FP32, "amax_floor": AMAX_FLOOR, "margin": 0}
+needs_extension = pytest.mark.skipif(
+    bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 pytestmark = needs_extension
 
 
 def assert_same_cast(x, fmt, granularity, rule=RULE, *, nonfinite=Nonfinite.PROPAGATE, **given):
     """Codes (a NaN is a NaN), scales, amaxes and the count of what is not finite, at every level of this machine."""
-    options = {"scale_rounding": rule.rounding, "amax_floor": rule.amax_floor, "margin": rule.margin}
-    wanted = quantize(x, fmt, granularity=granularity, nonfinite=nonfinite, **options, **given)
+    wanted = quantize(x, fmt, granularity=granularity, nonfinite=nonfinite, **rule, **given)
     found = measure(x, granularity)
-    for level in cpu.levels():
-        cast = cpu.quantize(x, fmt, granularity, rule, nonfinite=nonfinite, **given, level=level)
-        assert_same_codes(cast.codes, wanted.data, level)
-        assert torch.equal(cast.scale, wanted.scale), level
-        assert torch.equal(cast.amax, found.amax), level
-        assert cast.nonfinite == (~x.isfinite()).sum(), level
+    for level in native_bindings.levels():
+        cast = native_bindings.cast(
+            x, CastSpec(format=fmt, granularity=granularity, **rule, nonfinite=nonfinite), **given, level=level
+        )
+        assert_same_codes(cast.output.data, wanted.data, level)
+        assert torch.equal(cast.output.scale, wanted.scale), level
+        assert cast.measurement is not None
+        assert torch.equal(cast.measurement.amax, found.amax), level
+        assert nonfinite_count(cast) == (~x.isfinite()).sum(), level
+
+
+def nonfinite_count(result: CastResult) -> int:
+    assert result.measurement is not None
+    return int(result.measurement.nonfinite or 0)
 
 
 def assert_same_codes(codes, wanted, note):
@@ -97,7 +117,7 @@ def test_every_midpoint_and_its_neighbours(fmt):
 def test_every_granularity_and_rule(granularity, dtype, shape):
     x = numbers(*shape, dtype=dtype)
     for fmt, rounding, margin in itertools.product(FORMATS, ScaleRounding, (0, 2)):
-        assert_same_cast(x, fmt, granularity, cpu.ScaleRule(rounding, 0.0, margin))
+        assert_same_cast(x, fmt, granularity, {"scale_rounding": rounding, "amax_floor": 0.0, "margin": margin})
 
 
 LAYOUTS = {
@@ -151,8 +171,12 @@ def test_magnitudes_at_both_ends(granularity):
         for rounding, fmt, margin in itertools.product(ScaleRounding, FORMATS, (0, 9)):
             x = numbers(9, 40).clamp(-1, 1) * value
             x[2, 3] = value
-            assert_same_cast(x, fmt, granularity, cpu.ScaleRule(rounding, AMAX_FLOOR, margin))
-            assert_same_cast(x.bfloat16(), fmt, granularity, cpu.ScaleRule(rounding, AMAX_FLOOR, margin))
+            assert_same_cast(
+                x, fmt, granularity, {"scale_rounding": rounding, "amax_floor": AMAX_FLOOR, "margin": margin}
+            )
+            assert_same_cast(
+                x.bfloat16(), fmt, granularity, {"scale_rounding": rounding, "amax_floor": AMAX_FLOOR, "margin": margin}
+            )
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
@@ -162,7 +186,11 @@ def test_given_amaxes_and_scales(granularity):
     for given in (torch.rand(shape) * 10, torch.zeros(shape), torch.full(shape, 1e-30)):
         assert_same_cast(x, E4M3, granularity, amax=given)
         assert_same_cast(
-            x.t().contiguous().t(), E5M2, granularity, cpu.ScaleRule(ScaleRounding.RCEIL, 0.0, 1), amax=given
+            x.t().contiguous().t(),
+            E5M2,
+            granularity,
+            {"scale_rounding": ScaleRounding.RCEIL, "amax_floor": 0.0, "margin": 1},
+            amax=given,
         )
     assert_same_cast(x, E4M3, granularity, scale=torch.rand(shape) + 1e-3)
     assert_same_cast(x, E4M3, granularity, scale=torch.full(shape, 1e-39))
@@ -174,10 +202,13 @@ def test_a_group_without_an_amax_provides_for_its_own(granularity):
     own = measure(x, granularity).amax
     given = torch.where(torch.rand(own.shape) < 0.5, 0.0, own * 3)
     wanted = quantize(x, E4M3, granularity=granularity, amax=torch.where(given > 0, given, own))
-    for level in cpu.levels():
-        cast = cpu.quantize(x, E4M3, granularity, RULE, amax=given, zero_is_unknown=True, level=level)
-        assert_same_codes(cast.codes, wanted.data, level)
-        assert torch.equal(cast.amax, own)
+    for level in native_bindings.levels():
+        cast = native_bindings.cast(
+            x, CastSpec(format=E4M3, granularity=granularity, **RULE), amax=given, measure_if_zero=True, level=level
+        )
+        assert_same_codes(cast.output.data, wanted.data, level)
+        assert cast.measurement is not None
+        assert torch.equal(cast.measurement.amax, own)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
@@ -187,13 +218,15 @@ def test_counts(granularity, fmt):
     x[0, 0], x[5, 5] = math.inf, math.nan
     amax = measure(x, granularity).amax / 4
     scaled = x * granularity.expand(fmt.max / amax, x.shape)
-    for level in cpu.levels():
-        cast = cpu.quantize(x, fmt, granularity, RULE, amax=amax, counting=True, level=level)
-        assert_same_codes(cast.codes, quantize(x, fmt, granularity=granularity, amax=amax).data, level)
+    for level in native_bindings.levels():
+        cast = native_bindings.cast(
+            x, CastSpec(format=fmt, granularity=granularity, **RULE), amax=amax, counting=True, level=level
+        )
+        assert_same_codes(cast.output.data, quantize(x, fmt, granularity=granularity, amax=amax).data, level)
         finite = x.isfinite()
-        assert cast.nonfinite == 2
+        assert nonfinite_count(cast) == 2
         assert cast.saturated == (finite & (scaled.abs() > fmt.max)).sum()
-        assert cast.underflowed == (finite & (x != 0) & (cast.codes.float() == 0)).sum()
+        assert cast.underflowed == (finite & (x != 0) & (cast.output.data.float() == 0)).sum()
         assert cast.underflowed > 0
         assert cast.saturated > 0
 
@@ -207,11 +240,11 @@ def test_dequantize(fmt, dtype, granularity):
         for view in (codes, codes.view(torch.uint8).t().contiguous().t().view(fmt.torch_dtype), codes[:, 4:200]):
             scale = torch.rand(granularity.scale_shape(view.shape)) * 2.0 ** (exponent // 2) * 2.0 ** (exponent // 2)
             wanted = QuantizedTensor(view, scale, granularity, dtype).dequantize()
-            for level in cpu.levels():
-                found = cpu.dequantize(view, scale, granularity, dtype, level=level)
+            for level in native_bindings.levels():
+                found = native_bindings.dequantize(view, scale, granularity, dtype, level=level)
                 torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
                 out = torch.full(view.shape, 7.0, dtype=dtype)
-                assert cpu.dequantize(view, scale, granularity, dtype, out=out, level=level) is out
+                assert native_bindings.dequantize(view, scale, granularity, dtype, out=out, level=level) is out
                 torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -235,8 +268,8 @@ def test_dequantize_finite_codes(fmt, dtype):
 def assert_same_numbers(codes, scale, granularity, dtype):
     """Decoded by every level, and by the formula; a zero's sign and a NaN's place count, a NaN's sign does not."""
     wanted = dequantize_by_torch(codes, scale, granularity_as_list(granularity), dtype)
-    for level in cpu.levels():
-        found = cpu.dequantize(codes, scale, granularity, dtype, level=level)
+    for level in native_bindings.levels():
+        found = native_bindings.dequantize(codes, scale, granularity, dtype, level=level)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(found.signbit() | found.isnan(), wanted.signbit() | wanted.isnan()), level
 
@@ -248,13 +281,19 @@ def test_codes_go_where_they_are_wanted(granularity):
         if view.ndim == 0 and not isinstance(granularity, PerTensor):
             continue
         wanted = quantize(view, E4M3, granularity=granularity)
-        for level in cpu.levels():
-            out = torch.full((view.numel(),), 7.0).to(E4M3.torch_dtype).as_strided(view.shape, cpu.codes_strides(view))
-            cast = cpu.quantize(view, E4M3, granularity, RULE, out=out, level=level)
-            assert cast.codes.data_ptr() == out.data_ptr(), level
+        for level in native_bindings.levels():
+            out = (
+                torch.full((view.numel(),), 7.0)
+                .to(E4M3.torch_dtype)
+                .as_strided(view.shape, native_bindings.codes_strides(view))
+            )
+            cast = native_bindings.cast(
+                view, CastSpec(format=E4M3, granularity=granularity, **RULE), out=out, level=level
+            )
+            assert cast.output.data.data_ptr() == out.data_ptr(), level
             assert_same_codes(out, wanted.data, level)
-            assert_same_codes(cast.codes, wanted.data, level)
-            assert torch.equal(cast.scale, wanted.scale), level
+            assert_same_codes(cast.output.data, wanted.data, level)
+            assert torch.equal(cast.output.scale, wanted.scale), level
 
 
 def test_threads_change_nothing():
@@ -292,9 +331,11 @@ def test_what_saturates_and_underflows_is_counted(granularity):
     x[1, :2] = torch.tensor([448.0, 464.0])
     scale = torch.ones(granularity.scale_shape(x.shape))
     finite = x.isfinite()
-    for level in cpu.levels():
-        found = cpu.quantize(x, E4M3, granularity, RULE, scale=scale, counting=True, level=level)
-        assert found.nonfinite == int((~finite).sum())
+    for level in native_bindings.levels():
+        found = native_bindings.cast(
+            x, CastSpec(format=E4M3, granularity=granularity, **RULE), scale=scale, counting=True, level=level
+        )
+        assert nonfinite_count(found) == int((~finite).sum())
         assert found.saturated == int((finite & (x.abs() > 448.0)).sum())
-        zero = (found.codes.view(torch.uint8) & 0x7F) == 0
+        zero = (found.output.data.view(torch.uint8) & 0x7F) == 0
         assert found.underflowed == int((finite & (x != 0) & zero).sum())

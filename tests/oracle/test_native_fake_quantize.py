@@ -8,31 +8,46 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import cpu, fake_quantize
-from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding, dequantize, quantize
+from octavo.kernels import fake_quantize, native_bindings
+from octavo.numerics import CastSpec, PerBlock, PerRow, PerTensor, ScaleRounding, dequantize, quantize
 from tests.oracle.test_native_casts import DTYPES, FORMATS, GRANULARITIES, LAYOUTS, RULE, numbers, scales
 
-pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+pytestmark = pytest.mark.skipif(
+    bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 
 
 def assert_same_values(x, fmt, granularity, rule=RULE):
     """At every level: into new memory, into other memory that lies as x does, into some that does not, and in place."""
-    options = {"scale_rounding": rule.rounding, "amax_floor": rule.amax_floor, "margin": rule.margin}
-    wanted, before = dequantize(quantize(x, fmt, granularity=granularity, **options)), x.clone()
-    for level in cpu.levels():
-        assert_same(cpu.fake_quantize(x, fmt, granularity, rule, level=level), wanted, level)
+    wanted, before = dequantize(quantize(x, fmt, granularity=granularity, **rule)), x.clone()
+    for level in native_bindings.levels():
+        assert_same(
+            native_bindings.fake_quantize(x, CastSpec(format=fmt, granularity=granularity, **rule), level=level),
+            wanted,
+            level,
+        )
         assert_same(x, before, level)
         for out in (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)):
             if 0 in out.stride():
                 continue
-            assert cpu.fake_quantize(x, fmt, granularity, rule, out=out, level=level) is out
+            assert (
+                native_bindings.fake_quantize(
+                    x, CastSpec(format=fmt, granularity=granularity, **rule), out=out, level=level
+                )
+                is out
+            )
             assert_same(out, wanted, level)
             assert_same(x, before, level)
         if 0 not in x.stride():
             own = x.untyped_storage().clone()
             there = torch.empty(0, dtype=x.dtype).set_(own, x.storage_offset(), x.shape, x.stride())
-            assert cpu.fake_quantize(there, fmt, granularity, rule, out=there, level=level) is there
+            assert (
+                native_bindings.fake_quantize(
+                    there, CastSpec(format=fmt, granularity=granularity, **rule), out=there, level=level
+                )
+                is there
+            )
             assert_same(there, wanted, level)
 
 
@@ -63,7 +78,12 @@ def test_every_granularity_layout_and_rule(granularity, dtype):
     for layout in LAYOUTS.values():
         assert_same_values(layout(numbers(9, 150, dtype=dtype)), E4M3, granularity)
     for fmt, rounding in zip(FORMATS, (ScaleRounding.FP32, ScaleRounding.RCEIL), strict=True):
-        assert_same_values(numbers(130, 261, dtype=dtype), fmt, granularity, cpu.ScaleRule(rounding, 0.0, 1))
+        assert_same_values(
+            numbers(130, 261, dtype=dtype),
+            fmt,
+            granularity,
+            {"scale_rounding": rounding, "amax_floor": 0.0, "margin": 1},
+        )
 
 
 @every_granularity
@@ -86,11 +106,13 @@ def test_long_rows_and_more_dimensions():
 
 @every_granularity
 def test_in_place_leaves_what_lies_around(granularity):
-    for level in cpu.levels():
+    for level in native_bindings.levels():
         around = torch.full((80, 100), 7.0, dtype=torch.bfloat16)
         inner = around[3:70, 5:90]
         inner.copy_(numbers(67, 85))
-        cpu.fake_quantize(inner, E4M3, granularity, RULE, out=inner, level=level)
+        native_bindings.fake_quantize(
+            inner, CastSpec(format=E4M3, granularity=granularity, **RULE), out=inner, level=level
+        )
         inner.fill_(7.0)
         assert (around == 7.0).all(), level
 

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels import cpu, products
+from octavo.kernels import native_bindings, native_gemm
 from octavo.kernels.dispatch import scaled_mm
 from octavo.numerics import Granularity, PerBlock, PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import CHAIN, Accumulate, hopper_chains, hopper_sums
 
-pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+pytestmark = pytest.mark.skipif(
+    bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 
 HOPPER = (Accumulate.HOPPER_FAST, Accumulate.HOPPER_SLOW)
 PAIRS = tuple(itertools.product((E4M3, E5M2), repeat=2))
@@ -48,8 +50,8 @@ def assert_same_bits(actual: Tensor, expected: Tensor, note: str = "") -> None:
 
 def assert_definition(a: Tensor, b: Tensor, how: Accumulate) -> None:
     expected = hopper_sums(a, b, accumulate=how)
-    for level in cpu.levels():
-        assert_same_bits(products.hopper_sums(a, b, accumulate=how, level=level), expected, level)
+    for level in native_bindings.levels():
+        assert_same_bits(native_gemm.hopper_sums(a, b, accumulate=how, level=level), expected, level)
 
 
 @every_pair
@@ -120,7 +122,7 @@ def test_nan_and_infinities_stay_in_their_rows_and_columns(how):
         a[4, k], a[7, k], b[9, k] = torch.inf, -torch.inf, torch.nan
         b[40, k], b[41, k], b[41, 299] = 0, torch.inf, -torch.inf
         assert_definition(a, b, how)
-        assert products.hopper_sums(a, b, accumulate=how).isfinite().sum() == 28 * 68
+        assert native_gemm.hopper_sums(a, b, accumulate=how).isfinite().sum() == 28 * 68
 
 
 @pytest.mark.parametrize("k", [96, 1000])
@@ -134,8 +136,8 @@ def test_mmaemu(k, fmt_a, fmt_b, how):
     ):
         fast = how is Accumulate.HOPPER_FAST
         expected = mmaemu.accumulate(a, b, use_fast_accum=fast, profile="hopper", splitk=1, backend="reference")
-        for level in cpu.levels():
-            assert_same_bits(products.hopper_sums(a, b, accumulate=how, level=level), expected, level)
+        for level in native_bindings.levels():
+            assert_same_bits(native_gemm.hopper_sums(a, b, accumulate=how, level=level), expected, level)
 
 
 @pytest.mark.parametrize("k", LENGTHS)
@@ -149,8 +151,8 @@ def test_scaled_chains(k):
             own, other = (scale.expand(-1, chains)[:, i : i + 1].double() for scale in (a_scale, b_scale))
             expected += (chain.double() * own * other.t()).float()
         slow = Accumulate.HOPPER_SLOW
-        for level in cpu.levels():
-            actual = products.hopper_sums(a, b, accumulate=slow, a_scale=a_scale, b_scale=b_scale, level=level)
+        for level in native_bindings.levels():
+            actual = native_gemm.hopper_sums(a, b, accumulate=slow, a_scale=a_scale, b_scale=b_scale, level=level)
             assert_same_bits(actual, expected, level)
 
 
@@ -164,7 +166,7 @@ def operand(rows: int, granularity: Granularity) -> QuantizedTensor:
 def test_the_backend_without_native_kernels(granularity, how, monkeypatch):
     a, b = operand(20, granularity), operand(40, granularity)
     native = scaled_mm(a, b, accumulate=how, backend="hopper_model")
-    monkeypatch.setattr(cpu, "why_absent", lambda: "hidden")
+    monkeypatch.setattr(native_bindings, "why_absent", lambda: "hidden")
     assert torch.equal(native, scaled_mm(a, b, accumulate=how, backend="hopper_model"))
 
 
@@ -191,7 +193,7 @@ def test_threads_change_nothing(how):
         found = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(products.hopper_sums(a, b, accumulate=how))
+            found.append(native_gemm.hopper_sums(a, b, accumulate=how))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.numerics import Nonfinite, cast_stochastic
 from octavo.numerics.cast import STOCHASTIC_BITS, round_stochastic_by_torch
 from octavo.numerics.random_bits import random_bits_by_torch
@@ -15,15 +15,17 @@ from octavo.numerics.reference import encode_stochastic
 from tests.oracle.rounding_table import float32_edges
 from tests.oracle.test_native_casts import assert_same_codes, numbers
 
-pytestmark = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+pytestmark = pytest.mark.skipif(
+    bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 every_format = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 MOST = (1 << STOCHASTIC_BITS) - 1
 
 
 def assert_same_rounding(x, random, fmt):
     wanted = round_stochastic_by_torch(x, random, fmt.torch_dtype)
-    for level in cpu.levels():
-        assert_same_codes(cpu.round_stochastic(x, random, fmt, level=level), wanted, level)
+    for level in native_bindings.levels():
+        assert_same_codes(native_bindings.round_stochastic(x, random, fmt, level=level), wanted, level)
     return wanted
 
 
@@ -32,8 +34,8 @@ def test_what_is_not_finite_keeps_its_sign(fmt):
     x = torch.tensor([math.inf, -math.inf, math.nan, math.copysign(math.nan, -1)])
     random = torch.zeros(4, dtype=torch.int32)
     wanted = {E4M3: [0x7F, 0xFF, 0x7F, 0xFF], E5M2: [0x7C, 0xFC, 0x7F, 0xFF]}[fmt]
-    for level in cpu.levels():
-        assert cpu.round_stochastic(x, random, fmt, level=level).view(torch.uint8).tolist() == wanted
+    for level in native_bindings.levels():
+        assert native_bindings.round_stochastic(x, random, fmt, level=level).view(torch.uint8).tolist() == wanted
 
 
 @every_format
@@ -106,5 +108,5 @@ def test_compiled_it_is_one_operator():
 def test_random_bits_are_those_of_the_formula(count):
     for seed in (0, 1, 2**62 - 1, -1, 2**33 + 5):
         wanted = random_bits_by_torch(torch.tensor(seed), count)
-        for level in cpu.levels():
-            assert torch.equal(cpu.random_bits(torch.tensor(seed), count, level=level), wanted)
+        for level in native_bindings.levels():
+            assert torch.equal(native_bindings.random_bits(torch.tensor(seed), count, level=level), wanted)

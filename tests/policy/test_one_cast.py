@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import octavo
 from octavo.formats import FP8_FORMATS
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from tests.policy.source_tree import SOURCE, modules
 
 CASTS = {"octavo.numerics.cast", "octavo.kernels.triton.codes"}  # the second proven equal by tests/triton
@@ -90,8 +90,8 @@ def test_training_casts_in_one_place(recipe):
         model.eval()
         with torch.no_grad():
             model(torch.randn(3, 32))
-    native = "octavo/kernels/casting.py"  # tests/oracle/test_native_casts.py proves its kernels
-    assert makers.seen == {native if cpu.levels() else "octavo/numerics/cast.py"}
+    native = "octavo/kernels/cast_operators.py"  # tests/oracle/test_native_casts.py proves its kernels
+    assert makers.seen == {native if native_bindings.levels() else "octavo/numerics/cast.py"}
 
 
 def test_the_watch_sees_casts():

@@ -4,30 +4,34 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, E8M0
-from octavo.kernels import ScaleRule
-from octavo.kernels.result_cast import CastResult, ResultCast
-from octavo.numerics import Nonfinite, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, quantize
-from octavo.numerics.scaling import AMAX_FLOOR, measure
-
-_EXACT, _POWERS = ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0), ScaleRule(ScaleRounding.RCEIL, AMAX_FLOOR, 0)
+from octavo.kernels.result_cast import ResultBuffers, ResultCast
+from octavo.numerics import (
+    CastSpec,
+    Nonfinite,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QuantizedTensor,
+    ScaleRounding,
+    measure,
+    quantize,
+)
 
 CASTS = {
-    "tensor": ResultCast(format=E4M3, granularity=PerTensor(), rule=_EXACT, transpose=True),
+    "tensor": ResultCast(spec=CastSpec(format=E4M3), transpose=True),
     "tensor, E5M2, margin, saturating": ResultCast(
-        format=E5M2,
-        granularity=PerTensor(),
-        rule=ScaleRule(ScaleRounding.EVEN, AMAX_FLOOR, 2),
-        nonfinite=Nonfinite.SATURATE,
+        spec=CastSpec(format=E5M2, scale_rounding=ScaleRounding.EVEN, margin=2, nonfinite=Nonfinite.SATURATE),
         transpose=False,
     ),
-    "row": ResultCast(format=E4M3, granularity=PerRow(), rule=_POWERS, transpose=True),
-    "row, forward only": ResultCast(format=E4M3, granularity=PerRow(), rule=_EXACT, transpose=False),
-    "128 of a row": ResultCast(format=E4M3, granularity=PerBlock(1, 128), rule=_POWERS, transpose=True),
+    "row": ResultCast(
+        spec=CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL), transpose=True
+    ),
+    "row, forward only": ResultCast(spec=CastSpec(format=E4M3, granularity=PerRow()), transpose=False),
+    "128 of a row": ResultCast(
+        spec=CastSpec(format=E4M3, granularity=PerBlock(1, 128), scale_rounding=ScaleRounding.RCEIL), transpose=True
+    ),
     "32 of a row, bytes": ResultCast(
-        format=E4M3,
-        granularity=PerBlock(1, 32),
-        rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0),
-        scale_format=E8M0,
+        spec=CastSpec(format=E4M3, granularity=PerBlock(1, 32), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0),
         transpose=True,
     ),
 }
@@ -36,25 +40,26 @@ CASTS = {
 def cast_by_torch(
     y: Tensor, cast: ResultCast, *, amax: Tensor | None = None, scale: Tensor | None = None
 ) -> QuantizedTensor:
+    spec = cast.spec
     return quantize(
         y,
-        cast.format,
-        granularity=cast.granularity,
-        scale_rounding=cast.rule.rounding,
-        scale_format=cast.scale_format,
-        amax_floor=cast.rule.amax_floor,
-        margin=cast.rule.margin,
-        nonfinite=cast.nonfinite,
+        spec.format,
+        granularity=spec.granularity,
+        scale_rounding=spec.scale_rounding,
+        scale_format=spec.scale_format,
+        amax_floor=spec.amax_floor,
+        margin=spec.margin,
+        nonfinite=spec.nonfinite,
         amax=amax,
         scale=scale,
     )
 
 
 def assert_operands_of(
-    made: CastResult, y: Tensor, cast: ResultCast, *, amax: Tensor | None = None, scale: Tensor | None = None
+    made: ResultBuffers, y: Tensor, cast: ResultCast, *, amax: Tensor | None = None, scale: Tensor | None = None
 ) -> None:
     """Codes and scales bit for bit those of ``y`` and of its transpose; found: what the whole of it holds."""
-    output, transposed = made.operands(cast, y.dtype, scale)
+    output, transposed, found, *_ = made.result(cast, y.dtype, scale)
     known = amax if amax is not None and amax > 0 else None
     assert_same(output, cast_by_torch(y, cast, amax=known, scale=scale))
     if cast.transpose:
@@ -62,19 +67,24 @@ def assert_operands_of(
         assert_same(transposed, cast_by_torch(y.t(), cast, amax=known, scale=scale))
     else:
         assert transposed is None
-    found, wanted = made.measurement(), measure(y, PerTensor())
+    wanted = measure(y, PerTensor())
+    assert found is not None
     assert found.nonfinite == (0 if wanted.nonfinite is None else wanted.nonfinite)
-    if isinstance(cast.granularity, PerTensor):
+    if isinstance(cast.spec.granularity, PerTensor):
         assert found.amax == wanted.amax
 
 
-def amax_of(made: CastResult, cast: ResultCast) -> Tensor | None:
+def amax_of(made: ResultBuffers, cast: ResultCast) -> Tensor | None:
     """What a cast of the same tensor is given so that it need not measure again."""
-    return made.measurement().amax if isinstance(cast.granularity, PerTensor) else None
+    if not isinstance(cast.spec.granularity, PerTensor):
+        return None
+    measurement = made.result(cast, torch.bfloat16, None).measurement
+    assert measurement is not None
+    return measurement.amax
 
 
-def assert_same_transpose(made: CastResult, wanted: CastResult, cast: ResultCast) -> None:
-    (_, ours), (_, theirs) = (each.operands(cast, torch.bfloat16, None) for each in (made, wanted))
+def assert_same_transpose(made: ResultBuffers, wanted: ResultBuffers, cast: ResultCast) -> None:
+    ours, theirs = (each.result(cast, torch.bfloat16, None).transposed for each in (made, wanted))
     assert ours is not None
     assert theirs is not None
     assert_same(ours, theirs)

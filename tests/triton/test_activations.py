@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels import fused
-from octavo.kernels.result_cast import CastResult
+from octavo.kernels import fused_casts
+from octavo.kernels.result_cast import ResultBuffers
 from octavo.nn.activations import ACTIVATIONS
 from tests.triton.fused_casts import CASTS, amax_of, assert_operands_of, assert_same_transpose, cast_by_torch
 
@@ -35,9 +35,9 @@ def _input(name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (torch.randn(ROWS, width) * torch.logspace(-2, 1, ROWS)[:, None]).to(device, dtype)
 
 
-def _made(name: str, x: Tensor, cast: str, *, amax: Tensor | None = None, scale: Tensor | None = None) -> CastResult:
+def _made(name: str, x: Tensor, cast: str, *, amax: Tensor | None = None, scale: Tensor | None = None) -> ResultBuffers:
     gated = ACTIVATIONS[name].gated
-    return fused.cast_activation(x, FUNCTIONS[name], CASTS[cast], gated=gated, amax=amax, scale=scale)
+    return fused_casts.cast_activation(x, FUNCTIONS[name], CASTS[cast], gated=gated, amax=amax, scale=scale)
 
 
 @pytest.mark.parametrize("cast", CASTS)
@@ -72,7 +72,7 @@ def test_many_rows(largest: str, cast: str, device: torch.device, monkeypatch: p
 def test_the_transpose_by_itself_is_that_of_both(name: str, cast: str, device: torch.device) -> None:
     x, gated = _input(name, device, torch.bfloat16), ACTIVATIONS[name].gated
     both, alone = _made(name, x, cast), replace(CASTS[cast], direct=False)
-    made = fused.cast_activation(x, FUNCTIONS[name], alone, gated=gated, amax=amax_of(both, alone))
+    made = fused_casts.cast_activation(x, FUNCTIONS[name], alone, gated=gated, amax=amax_of(both, alone))
     assert made.codes.numel() == 0
     assert_same_transpose(made, both, alone)
 
@@ -90,7 +90,9 @@ def test_codes_of_the_others_differ_where_the_last_bit_decides(
     assert (ours != theirs).float().mean() < 0.002
     torch.testing.assert_close(ours, theirs, rtol=2**-3, atol=2**-9)  # one code apart
     assert torch.equal(made.transposed.view(torch.uint8), made.codes.view(torch.uint8).t())
-    torch.testing.assert_close(made.measurement().amax, ACTIVATIONS[name](x).abs().max().float(), rtol=2**-7, atol=0)
+    measurement = made.result(CASTS["tensor"], x.dtype, given).measurement
+    assert measurement is not None
+    torch.testing.assert_close(measurement.amax, ACTIVATIONS[name](x).abs().max().float(), rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("past", [0.0, 3.0])
@@ -120,7 +122,7 @@ def test_what_is_not_finite_is_counted_once(cast: str, past: float | None, devic
 def test_gradients(name: str, dtype: torch.dtype, device: torch.device) -> None:
     x = _input(name, device, dtype)
     grad_y = torch.randn(ROWS, COLUMNS).to(device, dtype)
-    made = fused.activation_backward(grad_y, x, FUNCTIONS[name], gated=ACTIVATIONS[name].gated)
+    made = fused_casts.activation_backward(grad_y, x, FUNCTIONS[name], gated=ACTIVATIONS[name].gated)
     exact = x.cpu().double().requires_grad_()
     (wanted,) = torch.autograd.grad(ACTIVATIONS[name](exact), exact, grad_y.cpu().double())
     assert made.dtype is dtype

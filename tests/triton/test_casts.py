@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +13,15 @@ from torch import Tensor
 import octavo
 from octavo.formats import E4M3, E5M2, Format
 from octavo.functional import fp8_linear
-from octavo.kernels import casting, gpu
-from octavo.kernels.cpu import ScaleRule
+from octavo.kernels import cast_operators, dispatch, triton_bindings
+from octavo.kernels.backend import CastResult
 from octavo.kernels.triton import launching, values
 from octavo.kernels.triton.blocks import cast_blocks
 from octavo.kernels.triton.casts import ceil_div
 from octavo.kernels.triton.rows import cast_rows
 from octavo.nn import Linear
 from octavo.numerics import (
+    CastSpec,
     Granularity,
     Nonfinite,
     PerBlock,
@@ -43,18 +44,17 @@ from tests.recorded_state import recorded_state
 
 FORMATS = (E4M3, E5M2)
 ALMOST_2_TO_THE_31 = 2**31 - 100  # a whole tile more is beyond int32
-RULE = ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0)
-POWERS = ScaleRule(ScaleRounding.RCEIL, AMAX_FLOOR, 0)
+RULE: dict[str, Any] = {"scale_rounding": ScaleRounding.FP32, "amax_floor": AMAX_FLOOR, "margin": 0}
+POWERS: dict[str, Any] = {"scale_rounding": ScaleRounding.RCEIL, "amax_floor": AMAX_FLOOR, "margin": 0}
 GRANULARITIES = (PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(4, 2))
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
 
 
 def wanted_cast(
-    x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule, nonfinite: Nonfinite = Nonfinite.PROPAGATE
+    x: Tensor, fmt: Format, granularity: Granularity, rule: dict[str, Any], nonfinite: Nonfinite = Nonfinite.PROPAGATE
 ) -> QuantizedTensor:
     return quantize_by_torch(
-        x.cpu(), fmt, granularity=granularity, scale_rounding=rule.rounding, amax_floor=rule.amax_floor,
-        margin=rule.margin, nonfinite=nonfinite,
+        x.cpu(), fmt, granularity=granularity, nonfinite=nonfinite, **rule,
     )  # fmt: skip
 
 
@@ -67,20 +67,20 @@ def assert_codes(found: Tensor, wanted: Tensor) -> None:
     assert torch.equal(held[~broken], wanted.view(torch.uint8)[~broken])
 
 
-def assert_cast(found: gpu.Cast, x: Tensor, wanted: QuantizedTensor) -> None:
+def assert_cast(found: CastResult, x: Tensor, wanted: QuantizedTensor) -> None:
     measured = measure(x.cpu(), wanted.granularity)
-    assert_codes(found.codes, wanted.data)
-    assert torch.equal(found.scale.cpu(), wanted.scale)
-    assert found.found is not None
-    assert torch.equal(found.found.amax.cpu(), measured.amax)
+    assert_codes(found.output.data, wanted.data)
+    assert torch.equal(found.output.scale.cpu(), wanted.scale)
+    assert found.measurement is not None
+    assert torch.equal(found.measurement.amax.cpu(), measured.amax)
     assert count(found) == int(measured.nonfinite or 0)
 
 
-def count(found: gpu.Cast) -> int:
+def count(found: CastResult) -> int:
     """Of NaN and ±Inf."""
-    assert found.found is not None
-    assert found.found.nonfinite is not None
-    return int(found.found.nonfinite)
+    assert found.measurement is not None
+    assert found.measurement.nonfinite is not None
+    return int(found.measurement.nonfinite)
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
@@ -95,20 +95,26 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 def test_codes_and_scales_of_both_orders_are_those_of_the_definition(granularity, dtype, device):
     for x in tensors(dtype):
         for both_ways in (False, True):
-            found = gpu.quantize(x.to(device), E4M3, granularity, POWERS, both_ways=both_ways)
+            found = triton_bindings.cast(
+                x.to(device), CastSpec(format=E4M3, granularity=granularity, **POWERS), transpose=both_ways
+            )
             assert_cast(found, x, wanted_cast(x, E4M3, granularity, POWERS))
             assert (found.transposed is not None) == both_ways
             if found.transposed is not None:
                 wanted = wanted_cast(x.t(), E4M3, granularity, POWERS)
-                assert_codes(found.transposed[0], wanted.data)
-                assert torch.equal(found.transposed[1].cpu(), wanted.scale)
+                assert_codes(found.transposed.data, wanted.data)
+                assert torch.equal(found.transposed.scale.cpu(), wanted.scale)
 
 
 @every_granularity
 def test_more_and_fewer_dimensions_than_two(granularity, device):
     for shape in ((3, 128, 40), (2, 2, 128, 3)) + (((7,),) if not isinstance(granularity, PerBlock) else ()):
         x = torch.randn(shape)
-        assert_cast(gpu.quantize(x.to(device), E4M3, granularity, RULE), x, wanted_cast(x, E4M3, granularity, RULE))
+        assert_cast(
+            triton_bindings.cast(x.to(device), CastSpec(format=E4M3, granularity=granularity, **RULE)),
+            x,
+            wanted_cast(x, E4M3, granularity, RULE),
+        )
 
 
 @every_granularity
@@ -118,11 +124,13 @@ def test_what_is_not_finite_is_counted_and_spoils_no_scale(granularity, fmt, non
     x = torch.randn(9, 140)
     x[2, 3], x[2, 4], x[8, 139], x[5] = float("inf"), float("nan"), float("-inf"), float("nan")
     for rule in (RULE, POWERS):
-        found = gpu.quantize(x.to(device), fmt, granularity, rule, nonfinite=nonfinite, both_ways=True)
+        found = triton_bindings.cast(
+            x.to(device), CastSpec(format=fmt, granularity=granularity, **rule, nonfinite=nonfinite), transpose=True
+        )
         assert_cast(found, x, wanted_cast(x, fmt, granularity, rule, nonfinite))
         assert count(found) == 143
         assert found.transposed is not None
-        assert_codes(found.transposed[0], wanted_cast(x.t(), fmt, granularity, rule, nonfinite).data)
+        assert_codes(found.transposed.data, wanted_cast(x.t(), fmt, granularity, rule, nonfinite).data)
 
 
 @pytest.mark.parametrize("rounding", list(ScaleRounding))
@@ -131,16 +139,16 @@ def test_every_rule_of_a_scale(rounding, device):
     tiny = torch.randn(4, 40) * 1e-37 * torch.tensor([1.0, 1e3, 1e-6, 1e7])[:, None]
     normal = torch.where(tiny.abs() < torch.finfo(torch.float32).tiny, 0, tiny)
     rules = (
-        ScaleRule(rounding, AMAX_FLOOR, 0),
-        ScaleRule(rounding, AMAX_FLOOR, 9),
-        ScaleRule(rounding, 8.0, 3),
-        ScaleRule(rounding, 1e-12, 300),
+        {"scale_rounding": rounding, "amax_floor": AMAX_FLOOR, "margin": 0},
+        {"scale_rounding": rounding, "amax_floor": AMAX_FLOOR, "margin": 9},
+        {"scale_rounding": rounding, "amax_floor": 8.0, "margin": 3},
+        {"scale_rounding": rounding, "amax_floor": 1e-12, "margin": 300},
     )
     granularities: tuple[Granularity, ...] = (PerTensor(), PerRow(), PerBlock(1, 32))
     for rule, granularity in itertools.product(rules, granularities):
         # Without subnormal BF16 numbers, which Triton's interpreter widens wrongly.
         for x in (ordinary, tiny, normal.bfloat16(), torch.zeros_like(ordinary)):
-            found = gpu.quantize(x.to(device), E5M2, granularity, rule)
+            found = triton_bindings.cast(x.to(device), CastSpec(format=E5M2, granularity=granularity, **rule))
             assert_cast(found, x, wanted_cast(x, E5M2, granularity, rule))
 
 
@@ -151,12 +159,12 @@ def test_a_known_amax_or_a_given_scale_is_used_while_the_tensor_is_measured(both
     x[3, 4] = float("inf")
     for past, held in ((0.5, None), (0.0, None), (None, 0.25), (None, 2.0**-127)):
         amax, scale = (None if value is None else torch.tensor(value) for value in (past, held))
-        found = gpu.quantize(
-            x.to(device), E4M3, PerTensor(), RULE, zero_is_unknown=True, both_ways=both_ways,
+        found = triton_bindings.cast(
+            x.to(device), CastSpec(format=E4M3), measure_if_zero=True, transpose=both_ways,
             amax=None if amax is None else amax.to(device), scale=None if scale is None else scale.to(device),
         )  # fmt: skip
         assert_cast(found, x, quantize_by_torch(x, E4M3, amax=amax if past else None, scale=scale))
-    found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE, amax=torch.zeros((), device=device))
+    found = triton_bindings.cast(x.to(device), CastSpec(format=E4M3, **RULE), amax=torch.zeros((), device=device))
     assert_cast(found, x, quantize_by_torch(x, E4M3, amax=torch.tensor(0.0)))
 
 
@@ -171,7 +179,7 @@ def test_a_program_that_measures_several_tiles_finds_the_largest(gaps, largest, 
     numbers[largest] = 9.0
     numbers[list(broken)] = torch.tensor([float("nan"), float("inf"), -float("inf"), float("nan")])[: len(broken)]
     x = torch.zeros(301, 160)[:, :150].copy_(numbers.view(301, 150)) if gaps else numbers.view(301, 150)
-    found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE)
+    found = triton_bindings.cast(x.to(device), CastSpec(format=E4M3, **RULE))
     assert_cast(found, x, wanted_cast(x, E4M3, PerTensor(), RULE))
     assert count(found) == len(broken)
 
@@ -195,21 +203,22 @@ def test_kernels_record_what_a_measurement_would(granularity, both_ways, device)
     finite, broken = torch.randn(70, 150), torch.randn(150, 70).t() * 3
     broken[3, 4], broken[69, 149] = float("inf"), float("nan")
     for options in given:
-        on_device = {name: value.to(device) for name, value in options.items()}
+        on_device: dict[str, Any] = {name: value.to(device) for name, value in options.items()}
         found, wanted = filled_record(device), filled_record(torch.device("cpu"))
         for x in (finite * 0, finite, broken, broken.contiguous(), finite):
-            cast = gpu.quantize(
-                x.to(device), E4M3, granularity, RULE, zero_is_unknown=True, both_ways=both_ways, into=found,
-                **on_device,  # type: ignore[arg-type]
+            result = triton_bindings.cast(
+                x.to(device), CastSpec(format=E4M3, granularity=granularity), measure_if_zero=True,
+                transpose=both_ways, into=found, **on_device,
             )  # fmt: skip
-            assert cast.found is None
+            assert result.measurement is None
             wanted.add(measure(x, granularity))
             assert as_numbers(found) == as_numbers(wanted)
         assert as_numbers(wanted)[1:] == [True, 9]
         for part in ("amax", "overflowed", "nonfinite"):
             alone = filled_record(device)
             only = Record(**{part: getattr(alone, part)})
-            gpu.quantize(broken.to(device), E4M3, granularity, RULE, both_ways=both_ways, into=only, **on_device)  # type: ignore[arg-type]
+            spec = CastSpec(format=E4M3, granularity=granularity)
+            triton_bindings.cast(broken.to(device), spec, transpose=both_ways, into=only, **on_device)
             assert [i for i, (a, b) in enumerate(zip(as_numbers(alone), (-1.0, False, 5), strict=True)) if a != b] == [
                 ("amax", "overflowed", "nonfinite").index(part)
             ]
@@ -217,7 +226,9 @@ def test_kernels_record_what_a_measurement_would(granularity, both_ways, device)
 
 def test_saturated_and_underflowed_elements_are_counted_on_request(device):
     x = torch.tensor([[1.0, 500.0, -460.0, 448.0, 1e-5, 0.0, float("inf"), float("nan")]])
-    found = gpu.quantize(x.to(device), E4M3, PerTensor(), RULE, scale=torch.ones((), device=device), counting=True)
+    found = triton_bindings.cast(
+        x.to(device), CastSpec(format=E4M3, **RULE), scale=torch.ones((), device=device), counting=True
+    )
     assert found.saturated is not None
     assert found.underflowed is not None
     assert (int(found.saturated), int(found.underflowed), count(found)) == (2, 1, 2)
@@ -225,27 +236,37 @@ def test_saturated_and_underflowed_elements_are_counted_on_request(device):
 
 def test_a_row_that_does_not_fit_into_registers(device):
     x = torch.randn(2, 16400)
-    assert_cast(gpu.quantize(x.to(device), E4M3, PerRow(), POWERS), x, wanted_cast(x, E4M3, PerRow(), POWERS))
-    assert not gpu.fakes(x, PerRow())
+    assert_cast(
+        triton_bindings.cast(x.to(device), CastSpec(format=E4M3, granularity=PerRow(), **POWERS)),
+        x,
+        wanted_cast(x, E4M3, PerRow(), POWERS),
+    )
+    assert not triton_bindings.fakes(x, PerRow())
 
 
 @every_granularity
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_values_in_place_and_elsewhere_are_those_of_the_codes(granularity, dtype, device):
     for x in tensors(dtype):
-        if not gpu.fakes(x, granularity):
+        if not triton_bindings.fakes(x, granularity):
             continue
         # The interpreter cuts bfloat16 off instead of rounding it; with powers of two there is nothing to round.
         rule = POWERS if device.type == "cpu" else RULE
         wanted = wanted_cast(x, E5M2, granularity, rule).dequantize()
         given = x.to(device)
-        made = gpu.fake_quantize(given, E5M2, granularity, rule)
+        made = triton_bindings.fake_quantize(given, CastSpec(format=E5M2, granularity=granularity, **rule))
         assert torch.equal(made.cpu(), wanted)
         other = torch.empty_like(given)
-        assert gpu.fake_quantize(given, E5M2, granularity, rule, out=other) is other
+        assert (
+            triton_bindings.fake_quantize(given, CastSpec(format=E5M2, granularity=granularity, **rule), out=other)
+            is other
+        )
         assert torch.equal(other.cpu(), wanted)
         given = x.clone().to(device)
-        assert gpu.fake_quantize(given, E5M2, granularity, rule, out=given) is given
+        assert (
+            triton_bindings.fake_quantize(given, CastSpec(format=E5M2, granularity=granularity, **rule), out=given)
+            is given
+        )
         assert torch.equal(given.cpu(), wanted)
 
 
@@ -258,11 +279,14 @@ def test_every_code_decodes_as_defined(granularity, fmt, device):
         scale = (torch.rand(granularity.scale_shape(codes.shape)) + 0.5).to(torch.float32)
         if isinstance(granularity, PerTensor):
             assert (
-                gpu.dequantize(every.view(2, 2, 64).to(device), scale.to(device), granularity, torch.float32).ndim == 3
+                triton_bindings.dequantize(
+                    every.view(2, 2, 64).to(device), scale.to(device), granularity, torch.float32
+                ).ndim
+                == 3
             )
         for dtype in (torch.float32, torch.float16):
             wanted = dequantize_by_torch(codes, scale, granularity_as_list(granularity), dtype)
-            found = gpu.dequantize(codes.to(device), scale.to(device), granularity, dtype)
+            found = triton_bindings.dequantize(codes.to(device), scale.to(device), granularity, dtype)
             torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -275,7 +299,7 @@ def test_stochastic_rounding_takes_the_same_random_bits_to_the_same_codes(fmt, d
     x = torch.cat([numbers, -numbers]).repeat(9)
     for random in (torch.randint(1 << 20, x.shape), torch.zeros(x.shape), torch.full(x.shape, (1 << 20) - 1)):
         drawn = random.to(torch.int32)
-        found = gpu.round_stochastic(x.to(device), drawn.to(device), fmt)
+        found = triton_bindings.round_stochastic(x.to(device), drawn.to(device), fmt)
         assert_codes(found, round_stochastic_by_torch(x, drawn, fmt.torch_dtype))
 
 
@@ -307,10 +331,13 @@ def test_sizes_up_to_the_largest_int32_are_divided_into_blocks(device):
 
 def casts_of_a_line(x: Tensor) -> list[Tensor]:
     """Codes in both orders, scales and amaxes of 128 numbers, by blocks and, if they are a row, by lines; and back."""
-    made = [cast_blocks(x, E4M3, POWERS, block, flipped=True) for block in ((128, 128), (1, 128))]
+    made = [
+        cast_blocks(x, CastSpec(format=E4M3, granularity=block, **POWERS), flipped=True)
+        for block in (PerBlock(128, 128), PerBlock(1, 128))
+    ]
     if len(x) == 1:
-        made.append(cast_rows(x, E4M3, POWERS, flipped=True))
-    lines = [each for one in made for each in (one.direct, one.flipped) if each is not None]
+        made.append(cast_rows(x, CastSpec(format=E4M3, granularity=PerRow(), **POWERS), flipped=True))
+    lines = [each for one in made for each in one if each is not None]
     back = values.dequantize(lines[0].codes, lines[0].scale, (128, 128), E4M3, torch.float32)
     found = [tensor for each in lines for tensor in (each.codes.view(torch.uint8), each.scale, each.amax)]
     return [back, *(tensor for tensor in found if tensor is not None)]
@@ -332,9 +359,9 @@ def test_the_beginning_of_the_longest_line_is_cast_as_if_nothing_followed(shape,
 
 def test_what_is_left_to_torch():
     x = torch.empty(4, 6)
-    assert not gpu.supports(x, E4M3, PerTensor())
+    assert not triton_bindings.supports(x, E4M3, PerTensor())
     if not torch.cuda.is_available():
-        assert gpu.why_absent() == "there is no CUDA device"
+        assert triton_bindings.why_absent() == "there is no CUDA device"
 
 
 @pytest.fixture
@@ -342,17 +369,9 @@ def as_on_a_gpu(monkeypatch, device):
     """The routes of a GPU, for CPU tensors in Triton's interpreter."""
     if device.type == "cuda":
         return
-    here = gpu.supports
-    monkeypatch.setattr(gpu, "supports", lambda x, *rest, **options: here(cast("Tensor", _OnGpu(x)), *rest, **options))
-
-
-class _OnGpu:
-    """What :func:`gpu.supports` asks of a tensor."""
-
-    is_cuda = True
-
-    def __init__(self, x: Tensor) -> None:
-        self.dtype, self.shape, self.numel = x.dtype, x.shape, x.numel
+    here = triton_bindings.unsupported_reason
+    monkeypatch.setattr(triton_bindings, "unsupported_reason", lambda problem: here(replace(problem, device="cuda")))
+    monkeypatch.setattr(dispatch, "_casts", {})  # selections of the routes of a CPU
 
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
@@ -413,7 +432,7 @@ def _train(name: str, x: Tensor, weight: Tensor) -> Linear:
 def test_a_layer_that_was_trained_remembers_the_same_without_operations_of_its_own(name, device, request, monkeypatch):
     x, weight = torch.randn(32, 32, device=device), torch.randn(16, 32, device=device)
     with monkeypatch.context() as plain:
-        plain.setattr(gpu, "supports", lambda *_, **__: False)
+        plain.setattr(triton_bindings, "supports", lambda *_, **__: False)
         wanted = _train(name, x, weight)
     request.getfixturevalue("as_on_a_gpu")
     monkeypatch.setattr(Record, "add", None)
@@ -431,12 +450,12 @@ def test_the_operators_are_what_their_shape_functions_say(granularity, measured,
     rest = ("fp32", 1e-12, 0, True, None, None, False, measured, "")
     for x in (torch.randn(5, 130, device=device), torch.randn(130, 33, device=device).t()):
         arguments = (torch.float8_e4m3fn, granularity_as_list(granularity), *rest)
-        made = casting._cast_both_ways_on_gpu(x, *arguments)
-        shapes = casting._cast_both_ways_shapes(x, *arguments)
+        made = cast_operators._cast_both_ways_on_gpu(x, *arguments)
+        shapes = cast_operators._cast_both_ways_shapes(x, *arguments)
         for one, other in zip(made, shapes, strict=True):
             assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
         assert len({tensor.untyped_storage().data_ptr() for tensor in made}) == len(made)
-        assert all(tensor.data_ptr() % 16 == 0 for tensor in (*made, *casting._cast_on_gpu(x, *arguments)))
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in (*made, *cast_operators._cast_on_gpu(x, *arguments)))
 
 
 @pytest.mark.gpu
@@ -460,18 +479,20 @@ def test_large_tensors_and_every_number(granularity, dtype):
     large = torch.randn(1031, 8208)  # more than the programs that measure take at once, and no multiple of that
     large[-1, -1] = 9.0
     for x in (large.to(dtype), edges.view(256, 256), torch.randn(513, 1111).to(dtype)):
-        for rule in (RULE, replace(POWERS, margin=1)):
-            found = gpu.quantize(x.cuda(), E4M3, granularity, rule, both_ways=True)
+        for rule in (RULE, POWERS | {"margin": 1}):
+            found = triton_bindings.cast(
+                x.cuda(), CastSpec(format=E4M3, granularity=granularity, **rule), transpose=True
+            )
             assert_cast(found, x, wanted_cast(x, E4M3, granularity, rule))
 
 
 @pytest.mark.gpu
 def test_a_cast_can_be_captured_in_a_graph():
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-    gpu.quantize(x, E4M3, PerTensor(), RULE, both_ways=True)
+    triton_bindings.cast(x, CastSpec(format=E4M3, **RULE), transpose=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gpu.quantize(x, E4M3, PerTensor(), RULE, both_ways=True)
+        found = triton_bindings.cast(x, CastSpec(format=E4M3, **RULE), transpose=True)
     x.copy_(torch.randn_like(x) * 3)
     graph.replay()
     assert_cast(found, x, wanted_cast(x, E4M3, PerTensor(), RULE))

@@ -1,4 +1,4 @@
-"""The kernel that closes a delayed step, against ``octavo.observers.AmaxHistory``, which closes it by torch."""
+"""The kernel that closes a delayed step, against ``octavo.scaling.AmaxHistory``, which closes it by torch."""
 
 import itertools
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.triton import history as kernels
-from octavo.observers import AmaxHistory
 from octavo.recipes import Close, History, Statistic
+from octavo.scaling import AmaxHistory
 
 STATE = ("window", "amax", "pending", "overflowed", "steps", "region")
 SPECS = [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.kernels import fused
+from octavo.kernels import fused_casts
 from octavo.kernels.result_cast import NormSpec
 from tests.triton.fused_casts import CASTS, amax_of, assert_operands_of, assert_same_transpose
 
@@ -59,8 +59,8 @@ def _exact(x: Tensor, gain: Tensor, bias: Tensor | None, spec: NormSpec) -> Tens
 def test_the_transpose_by_itself_is_that_of_both(kind: str, cast: str, device: torch.device) -> None:
     spec, alone = KINDS[kind], replace(CASTS[cast], direct=False)
     inputs = _inputs(device, torch.bfloat16, layer=spec.layer)
-    both, *_ = fused.cast_norm(*inputs, spec, CASTS[cast], handed_on=torch.bfloat16)
-    made, *_ = fused.cast_norm(*inputs, spec, alone, handed_on=torch.bfloat16, amax=amax_of(both, alone))
+    both, *_ = fused_casts.cast_norm(*inputs, spec, CASTS[cast], handed_on=torch.bfloat16)
+    made, *_ = fused_casts.cast_norm(*inputs, spec, alone, handed_on=torch.bfloat16, amax=amax_of(both, alone))
     assert made.codes.numel() == 0
     assert_same_transpose(made, both, alone)
 
@@ -72,7 +72,7 @@ def test_codes_are_those_of_the_norm_with_the_kernels_own_statistics(
 ) -> None:
     spec, asked = KINDS[kind], CASTS[cast]
     x, gain, bias = _inputs(device, dtype, layer=spec.layer)
-    made, mean, rstd = fused.cast_norm(x, gain, bias, spec, asked, handed_on=handed_on)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, asked, handed_on=handed_on)
     y = _result(x, gain, bias, mean, rstd, spec, handed_on)
     assert_operands_of(made, y.cpu(), asked)
     exact = _exact(_double(x), _double(gain), None if bias is None else _double(bias), spec)
@@ -85,7 +85,7 @@ def test_many_rows(cast: str, device: torch.device, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(f"octavo.kernels.triton.norms.{name}", 5)
     spec, asked = KINDS["rmsnorm"], CASTS[cast]
     x, gain, _ = _inputs(device, torch.bfloat16, layer=False, shape=TALL)
-    made, mean, rstd = fused.cast_norm(x, gain, None, spec, asked, handed_on=torch.bfloat16)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, asked, handed_on=torch.bfloat16)
     assert_operands_of(made, _result(x, gain, None, mean, rstd, spec, torch.bfloat16).cpu(), asked)
 
 
@@ -94,7 +94,7 @@ def test_a_past_amax_scales_unless_it_is_zero(past: float, device: torch.device)
     spec, cast = KINDS["rmsnorm"], CASTS["tensor"]
     x, gain, _ = _inputs(device, torch.bfloat16, layer=False)
     amax = torch.tensor(past, device=device)
-    made, mean, rstd = fused.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=amax)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=amax)
     y = _result(x, gain, None, mean, rstd, spec, torch.bfloat16)
     assert_operands_of(made, y.cpu(), cast, amax=amax.cpu())
 
@@ -103,7 +103,7 @@ def test_a_given_scale_scales(device: torch.device) -> None:
     spec, cast = KINDS["rmsnorm"], CASTS["tensor"]
     x, gain, _ = _inputs(device, torch.bfloat16, layer=False)
     scale = torch.tensor(0.013, device=device)
-    made, mean, rstd = fused.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, scale=scale)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, scale=scale)
     assert_operands_of(made, _result(x, gain, None, mean, rstd, spec, torch.bfloat16).cpu(), cast, scale=scale.cpu())
 
 
@@ -115,7 +115,7 @@ def test_what_is_not_finite_is_counted_and_stays_in_its_place(cast: str, device:
     x[3, 5] = float("nan")
     gain[7] = float("inf")
     gain[64:] = 0
-    made, mean, rstd = fused.cast_norm(x, gain, None, spec, asked, handed_on=torch.float32)
+    made, mean, rstd = fused_casts.cast_norm(x, gain, None, spec, asked, handed_on=torch.float32)
     y = _result(x, gain, None, mean, rstd, spec, torch.float32).cpu()
     assert y.isnan().sum() == SHAPE[1]
     assert y.isinf().sum() == SHAPE[0] - 1
@@ -129,8 +129,8 @@ def test_gradients(kind: str, dtype: torch.dtype, device: torch.device, monkeypa
     spec = KINDS[kind]
     x, gain, bias = _inputs(device, dtype, layer=spec.layer)
     grad_y = torch.randn(SHAPE).to(device, dtype)
-    _, mean, rstd = fused.cast_norm(x, gain, bias, spec, CASTS["row"], handed_on=dtype)
-    made = fused.norm_backward(grad_y, x, gain, mean, rstd, spec, has_bias=bias is not None)
+    _, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, CASTS["row"], handed_on=dtype)
+    made = fused_casts.norm_backward(grad_y, x, gain, mean, rstd, spec, has_bias=bias is not None)
     exact = [_double(t).requires_grad_() for t in (x, gain, bias) if t is not None]
     y = _exact(exact[0], exact[1], exact[2] if bias is not None else None, spec)
     wanted = torch.autograd.grad(y, exact, _double(grad_y))
@@ -144,6 +144,6 @@ def test_gradients(kind: str, dtype: torch.dtype, device: torch.device, monkeypa
 def test_sums_for_the_parameters_are_the_same_every_time(device: torch.device) -> None:
     spec = KINDS["layernorm, zero-centred"]
     x, gain, bias = _inputs(device, torch.bfloat16, layer=True)
-    _, mean, rstd = fused.cast_norm(x, gain, bias, spec, CASTS["row"], handed_on=torch.bfloat16)
-    first, second = (fused.norm_backward(x, x, gain, mean, rstd, spec, has_bias=True) for _ in range(2))
+    _, mean, rstd = fused_casts.cast_norm(x, gain, bias, spec, CASTS["row"], handed_on=torch.bfloat16)
+    first, second = (fused_casts.norm_backward(x, x, gain, mean, rstd, spec, has_bias=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -29,12 +29,12 @@ from triton.runtime.jit import JITFunction
 
 import octavo
 import octavo.kernels.triton
-from octavo import functional
-from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels import fused, gpu
+from octavo.formats import E4M3, E5M2
+from octavo.functional import linear as functional
+from octavo.kernels import fused_casts, triton_bindings
+from octavo.kernels.backend import CastProblem
 from octavo.kernels.triton import codes
 from octavo.nn import LayerNormLinear, LayerNormMLP, Linear
-from octavo.numerics import Granularity
 from tests.interpreter import let_indices_be_arrays
 from tests.recorded_state import recorded_state
 from tests.triton.hopper_build import NoDevice
@@ -149,8 +149,9 @@ def _interpret() -> None:
                 setattr(module, name, tl.constexpr(True))
 
 
-def _supports(x: Tensor, fmt: Format, granularity: Granularity, *, given: bool = False) -> bool:
-    return fmt in (E4M3, E5M2) and gpu._fits(granularity)
+def _unsupported_reason(problem: CastProblem) -> str | None:
+    able = problem.format in (E4M3, E5M2) and triton_bindings._fits(problem.granularity)
+    return None if able else "neither can the GPU's kernels"
 
 
 def _take_the_cpu_for_a_gpu() -> None:
@@ -159,10 +160,10 @@ def _take_the_cpu_for_a_gpu() -> None:
     triton.runtime.driver.set_active(NoDevice())
     Tensor.is_cuda = property(lambda x: True)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: -1  # what a tensor on the CPU says of its device
-    gpu.supports = _supports
-    gpu.closes_steps = lambda window: False
-    functional.casts_weight_again = lambda *_: True
-    fused.DEVICES = ("cpu",)
+    triton_bindings.unsupported_reason = _unsupported_reason
+    triton_bindings.closes_steps = lambda window: False
+    vars(functional)["recasts_weight"] = lambda *_: True
+    fused_casts.DEVICES = ("cpu",)
 
 
 def _trace(layer: nn.Module) -> Callable[[Tensor], Tensor]:

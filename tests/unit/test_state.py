@@ -8,7 +8,7 @@ import octavo
 from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import CheckpointError, ConfigError
-from octavo.observers import EMPTY, ROLES
+from octavo.scaling import EMPTY, ROLES
 from octavo.state import discard_step, rescale_gradient_history
 from tests.recorded_state import end_step, recorded_state
 

@@ -12,7 +12,7 @@ from octavo.compat import DynamicScaler
 from octavo.compat.transformer_engine import pytorch as te
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2, E8M0, FP32
 from octavo.inference import ModelRunner, PagedKVCache, generate
-from octavo.kernels import cpu, fake_quantize
+from octavo.kernels import fake_quantize, native_bindings
 from octavo.kernels.hopper_model import _sums_by_torch
 from octavo.models import Llama, LlamaConfig
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, ScaleRounding, hopper_sums
@@ -72,7 +72,7 @@ def test_casts(default, granularity, fmt):
 
 
 @every_default
-@pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+@pytest.mark.skipif(bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}")
 def test_operators(default):
     x = torch.randn(40, 64)
     x[3, 3] = torch.nan
@@ -119,7 +119,7 @@ def small():
 
 
 @every_default
-@pytest.mark.parametrize("level", ["torch", *cpu.levels()])
+@pytest.mark.parametrize("level", ["torch", *native_bindings.levels()])
 def test_generation(default, level):
     runner = ModelRunner(small(), level=level)
     prompt, token, pair = torch.arange(9), torch.tensor([5]), torch.tensor([5, 6])

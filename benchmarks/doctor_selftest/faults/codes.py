@@ -14,8 +14,8 @@ from octavo import recipes
 from octavo.doctor import watch
 from octavo.functional import WeightCache, WeightOperands
 from octavo.nn import Linear
-from octavo.observers import ROLES, WEIGHT, RoleTap
 from octavo.recipes import Recipe
+from octavo.scaling import ROLES, WEIGHT, OperandScaling
 from octavo.training.loop import Trainer
 
 __all__ = ["CODE_FAULTS"]
@@ -27,7 +27,7 @@ REPEATS = 16  # of the pooled input: K is so many times the hidden size
 class _StaleCache(WeightCache):
     """A cache that finds its operands current whatever became of the weight, and cannot be emptied."""
 
-    def operands(self, weight: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool) -> WeightOperands | None:
+    def operands(self, weight: Tensor, recipe: Recipe, tap: OperandScaling, *, learning: bool) -> WeightOperands | None:
         if self._operands is None or self._operands._recipe != recipe:  # noqa: SLF001
             return super().operands(weight, recipe, tap, learning=learning)
         return self._operands

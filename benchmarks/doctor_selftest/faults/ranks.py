@@ -11,8 +11,8 @@ from torch import distributed, nn
 from benchmarks.doctor_selftest.faults.fault import Fault
 from benchmarks.doctor_selftest.faults.workloads import larger, layer_at
 from octavo.nn import Linear
-from octavo.observers import ROLES, WEIGHT
-from octavo.scale_updates import close_steps
+from octavo.scaling import ROLES, WEIGHT
+from octavo.scaling.scale_updates import close_steps
 from octavo.training import loop
 from octavo.training.loop import Trainer
 

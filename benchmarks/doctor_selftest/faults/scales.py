@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.doctor_selftest.faults.fault import Fault, Injection
 from benchmarks.doctor_selftest.faults.workloads import alternating, growing, jumping, layer_at, padded
 from benchmarks.doctor_selftest.faults.wrong_casts import scaling_by
-from octavo.observers import INPUT, ROLES, WEIGHT
+from octavo.scaling import INPUT, ROLES, WEIGHT
 from octavo.training.loop import Trainer
 
 __all__ = ["SCALE_FAULTS"]

@@ -14,8 +14,8 @@ from octavo import recipes
 from octavo.doctor import Watcher, watch
 from octavo.formats import E4M3
 from octavo.nn import Linear
-from octavo.observers import GRAD_OUTPUT, ROLES
 from octavo.recipes import GemmSpec, Recipe
+from octavo.scaling import GRAD_OUTPUT, ROLES
 from octavo.training.loop import Trainer
 
 __all__ = ["VALUE_FAULTS", "add_adapter"]

@@ -8,17 +8,17 @@ from unittest import mock
 
 from torch import Tensor
 
-from octavo import functional
+from octavo.functional import saved_operands
 from octavo.nn import Linear
 from octavo.numerics import PerTensor, QuantizedTensor, amax
-from octavo.observers import LayerTap, Operand, RoleTap
 from octavo.recipes import CastSpec, Scaling
+from octavo.scaling import LayerScaling, Operand, OperandScaling
 
 __all__ = ["requantizing", "scaling_by"]
 
 
 @dataclass(slots=True)
-class _WrongRole(RoleTap):
+class _WrongRole(OperandScaling):
     """A role whose casts go wrong."""
 
     change: Callable[[Tensor], Tensor] | None = None
@@ -26,18 +26,18 @@ class _WrongRole(RoleTap):
 
 
 @dataclass(slots=True)
-class _WrongTap(LayerTap):
+class _WrongTap(LayerScaling):
     """A layer's tap one role of which is a :class:`_WrongRole`."""
 
     role: int = 0
     change: Callable[[Tensor], Tensor] | None = None
     requantizes: bool = False
 
-    def of(self, role: int) -> RoleTap:
-        tap = LayerTap.of(self, role)
+    def of(self, role: int) -> OperandScaling:
+        tap = LayerScaling.of(self, role)
         if role != self.role:
             return tap
-        kept = {field.name: getattr(tap, field.name) for field in fields(RoleTap)}
+        kept = {field.name: getattr(tap, field.name) for field in fields(OperandScaling)}
         return _WrongRole(**kept, change=self.change, requantizes=self.requantizes)
 
 
@@ -57,38 +57,38 @@ def requantizing(layer: Linear, role: int) -> Iterator[None]:
 
 @contextmanager
 def _wrong(layer: Linear, **wrong: Any) -> Iterator[None]:
-    genuine = layer._tap  # noqa: SLF001 (a fault breaks what no user can reach)
+    genuine = layer._layer_scaling  # noqa: SLF001 (a fault breaks what no user can reach)
 
-    def tap(*args: Any, **keywords: Any) -> LayerTap:
+    def tap(*args: Any, **keywords: Any) -> LayerScaling:
         right = genuine(*args, **keywords)
-        return _WrongTap(**{field.name: getattr(right, field.name) for field in fields(LayerTap)}, **wrong)
+        return _WrongTap(**{field.name: getattr(right, field.name) for field in fields(LayerScaling)}, **wrong)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(layer, "_tap", tap))
-        stack.enter_context(mock.patch.object(functional, "cast_operand", _cast(functional.cast_operand)))
-        both_ways = functional._cast_both_ways  # noqa: SLF001
-        stack.enter_context(mock.patch.object(functional, "_cast_both_ways", _cast_both_ways(both_ways)))
+        stack.enter_context(mock.patch.object(layer, "_layer_scaling", tap))
+        stack.enter_context(mock.patch.object(saved_operands, "cast_operand", _cast(saved_operands.cast_operand)))
+        both_ways = saved_operands.cast_both_ways
+        stack.enter_context(mock.patch.object(saved_operands, "cast_both_ways", _cast_both_ways(both_ways)))
         yield
 
 
 def _cast(genuine: Callable[..., Operand]) -> Callable[..., Operand]:
-    def cast(x: Tensor, spec: CastSpec | None, tap: RoleTap | None = None) -> Operand:
+    def cast(x: Tensor, spec: CastSpec | None, tap: OperandScaling | None = None) -> Operand:
         return genuine(x, _misled(x, spec, tap), tap)
 
     return cast
 
 
 def _cast_both_ways(genuine: Callable[..., tuple[Operand, Operand]]) -> Callable[..., tuple[Operand, Operand]]:
-    def cast(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: RoleTap) -> tuple[Operand, Operand]:
+    def cast(x: Tensor, spec: CastSpec | None, wanted: CastSpec | None, tap: OperandScaling) -> tuple[Operand, Operand]:
         made, transposed = genuine(x, _misled(x, spec, tap), _misled(x, wanted, tap), tap)
         if isinstance(tap, _WrongRole) and tap.requantizes and isinstance(made, QuantizedTensor):
-            transposed = functional.cast_operand(made.dequantize().t(), wanted)
+            transposed = saved_operands.cast_operand(made.dequantize().t(), wanted)
         return made, transposed
 
     return cast
 
 
-def _misled(x: Tensor, spec: CastSpec | None, tap: RoleTap | None) -> CastSpec | None:
+def _misled(x: Tensor, spec: CastSpec | None, tap: OperandScaling | None) -> CastSpec | None:
     """The cast as one that takes the amax it is given, where the tap is to mislead it."""
     if spec is None or not isinstance(tap, _WrongRole) or tap.change is None:
         return spec

@@ -18,8 +18,9 @@ from benchmarks.hopper.session import Session, Timings, Variant
 from benchmarks.hopper.tables import section_of, speed
 from octavo.bench.results import Section, Verdict
 from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
-from octavo.kernels import ScaleRule, quantize, quantize_and_measure, quantize_both_ways
+from octavo.kernels import cast, quantize
 from octavo.numerics import (
+    CastSpec,
     Granularity,
     PerBlock,
     PerRow,
@@ -31,7 +32,6 @@ from octavo.numerics import (
     dequantize,
 )
 from octavo.numerics import quantize as quantize_by_torch
-from octavo.numerics.scaling import AMAX_FLOOR
 from octavo.recipes import get
 
 __all__ = ["bars", "measure"]
@@ -111,10 +111,10 @@ def _casts(session: Session, dtype: torch.dtype) -> dict[str, Variant]:
     casts = {
         "one scale, measured": entry(lambda x: quantize(x, E4M3), reads=2),
         "one scale, amax known": entry(lambda x: quantize(x, E4M3, amax=known())),
-        DELAYED: entry(_delayed(session, quantize_and_measure, known)),
+        DELAYED: entry(_delayed(session, known)),
         f"one scale, measured, {BOTH_WAYS}": entry(_both_ways(PerTensor()), reads=2, writes=2),
         f"one scale, amax known, {BOTH_WAYS}": entry(_both_ways(PerTensor(), known), writes=2),
-        f"{DELAYED}, {BOTH_WAYS}": entry(_delayed(session, quantize_both_ways, known), writes=2),
+        f"{DELAYED}, {BOTH_WAYS}": entry(_delayed(session, known, transpose=True), writes=2),
     }
     for what, groups in FINE.items():
         casts[what] = entry(_fine(groups), groups=groups)
@@ -148,37 +148,26 @@ def _fine(groups: Granularity, *, turned: bool = False, scale_format: Format = F
 def _both_ways(groups: Granularity, known: Callable[[], Tensor] | None = None) -> Run:
     """A matrix and its transpose, as training casts what two GEMMs read."""
     rounding = ScaleRounding.FP32 if groups == PerTensor() else ScaleRounding.RCEIL
-    rule = ScaleRule(rounding, AMAX_FLOOR, 0)
+    spec = CastSpec(format=E4M3, granularity=groups, scale_rounding=rounding)
 
     def run(x: Tensor) -> object:
-        return quantize_both_ways(x, E4M3, groups, rule, amax=None if known is None else known())
+        return cast(x, spec, amax=None if known is None else known(), transpose=True)
 
     return run
 
 
-def _delayed(session: Session, cast: Callable[..., object], known: Callable[[], Tensor]) -> Run:
+def _delayed(session: Session, known: Callable[[], Tensor], *, transpose: bool = False) -> Run:
     """As a layer with the recipe "delayed" casts: for an amax of past steps, unless that is 0; this one's is recorded.
 
     Whether it is 0 the device finds out, with a launch more than where an amax is given for good.
     """
     spec = get("delayed").output.a
     assert spec is not None
-    rule = ScaleRule(spec.scale_rounding, spec.amax_floor, spec.margin)
     kinds = (torch.float32, torch.bool, torch.int64)  # the amax, whether and how many are NaN or infinite
     record = cache(lambda: [torch.zeros((), dtype=kind, device=session.device) for kind in kinds])
 
     def run(x: Tensor) -> object:
-        return cast(
-            x,
-            spec.format,
-            spec.granularity,
-            rule,
-            scale_format=spec.scale_format,
-            nonfinite=spec.nonfinite,
-            amax=known(),
-            zero_is_unknown=True,
-            into=Record(*record()),
-        )
+        return cast(x, spec, amax=known(), measure_if_zero=True, transpose=transpose, into=Record(*record()))
 
     return run
 

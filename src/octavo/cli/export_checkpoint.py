@@ -16,7 +16,7 @@ from octavo.export.sources import load_source
 from octavo.export.verification import TOLERANCE
 from octavo.export.writing import DTYPES
 from octavo.files import claimed_folder
-from octavo.recipes.specs import check_member
+from octavo.numerics.cast_spec import check_member
 
 __all__ = ["size_of", "verdict", "write_checkpoint"]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from octavo.errors import ConfigError
 from octavo.export.sources import ONNX, Request
 from octavo.interchange import FORMATS
-from octavo.recipes.specs import check_member
+from octavo.numerics.cast_spec import check_member
 
 __all__ = ["TRITON", "CheckpointOptions", "GraphOptions", "Job", "Writer"]
 

@@ -20,9 +20,9 @@ from octavo.functional import WeightCache
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import FP8WeightLinear, is_own_linear
 from octavo.nn.shared_input import SharedInput
-from octavo.observers import ScaleUpdates
 from octavo.recipes import Recipe
-from octavo.scale_updates import stop_following
+from octavo.scaling import ScaleUpdates
+from octavo.scaling.scale_updates import stop_following
 
 __all__ = ["convert", "restore"]
 
@@ -69,7 +69,7 @@ def convert(
         keep_last_blocks: the same for its last.
         overrides: recipes for some layers, by shell patterns of paths; the first that matches counts.
         scale_updates: when the steps of delayed scaling end: "automatic", with the optimizer's (see
-            :mod:`octavo.scale_updates`), or "manual", when the loop calls ``octavo.update_scales``.
+            :mod:`octavo.scaling.scale_updates`), or "manual", when the loop calls ``octavo.update_scales``.
         amax_group: ranks that end a step with their largest amaxes, also in ``octavo.update_scales(model)``. None: the
             default process group if it is initialized; "rank": each rank alone.
         cache_weights: cast a weight again only when it has changed: once a step, not once a micro-batch. Costs the

@@ -10,8 +10,8 @@ from octavo.doctor.capture import Capture, Captures
 from octavo.doctor.findings import Finding, Severity
 from octavo.doctor.statistics import spread_indices
 from octavo.nn import Linear
-from octavo.observers import LayerWatch, Operand, Operands
 from octavo.recipes import Recipe
+from octavo.scaling import LayerWatch, Operand, Operands
 
 __all__ = ["CaptureScheduler", "capture_layer"]
 
@@ -127,7 +127,7 @@ class CapturingWatch:
         operands: Operands,
         kept: tuple[Operand | None, Operand | None],
     ) -> None:
-        """See :class:`octavo.observers.LayerWatch`."""
+        """See :class:`octavo.scaling.LayerWatch`."""
         if self.watch is not None:
             self.watch.forward(recipe, x, weight, operands, kept)
         quantized_weight = self.layer.held_weight()
@@ -136,7 +136,7 @@ class CapturingWatch:
     def backward(
         self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
     ) -> None:
-        """See :class:`octavo.observers.LayerWatch`."""
+        """See :class:`octavo.scaling.LayerWatch`."""
         if self.watch is not None:
             self.watch.backward(recipe, grad_output, grad_input, grad_weight)
         if self.is_done or self._forward is None or self._forward[0].shape[0] != grad_output.shape[0]:

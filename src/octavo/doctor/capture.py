@@ -28,9 +28,9 @@ from torch import Tensor
 from octavo import recipes
 from octavo.errors import ConfigError, DataError
 from octavo.files import remove_if_empty, write_atomically
-from octavo.observers import ROLES
 from octavo.parsing import library_errors
 from octavo.recipes import Recipe
+from octavo.scaling import ROLES
 
 __all__ = ["Capture", "Captures", "load_capture", "remove_captures"]
 

@@ -16,7 +16,7 @@ from octavo.doctor.series import Series
 from octavo.errors import ConfigError, DataError
 from octavo.formats import Format
 from octavo.numerics import QuantizedTensor
-from octavo.observers import ROLES
+from octavo.scaling import ROLES
 
 __all__ = ["Histogram", "histograms_of"]
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from octavo.doctor.series import CastKey, ProductKey
 from octavo.doctor.statistics import CAST_SUMS, cast_sums, product_sums, spread, take_rows
 from octavo.numerics import QuantizedTensor
-from octavo.observers import Operand, Operands
 from octavo.recipes import CastSpec, GemmSpec, Recipe
+from octavo.scaling import Operand, Operands
 
 __all__ = ["LayerRecorder"]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from octavo.doctor.capture import Capture
 from octavo.functional import fp8_linear
 from octavo.numerics import QuantizedTensor
-from octavo.observers import ROLES, AmaxHistory, LayerTap, LayerWatch, Operand, Operands
 from octavo.recipes import Recipe
+from octavo.scaling import ROLES, AmaxHistory, LayerScaling, LayerWatch, Operand, Operands
 
 __all__ = ["OperandRecorder", "Products", "Rerun"]
 
@@ -32,10 +32,10 @@ class Rerun:
 
     def __call__(self, watch: LayerWatch | None = None) -> Products:
         """Return output, grad_input and grad_weight; ``watch`` receives the operands."""
-        tap = LayerTap(amaxes=self.amaxes, input_scale=self.capture.input_scale, watch=watch)
+        tap = LayerScaling(amaxes=self.amaxes, input_scale=self.capture.input_scale, watch=watch)
         with torch.enable_grad():
             x, weight = self.capture.input.detach().requires_grad_(), self.capture.weight.detach().requires_grad_()
-            y = fp8_linear(x, weight, None, self.recipe, tap=tap)
+            y = fp8_linear(x, weight, None, self.recipe, scaling=tap)
             y.backward(self.capture.grad_output.to(y.dtype))
         assert x.grad is not None
         assert weight.grad is not None
@@ -56,13 +56,13 @@ class OperandRecorder:
         operands: Operands,
         kept: tuple[Operand | None, Operand | None],
     ) -> None:
-        """See :class:`octavo.observers.LayerWatch`."""
+        """See :class:`octavo.scaling.LayerWatch`."""
         self.by_gemm["output"] = operands
 
     def backward(
         self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
     ) -> None:
-        """See :class:`octavo.observers.LayerWatch`."""
+        """See :class:`octavo.scaling.LayerWatch`."""
         assert grad_input is not None
         assert grad_weight is not None
         self.by_gemm |= {"grad_input": grad_input, "grad_weight": grad_weight}

@@ -20,8 +20,8 @@ from octavo.doctor.series import CastKey, ProductKey, Sample
 from octavo.doctor.statistics import cast_numbers, product_numbers
 from octavo.nn import Linear
 from octavo.nn.linear import autocast_dtype
-from octavo.observers import ROLES
 from octavo.recipes import Recipe
+from octavo.scaling import ROLES
 
 __all__ = ["Shadow"]
 

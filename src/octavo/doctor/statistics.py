@@ -44,12 +44,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels import products, quantize, scaled_mm, summing
-from octavo.kernels.backend import rows_of_scales
-from octavo.kernels.cpu import is_transposed
+from octavo.kernels import cast_statistics as native_statistics
+from octavo.kernels import native_gemm, quantize, scaled_mm
+from octavo.kernels.native_bindings import is_transposed
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, dequantize, measure
-from octavo.numerics.cast import can_be_asked, narrowed
+from octavo.numerics.cast import is_eager_cpu, narrowed
 from octavo.numerics.metrics import saturation_amax
+from octavo.numerics.quantized import rows_of_scales
 from octavo.numerics.scaling import AMAX_FLOOR
 
 __all__ = [
@@ -126,8 +127,8 @@ def cast_sums(x: Tensor, quantized: QuantizedTensor, *, amax_floor: float = AMAX
     is_transposed_view = is_transposed(x)
     size, row_length = x.shape[::-1] if is_transposed_view else x.shape
     rows = spread(size, SAMPLED_ELEMENTS // row_length)
-    if summing.sums(x, quantized):
-        return summing.cast_sums(x, quantized, rows, amax_floor=amax_floor)
+    if native_statistics.sums(x, quantized):
+        return native_statistics.cast_sums(x, quantized, rows, amax_floor=amax_floor)
     if is_transposed_view:
         x, quantized = x.t(), _transpose(quantized)
     return _sums_by_torch(x, quantized, rows, amax_floor=amax_floor)
@@ -145,7 +146,7 @@ def _sums_by_torch(x: Tensor, quantized: QuantizedTensor, rows: slice, *, amax_f
         "amax": measurement.amax.amax(),
         "scale": scale.amax(),
         "stale_ratio": (measurement.amax / (scale * quantized.format.max)).amax(),
-        "least_stale_ratio": summing.least_stale_ratio(
+        "least_stale_ratio": native_statistics.least_stale_ratio(
             measurement.amax, scale, quantized.format, amax_floor=amax_floor
         ),
     }
@@ -156,7 +157,7 @@ def _sums_by_torch(x: Tensor, quantized: QuantizedTensor, rows: slice, *, amax_f
 def _count_saturated(x: Tensor, quantized: QuantizedTensor, amaxes: Tensor) -> Tensor:
     """Number of finite elements beyond the range of their scale."""
     limit = saturation_amax(quantized)
-    if can_be_asked(x) and not (amaxes > limit).any():
+    if is_eager_cpu(x) and not (amaxes > limit).any():
         return torch.zeros((), device=x.device)
     highest = limit.float()  # rounded down: a 16-bit element would be compared in 16 bits with a float64 scalar
     highest = torch.where(highest > limit, highest.nextafter(torch.zeros_like(highest)), highest)
@@ -258,9 +259,9 @@ def product_sums(
     """
     originals, operands = (narrowed(originals[0]), narrowed(originals[1])), (left, right)
     widths = {side.granularity.columns for side in operands if isinstance(side.granularity, PerBlock)}
-    if all(summing.sums(*pair) for pair in zip(originals, operands, strict=True)) and len(widths) < 2:
+    if all(native_statistics.sums(*pair) for pair in zip(originals, operands, strict=True)) and len(widths) < 2:
         codes, scales = (left.data, right.data), (rows_of_scales(left), rows_of_scales(right))
-        return products.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)[1]
+        return native_gemm.compare(originals, codes, scales, block=max(widths, default=0), accumulate=accumulate)[1]
     return _product_sums_by_torch(operands, originals, Accumulate.FP32 if widths else accumulate)
 
 

@@ -35,7 +35,7 @@ from octavo.doctor.tables import Floats, Key
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.nn import Linear
-from octavo.observers import ROLES
+from octavo.scaling import ROLES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

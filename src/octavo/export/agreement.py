@@ -37,9 +37,9 @@ from octavo.errors import DataError
 from octavo.functional import cast_operand
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
-from octavo.observers import RoleTap
 from octavo.parsing import library_errors, parse_json
 from octavo.recipes import CastSpec
+from octavo.scaling import OperandScaling
 
 __all__ = ["LockstepAgreement", "ReferenceProbe", "compare", "load_probe", "make_probe", "relative_error", "save_probe"]
 
@@ -144,7 +144,7 @@ def _move_off_boundaries(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict
         spec = layer.recipe.output.a
         key = x.data_ptr(), spec, float(layer.input_scale)
         if key not in computed:
-            cast = cast_operand(x.flatten(0, -2), spec, RoleTap(scale=layer.input_scale))
+            cast = cast_operand(x.flatten(0, -2), spec, OperandScaling(scale=layer.input_scale))
             decoded = cast.dequantize().view_as(x) if isinstance(cast, QuantizedTensor) else x
             computed[key] = x + (decoded - x) / 2
         replacements[path] = computed[key]

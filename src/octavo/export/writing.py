@@ -39,8 +39,8 @@ from octavo.interchange.schemes import scheme_of
 from octavo.interchange.tensor_files import write_json, write_tensors
 from octavo.language_model import LanguageModel
 from octavo.nn.arguments import check_whole
+from octavo.numerics.cast_spec import check_member
 from octavo.quantization.windows import text_windows
-from octavo.recipes.specs import check_member
 from octavo.training.corpus import Split
 from octavo.training.text import BUILTIN
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import BF16
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings as cpu
 from octavo.numerics import PerRow, QuantizedTensor
 from octavo.numerics.integers import MOST_TERMS, Int8Rows
 

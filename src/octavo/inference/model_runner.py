@@ -26,7 +26,7 @@ from octavo.inference.native_decoder import (
 )
 from octavo.inference.recipes import ServingRecipe, held_weight
 from octavo.inference.reference import ReferenceDecoder
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig, llama
 from octavo.nn.arguments import check_choice
 
@@ -91,7 +91,7 @@ class ModelRunner:
         self._embedding = None if model.lm_head.weight is embedding else _narrowed(embedding.detach())
         self._native: NativeDecoder | None = None
         self._reference: ReferenceDecoder | None = None
-        if level != "torch" and (level is not None or cpu.why_absent() is None):
+        if level != "torch" and (level is not None or native_bindings.why_absent() is None):
             self._native = NativeDecoder(self._decoder, level=level)
         else:
             self._reference = ReferenceDecoder(config, self._decoder, self._embed)

@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3
 from octavo.inference.decoder_weights import DecoderWeight, Saturation
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.numerics.integers import HALF_RANGE, LEAST_SCALE
 from octavo.numerics.scaling import AMAX_FLOOR
 
@@ -225,15 +225,15 @@ def attend(
             f"positions, not {tuple(queries.shape)}, {tuple(sequence.shape)} and {tuple(position.shape)}"
         )
     _check_rows(cache, sequence, position, queries)
-    queries = cpu.in_memory(queries.float()).contiguous()
+    queries = native_bindings.in_memory(queries.float()).contiguous()
     out = torch.empty_like(queries)
-    cpu.extension().attend(
-        cpu.level_number(level),
+    native_bindings.extension().attend(
+        native_bindings.level_number(level),
         queries.data_ptr(),
         heads,
         kv_heads,
         dim,
-        cpu.element_number(cache.keys.dtype),
+        native_bindings.element_number(cache.keys.dtype),
         *cache.addresses(layer),
         cache.table.data_ptr(),
         cache.table.shape[1],
@@ -260,8 +260,8 @@ class NativeDecoder:
         self._layers, self._positions = len(decoder.layers), len(decoder.cos)
         self._kept: list[Tensor] = []
         self._vocabulary = decoder.head.shape[0]
-        self._decoder = cpu.extension().Decoder(
-            cpu.level_number(level),
+        self._decoder = native_bindings.extension().Decoder(
+            native_bindings.level_number(level),
             shape.hidden_size,
             shape.intermediate_size,
             shape.heads,
@@ -300,13 +300,13 @@ class NativeDecoder:
         self._check(hidden, cache, sequence, position)
         if not 1 <= told <= len(hidden):
             raise BackendError(f"of {len(hidden)} rows the last 1 to {len(hidden)} can be told logits, not {told}")
-        logits = cpu.fresh((told, self._vocabulary), torch.float32)
+        logits = native_bindings.fresh((told, self._vocabulary), torch.float32)
         elements, saturated = self._decoder.run(
             hidden.data_ptr(),
             len(hidden),
             sequence.data_ptr(),
             position.data_ptr(),
-            cpu.element_number(cache.keys.dtype),
+            native_bindings.element_number(cache.keys.dtype),
             *cache.addresses(0),
             cache.keys.shape[1],
             cache.table.data_ptr(),
@@ -335,13 +335,13 @@ class NativeDecoder:
     def _numbers(self, tensor: Tensor | None) -> int:
         if tensor is None:
             return 0
-        self._kept.append(cpu.in_memory(tensor.float()).contiguous())
+        self._kept.append(native_bindings.in_memory(tensor.float()).contiguous())
         return self._kept[-1].data_ptr()
 
     def _weight(self, weight: DecoderWeight) -> tuple[int, ...]:
-        data = cpu.in_memory(weight.data).contiguous()
+        data = native_bindings.in_memory(weight.data).contiguous()
         self._kept.append(data)
-        layout = (data.data_ptr(), cpu.element_number(data.dtype), data.stride(0), 1)
+        layout = (data.data_ptr(), native_bindings.element_number(data.dtype), data.stride(0), 1)
         scale, bias, input_scale = (self._numbers(own) for own in (weight.scale, weight.bias, weight.input_scale))
         return (*layout, scale, True, data.shape[0], 0, bias, weight.input.value, input_scale)
 

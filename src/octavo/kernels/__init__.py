@@ -1,21 +1,20 @@
-"""Who executes quantize and scaled_mm: backends, and the choice between them."""
+"""Casts and GEMMs: backends, and the dispatch that selects among them."""
 
-from octavo.kernels.casting import fake_quantize, quantize, quantize_and_measure, quantize_both_ways
-from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.dispatch import explain, scaled_mm, selections
+from octavo.kernels.backend import CastResult
+from octavo.kernels.backends.torch_cpu import high_precision_mm, needs_widening, probe_cpu
+from octavo.kernels.casting import fake_quantize, quantize
+from octavo.kernels.dispatch import cast, explain, scaled_mm, selections
 from octavo.kernels.grouped import scaled_grouped_mm
-from octavo.kernels.torch_native import high_precision_mm, needs_widening, probe_cpu
 
 __all__ = [
-    "ScaleRule",
+    "CastResult",
+    "cast",
     "explain",
     "fake_quantize",
     "high_precision_mm",
     "needs_widening",
     "probe_cpu",
     "quantize",
-    "quantize_and_measure",
-    "quantize_both_ways",
     "scaled_grouped_mm",
     "scaled_mm",
     "selections",

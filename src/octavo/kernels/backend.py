@@ -1,19 +1,140 @@
-"""What a backend is: something that can multiply quantized operands and says beforehand which it cannot.
+"""Interfaces of the backends that cast and of those that multiply, and the problems that they are asked about.
 
 ``numerics/`` defines what comes out, a backend only how fast. Each one answers ``unsupported_reason(problem)`` with a
 sentence or None, so that a choice can always be explained, and a backend that was asked for by name can refuse with its
 reason instead of falling back.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.numerics import Accumulate, Granularity, PerBlock, QuantizedTensor
+from octavo.formats import Format
+from octavo.numerics import (
+    Accumulate,
+    CastSpec,
+    Granularity,
+    Measurement,
+    PerBlock,
+    QuantizedTensor,
+    Record,
+    Rounding,
+)
 
-__all__ = ["Backend", "MatmulProblem", "block_widths", "product_shape", "rows_of_scales"]
+__all__ = [
+    "Backend",
+    "CastBackend",
+    "CastProblem",
+    "CastResult",
+    "MatmulProblem",
+    "block_widths",
+    "cast_with_transpose",
+    "inside_transform",
+    "product_shape",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastProblem:
+    """Everything a cast backend may ask about a cast: not the numbers, only their description.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+        device: device type, such as "cpu".
+        format: of the codes.
+        granularity: scaling groups.
+        rounding: to the nearest code, or stochastic.
+        scale_given: whether the scale, or the amax that it is made from, is passed instead of measured.
+        transformed: whether the tensor is one of torch.func's, which have no memory.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+    format: Format
+    granularity: Granularity
+    rounding: Rounding = Rounding.NEAREST
+    scale_given: bool = False
+    transformed: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, fmt: Format, granularity: Granularity) -> "CastProblem":
+        """Describe a cast of ``x`` to the nearest code, with the scales that it measures."""
+        return cls(
+            shape=x.shape,
+            dtype=x.dtype,
+            device=x.device.type,
+            format=fmt,
+            granularity=granularity,
+            transformed=inside_transform(),
+        )
+
+
+class CastResult(NamedTuple):
+    """Result of a cast.
+
+    Attributes:
+        output: the tensor's codes and scale.
+        transposed: codes and scale of the transpose, cast by itself; None where it was not asked for.
+        measurement: amaxes and number of NaN and ±Inf elements; None where a kernel has recorded them already.
+        saturated: int64 [], finite elements beyond the format's maximum after scaling; None if not counted.
+        underflowed: int64 [], nonzero elements whose code is zero; None if not counted.
+    """
+
+    output: QuantizedTensor
+    transposed: QuantizedTensor | None = None
+    measurement: Measurement | None = None
+    saturated: Tensor | None = None
+    underflowed: Tensor | None = None
+
+
+class CastBackend(Protocol):
+    """Casts the tensors it supports."""
+
+    @property
+    def name(self) -> str:
+        """The word by which selections name it."""
+        ...
+
+    def unsupported_reason(self, problem: CastProblem) -> str | None:
+        """Why this problem cannot run here, as a clause; None when it can."""
+        ...
+
+    def cast(
+        self,
+        x: Tensor,
+        spec: CastSpec,
+        *,
+        amax: Tensor | None = None,
+        scale: Tensor | None = None,
+        measure_if_zero: bool = False,
+        transpose: bool = False,
+        into: Record | None = None,
+    ) -> CastResult:
+        """Cast ``x``; see :func:`octavo.kernels.dispatch.cast`. A kernel may record into ``into`` itself."""
+        ...
+
+
+def inside_transform() -> bool:
+    """Whether torch.func transforms what runs; a traced graph does not ask."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+
+
+def cast_with_transpose(
+    cast: Callable[[Tensor, Record | None], CastResult], x: Tensor, into: Record | None
+) -> CastResult:
+    """Cast a matrix and its transpose by a kernel that casts one: once where both have the same scaling groups.
+
+    The transpose is a view then; otherwise it is cast by itself, and nothing is recorded twice.
+    """
+    result = cast(x, into)
+    output = result.output
+    transposed = output.t() if output.granularity.orientation_free else cast(x.t(), Record()).output
+    return result._replace(transposed=transposed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +181,6 @@ class Backend(Protocol):
     def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
         """``(a.data @ b.data.T) · a.scale · b.scale.T + bias``: summed as ``accumulate`` says, rounded once."""
         ...
-
-
-def rows_of_scales(q: QuantizedTensor) -> Tensor:
-    """A matrix's scales as float32 [R, blocks of K], one row for each row of codes (1 row for a per-tensor scale).
-
-    Example:
-        >>> from octavo import E4M3, PerBlock
-        >>> from octavo.numerics import quantize
-        >>> rows_of_scales(quantize(torch.ones(3, 300), E4M3, granularity=PerBlock(2, 128))).shape
-        torch.Size([3, 3])
-    """
-    scale = q.fp32_scale
-    if isinstance(q.granularity, PerBlock):
-        if q.granularity.rows == 1:
-            return scale
-        return scale.repeat_interleave(min(q.granularity.rows, q.shape[0]), dim=0)[: q.shape[0]]
-    return scale.reshape(-1, 1)
 
 
 def block_widths(problem: MatmulProblem) -> set[int]:

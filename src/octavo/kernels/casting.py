@@ -1,40 +1,27 @@
-"""Who casts: kernels for E4M3 and E5M2 on a CPU or GPU, octavo.numerics for everything else; the numbers are the same.
-
-In a traced graph a kernel's cast is one operator, ``octavo::cast``: a compiler would write a slower loop of its own.
-On a GPU ``torch.compile`` sees the operator's kernels, and what it makes of the graph launches them by itself.
-"""
-
-from typing import Any
+"""Public casts, ``octavo.quantize`` and ``octavo.fake_quantize``: checks before the dispatch."""
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
-from octavo.formats import FP32, Format, format_of
-from octavo.kernels import cpu, gpu
-from octavo.kernels.tracing import SOURCES, distinct, is_traced, show_kernels
-from octavo.kernels.triton.launching import allocate
+from octavo.formats import FP32, Format
+from octavo.kernels import native_bindings, triton_bindings
+from octavo.kernels.dispatch import cast
+from octavo.kernels.tracing import is_traced, unaliased
 from octavo.numerics import (
     Granularity,
-    Measurement,
     Nonfinite,
-    PerTensor,
     QuantizedTensor,
     Record,
-    Rounding,
     ScaleRounding,
     dequantize,
-    measure,
 )
-from octavo.numerics import quantize as quantize_by_torch
-from octavo.numerics.cast import NONFINITE_POLICIES, check_float, check_policy, round_stochastic_by_torch
-from octavo.numerics.granularity import granularity_as_list, granularity_from_list, granularity_or_default
-from octavo.numerics.quantized import check_cast, dequantize_by_torch, stored_scale
-from octavo.numerics.random_bits import random_bits_by_torch
-from octavo.numerics.scaling import AMAX_FLOOR, check_scale_options
+from octavo.numerics.cast import check_float
+from octavo.numerics.quantized import checked_spec
+from octavo.numerics.scaling import AMAX_FLOOR
 
-__all__ = ["fake_quantize", "quantize", "quantize_and_measure", "quantize_both_ways"]
+__all__ = ["fake_quantize", "quantize"]
 
 
 def quantize(
@@ -81,150 +68,11 @@ def quantize(
 
     Source: formula of numerics/scaling.py; rounding of numerics/cast.py.
     """
-    groups = granularity_or_default(granularity)
-    check_cast(x, fmt, groups, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format)
-    check_policy(nonfinite, NONFINITE_POLICIES, "nonfinite")
-    check_scale_options(scale_rounding, amax_floor, margin)
-    rule = cpu.ScaleRule(scale_rounding, amax_floor, margin)
-    return quantize_and_measure(
-        x, fmt, groups, rule, scale_format=scale_format, nonfinite=nonfinite, amax=amax, scale=scale, into=Record()
-    )[0]
-
-
-def quantize_and_measure(
-    x: Tensor,
-    fmt: Format,
-    granularity: Granularity,
-    rule: cpu.ScaleRule,
-    *,
-    scale_format: Format = FP32,
-    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
-    amax: Tensor | None = None,
-    scale: Tensor | None = None,
-    zero_is_unknown: bool = False,
-    rounding: Rounding = Rounding.NEAREST,
-    into: Record | None = None,
-) -> tuple[QuantizedTensor, Measurement | None]:
-    """:func:`quantize` without its checks, and what was found in ``x`` on the way.
-
-    Args:
-        x: as there.
-        fmt: as there.
-        granularity: as there.
-        rule: how amaxes become scales.
-        scale_format: as there.
-        nonfinite: as there.
-        amax: as there.
-        scale: as there.
-        zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
-        rounding: a stochastic cast is octavo.numerics' own, and draws its seed from torch's default generator.
-        into: where to record what was found, unless ``x`` is empty. A kernel on a GPU records as it casts, and then
-            what was found is not given back.
-    """
-    by_kernel = rounding == Rounding.NEAREST
-    on_gpu = by_kernel and gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)
-    if not on_gpu and not (by_kernel and cpu.supports(x, fmt, granularity)):
-        found = measure(x.detach(), granularity)
-        if amax is not None and zero_is_unknown:
-            amax = torch.where(amax > 0, amax, found.amax)
-        quantized = quantize_by_torch(
-            x,
-            fmt,
-            granularity=granularity,
-            amax=amax,
-            scale=scale,
-            scale_rounding=rule.rounding,
-            scale_format=scale_format,
-            amax_floor=rule.amax_floor,
-            margin=rule.margin,
-            nonfinite=nonfinite,
-            rounding=rounding,
-            measurement=found,
-        )
-        return quantized, _recorded(x, found, into)
-    options: dict[str, Any] = {
-        "nonfinite": nonfinite, "amax": amax, "scale": scale, "zero_is_unknown": zero_is_unknown
-    }  # fmt: skip
-    if is_traced(x):
-        codes, made, measured, count = torch.ops.octavo.cast(
-            x.detach(),
-            fmt.torch_dtype,
-            granularity_as_list(granularity),
-            *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
-            *(amax, scale, zero_is_unknown, _is_read(into), SOURCES),
-        )
-        seen = _recorded(x, Measurement(measured, count), into) if _is_read(into) else None
-    elif on_gpu:
-        on_device = gpu.quantize(x, fmt, granularity, rule, into=into, **options)
-        codes, made, seen = on_device.codes, on_device.scale, on_device.found
-    else:
-        cast = cpu.quantize(x, fmt, granularity, rule, **options)
-        count = torch.tensor(cast.nonfinite, device="cpu") if cast.nonfinite else None
-        codes, made, seen = cast.codes, cast.scale, _recorded(x, Measurement(cast.amax, count), into)
-    return QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype), seen
-
-
-def quantize_both_ways(
-    x: Tensor,
-    fmt: Format,
-    granularity: Granularity,
-    rule: cpu.ScaleRule,
-    *,
-    scale_format: Format = FP32,
-    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
-    amax: Tensor | None = None,
-    scale: Tensor | None = None,
-    zero_is_unknown: bool = False,
-    rounding: Rounding = Rounding.NEAREST,
-    into: Record | None = None,
-) -> tuple[QuantizedTensor, QuantizedTensor, Measurement | None]:
-    """A matrix and its transpose, each cast by itself, and what was found; arguments as :func:`quantize_and_measure`.
-
-    A GPU makes both in one go, the codes of each contiguous, as its GEMM reads them. Elsewhere one cast serves both
-    where their groups are the same, and the transpose is a view.
-    """
-    options: dict[str, Any] = {
-        "nonfinite": nonfinite, "amax": amax, "scale": scale, "zero_is_unknown": zero_is_unknown
-    }  # fmt: skip
-    by_kernel = rounding == Rounding.NEAREST
-    if not (by_kernel and gpu.supports(x, fmt, granularity, given=amax is not None or scale is not None)):
-        options |= {"scale_format": scale_format, "rounding": rounding}
-        quantized, found = quantize_and_measure(x, fmt, granularity, rule, into=into, **options)
-        if granularity.orientation_free:
-            return quantized, quantized.t(), found
-        turned, _ = quantize_and_measure(x.t(), fmt, granularity, rule, into=Record(), **options)
-        return quantized, turned, found
-    if is_traced(x):
-        codes, made, codes_t, made_t, measured, count = torch.ops.octavo.cast_both_ways(
-            x.detach(),
-            fmt.torch_dtype,
-            granularity_as_list(granularity),
-            *(rule.rounding, rule.amax_floor, rule.margin, nonfinite == Nonfinite.PROPAGATE),
-            *(amax, scale, zero_is_unknown, _is_read(into), SOURCES),
-        )
-        made_t = made if isinstance(granularity, PerTensor) else made_t
-        seen = _recorded(x, Measurement(measured, count), into) if _is_read(into) else None
-    else:
-        cast = gpu.quantize(x, fmt, granularity, rule, both_ways=True, into=into, **options)
-        assert cast.transposed is not None
-        codes, made, seen = cast.codes, cast.scale, cast.found
-        codes_t, made_t = cast.transposed
-    return (
-        QuantizedTensor(codes, stored_scale(made, scale_format), granularity, x.dtype),
-        QuantizedTensor(codes_t, stored_scale(made_t, scale_format), granularity, x.dtype),
-        seen,
-    )
-
-
-def _is_read(into: Record | None) -> bool:
-    """Whether what a cast finds goes anywhere: to the caller, or into a record that gathers."""
-    return into is None or into.gathers
-
-
-def _recorded(x: Tensor, found: Measurement, into: Record | None) -> Measurement:
-    if into is not None and x.numel():
-        into.add(found)
-    return found
+    spec = checked_spec(
+        x, fmt, granularity, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format,
+        amax_floor=amax_floor, margin=margin, nonfinite=nonfinite,
+    )  # fmt: skip
+    return cast(x, spec, amax=amax, scale=scale, into=Record()).output
 
 
 def fake_quantize(
@@ -270,7 +118,7 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(
         ctx: object, x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding
     ) -> Tensor:
-        return distinct(_rounded(x, fmt, granularity, scale_rounding))
+        return unaliased(_rounded(x, fmt, granularity, scale_rounding))
 
     @staticmethod
     @once_differentiable
@@ -282,16 +130,14 @@ def _rounded(
     x: Tensor, fmt: Format, granularity: Granularity | None, scale_rounding: ScaleRounding, out: Tensor | None = None
 ) -> Tensor:
     """The values, by one call of a kernel where there is one."""
-    check_float(x, "the tensor to quantize")
-    groups = granularity_or_default(granularity)
-    on_gpu = gpu.supports(x, fmt, groups) and gpu.fakes(x, groups)
-    if not (on_gpu or cpu.supports(x, fmt, groups)) or x.dtype not in cpu.DTYPES or is_traced(x):
-        values = dequantize(quantize(x, fmt, granularity=groups, scale_rounding=scale_rounding))
+    spec = checked_spec(x, fmt, granularity, None, None, scale_rounding=scale_rounding)
+    on_gpu = triton_bindings.supports(x, fmt, spec.granularity) and triton_bindings.fakes(x, spec.granularity)
+    supported = on_gpu or native_bindings.supports(x, fmt, spec.granularity)
+    if not supported or x.dtype not in native_bindings.DTYPES or is_traced(x):
+        values = dequantize(cast(x, spec, into=Record()).output)
         return values if out is None else out.copy_(values)
-    check_cast(x, fmt, groups, None, None, scale_rounding=scale_rounding, scale_format=FP32)
-    check_scale_options(scale_rounding, AMAX_FLOOR, 0)
-    run = gpu.fake_quantize if on_gpu else cpu.fake_quantize
-    values = run(x, fmt, groups, cpu.ScaleRule(scale_rounding, AMAX_FLOOR, 0), out=out)
+    run = triton_bindings.fake_quantize if on_gpu else native_bindings.fake_quantize
+    values = run(x, spec, out=out)
     if out is not None:
         torch.autograd.graph.increment_version(out)  # what was saved for a backward pass is no longer there
     return values
@@ -307,166 +153,3 @@ def _check_out(x: Tensor, out: Tensor) -> None:
         )
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ConfigError("fake_quantize cannot pass a gradient through out; leave out out, or call it in no_grad()")
-
-
-def _cast(  # noqa: PLR0917 (an operator's schema)
-    x: Tensor,
-    dtype: torch.dtype,
-    block: list[int],
-    rounding: str,
-    amax_floor: float,
-    margin: int,
-    propagate: bool,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    zero_is_unknown: bool,
-    *_: object,  # here it is always measured
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cast = cpu.quantize(
-        x,
-        format_of(dtype),
-        granularity_from_list(block),
-        cpu.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
-        nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
-        amax=amax,
-        scale=scale,
-        zero_is_unknown=zero_is_unknown,
-    )
-    codes = cast.codes.as_strided(x.shape, cpu.codes_strides(x))  # the shape function's strides, where a size is 1 too
-    scales, amaxes = (made.clone(memory_format=torch.contiguous_format) for made in (cast.scale, cast.amax))
-    return codes, scales, amaxes, torch.tensor(cast.nonfinite, device="cpu")
-
-
-def _cast_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cast = _run_on_gpu(x, *arguments)
-    return cast.codes, cast.scale, *_apart(cast)
-
-
-def _cast_both_ways_on_gpu(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    cast = _run_on_gpu(x, *arguments, both_ways=True)
-    assert cast.transposed is not None
-    codes, scale = cast.transposed
-    return cast.codes, cast.scale, codes, _if_its_own(scale, cast.scale), *_apart(cast)
-
-
-def _if_its_own(scale_t: Tensor, scale: Tensor) -> Tensor:
-    """The transpose's scale, [0] where it is the tensor's: two of an operator's results share no memory."""
-    return scale_t.new_empty(0) if scale_t is scale else scale_t
-
-
-def _apart(cast: gpu.Cast) -> tuple[Tensor, Tensor]:
-    """What was measured, apart; memory that holds nothing where nobody reads it."""
-    found = cast.found
-    if found is None:
-        return torch.empty_like(cast.scale), allocate(cast.scale, (), torch.int64)
-    assert found.nonfinite is not None
-    return found.amax, found.nonfinite
-
-
-def _run_on_gpu(  # noqa: PLR0917 (an operator's schema)
-    x: Tensor,
-    dtype: torch.dtype,
-    block: list[int],
-    rounding: str,
-    amax_floor: float,
-    margin: int,
-    propagate: bool,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    zero_is_unknown: bool,
-    measured: bool,
-    _: str,
-    *,
-    both_ways: bool = False,
-) -> gpu.Cast:
-    return gpu.quantize(
-        x,
-        format_of(dtype),
-        granularity_from_list(block),
-        cpu.ScaleRule(ScaleRounding(rounding), amax_floor, margin),
-        nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
-        amax=amax,
-        scale=scale,
-        zero_is_unknown=zero_is_unknown,
-        both_ways=both_ways,
-        into=None if measured else Record(),
-    )
-
-
-def _cast_shapes(x: Tensor, dtype: torch.dtype, block: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes = x.new_empty(x.shape, dtype=dtype)  # contiguous
-    if not x.is_cuda:
-        codes = torch.empty_strided(x.shape, cpu.codes_strides(x), dtype=dtype, device=x.device)
-    scale = x.new_empty(granularity_from_list(block).scale_shape(x.shape), dtype=torch.float32)
-    return codes, scale, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
-
-
-def _cast_both_ways_shapes(
-    x: Tensor, dtype: torch.dtype, block: list[int], *_: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    turned = x.shape[::-1]
-    groups = granularity_from_list(block)
-    codes, codes_t = x.new_empty(x.shape, dtype=dtype), x.new_empty(turned, dtype=dtype)
-    scale = x.new_empty(groups.scale_shape(x.shape), dtype=torch.float32)
-    shape_t = (0,) if isinstance(groups, PerTensor) else groups.scale_shape(turned)
-    scale_t = x.new_empty(shape_t, dtype=torch.float32)
-    return codes, scale, codes_t, scale_t, torch.empty_like(scale), x.new_empty((), dtype=torch.int64)
-
-
-_ARGUMENTS = (
-    "(Tensor x, ScalarType dtype, int[] block, str rounding, float amax_floor, int margin, bool propagate, "
-    "Tensor? amax, Tensor? scale, bool zero_is_unknown, bool measured, str sources)"
-)
-torch.library.define("octavo::cast", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
-torch.library.impl("octavo::cast", "CPU")(_cast)
-torch.library.impl("octavo::cast", "CUDA")(_cast_on_gpu)
-torch.library.register_fake("octavo::cast")(_cast_shapes)
-show_kernels("octavo::cast", _cast_on_gpu)
-torch.library.define("octavo::cast_both_ways", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-torch.library.impl("octavo::cast_both_ways", "CUDA")(_cast_both_ways_on_gpu)
-torch.library.register_fake("octavo::cast_both_ways")(_cast_both_ways_shapes)
-show_kernels("octavo::cast_both_ways", _cast_both_ways_on_gpu)
-
-
-def _dequantize(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
-    groups = granularity_from_list(granularity)
-    if not cpu.decodes(codes, dtype, groups):
-        return dequantize_by_torch(codes, scale, granularity, dtype)
-    return cpu.dequantize(codes, scale, groups, dtype)
-
-
-torch.library.impl("octavo::dequantize", "CPU")(_dequantize)
-
-
-def _round_stochastic(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
-    if cpu.supports(scaled, format_of(dtype)):
-        return cpu.round_stochastic(scaled, random, format_of(dtype))
-    return round_stochastic_by_torch(scaled, random, dtype)
-
-
-torch.library.impl("octavo::round_stochastic", "CPU")(_round_stochastic)
-
-
-def _dequantize_on_gpu(codes: Tensor, scale: Tensor, granularity: list[int], dtype: torch.dtype) -> Tensor:
-    groups = granularity_from_list(granularity)
-    if not gpu.decodes(codes, dtype, groups):
-        return dequantize_by_torch(codes, scale, granularity, dtype)
-    return gpu.dequantize(codes, scale, groups, dtype)
-
-
-def _round_stochastic_on_gpu(scaled: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
-    if gpu.supports(scaled, format_of(dtype), PerTensor()):
-        return gpu.round_stochastic(scaled, random, format_of(dtype))
-    return round_stochastic_by_torch(scaled, random, dtype)
-
-
-torch.library.impl("octavo::dequantize", "CUDA")(_dequantize_on_gpu)
-torch.library.impl("octavo::round_stochastic", "CUDA")(_round_stochastic_on_gpu)
-
-
-def _random_bits(seed: Tensor, count: int) -> Tensor:
-    return random_bits_by_torch(seed, count) if cpu.why_absent() else cpu.random_bits(seed, count)
-
-
-torch.library.impl("octavo::random_bits", "CPU")(_random_bits)
-torch.library.impl("octavo::random_bits", "CUDA")(gpu.random_bits)

@@ -1,27 +1,38 @@
-"""Who multiplies: scaled_mm as users call it, and the choice of a backend with its reasons.
+"""Dispatch of casts and GEMMs: a backend is selected for each, and the reasons against faster ones are recorded.
 
-Backends are asked in order; the first without an objection runs. The choice is recorded with what the others objected,
-and :func:`explain` gives it for any problem without running it.
+Backends are asked in order; the first without an objection runs. :func:`explain` selects for any problem without
+running it.
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from octavo.errors import BackendError, ConfigError
-from octavo.kernels.backend import Backend, MatmulProblem
+from octavo.kernels.backend import Backend, CastBackend, CastProblem, CastResult, MatmulProblem, inside_transform
+from octavo.kernels.backends.native import NativeBackend, NativeCast
+from octavo.kernels.backends.reference import ReferenceBackend, ReferenceCast
+from octavo.kernels.backends.torch_cpu import CpuBackend
+from octavo.kernels.backends.torch_cuda import CudaBackend
+from octavo.kernels.backends.triton import TritonBackend, TritonCast
 from octavo.kernels.hopper_model import HopperModelBackend
-from octavo.kernels.native_backend import NativeBackend
-from octavo.kernels.reference import ReferenceBackend
-from octavo.kernels.torch_cuda import CudaBackend
-from octavo.kernels.torch_native import CpuBackend
-from octavo.kernels.tracing import is_recorded
-from octavo.kernels.triton_backend import TritonBackend
-from octavo.numerics import Accumulate, QuantizedTensor
+from octavo.kernels.tracing import is_plain, is_recorded
+from octavo.numerics import Accumulate, CastSpec, QuantizedTensor, Record
 from octavo.numerics.cast import check_float
 
-__all__ = ["BACKENDS", "Selection", "check_operands", "explain", "scaled_mm", "selections"]
+__all__ = [
+    "BACKENDS",
+    "CAST_BACKENDS",
+    "Selection",
+    "cast",
+    "cast_selections",
+    "check_operands",
+    "explain",
+    "scaled_mm",
+    "selections",
+]
 
 BACKENDS: tuple[Backend, ...] = (
     CudaBackend(),
@@ -31,22 +42,90 @@ BACKENDS: tuple[Backend, ...] = (
     HopperModelBackend(),
     ReferenceBackend(),
 )  # fastest first
+CAST_BACKENDS: tuple[CastBackend, ...] = (TritonCast(), NativeCast(), ReferenceCast())  # fastest first
 _RECORD_SIZE = 1024
 _OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ACCUMULATE = tuple(Accumulate)  # no graph traces a list of them, nor how one is made of its name
 
 
+_Problem = TypeVar("_Problem", MatmulProblem, CastProblem)
+_Backend = TypeVar("_Backend", Backend, CastBackend)
+
+
 @dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Generic[_Problem]):
     """A problem, the backend that runs it, and why each faster one does not."""
 
-    problem: MatmulProblem
+    problem: _Problem
     backend: str
     rejected: tuple[tuple[str, str], ...]
 
 
-_record: dict[MatmulProblem, tuple[Backend, Selection]] = {}
+_casts: dict[tuple[object, ...], tuple[CastBackend, Selection[CastProblem]]] = {}
+_record: dict[MatmulProblem, tuple[Backend, Selection[MatmulProblem]]] = {}
 _calls: dict[tuple[object, ...], MatmulProblem] = {}  # whose arguments have been checked
+
+
+def cast(
+    x: Tensor,
+    spec: CastSpec,
+    *,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    measure_if_zero: bool = False,
+    transpose: bool = False,
+    into: Record | None = None,
+) -> CastResult:
+    """Cast by the fastest backend that can; nothing is checked.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of a shape that ``spec.granularity`` allows.
+        spec: how to cast.
+        amax: float32 in the scale's shape, to provide for; None measures ``x``.
+        scale: float32 in the scale's shape, used as it is.
+        measure_if_zero: whether a group whose amax passed is 0 provides for what is measured in it.
+        transpose: cast the transpose of the matrix ``x`` too. A GPU makes both in one go, the codes of each contiguous,
+            as its GEMM reads them; elsewhere one cast serves both where their groups are the same, and the transpose
+            is a view.
+        into: where to record what is measured, unless ``x`` is empty.
+    """
+    selected = _select_cast(x, spec, scale_given=amax is not None or scale is not None)
+    result = selected.cast(
+        x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero, transpose=transpose, into=into
+    )
+    if into is not None and result.measurement is not None and x.numel():
+        into.add(result.measurement)
+    return result
+
+
+def _select_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastBackend:
+    if is_recorded() or not is_plain(x):  # a size may be a symbol, which is no key; the record is for what runs eagerly
+        return _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)[0]
+    key = (x.shape, x.dtype, x.device, spec.format, spec.granularity, spec.rounding, scale_given, inside_transform())
+    known = _casts.get(key)
+    if known is None:
+        known = _first_able(_describe_cast(x, spec, scale_given=scale_given), CAST_BACKENDS)
+        if len(_casts) < _RECORD_SIZE:
+            _casts[key] = known
+    return known[0]
+
+
+def _describe_cast(x: Tensor, spec: CastSpec, *, scale_given: bool) -> CastProblem:
+    return CastProblem(
+        shape=x.shape,
+        dtype=x.dtype,
+        device=x.device.type,
+        format=spec.format,
+        granularity=spec.granularity,
+        rounding=spec.rounding,
+        scale_given=scale_given,
+        transformed=inside_transform(),
+    )
+
+
+def cast_selections() -> tuple[Selection[CastProblem], ...]:
+    """The selections that casts have made in this process, oldest first; the first 1024 different problems."""
+    return tuple(selection for _, selection in _casts.values())
 
 
 def scaled_mm(
@@ -121,22 +200,28 @@ def _call(a: object, b: object, *options: object) -> tuple[object, ...]:
     return tuple(described)
 
 
-def explain(problem: MatmulProblem) -> Selection:
-    """Which backend "auto" takes for a problem, and why not the ones before it.
+def explain(problem: _Problem) -> Selection[_Problem]:
+    """Which backend "auto" takes for a GEMM or a cast, and why not the ones before it.
 
     Raises:
         BackendError: none can run it.
     """
+    if isinstance(problem, CastProblem):
+        return _first_able(problem, CAST_BACKENDS)[1]
+    return _first_able(problem, BACKENDS)[1]
+
+
+def _first_able(problem: _Problem, backends: tuple[_Backend, ...]) -> tuple[_Backend, Selection[_Problem]]:
     rejected: list[tuple[str, str]] = []
-    for backend in BACKENDS:
-        reason = backend.unsupported_reason(problem)
+    for backend in backends:
+        reason = backend.unsupported_reason(problem)  # type: ignore[arg-type]
         if reason is None:
-            return Selection(problem, backend.name, tuple(rejected))
+            return backend, Selection(problem, backend.name, tuple(rejected))
         rejected.append((backend.name, reason))
     raise BackendError(f"no backend can run this product: {'; '.join(f'{name}: {why}' for name, why in rejected)}")
 
 
-def selections() -> tuple[Selection, ...]:
+def selections() -> tuple[Selection[MatmulProblem], ...]:
     """The choices "auto" has made in this process, oldest first; the record keeps the first 1024 different problems."""
     return tuple(selection for _, selection in _record.values())
 
@@ -160,15 +245,13 @@ def check_operands(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtyp
 
 def _select(problem: MatmulProblem) -> Backend:
     if is_recorded():  # a choice per traced graph; the record is for what runs eagerly
-        return _backend(explain(problem).backend)
+        return _first_able(problem, BACKENDS)[0]
     known = _record.get(problem)
-    if known is not None:
-        return known[0]
-    selection = explain(problem)
-    chosen = _backend(selection.backend)
-    if len(_record) < _RECORD_SIZE:
-        _record[problem] = (chosen, selection)
-    return chosen
+    if known is None:
+        known = _first_able(problem, BACKENDS)
+        if len(_record) < _RECORD_SIZE:
+            _record[problem] = known
+    return known[0]
 
 
 def _named(name: str, problem: MatmulProblem) -> Backend:

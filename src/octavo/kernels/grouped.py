@@ -12,11 +12,11 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.kernels.backend import MatmulProblem, product_shape
+from octavo.kernels.backends.triton import TritonBackend
 from octavo.kernels.dispatch import check_operands, scaled_mm
 from octavo.kernels.tracing import is_traced
-from octavo.kernels.triton_backend import TritonBackend
 from octavo.numerics import Accumulate, PerBlock, PerTensor, QuantizedTensor
-from octavo.numerics.cast import can_be_asked
+from octavo.numerics.cast import is_eager_cpu
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 
 __all__ = ["scaled_grouped_mm"]
@@ -83,7 +83,7 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, offsets: Tensor) -> None:
     for name, device in (("b", b.data.device), ("offsets", offsets.device)):
         if device != a.data.device:
             raise ConfigError(f"{name} is on {device} and a on {a.data.device}; move it there first")
-    if can_be_asked(offsets) and not is_traced(offsets):
+    if is_eager_cpu(offsets) and not is_traced(offsets):
         given = offsets.tolist()
         if given[0] != 0 or given[-1] != a.shape[0] or given != sorted(given):
             raise ConfigError(f"offsets must rise from 0 to the {a.shape[0]} rows of a, not be {given}")

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import cpu, products
-from octavo.kernels.backend import MatmulProblem, block_widths, rows_of_scales
+from octavo.kernels import native_bindings as cpu
+from octavo.kernels import native_gemm as products
+from octavo.kernels.backend import MatmulProblem, block_widths
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, PerBlock, QuantizedTensor, hopper_chains, hopper_sums
 from octavo.numerics.accumulate import CHAIN
+from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["HopperModelBackend"]
 

@@ -1,4 +1,4 @@
-"""What a kernel that casts its own result is told, and what it writes instead of the result."""
+"""Arguments and results of kernels that cast their own result: norms and activations."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E8M0, FP32, Format
-from octavo.kernels.cpu import ScaleRule
+from octavo.formats import E8M0
+from octavo.kernels.backend import CastResult
 from octavo.kernels.triton.launching import allocate
-from octavo.numerics import Granularity, Measurement, Nonfinite, PerTensor, QuantizedTensor
+from octavo.numerics import CastSpec, Measurement, PerTensor, QuantizedTensor
 from octavo.numerics.quantized import stored_scale
 
-__all__ = ["CastResult", "NormSpec", "ResultCast", "new_result"]
+__all__ = ["NormSpec", "ResultBuffers", "ResultCast", "new_buffers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,29 +32,21 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultCast:
-    """How a result [R, H] is cast; the fields are those of :func:`octavo.quantize`.
+    """How a fused kernel casts its result [R, H].
 
     Attributes:
-        format: E4M3 or E5M2.
-        granularity: one scale for the tensor, a row, or up to 128 of a row.
-        rule: how amaxes become scales.
-        scale_format: FP32 or E8M0.
-        nonfinite: what an infinite element becomes.
+        spec: how to cast; one scale for the tensor, a row, or up to 128 of a row.
         direct: whether the result itself is cast.
         transpose: whether the transpose [H, R] is cast too, by the same rules.
     """
 
-    format: Format
-    granularity: Granularity
-    rule: ScaleRule
-    scale_format: Format = FP32
-    nonfinite: Nonfinite = Nonfinite.PROPAGATE
+    spec: CastSpec
     direct: bool = True
     transpose: bool
 
 
-class CastResult(NamedTuple):
-    """What a fused kernel writes instead of its result."""
+class ResultBuffers(NamedTuple):
+    """Memory that a fused kernel writes instead of its result: an operator's results."""
 
     codes: Tensor  # [R, H], the format's dtype; [0, 0] if not asked for
     scale: Tensor  # the granularity's shape; not written where one was given
@@ -62,28 +54,31 @@ class CastResult(NamedTuple):
     transposed_scale: Tensor
     found: Tensor  # int32 [2]: bits of the FP32 amax of the whole result, number of NaN and ±Inf
 
-    def operands(
-        self, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None
-    ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-        """The result and, if asked for, its transpose; ``scale`` is what was given."""
-        given = self.scale if scale is None else stored_scale(scale.detach().float(), cast.scale_format)
-        output = QuantizedTensor(self.codes, given, cast.granularity, hp_dtype)
+    def result(self, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None) -> CastResult:
+        """The operands that were asked for, and what was measured in the result as a whole.
+
+        Args:
+            cast: how it was cast. With scales per row or block nothing is measured but the number of NaN and ±Inf.
+            hp_dtype: of the result that was not written.
+            scale: the decode scale that was given.
+        """
+        spec = cast.spec
+        output_scale = self.scale if scale is None else stored_scale(scale.detach().float(), spec.scale_format)
+        output = QuantizedTensor(self.codes, output_scale, spec.granularity, hp_dtype)
+        measurement = Measurement(self.found[0].view(torch.float32), self.found[1])
         if not cast.transpose:
-            return output, None
-        turned = given if isinstance(cast.granularity, PerTensor) else self.transposed_scale
-        return output, QuantizedTensor(self.transposed, turned, cast.granularity, hp_dtype)
-
-    def measurement(self) -> Measurement:
-        """What was found in the result as a whole. With scales per row or block it has no amax."""
-        return Measurement(self.found[0].view(torch.float32), self.found[1])
+            return CastResult(output, None, measurement)
+        transposed_scale = output_scale if isinstance(spec.granularity, PerTensor) else self.transposed_scale
+        transposed = QuantizedTensor(self.transposed, transposed_scale, spec.granularity, hp_dtype)
+        return CastResult(output, transposed, measurement)
 
 
-def new_result(x: Tensor, columns: int, cast: ResultCast) -> CastResult:
+def new_buffers(x: Tensor, columns: int, cast: ResultCast) -> ResultBuffers:
     """Memory for a result with this many columns."""
     nothing = torch.Size([0, 0])
     shape = torch.Size([x.shape[0], columns]) if cast.direct else nothing
-    turned = torch.Size([columns, x.shape[0]]) if cast.transpose else nothing
-    scale_dtype = torch.uint8 if cast.scale_format == E8M0 else torch.float32
-    scales = [allocate(x, cast.granularity.scale_shape(size), scale_dtype) for size in (shape, turned)]
-    codes = [x.new_empty(size, dtype=cast.format.torch_dtype) for size in (shape, turned)]
-    return CastResult(codes[0], scales[0], codes[1], scales[1], x.new_empty(2, dtype=torch.int32))
+    transposed = torch.Size([columns, x.shape[0]]) if cast.transpose else nothing
+    scale_dtype = torch.uint8 if cast.spec.scale_format == E8M0 else torch.float32
+    scales = [allocate(x, cast.spec.granularity.scale_shape(size), scale_dtype) for size in (shape, transposed)]
+    codes = [x.new_empty(size, dtype=cast.spec.format.torch_dtype) for size in (shape, transposed)]
+    return ResultBuffers(codes[0], scales[0], codes[1], scales[1], x.new_empty(2, dtype=torch.int32))

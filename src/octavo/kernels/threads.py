@@ -7,7 +7,7 @@ threads of torch's operations wait asleep in that time, so that the late one may
 threads nor any result changes.
 """
 
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 
 __all__ = ["check_threads", "count_threads", "release_threads"]
 
@@ -19,7 +19,7 @@ def count_threads() -> int:
     thread has OMP_NUM_THREADS' until ``torch.set_num_threads`` is called in it, or torch has worked in it. Where it
     is the number of cores, which is torch's default, a container's quota of fewer counts.
     """
-    return 0 if cpu.why_absent() else cpu.extension().max_threads()
+    return 0 if native_bindings.why_absent() else native_bindings.extension().max_threads()
 
 
 def release_threads() -> None:
@@ -29,8 +29,8 @@ def release_threads() -> None:
     is there: GNU's runtime counts the threads of all teams, and where they are more than the cores, it puts them to
     sleep at the end of every operation instead of letting them spin.
     """
-    if not cpu.why_absent():
-        cpu.extension().release_threads()
+    if not native_bindings.why_absent():
+        native_bindings.extension().release_threads()
 
 
 def check_threads() -> None:
@@ -38,5 +38,5 @@ def check_threads() -> None:
 
     For loops in which torch's own operations wait for late threads, and few kernels or none of octavo's run.
     """
-    if not cpu.why_absent():
-        cpu.extension().check_threads()
+    if not native_bindings.why_absent():
+        native_bindings.extension().check_threads()

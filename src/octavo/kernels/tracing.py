@@ -1,6 +1,7 @@
 """Whether an operation is run or traced, and what ``torch.compile`` must be told where it does not see for itself."""
 
 from collections.abc import Callable
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
@@ -11,23 +12,30 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from octavo.errors import BackendError
 
-__all__ = ["PLAIN_TENSORS", "SOURCES", "distinct", "is_plain", "is_recorded", "is_traced", "show_kernels"]
+__all__ = ["PLAIN_TENSORS", "inline_kernels", "is_plain", "is_recorded", "is_traced", "sources", "unaliased"]
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
+def sources() -> str:
+    """SHA-256 of all that decides about a launch; operators that torch sees through take it, see inline_kernels."""
+    return _digest()
+
+
+@cache
 def _digest() -> str:
     package = files("octavo")
-    folders = (package / "kernels", package / "kernels" / "triton", package / "numerics")
-    sources = [file for folder in folders for file in folder.iterdir() if file.name[-3:] == ".py"]
-    sources.append(package / "formats.py")
-    return sha256(b"".join(file.read_bytes() for file in sorted(sources, key=str))).hexdigest()
+    folders = (*(package / "kernels" / part for part in ("", "backends", "triton")), package / "numerics")
+    paths = [file for folder in folders for file in folder.iterdir() if file.name[-3:] == ".py"]
+    paths.append(package / "formats.py")
+    return sha256(b"".join(file.read_bytes() for file in sorted(paths, key=str))).hexdigest()
 
 
-SOURCES = _digest()  # of all that decides about a launch: operators that torch sees through take it, see show_kernels
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo: a graph holds the digest as a constant.
+sources._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def distinct(result: Tensor) -> Tensor:
+def unaliased(result: Tensor) -> Tensor:
     """What an ``autograd.Function`` returns from forward, with a name of its own in a traced graph.
 
     An operation that changes nothing, such as ``.to()`` to the same dtype, gives a second name to one tensor. Of
@@ -36,20 +44,20 @@ def distinct(result: Tensor) -> Tensor:
 
     Example:
         >>> x = torch.ones(2)
-        >>> distinct(x) is x
+        >>> unaliased(x) is x
         True
     """
     return result.view_as(result) if torch.compiler.is_compiling() else result
 
 
-def show_kernels(operator: str, run: Callable[..., Any]) -> None:
+def inline_kernels(operator: str, run: Callable[..., Any]) -> None:
     """Let ``torch.compile`` see what an operator does on a GPU: its code then launches the kernels by itself.
 
     A call of an operator costs a compiled graph the Python that runs it, several times what its launches do. An
     exported graph keeps the operator, which says what is meant and not how.
 
     Torch keeps what it compiled on disk and knows it again by the operators' arguments. So the last one is
-    :data:`SOURCES`: after an update of octavo what ``torch.compile`` made of the old kernels is not found. A program
+    :func:`sources`: after an update of octavo what ``torch.compile`` made of the old kernels is not found. A program
     that was exported before carries the digest of its time; compiled again, it may find what was made of it then.
 
     Args:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from octavo.errors import ConfigError
 from octavo.kernels import needs_widening
 from octavo.nn.arguments import check_probability, check_whole
-from octavo.numerics.cast import can_be_asked
+from octavo.numerics.cast import is_eager_cpu
 
 __all__ = ["DotProductAttention", "attend", "check_visibility"]
 
@@ -226,7 +226,7 @@ def _is_padding(padding: Tensor, batch: int, known: int) -> bool:
 
 
 def _are_outside(lengths: Tensor, known: int) -> bool:
-    return can_be_asked(lengths) and bool(((lengths < 0) | (lengths > known)).any())
+    return is_eager_cpu(lengths) and bool(((lengths < 0) | (lengths > known)).any())
 
 
 def _is_mask(mask: Tensor, sizes: tuple[int, int, int, int]) -> bool:

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.functional import InputOperands
-from octavo.keeping import Later
-from octavo.kernels import ScaleRule, fused
-from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast
+from octavo.functional.saved_operands import RecomputedOperand
+from octavo.kernels import fused_casts
+from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast
 from octavo.nn.activations import ACTIVATIONS
 from octavo.nn.fp8_weight import FP8WeightLinear
 from octavo.nn.linear import Linear, autocast_dtype
 from octavo.nn.norms import LayerNorm, RMSNorm
 from octavo.numerics import PerTensor
-from octavo.observers import Operand, RoleTap, inside_backward
 from octavo.recipes import CastSpec, Recipe, Scaling
+from octavo.scaling import Operand, OperandScaling, inside_backward
 
 __all__ = ["activation_then_linear", "norm_then_linear", "unfused_reason"]
 
@@ -71,7 +71,9 @@ def norm_then_linear(norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
         return made
 
     learns = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    again = Later(_NormAgain(spec, _alone(plan.cast), plan.handed_on), (x, weight, bias)) if learns else None
+    again = (
+        RecomputedOperand(_NormAgain(spec, _alone(plan.cast), plan.handed_on), (x, weight, bias)) if learns else None
+    )
     return _multiply(linear, plan, make, again)
 
 
@@ -90,7 +92,11 @@ def activation_then_linear(activation: str, linear: nn.Module, x: Tensor) -> Ten
         )
         return made
 
-    again = Later(_ActivationAgain(_FUNCTION[activation], gated, _alone(plan.cast)), (x,)) if x.requires_grad else None
+    again = (
+        RecomputedOperand(_ActivationAgain(_FUNCTION[activation], gated, _alone(plan.cast)), (x,))
+        if x.requires_grad
+        else None
+    )
     return _multiply(linear, plan, make, again)
 
 
@@ -109,7 +115,7 @@ def unfused_reason(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, 
 
 def _plan(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves: int = 1) -> _Plan | str:
     """A plan, or the reason why there is none. Every eager call asks: a few microseconds."""
-    reason = fused.wrong_place_reason(x) or next(_objections_to_layers(x, linear, norm, halves), None)
+    reason = fused_casts.wrong_place_reason(x) or next(_objections_to_layers(x, linear, norm, halves), None)
     if reason is not None:
         return reason
     assert isinstance(linear, Linear)
@@ -118,9 +124,9 @@ def _plan(x: Tensor, linear: nn.Module, norm: nn.Module | None = None, *, halves
     if spec is None:
         return f"recipe {recipe.name!r} casts no input"
     transpose = linear.stored_weight.requires_grad and torch.is_grad_enabled()  # the weight's gradient will read it
-    plan = _Plan(recipe, spec, _result_cast(spec, transpose=transpose), autocast_dtype(x))
-    longest = fused.LONGEST_LAYERNORM if isinstance(norm, LayerNorm) else fused.LONGEST_ROW
-    reason = fused.no_kernel_reason(x, linear.in_features, plan.cast, longest=longest)
+    plan = _Plan(recipe, spec, ResultCast(spec=spec, transpose=transpose), autocast_dtype(x))
+    longest = fused_casts.LONGEST_LAYERNORM if isinstance(norm, LayerNorm) else fused_casts.LONGEST_ROW
+    reason = fused_casts.no_kernel_reason(x, linear.in_features, plan.cast, longest=longest)
     return reason or next(_objections_to_plan(x, plan, from_norm=norm is not None), plan)
 
 
@@ -159,22 +165,11 @@ def _is_itself(layer: nn.Module, types: frozenset[type]) -> bool:
     return not (before or after or own["_backward_pre_hooks"] or own["_backward_hooks"])
 
 
-def _result_cast(spec: CastSpec, *, transpose: bool) -> ResultCast:
-    return ResultCast(
-        format=spec.format,
-        granularity=spec.granularity,
-        rule=ScaleRule(spec.scale_rounding, spec.amax_floor, spec.margin),
-        scale_format=spec.scale_format,
-        nonfinite=spec.nonfinite,
-        transpose=transpose,
-    )
-
-
 def _multiply(
     linear: nn.Module,
     plan: _Plan,
     make: Callable[[ResultCast, Tensor | None, Tensor | None], tuple[Tensor, ...]],
-    again: Later | None,
+    again: RecomputedOperand | None,
 ) -> Tensor:
     """``linear`` of the placeholder and the operands that ``make`` makes with the layer's scales.
 
@@ -185,23 +180,24 @@ def _multiply(
     later = again if cast.transpose else None
     now = cast if later is None else replace(cast, transpose=False)
 
-    def cast_input(tap: RoleTap) -> tuple[Tensor, InputOperands]:
-        amax = tap.amax if spec.scaling == Scaling.DELAYED else None
-        scale = tap.scale if spec.scaling == Scaling.STATIC else None
+    def cast_input(scaling: OperandScaling) -> tuple[Tensor, InputOperands]:
+        amax = scaling.amax if spec.scaling == Scaling.DELAYED else None
+        scale = scaling.scale if spec.scaling == Scaling.STATIC else None
         placeholder, *written = make(now, amax, scale)
-        made = CastResult(*written)
-        found = made.measurement()
+        result = ResultBuffers(*written).result(now, handed_on, scale)
+        assert result.measurement is not None
         if inside_backward():  # activation checkpointing computes the call again: what it saw is counted already
-            tap.nonfinite = None
+            scaling.nonfinite = None
         with torch.no_grad():
-            tap.record(placeholder, found)
-        output, transposed = made.operands(now, handed_on, scale)
+            scaling.record(placeholder, result.measurement)
         if later is None:
-            return placeholder, InputOperands(output, transposed)
+            return placeholder, InputOperands(result.output, result.transposed)
         if amax is None and isinstance(spec.granularity, PerTensor):
-            amax = found.amax
+            amax = result.measurement.amax
         tensors = (*later.tensors, amax, scale)
-        return placeholder, InputOperands(output, Later(later.maker, tuple(map(_detached, tensors))))
+        return placeholder, InputOperands(
+            result.output, RecomputedOperand(later.recompute, tuple(map(_detached, tensors)))
+        )
 
     return linear.forward_cast(recipe, cast_input)
 
@@ -221,12 +217,12 @@ class _NormAgain:
     cast: ResultCast
     handed_on: torch.dtype
 
-    def make(self, *tensors: Tensor | None) -> Operand:
+    def compute(self, *tensors: Tensor | None) -> Operand:
         x, gain, bias, amax, scale = tensors
         assert x is not None
         assert gain is not None
         rows, bias = _rows(x), None if bias is None else bias.contiguous()
-        made, *_ = fused.cast_norm(
+        made, *_ = fused_casts.cast_norm(
             rows, gain.contiguous(), bias, self.norm, self.cast, handed_on=self.handed_on, amax=amax, scale=scale
         )
         return _transposed(made, self.cast, self.handed_on, scale)
@@ -238,17 +234,17 @@ class _ActivationAgain:
     gated: bool
     cast: ResultCast
 
-    def make(self, *tensors: Tensor | None) -> Operand:
+    def compute(self, *tensors: Tensor | None) -> Operand:
         x, amax, scale = tensors
         assert x is not None
-        made = fused.cast_activation(_rows(x), self.function, self.cast, gated=self.gated, amax=amax, scale=scale)
+        made = fused_casts.cast_activation(_rows(x), self.function, self.cast, gated=self.gated, amax=amax, scale=scale)
         return _transposed(made, self.cast, x.dtype, scale)
 
 
-def _transposed(made: CastResult, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None) -> Operand:
-    _, operand = made.operands(cast, hp_dtype, scale)
-    assert operand is not None
-    return operand
+def _transposed(buffers: ResultBuffers, cast: ResultCast, hp_dtype: torch.dtype, scale: Tensor | None) -> Operand:
+    transposed = buffers.result(cast, hp_dtype, scale).transposed
+    assert transposed is not None
+    return transposed
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -275,7 +271,9 @@ class _CastNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows, gain = _rows(x), gain.contiguous()
         bias = None if bias is None else bias.contiguous()
-        made, mean, rstd = fused.cast_norm(rows, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale)
+        made, mean, rstd = fused_casts.cast_norm(
+            rows, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale
+        )
         ctx.save_for_backward(rows, gain, mean, rstd)
         ctx.norm, ctx.shape, ctx.bias_dtype = norm, x.shape, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
@@ -288,7 +286,7 @@ class _CastNorm(torch.autograd.Function):
         rows, gain, mean, rstd = ctx.saved_tensors
         if grad is None:
             return (None,) * 8
-        grad_x, grad_gain, grad_bias = fused.norm_backward(
+        grad_x, grad_gain, grad_bias = fused_casts.norm_backward(
             grad.reshape(rows.shape).contiguous(), rows, gain, mean, rstd, ctx.norm, has_bias=ctx.bias_dtype is not None
         )
         bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
@@ -307,7 +305,7 @@ class _CastActivation(torch.autograd.Function):
         scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
         rows = _rows(x)
-        made = fused.cast_activation(rows, function, cast, gated=gated, amax=amax, scale=scale)
+        made = fused_casts.cast_activation(rows, function, cast, gated=gated, amax=amax, scale=scale)
         ctx.save_for_backward(rows)
         ctx.function, ctx.gated, ctx.shape = function, gated, x.shape
         ctx.set_materialize_grads(False)
@@ -322,5 +320,5 @@ class _CastActivation(torch.autograd.Function):
         if grad is None:
             return (None,) * 6
         flat = grad.reshape(rows.shape[0], -1).contiguous()
-        grad_x = fused.activation_backward(flat, rows, ctx.function, gated=ctx.gated)
+        grad_x = fused_casts.activation_backward(flat, rows, ctx.function, gated=ctx.gated)
         return grad_x.reshape(ctx.shape), *(None,) * 5

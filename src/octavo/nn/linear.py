@@ -11,28 +11,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import recipes
-from octavo.context import active_recipe, autocast_region
+from octavo.autocast import active_recipe, autocast_region
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import FP8_FORMATS
 from octavo.functional import InputOperands, WeightCache, WeightOperands, fp8_linear
 from octavo.kernels import needs_widening, probe_cpu
 from octavo.nn.shared_input import SharedInput
 from octavo.numerics import Granularity, QuantizedTensor
-from octavo.numerics.cast import can_be_asked, check_float
-from octavo.observers import (
+from octavo.numerics.cast import check_float, is_eager_cpu
+from octavo.recipes import Close, History, Recipe
+from octavo.scaling import (
     INPUT,
     ROLES,
     WEIGHT,
     AmaxHistory,
-    LayerTap,
+    LayerScaling,
     LayerWatch,
-    RoleTap,
+    OperandScaling,
     ScaleUpdates,
     StatefulModule,
     inside_backward,
 )
-from octavo.recipes import Close, History, Recipe
-from octavo.scale_updates import close_block_over_ranks, close_if_written, follow_optimizers, reduces
+from octavo.scaling.scale_updates import close_block_over_ranks, close_if_written, follow_optimizers, reduces
 
 __all__ = ["CODES", "FP8_DTYPES", "HeldWeight", "Linear", "autocast_dtype"]
 
@@ -140,31 +140,33 @@ class Linear(StatefulModule, torch.nn.Linear):
         return self.forward_cast(recipe, partial(self._with_shared_operands, input, x, recipe))
 
     def _with_shared_operands(
-        self, source: Tensor, x: Tensor, recipe: Recipe, tap: RoleTap
+        self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling
     ) -> tuple[Tensor, InputOperands | None]:
         """``x``, which is ``source`` in autocast's dtype, and its operands if the model's layers share their casts."""
         if self.shared_input is None or self.watch is not None or torch.compiler.is_compiling():
             return x, None
-        return x, self.shared_input.operands(source, x, recipe, tap, learning=self.stored_weight.requires_grad)
+        return x, self.shared_input.operands(source, x, recipe, scaling, learning=self.stored_weight.requires_grad)
 
-    def forward_cast(self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]]) -> Tensor:
+    def forward_cast(
+        self, recipe: Recipe, make: Callable[[OperandScaling], tuple[Tensor, InputOperands | None]]
+    ) -> Tensor:
         """What :meth:`forward` does of an FP8 call once its input is known to fit.
 
         Args:
             recipe: :meth:`recipe_now`.
             make: gives the input, [..., K], and its operands if it has cast it already; then it has also taken its
-                scale from the input's tap and recorded there what it found.
+                scale from the input's scaling and recorded there what it found.
         """
-        tap = self._tap(recipe)
-        x, operands = make(tap.of(INPUT))
+        scaling = self._layer_scaling(recipe)
+        x, operands = make(scaling.of(INPUT))
         y = fp8_linear(
             x,
             self.stored_weight,
             self.bias,
             recipe,
-            weight_operands=self._operands(recipe, tap),
+            weight_operands=self._operands(recipe, scaling),
             input_operands=operands,
-            tap=tap,
+            scaling=scaling,
         )
         self._watch_backward(y)
         return y
@@ -210,7 +212,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         """The weight's codes and scale where it is held as such."""
         return None
 
-    def _operands(self, recipe: Recipe, tap: LayerTap) -> WeightOperands | None:
+    def _operands(self, recipe: Recipe, scaling: LayerScaling) -> WeightOperands | None:
         """The weight's operands where they outlive the call."""
         held = self.held_weight()
         if held is not None:
@@ -219,31 +221,31 @@ class Linear(StatefulModule, torch.nn.Linear):
             return WeightOperands(held, recipe)
         if self.weight_cache is None or torch.compiler.is_compiling():
             return None
-        weight_tap = tap.of(WEIGHT)
+        weight_scaling = scaling.of(WEIGHT)
         if not self.stored_weight.requires_grad:
-            weight_tap.pending = None
-        return self.weight_cache.operands(self.weight, recipe, weight_tap, learning=self._is_learning)
+            weight_scaling.pending = None
+        return self.weight_cache.operands(self.weight, recipe, weight_scaling, learning=self._is_learning)
 
     @property
     def _is_learning(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
-    def _tap(self, recipe: Recipe) -> LayerTap:
+    def _layer_scaling(self, recipe: Recipe) -> LayerScaling:
         """What this call takes from the layer's state and leaves there; ends the step before if it is over."""
         self._follow_weight()
         counts = self.nonfinite_counts if self.training and not self.stored_weight.is_meta else None
-        tap = LayerTap(nonfinite=counts, watch=self.watch, records_weight=self.records_weight)
+        scaling = LayerScaling(nonfinite=counts, watch=self.watch, records_weight=self.records_weight)
         if recipe.has_static_input:
-            tap.input_scale = self._checked_input_scale()
+            scaling.input_scale = self._checked_input_scale()
         history = self._history_for(recipe, create=self._is_learning)
         if history is not None:
             if self.training and not inside_backward():  # activation checkpointing runs a forward of this step again
                 self._begin_forward(history)
-            tap.amaxes = history.amax.clone()
+            scaling.amaxes = history.amax.clone()
             if self._is_learning:
-                tap.pending, tap.overflowed = history.pending, history.overflowed
+                scaling.pending, scaling.overflowed = history.pending, history.overflowed
                 self.scale_updates.ran = True
-        return tap
+        return scaling
 
     def _begin_forward(self, history: AmaxHistory) -> None:
         """End the step before where that is seen only now."""
@@ -272,7 +274,7 @@ class Linear(StatefulModule, torch.nn.Linear):
     def _checked_input_scale(self) -> Tensor:
         if self.stored_weight.is_meta:
             return self.input_scale.to(self.stored_weight.device)
-        if can_be_asked(self.input_scale) and not self.input_scale > 0:
+        if is_eager_cpu(self.input_scale) and not self.input_scale > 0:
             raise ConfigError(
                 f"{self.called} has no scale for its static input; calibrate the model, or load its scaling state"
             )
@@ -328,7 +330,7 @@ class Linear(StatefulModule, torch.nn.Linear):
         return f"{super().extra_repr()}, recipe={active_recipe(self.recipe).name}"
 
     def keep_history(self, history: AmaxHistory | None) -> None:
-        """Use a history from now on. It is no submodule: see :class:`octavo.observers.AmaxHistory`."""
+        """Use a history from now on. It is no submodule: see :class:`octavo.scaling.amax_history.AmaxHistory`."""
         self.__dict__["amax_history"] = history
 
     def new_history(self, spec: History) -> AmaxHistory:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from octavo.functional import InputOperands, cast_input
 from octavo.kernels.tracing import is_traced
-from octavo.observers import RoleTap, inside_backward
 from octavo.recipes import Recipe, Scaling
+from octavo.scaling import OperandScaling, inside_backward
 
 __all__ = ["SharedInput"]
 
@@ -56,7 +56,7 @@ class SharedInput:
         self._last: _Cast | None = None
 
     def operands(
-        self, source: Tensor, x: Tensor, recipe: Recipe, tap: RoleTap, *, learning: bool
+        self, source: Tensor, x: Tensor, recipe: Recipe, scaling: OperandScaling, *, learning: bool
     ) -> InputOperands | None:
         """The operands of ``x``, cast now or for the layer before; None if this layer casts for itself.
 
@@ -64,7 +64,7 @@ class SharedInput:
             source: a layer's input, [..., K].
             x: that in the dtype of ``torch.autocast``.
             recipe: the casts.
-            tap: counts what is not finite.
+            scaling: counts what is not finite.
             learning: whether the weight takes a gradient.
         """
         if not _is_shared(source, recipe):
@@ -75,7 +75,7 @@ class SharedInput:
         last = self._last
         if last is None or last.source() is not source or last.key != key or (learning and not last.learning):
             last = self._last = self._cast(source, rows, recipe, key, learning=learning)
-        counts = tap.take().nonfinite
+        counts = scaling.take().nonfinite
         if counts is not None and not inside_backward():  # activation checkpointing counted in the first run
             counts.add_(last.nonfinite)
         if learning and recipe.grad_weight.b is None:
@@ -84,7 +84,7 @@ class SharedInput:
 
     def _cast(self, source: Tensor, rows: Tensor, recipe: Recipe, key: tuple[object, ...], *, learning: bool) -> _Cast:
         nonfinite = torch.zeros((), dtype=torch.int64, device=rows.device)
-        operands = cast_input(rows, recipe, RoleTap(nonfinite=nonfinite), learning=learning)
+        operands = cast_input(rows, recipe, OperandScaling(nonfinite=nonfinite), learning=learning)
         if recipe.grad_weight.b is None:
             operands = InputOperands(operands.output)
         return _Cast(weakref.ref(source, self._forget), key, operands, nonfinite, learning)

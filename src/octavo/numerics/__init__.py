@@ -2,6 +2,7 @@
 
 from octavo.numerics.accumulate import Accumulate, hopper_chains, hopper_sums
 from octavo.numerics.cast import Nonfinite, Overflow, Rounding, cast_nearest, cast_stochastic
+from octavo.numerics.cast_spec import CastSpec, Scaling
 from octavo.numerics.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.numerics.metrics import flushed_energy, nonfinite_count, saturation_fraction, sqnr_db, underflow_fraction
 from octavo.numerics.quantized import QuantizedTensor, dequantize, quantize
@@ -18,6 +19,7 @@ from octavo.numerics.scaling import (
 
 __all__ = [
     "Accumulate",
+    "CastSpec",
     "Granularity",
     "Measurement",
     "Nonfinite",
@@ -29,6 +31,7 @@ __all__ = [
     "Record",
     "Rounding",
     "ScaleRounding",
+    "Scaling",
     "amax",
     "cast_nearest",
     "cast_stochastic",

@@ -29,12 +29,12 @@ __all__ = [
     "Nonfinite",
     "Overflow",
     "Rounding",
-    "can_be_asked",
     "cast_nearest",
     "cast_stochastic",
     "check_float",
     "check_fp8_format",
     "check_policy",
+    "is_eager_cpu",
     "may_hold_nonfinite",
     "narrowed",
     "round_stochastic_by_torch",
@@ -176,14 +176,14 @@ torch.library.register_fake("octavo::round_stochastic")(_round_stochastic_shape)
 def may_hold_nonfinite(x: Tensor) -> bool:
     """False where one cheap pass proves that every element is finite.
 
-    Only an eager CPU tensor is asked (:func:`can_be_asked`). In a traced graph the answer would break the graph, and on
+    Only an eager CPU tensor is asked (:func:`is_eager_cpu`). In a traced graph the answer would break the graph, and on
     an accelerator waiting for it costs more than the element-wise mask that a "maybe" leads to.
 
     Example:
         >>> may_hold_nonfinite(torch.ones(3)), may_hold_nonfinite(torch.tensor([1.0, math.inf]))
         (False, True)
     """
-    if not can_be_asked(x):
+    if not is_eager_cpu(x):
         return True
     if x.numel() == 0:
         return False
@@ -191,11 +191,11 @@ def may_hold_nonfinite(x: Tensor) -> bool:
     return not (math.isfinite(low) and math.isfinite(high))
 
 
-def can_be_asked(x: Tensor) -> bool:
+def is_eager_cpu(x: Tensor) -> bool:
     """Whether Python may look at ``x``'s values at no cost: an eager CPU tensor.
 
     Example:
-        >>> can_be_asked(torch.ones(3))
+        >>> is_eager_cpu(torch.ones(3))
         True
     """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

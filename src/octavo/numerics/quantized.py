@@ -6,7 +6,10 @@
 only inside :func:`quantize`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +17,18 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.formats import E8M0, FP8_FORMATS, FP32, Format, format_of
 from octavo.numerics.cast import (
-    NONFINITE_POLICIES,
     Nonfinite,
     Rounding,
-    can_be_asked,
     cast_nearest,
     cast_stochastic,
     check_float,
     check_fp8_format,
-    check_policy,
+    is_eager_cpu,
 )
+from octavo.numerics.cast_spec import CastSpec
 from octavo.numerics.granularity import (
     Granularity,
+    PerBlock,
     granularity_as_list,
     granularity_from_list,
     granularity_or_default,
@@ -34,13 +37,23 @@ from octavo.numerics.scaling import (
     AMAX_FLOOR,
     Measurement,
     ScaleRounding,
+    check_scale_options,
     e8m0_from_scale,
     encode_scale_from_amax,
     measure,
     scale_from_e8m0,
 )
 
-__all__ = ["QuantizedTensor", "check_cast", "dequantize", "dequantize_by_torch", "quantize", "stored_scale"]
+__all__ = [
+    "QuantizedTensor",
+    "cast_by_torch",
+    "checked_spec",
+    "dequantize",
+    "dequantize_by_torch",
+    "quantize",
+    "rows_of_scales",
+    "stored_scale",
+]
 
 _FP8_DTYPES = tuple(row.torch_dtype for row in FP8_FORMATS)
 _SCALE_DTYPES = (torch.float32, torch.uint8)
@@ -140,14 +153,11 @@ def quantize(
     margin: int = 0,
     nonfinite: Nonfinite = Nonfinite.PROPAGATE,
     rounding: Rounding = Rounding.NEAREST,
-    measurement: Measurement | None = None,
 ) -> QuantizedTensor:
-    """What ``octavo.quantize`` must give, by torch's operations alone; its arguments and errors are described there.
+    """``octavo.quantize`` by torch's operations alone; its arguments and errors are described there.
 
     Args:
         rounding: stochastic draws its seed from torch's default generator of the CPU.
-        measurement: what :func:`octavo.numerics.measure` found in ``x`` at this granularity, for callers that have
-            looked already.
 
     Example:
         >>> from octavo.formats import E4M3
@@ -157,48 +167,88 @@ def quantize(
 
     Source: formula of numerics/scaling.py; rounding of numerics/cast.py.
     """
-    groups = granularity_or_default(granularity)
-    check_cast(x, fmt, groups, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format)
-    check_policy(nonfinite, NONFINITE_POLICIES, "nonfinite")
+    spec = checked_spec(
+        x, fmt, granularity, amax, scale, scale_rounding=scale_rounding, scale_format=scale_format,
+        amax_floor=amax_floor, margin=margin, nonfinite=nonfinite, rounding=rounding,
+    )  # fmt: skip
+    return cast_by_torch(x, spec, amax=amax, scale=scale)
+
+
+def cast_by_torch(
+    x: Tensor,
+    spec: CastSpec,
+    *,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    measurement: Measurement | None = None,
+) -> QuantizedTensor:
+    """Cast without checks; the definition that every kernel is compared with.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape the granularity allows.
+        spec: how to cast.
+        amax: float32 in the scale's shape, to provide for instead of what is measured.
+        scale: float32 in the scale's shape, used as it is.
+        measurement: what :func:`octavo.numerics.measure` found in ``x`` at this granularity; None measures it here.
+    """
     x = x.detach()
+    nonfinite = spec.nonfinite
     if scale is not None:
         stored = scale.detach().float()
         encode_scale = stored.reciprocal().clamp(max=torch.finfo(torch.float32).max)
     else:
         if measurement is None and amax is None:
-            measurement = measure(x, groups)
+            measurement = measure(x, spec.granularity)
         if measurement is not None:
             amax = measurement.amax if amax is None else amax
             if measurement.nonfinite is None:
                 nonfinite = Nonfinite.SATURATE  # nothing to propagate: saves the cast another look
         assert amax is not None
-        encode_scale = encode_scale_from_amax(amax, fmt, rounding=scale_rounding, amax_floor=amax_floor, margin=margin)
+        encode_scale = encode_scale_from_amax(
+            amax, spec.format, rounding=spec.scale_rounding, amax_floor=spec.amax_floor, margin=spec.margin
+        )
         stored = encode_scale.reciprocal()
-    cast = cast_stochastic if rounding == Rounding.STOCHASTIC else cast_nearest
-    data = cast(x, fmt, groups.expand(encode_scale, x.shape), nonfinite=nonfinite)
-    return QuantizedTensor(data, stored_scale(stored, scale_format), groups, x.dtype)
+    cast = cast_stochastic if spec.rounding == Rounding.STOCHASTIC else cast_nearest
+    data = cast(x, spec.format, spec.granularity.expand(encode_scale, x.shape), nonfinite=nonfinite)
+    return QuantizedTensor(data, stored_scale(stored, spec.scale_format), spec.granularity, x.dtype)
 
 
-def check_cast(
+def checked_spec(
     x: Tensor,
     fmt: Format,
-    granularity: Granularity,
+    granularity: Granularity | None,
     amax: Tensor | None,
     scale: Tensor | None,
     *,
     scale_rounding: ScaleRounding,
-    scale_format: Format,
-) -> None:
-    """Raise ConfigError for what :func:`quantize` refuses; values are looked at where that costs nothing."""
+    scale_format: Format = FP32,
+    amax_floor: float = AMAX_FLOOR,
+    margin: int = 0,
+    **options: Any,
+) -> CastSpec:
+    """Description of a cast from :func:`quantize`'s arguments.
+
+    Raises:
+        ConfigError: what :func:`octavo.quantize` refuses; values are looked at where that costs nothing.
+    """
     check_float(x, "the tensor to quantize")
-    check_fp8_format(fmt)
-    if scale_format not in (FP32, E8M0):
-        raise ConfigError(f"scale_format must be FP32 or E8M0, not {scale_format}")
+    check_scale_options(scale_rounding, amax_floor, margin)
     if scale is not None and amax is not None:
         raise ConfigError("quantize takes an amax or a scale, not both; leave one out")
-    if scale is None and scale_format == E8M0 and scale_rounding == ScaleRounding.FP32:
-        raise ConfigError("E8M0 holds powers of two; give scale_rounding='rceil', 'floor' or 'even'")
-    expected = granularity.scale_shape(x.shape)
+    if scale is not None and scale_format == E8M0:
+        scale_rounding = ScaleRounding.RCEIL  # no scale is made, so that no rounding is ruled out
+    check_fp8_format(fmt)
+    describe = CastSpec if torch.compiler.is_compiling() else _described  # to describe a cast takes half as long as it
+    spec = describe(
+        format=fmt,
+        granularity=granularity_or_default(granularity),
+        scale_rounding=scale_rounding,
+        scale_format=scale_format,
+        amax_floor=amax_floor,
+        margin=int(margin) if isinstance(margin, float) else margin,
+        **options,
+    )
+    expected = spec.granularity.scale_shape(x.shape)
     for name, given in (("amax", amax), ("scale", scale)):
         if given is None:
             continue
@@ -206,11 +256,14 @@ def check_cast(
         if given.device != x.device:
             raise ConfigError(f"the {name} is on {given.device} and the tensor on {x.device}; move it there first")
         if given.shape != expected:
-            raise ConfigError(
-                f"{granularity} of {tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(given.shape)}"
-            )
+            shapes = f"{tuple(x.shape)} needs a scale of shape {tuple(expected)}, not {tuple(given.shape)}"
+            raise ConfigError(f"{spec.granularity} of {shapes}")
     if scale is not None and scale_format == E8M0:
         _check_power_of_two(scale.detach().float())
+    return spec
+
+
+_described: Callable[..., CastSpec] = lru_cache(maxsize=256)(CastSpec)
 
 
 def stored_scale(scale: Tensor, scale_format: Format) -> Tensor:
@@ -220,7 +273,7 @@ def stored_scale(scale: Tensor, scale_format: Format) -> Tensor:
 
 def _check_power_of_two(scale: Tensor) -> None:
     held = scale_from_e8m0(e8m0_from_scale(scale))
-    if can_be_asked(scale) and not torch.equal(held, scale):
+    if is_eager_cpu(scale) and not torch.equal(held, scale):
         raise ConfigError(f"E8M0 holds powers of two, not the scale {scale[held != scale][0].item()}")
 
 
@@ -228,12 +281,28 @@ def _check_given(name: str, given: object, *, zero_allowed: bool) -> None:
     """Refuse an amax or scale that no tensor has; its values are looked at where that costs nothing."""
     if not isinstance(given, Tensor):
         raise ConfigError(f"{name} must be a tensor in the scale's shape, not {given!r}; wrap it in torch.tensor()")
-    if not can_be_asked(given):
+    if not is_eager_cpu(given):
         return
     wrong = ~((given >= 0 if zero_allowed else given > 0) & given.isfinite())
     if wrong.any():
         sign = "not negative" if zero_allowed else "positive"
         raise ConfigError(f"every {name} must be finite and {sign}, not {given[wrong][0].item()}")
+
+
+def rows_of_scales(q: QuantizedTensor) -> Tensor:
+    """Scales of a matrix as float32 [R, blocks of K], one row for each row of codes (1 row for a per-tensor scale).
+
+    Example:
+        >>> from octavo.formats import E4M3
+        >>> rows_of_scales(quantize(torch.ones(3, 300), E4M3, granularity=PerBlock(2, 128))).shape
+        torch.Size([3, 3])
+    """
+    scale = q.fp32_scale
+    if isinstance(q.granularity, PerBlock):
+        if q.granularity.rows == 1:
+            return scale
+        return scale.repeat_interleave(min(q.granularity.rows, q.shape[0]), dim=0)[: q.shape[0]]
+    return scale.reshape(-1, 1)
 
 
 def dequantize(q: QuantizedTensor) -> Tensor:

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.formats import E8M0, Format
-from octavo.numerics.cast import can_be_asked, check_float, check_policy, narrowed
+from octavo.numerics.cast import check_float, check_policy, is_eager_cpu, narrowed
 from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
 
 __all__ = [
@@ -144,7 +144,7 @@ def measure(x: Tensor, granularity: Granularity) -> Measurement:
     A maximum lets NaN and Inf through, so a finite one proves the tensor finite, where its values can be asked for.
     """
     x = narrowed(x)
-    if can_be_asked(x):
+    if is_eager_cpu(x):
         plain = _plain_amax(x, granularity)
         if math.isfinite(plain.sum().item()):
             return Measurement(plain, None)

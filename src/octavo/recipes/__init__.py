@@ -28,8 +28,9 @@ The presets (sources: the published recipes named in each docstring):
 |                          |        |                  |             | GEMM, which is in high precision as are all  |
 """
 
+from octavo.numerics import CastSpec, Scaling
 from octavo.recipes.presets import get, names
-from octavo.recipes.specs import CastSpec, Close, GemmSpec, History, Recipe, Scaling, Statistic
+from octavo.recipes.specs import Close, GemmSpec, History, Recipe, Statistic
 from octavo.recipes.toml import from_toml, to_toml
 
 __all__ = [

@@ -5,8 +5,19 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0
-from octavo.numerics import Accumulate, Granularity, PerBlock, PerRow, PerTensor, Rounding, ScaleRounding
-from octavo.recipes.specs import CastSpec, Close, GemmSpec, History, Recipe, Scaling, Statistic, check_member
+from octavo.numerics import (
+    Accumulate,
+    CastSpec,
+    Granularity,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    Rounding,
+    ScaleRounding,
+    Scaling,
+)
+from octavo.numerics.cast_spec import check_member
+from octavo.recipes.specs import Close, GemmSpec, History, Recipe, Statistic
 
 __all__ = ["get", "names"]
 

@@ -3,7 +3,6 @@
 Specifications are values: frozen, compared by what they say, checked when they are made.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -11,22 +10,12 @@ from enum import StrEnum
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.formats import E4M3, E5M2, E8M0, FP32, Format
-from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerTensor, Rounding, ScaleRounding
+from octavo.formats import E4M3, E5M2, Format
+from octavo.numerics import Accumulate, CastSpec, PerBlock, Rounding, Scaling
 from octavo.numerics.accumulate import CHAIN
-from octavo.numerics.cast import check_fp8_format
-from octavo.numerics.granularity import granularity_or_default
-from octavo.numerics.scaling import AMAX_FLOOR
+from octavo.numerics.cast_spec import check_integer, check_member, is_number
 
-__all__ = ["CastSpec", "Close", "GemmSpec", "History", "Recipe", "Scaling", "Statistic", "check_member"]
-
-
-class Scaling(StrEnum):
-    """Where a scale comes from."""
-
-    DYNAMIC = "dynamic"  # this tensor
-    DELAYED = "delayed"  # finished steps
-    STATIC = "static"  # calibration; the layer holds it
+__all__ = ["Close", "GemmSpec", "History", "Recipe", "Statistic"]
 
 
 class Statistic(StrEnum):
@@ -37,54 +26,7 @@ class Statistic(StrEnum):
     MEAN = "mean"  # of the encode scales, as the source article describes; overflows while amax grows
 
 
-_PER_TENSOR = PerTensor()
 MOST_STEPS = 1 << 16  # of a history, which every operand of every layer has
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CastSpec:
-    """How one operand becomes FP8.
-
-    Attributes:
-        format: an FP8 format.
-        granularity: which elements share a scale.
-        scaling: where the scale comes from; delayed and static need one scale for the tensor.
-        scale_rounding: which numbers the scale may be (numerics/scaling.py).
-        scale_format: FP32, or E8M0 for one byte a scale.
-        amax_floor: smaller amaxes count as this; 0 leaves every tensor a scale of its own.
-        margin: binades left free above amax, 0 or more.
-        nonfinite: what an infinite element becomes.
-        rounding: to the nearest code, or, of gradients, to either neighbour by chance; its seeds are drawn from torch's
-            default generator of the CPU.
-    """
-
-    format: Format
-    granularity: Granularity = _PER_TENSOR
-    scaling: Scaling = Scaling.DYNAMIC
-    scale_rounding: ScaleRounding = ScaleRounding.FP32
-    scale_format: Format = FP32
-    amax_floor: float = AMAX_FLOOR
-    margin: int = 0
-    nonfinite: Nonfinite = Nonfinite.PROPAGATE
-    rounding: Rounding = Rounding.NEAREST
-
-    def __post_init__(self) -> None:
-        check_fp8_format(self.format)
-        granularity_or_default(self.granularity)
-        check_member("a cast's scaling", self.scaling, tuple(Scaling))
-        check_member("a cast's nonfinite", self.nonfinite, tuple(Nonfinite))
-        check_member("a cast's rounding", self.rounding, tuple(Rounding))
-        check_member("a cast's scale_rounding", self.scale_rounding, tuple(ScaleRounding))
-        check_member("a cast's scale_format", self.scale_format, (FP32, E8M0))
-        if self.scale_format == E8M0 and self.scale_rounding == ScaleRounding.FP32:
-            raise ConfigError("E8M0 holds powers of two; a cast with it needs scale_rounding rceil, floor or even")
-        if self.scaling != Scaling.DYNAMIC and not isinstance(self.granularity, PerTensor):
-            raise ConfigError(
-                f"{self.scaling} scaling keeps one number a tensor; {self.granularity} needs dynamic scaling"
-            )
-        if not _is_number(self.amax_floor) or not 0 <= self.amax_floor < math.inf:
-            raise ConfigError(f"amax_floor must be 0 or more and finite, not {self.amax_floor}")
-        _check_whole("a cast's margin", self.margin, least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +56,7 @@ class GemmSpec:
 class Close(StrEnum):
     """What ends a step of delayed scaling where updates are not manual."""
 
-    OPTIMIZER = "optimizer"  # a step of the model's optimizer; see octavo.scale_updates
+    OPTIMIZER = "optimizer"  # a step of the model's optimizer; see octavo.scaling.scale_updates
     AUTOCAST = "autocast"  # that, or another outermost octavo.autocast block, as in Transformer Engine
 
     @classmethod
@@ -149,14 +91,14 @@ class History:
         return replace(self)
 
     def __post_init__(self) -> None:
-        _check_whole("a history's length", self.length, least=1)
+        check_integer("a history's length", self.length, least=1)
         if self.length > MOST_STEPS:
             raise ConfigError(f"a history's length must be at most {MOST_STEPS:,} steps, not {self.length:,}")
-        _check_whole("a history's update_interval", self.update_interval, least=1)
+        check_integer("a history's update_interval", self.update_interval, least=1)
         if not callable(self.statistic):
             check_member("a history's statistic", self.statistic, tuple(Statistic))
         check_member("a history's close", self.close, tuple(Close))
-        if not _is_number(self.backoff) or not 0 < self.backoff <= 1:
+        if not is_number(self.backoff) or not 0 < self.backoff <= 1:
             raise ConfigError(f"a history's backoff must be above 0 and at most 1, not {self.backoff}")
 
 
@@ -267,18 +209,3 @@ class Recipe:
     def is_high_precision(self) -> bool:
         """Whether nothing is cast to FP8."""
         return self.output.b is None and self.grad_input.b is None and self.grad_weight.b is None
-
-
-def check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        raise ConfigError(f"{what} must be one of {', '.join(map(str, allowed))}, not {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_whole(what: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{what} must be a whole number of at least {least}, not {value!r}")

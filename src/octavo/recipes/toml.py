@@ -22,9 +22,20 @@ from typing import Any
 
 from octavo.errors import ConfigError, DataError
 from octavo.formats import FORMATS, Format
-from octavo.numerics import Accumulate, Granularity, Nonfinite, PerBlock, PerRow, PerTensor, Rounding, ScaleRounding
+from octavo.numerics import (
+    Accumulate,
+    CastSpec,
+    Granularity,
+    Nonfinite,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    Rounding,
+    ScaleRounding,
+    Scaling,
+)
 from octavo.parsing import parse_toml
-from octavo.recipes.specs import CastSpec, Close, GemmSpec, History, Recipe, Scaling, Statistic
+from octavo.recipes.specs import Close, GemmSpec, History, Recipe, Statistic
 
 __all__ = ["from_toml", "to_toml"]
 

@@ -38,7 +38,7 @@ from octavo.doctor.rules.divergence import divergence
 from octavo.doctor.rules.steps import learning_rate
 from octavo.doctor.shadow import Shadow
 from octavo.nn import Linear
-from octavo.observers import ROLES
+from octavo.scaling import ROLES
 from octavo.training.autopilot_journal import LIVE, Act, Journal, is_possible, training_after
 from octavo.training.config import RunConfig, TrainingConfig
 from octavo.training.events import Notice, OnEvent

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from octavo.kernels import fused
+from octavo.kernels import fused_casts
 from octavo.kernels.result_cast import ResultCast
 from tests.triton.calls.norms import BLOCK, MX, ROW, TENSOR
 
@@ -13,12 +13,12 @@ WIDTH = 14336
 
 def _cast(function: str, cast: ResultCast, amax: bool = False, dtype: torch.dtype = torch.bfloat16):
     x = torch.empty(64, 2 * WIDTH, dtype=dtype)
-    return fused.cast_activation(x, function, cast, gated=True, amax=torch.ones(()) if amax else None)
+    return fused_casts.cast_activation(x, function, cast, gated=True, amax=torch.ones(()) if amax else None)
 
 
 def _backward(function: str, gated: bool):
     x = torch.empty(64, 2 * WIDTH if gated else WIDTH, dtype=torch.bfloat16)
-    return fused.activation_backward(x[:, :WIDTH].contiguous(), x, function, gated=gated)
+    return fused_casts.activation_backward(x[:, :WIDTH].contiguous(), x, function, gated=gated)
 
 
 CALLS = {

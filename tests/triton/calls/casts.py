@@ -6,12 +6,11 @@ from functools import partial
 import torch
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import blocks, casts, rows, values
-from octavo.numerics import Record, ScaleRounding
+from octavo.numerics import CastSpec, PerBlock, PerRow, Record, ScaleRounding
 
-_FP32 = ScaleRule(ScaleRounding.FP32, 0.0, 0)
-_POWERS = ScaleRule(ScaleRounding.RCEIL, 0.0, 0)
+_E4M3, _E5M2 = CastSpec(format=E4M3), CastSpec(format=E5M2)
+_ROWS = CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL)
 _x, _master = torch.empty(1024, 4096, dtype=torch.bfloat16), torch.empty(1024, 4096)
 _long = torch.empty(64, 16384, dtype=torch.bfloat16)
 _amax = torch.ones(())
@@ -21,38 +20,41 @@ _codes = torch.empty(1024, 4096, dtype=torch.float8_e4m3fn)
 _random = torch.empty(1024, 4096, dtype=torch.int32)
 _one, _row_scales, _tile_scales = torch.ones(1, 1), torch.ones(1024, 1), torch.ones(1024, 32)
 
+
+def _blocks(rows: int, columns: int) -> CastSpec:
+    return CastSpec(format=E4M3, granularity=PerBlock(rows, columns), scale_rounding=ScaleRounding.RCEIL)
+
+
 CALLS: dict[str, Callable[[], object]] = {
-    "tensor": partial(casts.cast_tensor, _x, E4M3, _FP32),
-    "tensor both ways": partial(casts.cast_tensor, _x, E4M3, _FP32, flipped=True, into=_counts),
-    "tensor both ways, E5M2": partial(casts.cast_tensor, _x, E5M2, _FP32, flipped=True),
-    "tensor both ways, FP32": partial(casts.cast_tensor, _master, E4M3, _FP32, flipped=True),
+    "tensor": partial(casts.cast_tensor, _x, _E4M3),
+    "tensor both ways": partial(casts.cast_tensor, _x, _E4M3, flipped=True, into=_counts),
+    "tensor both ways, E5M2": partial(casts.cast_tensor, _x, _E5M2, flipped=True),
+    "tensor both ways, FP32": partial(casts.cast_tensor, _master, _E4M3, flipped=True),
     "delayed both ways": partial(
-        casts.cast_tensor, _x, E4M3, _FP32, amax=_amax, zero_is_unknown=True, flipped=True, into=_history
+        casts.cast_tensor, _x, _E4M3, amax=_amax, measure_if_zero=True, flipped=True, into=_history
     ),
-    "static": partial(casts.cast_tensor, _x, E4M3, _FP32, scale=_amax),
-    "static, measuring": partial(casts.cast_tensor, _x, E4M3, _FP32, scale=_amax, into=_counts),
-    "static, counting": partial(casts.cast_tensor, _x, E4M3, _FP32, scale=_amax, counting=True),
-    "tensor in place": partial(casts.cast_tensor, _x, E4M3, _FP32, values=_x),
-    "rows": partial(rows.cast_rows, _x, E4M3, _POWERS, into=_counts),
-    "rows of 16384": partial(rows.cast_rows, _long, E4M3, _POWERS),
-    "rows, FP32": partial(rows.cast_rows, _master, E4M3, _POWERS),
-    "rows in place": partial(rows.cast_rows, _x, E4M3, _POWERS, values=_x),
-    "rows and columns": partial(rows.cast_rows, _x, E4M3, _POWERS, flipped=True, into=_counts),
-    "rows and columns, FP32": partial(rows.cast_rows, _master, E4M3, _POWERS, flipped=True),
-    "1 x 128": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128)),
-    "1 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128), flipped=True, into=_counts),
-    "1 x 128 both ways, FP32": partial(
-        blocks.cast_blocks, _master, E4M3, _POWERS, (1, 128), flipped=True, into=_counts
-    ),
-    "1 x 128, FP32": partial(blocks.cast_blocks, _master, E4M3, _POWERS, (1, 128)),
-    "128 x 128 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (128, 128), flipped=True, into=_counts),
-    "128 x 128": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (128, 128)),
-    "1 x 32": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 32)),
-    "1 x 32 both ways": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 32), flipped=True),
+    "static": partial(casts.cast_tensor, _x, _E4M3, scale=_amax),
+    "static, measuring": partial(casts.cast_tensor, _x, _E4M3, scale=_amax, into=_counts),
+    "static, counting": partial(casts.cast_tensor, _x, _E4M3, scale=_amax, counting=True),
+    "tensor in place": partial(casts.cast_tensor, _x, _E4M3, values=_x),
+    "rows": partial(rows.cast_rows, _x, _ROWS, into=_counts),
+    "rows of 16384": partial(rows.cast_rows, _long, _ROWS),
+    "rows, FP32": partial(rows.cast_rows, _master, _ROWS),
+    "rows in place": partial(rows.cast_rows, _x, _ROWS, values=_x),
+    "rows and columns": partial(rows.cast_rows, _x, _ROWS, flipped=True, into=_counts),
+    "rows and columns, FP32": partial(rows.cast_rows, _master, _ROWS, flipped=True),
+    "1 x 128": partial(blocks.cast_blocks, _x, _blocks(1, 128)),
+    "1 x 128 both ways": partial(blocks.cast_blocks, _x, _blocks(1, 128), flipped=True, into=_counts),
+    "1 x 128 both ways, FP32": partial(blocks.cast_blocks, _master, _blocks(1, 128), flipped=True, into=_counts),
+    "1 x 128, FP32": partial(blocks.cast_blocks, _master, _blocks(1, 128)),
+    "128 x 128 both ways": partial(blocks.cast_blocks, _x, _blocks(128, 128), flipped=True, into=_counts),
+    "128 x 128": partial(blocks.cast_blocks, _x, _blocks(128, 128)),
+    "1 x 32": partial(blocks.cast_blocks, _x, _blocks(1, 32)),
+    "1 x 32 both ways": partial(blocks.cast_blocks, _x, _blocks(1, 32), flipped=True),
     "dequantize, tensor": partial(values.dequantize, _codes, _one, (0, 0), E4M3, torch.bfloat16),
     "dequantize, rows": partial(values.dequantize, _codes, _row_scales, (1, 0), E4M3, torch.bfloat16),
     "dequantize, 1 x 128": partial(values.dequantize, _codes, _tile_scales, (1, 128), E4M3, torch.bfloat16),
     "stochastic": partial(values.round_stochastic, _master, _random, E4M3),
     "random bits": partial(values.random_bits, torch.zeros((), dtype=torch.int64), 1 << 20),
-    "1 x 128 in place": partial(blocks.cast_blocks, _x, E4M3, _POWERS, (1, 128), values=_x),
+    "1 x 128 in place": partial(blocks.cast_blocks, _x, _blocks(1, 128), values=_x),
 }

@@ -5,21 +5,18 @@ from dataclasses import replace
 import torch
 
 from octavo.formats import E4M3, E8M0
-from octavo.kernels import ScaleRule, fused
+from octavo.kernels import fused_casts
 from octavo.kernels.result_cast import NormSpec, ResultCast
-from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
+from octavo.numerics import CastSpec, PerBlock, PerRow, ScaleRounding
 
 ROWS, COLUMNS = 8192, 4096
-TENSOR = ResultCast(format=E4M3, granularity=PerTensor(), rule=ScaleRule(ScaleRounding.FP32, 0.0, 0), transpose=True)
-ROW = ResultCast(format=E4M3, granularity=PerRow(), rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0), transpose=True)
+TENSOR = ResultCast(spec=CastSpec(format=E4M3), transpose=True)
+ROW = ResultCast(spec=CastSpec(format=E4M3, granularity=PerRow(), scale_rounding=ScaleRounding.RCEIL), transpose=True)
 BLOCK = ResultCast(
-    format=E4M3, granularity=PerBlock(1, 128), rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0), transpose=True
+    spec=CastSpec(format=E4M3, granularity=PerBlock(1, 128), scale_rounding=ScaleRounding.RCEIL), transpose=True
 )
 MX = ResultCast(
-    format=E4M3,
-    granularity=PerBlock(1, 32),
-    rule=ScaleRule(ScaleRounding.RCEIL, 0.0, 0),
-    scale_format=E8M0,
+    spec=CastSpec(format=E4M3, granularity=PerBlock(1, 32), scale_rounding=ScaleRounding.RCEIL, scale_format=E8M0),
     transpose=True,
 )
 
@@ -27,19 +24,21 @@ MX = ResultCast(
 def _rms(cast: ResultCast, columns: int = COLUMNS, dtype: torch.dtype = torch.bfloat16, amax: bool = False):
     spec = NormSpec(layer=False, eps=1e-5, zero_centered=False)
     x, gain = torch.empty(64, columns, dtype=dtype), torch.empty(columns)
-    return fused.cast_norm(x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=torch.ones(()) if amax else None)
+    return fused_casts.cast_norm(
+        x, gain, None, spec, cast, handed_on=torch.bfloat16, amax=torch.ones(()) if amax else None
+    )
 
 
 def _layer(cast: ResultCast, columns: int = COLUMNS):
     spec = NormSpec(layer=True, eps=1e-5, zero_centered=True)
     x, gain = torch.empty(64, columns, dtype=torch.bfloat16), torch.empty(columns, dtype=torch.bfloat16)
-    return fused.cast_norm(x, gain, gain, spec, cast, handed_on=torch.bfloat16)
+    return fused_casts.cast_norm(x, gain, gain, spec, cast, handed_on=torch.bfloat16)
 
 
 def _backward(columns: int, layer: bool, dtype: torch.dtype = torch.bfloat16):
     spec = NormSpec(layer=layer, eps=1e-5, zero_centered=False)
     x, gain, rstd = torch.empty(64, columns, dtype=dtype), torch.empty(columns), torch.empty(64)
-    return fused.norm_backward(x, x, gain, rstd, rstd, spec, has_bias=layer)
+    return fused_casts.norm_backward(x, x, gain, rstd, rstd, spec, has_bias=layer)
 
 
 CALLS = {

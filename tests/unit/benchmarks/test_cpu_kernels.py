@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import cpu_kernels
 from benchmarks.cpu_kernels import Bound, Contestant
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 
 ENTERED = {
     "read": Contestant(list, 8.0),
@@ -23,7 +23,9 @@ SECONDS = {
     "finer": [2.5] * 3,
     "sums": [2.5] * 3,
 }
-needs_extension = pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+needs_extension = pytest.mark.skipif(
+    bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 
 
 @pytest.fixture
@@ -62,14 +64,14 @@ def test_the_result_names_the_command_and_counts_the_bars(monkeypatch, rounds, w
     cpu_kernels.main()
     lines = written()
     assert lines[2].startswith(f"`python -m benchmarks.cpu_kernels --rounds {rounds}`, ")
-    assert lines[4].endswith(f"kernels for {cpu.levels()[-1]}")
+    assert lines[4].endswith(f"kernels for {native_bindings.levels()[-1]}")
     assert f"Median of {rounds} interleaved rounds" in lines[-1]
     assert "1 of 3 bars met." in lines
 
 
 def test_without_native_kernels_it_refuses(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cpu_kernels"])
-    monkeypatch.setattr(cpu, "_absence", "not built")
+    monkeypatch.setattr(native_bindings, "_absence", "not built")
     with pytest.raises(SystemExit):
         cpu_kernels.main()
     assert "no native kernels to time: not built" in capsys.readouterr().err

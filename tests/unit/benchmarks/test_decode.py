@@ -14,7 +14,7 @@ from benchmarks.generators import LlamaCpp, Octavo, Plain, Transformers, q8_0_of
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig, load_gguf
 from tests.unit.models import small_gguf
 
@@ -200,12 +200,12 @@ def test_what_is_missing_ends_it_with_a_sentence(monkeypatch, capsys):
         raise BackendError("llama-cpp-python is not installed")
 
     monkeypatch.setattr(sys, "argv", ["decode"])
-    monkeypatch.setattr(cpu, "_absence", None)
+    monkeypatch.setattr(native_bindings, "_absence", None)
     monkeypatch.setattr(smollm2, "model_path", missing)
     with pytest.raises(SystemExit):
         decode.main()
     assert capsys.readouterr().err == "llama-cpp-python is not installed\n"
-    monkeypatch.setattr(cpu, "_absence", "not built")
+    monkeypatch.setattr(native_bindings, "_absence", "not built")
     with pytest.raises(SystemExit):
         decode.main()
     assert "no native kernels to time: not built" in capsys.readouterr().err

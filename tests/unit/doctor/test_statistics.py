@@ -23,32 +23,33 @@ from octavo.doctor.statistics import (
     take_rows,
 )
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2, E8M0, FP32
-from octavo.kernels import cpu, scaled_mm, summing
+from octavo.kernels import cast_statistics as native_statistics
+from octavo.kernels import native_bindings, scaled_mm
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding
 from octavo.numerics.scaling import AMAX_FLOOR
 from tests.unit.doctor.cast_oracle import numbers_of, scales_of
 
 GRANULARITIES = (PerTensor(), PerRow(), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 32), PerBlock(3, 5))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WAYS = ("torch", *cpu.levels())
+WAYS = ("torch", *native_bindings.levels())
 SHAPES = ((1, 1), (7, 33), (40, 96), (130, 261))
 EXACT = ("amax", "nonfinite", "zero_fraction", "saturation_fraction", "underflow_fraction", "scale", "code_mismatch")
 
 
 def found_by(way, x, made, *, amax_floor=AMAX_FLOOR):
     """CAST_FIELDS by name, the way that a test asks for."""
-    if cpu.is_transposed(x):
+    if native_bindings.is_transposed(x):
         x, made = x.t(), statistics._transpose(made)
     rows = spread(x.shape[0], statistics.SAMPLED_ELEMENTS // x.shape[1])
     if way == "torch":
         sums = statistics._sums_by_torch(x, made, rows, amax_floor=amax_floor)
     else:
-        sums = summing.cast_sums(x, made, rows, amax_floor=amax_floor, level=way)
+        sums = native_statistics.cast_sums(x, made, rows, amax_floor=amax_floor, level=way)
     return dict(zip(CAST_FIELDS, cast_numbers(sums.numpy()).tolist(), strict=True))
 
 
 def assert_right(x, made, ways=WAYS):
-    turned = cpu.is_transposed(x)
+    turned = native_bindings.is_transposed(x)
     size, other = x.shape[::-1] if turned else x.shape
     rows = spread(size, statistics.SAMPLED_ELEMENTS // other)
     wanted = numbers_of(x, made, (slice(None), rows) if turned else (rows, slice(None)))
@@ -230,7 +231,7 @@ def test_a_gaussian_reads_what_is_known_of_it():
 @pytest.mark.parametrize("native", [True, False])
 def test_gradients_and_threads_change_nothing(native, monkeypatch):
     if not native:
-        monkeypatch.setattr(summing, "sums", lambda *_: False)
+        monkeypatch.setattr(native_statistics, "sums", lambda *_: False)
     x = torch.randn(300, 200, requires_grad=True)
     made, before = octavo.quantize(x, E4M3), torch.get_num_threads()
     alone = cast_sums(x, made)
@@ -276,7 +277,7 @@ def product(left, right, accumulate=Accumulate.FP32, granularity=None):
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(1, 32), PerBlock(1, 1000)], ids=str)
 def test_a_product(granularity, native, accumulate, monkeypatch):
     if not native:
-        monkeypatch.setattr(summing, "sums", lambda *_: False)
+        monkeypatch.setattr(native_statistics, "sums", lambda *_: False)
     left, right = torch.randn(12, 300).bfloat16(), torch.randn(9, 300) + 0.5
     made, sums = product(left, right, accumulate, granularity)
     wanted = left.double().numpy() @ right.double().numpy().T
@@ -306,7 +307,7 @@ def test_sums_of_one_sign_lose_a_part():
 def test_autocast_leaves_the_wanted_product_alone(monkeypatch):
     left, right = torch.randn(8, 64), torch.randn(8, 64)
     for native in (True, False):
-        monkeypatch.setattr(summing, "sums", lambda *_, native=native: native)
+        monkeypatch.setattr(native_statistics, "sums", lambda *_, native=native: native)
         _, alone = product(left, right)
         with torch.autocast("cpu", torch.bfloat16):
             _, around = product(left, right)
@@ -321,6 +322,6 @@ def test_a_product_without_noise_or_signal_has_no_ratio():
 
 def test_a_field_for_every_number():
     assert cast_numbers(np.ones((4, 5, len(CAST_SUMS)))).shape == (4, 5, len(CAST_FIELDS))
-    if not cpu.why_absent():
-        assert len(CAST_SUMS) == cpu.extension().CAST_SUMS + 1
-        assert len(PRODUCT_SUMS) == cpu.extension().COMPARISON_SUMS
+    if not native_bindings.why_absent():
+        assert len(CAST_SUMS) == native_bindings.extension().CAST_SUMS + 1
+        assert len(PRODUCT_SUMS) == native_bindings.extension().COMPARISON_SUMS

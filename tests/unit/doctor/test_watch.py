@@ -13,7 +13,7 @@ from octavo.doctor import Sample, Watcher, watch
 from octavo.doctor.series import CastKey, ProductKey
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.errors import ConfigError
-from octavo.kernels import cpu, dispatch
+from octavo.kernels import dispatch, native_bindings
 from octavo.models import Llama, LlamaConfig
 
 TRAINED = [
@@ -393,9 +393,10 @@ def test_an_input_of_any_strides():
 def test_without_native_kernels_the_numbers_are_the_same(monkeypatch):
     """Casts to 1e-9; a GEMM's in the order in which torch adds."""
     found = []
-    for absence in (cpu.why_absent(), "not built"):
-        monkeypatch.setattr(cpu, "_absence", absence)
+    for absence in (native_bindings.why_absent(), "not built"):
+        monkeypatch.setattr(native_bindings, "_absence", absence)
         monkeypatch.setattr(dispatch, "_record", {})
+        monkeypatch.setattr(dispatch, "_casts", {})
         model = mlp("rowwise")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         watcher = watch(model, optimizer, interval=1)

@@ -8,10 +8,10 @@ import torch
 from octavo.errors import BackendError, ConfigError
 from octavo.formats import FP32
 from octavo.inference import KVCacheBatch, ModelRunner, PagedKVCache
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig
 
-LEVELS = ("torch", *cpu.levels())
+LEVELS = ("torch", *native_bindings.levels())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 
 from octavo.errors import ClosedError, QueueFullError
 from octavo.inference import Engine, EngineConfig, EngineThread, FinishReason, SamplingParams, engine_thread
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.kernels.threads import count_threads
 
 
@@ -175,4 +175,4 @@ def test_it_works_with_as_many_threads_as_who_made_it(monkeypatch, byte_runner, 
         assert made.drain(60)
     finally:
         torch.set_num_threads(threads)
-    assert {*seen} == {3 if cpu.why_absent() is None else 0}
+    assert {*seen} == {3 if native_bindings.why_absent() is None else 0}

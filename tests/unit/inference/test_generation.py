@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.inference import ModelRunner, generate
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_that_is_no_list_is_named(runner):
         next(generate(runner, prompt, max_new_tokens=2))
 
 
-@pytest.mark.parametrize("level", ["torch", *cpu.levels()])
+@pytest.mark.parametrize("level", ["torch", *native_bindings.levels()])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_with_nan_weights_is_named(runner, level, temperature):
     broken = Llama(runner.config)

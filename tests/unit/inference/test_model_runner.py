@@ -10,10 +10,10 @@ from octavo.errors import BackendError, ConfigError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner, PagedKVCache
 from octavo.inference.native_decoder import CacheTensors, NativeDecoder
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig
 
-LEVELS = ("torch", *cpu.levels())
+LEVELS = ("torch", *native_bindings.levels())
 
 
 def model(*, tie=True, heads=6, kv_heads=2):
@@ -82,7 +82,7 @@ def test_logits_are_those_of_the_model(level, tie, heads, kv_heads):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("fmt", [E4M3, BF16], ids=str)
 def test_native_layers_follow_their_definition(level, fmt):
     made = model()
@@ -141,7 +141,7 @@ def test_codes_in_blocks_are_refused():
         ModelRunner(made)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 def test_the_first_layers_codes_are_those_of_the_definition(level):
     """Keys of layer 0 differ by the order of sums alone; those that are all zero, and their scales, not at all."""
     made, tokens = model(), torch.randint(0, 300, (70,))
@@ -162,7 +162,7 @@ def test_the_first_layers_codes_are_those_of_the_definition(level):
     assert not bool(found.keys[1].float().any())
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (9, 1)])
 def test_a_level_stores_the_bits_of_the_definition(level, heads, kv_heads):
     """Of the keys and values that it makes itself, which an FP32 cache shows, in the first layer."""
@@ -207,7 +207,7 @@ def test_means_of_another_model_are_refused(change, words):
         ModelRunner(model(), key_means=change)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 def test_tiny_keys_and_values_are_stored_as_they_are(level):
     """Of about 1e-30 and 1e-38, below what other casts tell from zero; scales down to FP32's smallest normal number."""
     made, tokens = model(), torch.randint(0, 300, (64,))
@@ -229,7 +229,7 @@ def test_tiny_keys_and_values_are_stored_as_they_are(level):
         assert bool(found.values[layer, 0].float().any(dim=2).all())
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 def test_infinite_keys_and_values_are_no_numbers(level):
     """E4M3 has no infinity: what leaves FP32 is NaN in the cache, as in the definition, and not the maximum."""
     made, tokens = model(), torch.randint(0, 300, (70,))
@@ -252,7 +252,7 @@ def test_infinite_keys_and_values_are_no_numbers(level):
         assert torch.equal(own[1].isfinite(), own[2].isfinite())
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 def test_sequences_share_a_call_and_nothing_else(level):
     """Rows of two sequences in turn, in pages of one cache, are what each sequence gives alone."""
     runner, tokens = ModelRunner(model(), level=level), torch.randint(0, 300, (2, 70))
@@ -282,7 +282,7 @@ def test_a_cache_of_another_model_is_refused(level):
 
 
 def test_rows_of_another_model_are_refused():
-    runner = ModelRunner(model(), level=cpu.levels()[-1])
+    runner = ModelRunner(model(), level=native_bindings.levels()[-1])
     tensors, native = runner.new_cache().tensors, NativeDecoder(runner._decoder)
     one = torch.zeros(1, dtype=torch.int64)
     for hidden in (torch.zeros(1, 71), torch.zeros(2, 72), torch.zeros(1, 72).double(), torch.zeros(1, 144)[:, ::2]):

@@ -10,10 +10,10 @@ import octavo
 from octavo.errors import BackendError
 from octavo.formats import BF16, E4M3, FP32
 from octavo.inference import ModelRunner, ServingRecipe
-from octavo.kernels import cpu, products
+from octavo.kernels import native_bindings, native_gemm
 from octavo.models import Llama, LlamaConfig
 
-LEVELS = ("torch", *cpu.levels())
+LEVELS = ("torch", *native_bindings.levels())
 LENGTHS = (1, 64, 70, 97, 30)
 
 
@@ -88,7 +88,7 @@ def test_a_row_is_the_same_in_every_company(model, level, recipe, fmt):
             break  # one row at a time, in any case
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("k", [1, 31, 32, 100, 577, 9001, 33000])
 def test_a_product_of_many_rows_has_the_bits_of_one(level, k):
     """Sums of few rows and of many, with codes and rows that are summed in the plain way among them."""
@@ -99,10 +99,10 @@ def test_a_product_of_many_rows_has_the_bits_of_one(level, k):
     x[7, 0], x[8, k // 2], x[9] = 1e-38, torch.inf, 0
     scale = torch.rand(70, 1, generator=generator)
     many = torch.cat(
-        [products.gemm(some, weight, b_scale=scale, out_dtype=torch.float32, level=level) for some in x.split(16)]
+        [native_gemm.gemm(some, weight, b_scale=scale, out_dtype=torch.float32, level=level) for some in x.split(16)]
     )
     one = torch.cat(
-        [products.gemm(row, weight, b_scale=scale, out_dtype=torch.float32, level=level) for row in x.split(1)]
+        [native_gemm.gemm(row, weight, b_scale=scale, out_dtype=torch.float32, level=level) for row in x.split(1)]
     )
     assert torch.equal(many.view(torch.int32), one.view(torch.int32))
     usual = torch.tensor([row not in (7, 8, 9) for row in range(50)])
@@ -113,7 +113,7 @@ def test_a_product_of_many_rows_has_the_bits_of_one(level, k):
     assert torch.equal(gap.isnan().any(0), torch.arange(70) == 40)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("count", [2, 5, 16])
 def test_a_scale_that_reaches_far_leaves_other_rows_as_they_are(level, count):
     generator = torch.Generator().manual_seed(count)
@@ -124,7 +124,7 @@ def test_a_scale_that_reaches_far_leaves_other_rows_as_they_are(level, count):
     b_scale = torch.rand(70, 1, generator=generator)
 
     def product(rows):
-        made = products.gemm(
+        made = native_gemm.gemm(
             x[rows], weight, a_scale=scale[rows], b_scale=b_scale, out_dtype=torch.float32, level=level
         )
         return made.view(torch.int32)

@@ -12,12 +12,12 @@ from octavo.formats import E4M3, FP32
 from octavo.inference import ModelRunner, ServingRecipe
 from octavo.inference.decoder_weights import DecoderWeight, InputCast
 from octavo.inference.recipes import held_weight
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.models import Llama, LlamaConfig
 from octavo.numerics import saturation_fraction
 from octavo.numerics.integers import Int8Rows, quantize_int8
 
-LEVELS = ("torch", *cpu.levels())
+LEVELS = ("torch", *native_bindings.levels())
 TOKENS = torch.arange(90) * 7 % 300
 ROWS = octavo.PerRow()
 
@@ -109,7 +109,7 @@ def test_static_scales_are_the_calibrations_and_clipping_is_counted(level):
     assert abs(runner.saturation.saturated - clipped) <= max(2, 0.05 * clipped)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("recipe", ServingRecipe)
 def test_native_layers_follow_their_definition(level, recipe):
     made = model()
@@ -180,7 +180,7 @@ def test_weights_and_casts_that_do_not_go_together_are_refused():
         DecoderWeight(rows=long, input=InputCast.INT8_DYNAMIC)
 
 
-@pytest.mark.parametrize("level", cpu.levels())
+@pytest.mark.parametrize("level", native_bindings.levels())
 @pytest.mark.parametrize("k", [1, 31, 33, 297])
 def test_integers_are_summed_exactly(level, k):
     """A head of one layer's decoder, whose logits are a product of integers times two scales."""

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import octavo
 from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0, FP8_FORMATS
-from octavo.kernels import cpu, fake_quantize, quantize, quantize_and_measure
-from octavo.numerics import PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure
+from octavo.kernels import cast, fake_quantize, native_bindings, quantize
+from octavo.numerics import CastSpec, PerBlock, PerRow, PerTensor, QuantizedTensor, ScaleRounding, measure
 from octavo.numerics import quantize as quantize_by_torch
 from octavo.numerics.granularity import granularity_as_list
 
@@ -49,11 +49,11 @@ def test_every_option():
 @every_granularity
 def test_what_is_measured_comes_along(granularity):
     x = torch.randn(6, 9)
-    rule = cpu.ScaleRule(ScaleRounding.FP32, 1e-12, 0)
+    spec = CastSpec(format=E4M3, granularity=granularity, amax_floor=1e-12)
     for bad in (None, float("inf"), float("nan")):
         if bad is not None:
             x[1, 2] = bad
-        _, found = quantize_and_measure(x, E4M3, granularity, rule)
+        found = cast(x, spec).measurement
         wanted = measure(x, granularity)
         assert found is not None
         assert torch.equal(found.amax, wanted.amax)
@@ -114,8 +114,8 @@ def test_fake_quantize_refuses_integers():
 @every_granularity
 @pytest.mark.parametrize("x", [torch.randn(5, 7), torch.randn(7, 5).t(), torch.randn(1, 8), torch.randn(8, 1).t()])
 def test_the_operator_is_what_its_shape_function_says(x, granularity):
-    if cpu.why_absent():
-        pytest.skip(f"no native kernels: {cpu.why_absent()}")
+    if native_bindings.why_absent():
+        pytest.skip(f"no native kernels: {native_bindings.why_absent()}")
     block = granularity_as_list(granularity)
     arguments = (x, torch.float8_e4m3fn, block, "fp32", 1e-12, 0, True, None, None, False, True, "")
     torch.library.opcheck(torch.ops.octavo.cast, arguments, test_utils=("test_faketensor",))

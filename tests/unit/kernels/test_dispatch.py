@@ -1,4 +1,5 @@
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,10 +7,22 @@ import torch
 
 import octavo
 from octavo.errors import BackendError, ConfigError
-from octavo.kernels import cpu, dispatch, explain, scaled_mm, selections, torch_cuda
-from octavo.kernels.backend import MatmulProblem
-from octavo.kernels.dispatch import BACKENDS
-from octavo.numerics import Accumulate, PerBlock, PerTensor, QuantizedTensor
+from octavo.formats import E4M3_FNUZ
+from octavo.kernels import cast, dispatch, explain, native_bindings, scaled_mm, selections
+from octavo.kernels.backend import CastProblem, MatmulProblem
+from octavo.kernels.backends import torch_cuda
+from octavo.kernels.dispatch import BACKENDS, CAST_BACKENDS, cast_selections
+from octavo.numerics import (
+    Accumulate,
+    CastSpec,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QuantizedTensor,
+    Record,
+    Rounding,
+    measure,
+)
 
 NAMES = [backend.name for backend in BACKENDS]
 
@@ -17,6 +30,7 @@ NAMES = [backend.name for backend in BACKENDS]
 @pytest.fixture
 def _fresh_record(monkeypatch):
     monkeypatch.setattr(dispatch, "_record", {})
+    monkeypatch.setattr(dispatch, "_casts", {})
 
 
 def _quantized(rows: int, columns: int, **options) -> QuantizedTensor:
@@ -31,7 +45,7 @@ def test_auto_records_its_choice_with_reasons_once_a_problem():
     scaled_mm(a, b, out_dtype=torch.bfloat16)
     first, second = selections()
     assert first.backend == next(name for name in NAMES if name not in dict(first.rejected))
-    assert first.backend == ("native" if cpu.levels() else "torch_cpu")
+    assert first.backend == ("native" if native_bindings.levels() else "torch_cpu")
     assert (first.problem.m, first.problem.n, first.problem.k) == (4, 3, 8)
     assert second.problem.out_dtype is torch.bfloat16
     assert dict(first.rejected)["torch_cuda"] == "it runs on CUDA, and the operands are on cpu"
@@ -204,3 +218,70 @@ def test_what_went_well_before_vouches_for_no_other_call(wrong):
     matrix: Any = torch.ones(2, 4)
     with pytest.raises(ConfigError):
         scaled_mm(a, matrix)
+
+
+@pytest.mark.usefixtures("_fresh_record")
+def test_a_cast_records_its_selection_with_reasons_once_a_problem():
+    x, spec = torch.randn(4, 8), CastSpec(format=octavo.E4M3)
+    for _ in range(3):
+        cast(x, spec)
+    cast(x, replace(spec, margin=1))  # no backend asks about it
+    cast(x, replace(spec, format=octavo.E5M2, rounding=Rounding.STOCHASTIC))
+    nearest, stochastic = cast_selections()
+    assert nearest.backend == ("native" if native_bindings.levels() else "reference")
+    assert nearest.problem == CastProblem.of(x, octavo.E4M3, PerTensor())
+    assert dict(nearest.rejected)["triton"] == "it runs on CUDA, and the tensor is on cpu"
+    assert stochastic.backend == "reference"
+    assert [name for name, _ in stochastic.rejected] == ["triton", "native"]
+    assert explain(stochastic.problem) == stochastic
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ({"shape": torch.Size([0, 4])}, "the tensor is empty"),
+        ({"format": E4M3_FNUZ}, "it casts to E4M3 and E5M2, not E4M3_FNUZ"),
+        ({"device": "meta"}, "it runs on a CPU, and the tensor is on meta"),
+        ({"rounding": Rounding.STOCHASTIC}, "it rounds to nearest"),
+        ({"transformed": True}, "it reads memory, which torch.func's tensors do not have"),
+        (
+            {"shape": torch.Size([2, 3, 4]), "granularity": PerBlock(2, 2)},
+            "a block of PerBlock(rows=2, columns=2) would hold rows of two matrices",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.skipif(not native_bindings.levels(), reason="no native kernels were built")
+def test_the_native_cast_says_why_it_cannot_run(problem, reason):
+    described = replace(CastProblem.of(torch.ones(2, 4), octavo.E4M3, PerTensor()), **problem)
+    selection = explain(described)
+    assert (selection.backend, dict(selection.rejected)["native"]) == ("reference", reason)
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(2, 2)], ids=str)
+def test_every_cast_backend_returns_and_records_the_same(granularity):
+    x, spec = torch.randn(6, 4), CastSpec(format=octavo.E4M3, granularity=granularity)
+    x[2, 3] = float("inf")
+    for backend in CAST_BACKENDS:
+        if backend.unsupported_reason(CastProblem.of(x, spec.format, granularity)) is not None:
+            continue
+        result = backend.cast(x, spec, transpose=True)
+        for found, source in ((result.output, x), (result.transposed, x.t())):
+            assert found is not None
+            wanted = octavo.quantize(source, octavo.E4M3, granularity=granularity)
+            assert torch.equal(found.data.float().nan_to_num(1000.0), wanted.data.float().nan_to_num(1000.0))
+            assert torch.equal(found.scale, wanted.scale)
+        assert result.measurement is not None
+        assert torch.equal(result.measurement.amax, measure(x, granularity).amax)
+        assert result.measurement.nonfinite == 1
+
+
+def test_a_cast_records_into_what_it_is_given():
+    x = torch.tensor([[1.0, -3.0], [float("nan"), 2.0]])
+    record = Record(torch.tensor(-1.0), torch.tensor(False), torch.tensor(4))
+    cast(x, CastSpec(format=octavo.E4M3), transpose=True, into=record)
+    assert record.amax == 3.0
+    assert record.overflowed
+    assert record.nonfinite == 5
+    cast(x[:0], CastSpec(format=octavo.E4M3), into=record)
+    assert record.nonfinite == 5

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 
 pytestmark = [
-    pytest.mark.skipif(cpu.why_absent() is not None, reason="native: the kernels are not built"),
+    pytest.mark.skipif(native_bindings.why_absent() is not None, reason="native: the kernels are not built"),
     pytest.mark.skipif(sys.platform != "linux", reason="memory is limited and counted as Linux does"),
 ]
 
@@ -17,7 +17,7 @@ PROGRAM = """
 import resource
 from pathlib import Path
 import torch
-from octavo.kernels.products import gemm
+from octavo.kernels.native_gemm import gemm
 
 torch.set_num_threads(2)
 a, b = torch.randn(4, 400_000), torch.zeros(256, 400_000, dtype=torch.uint8).view(torch.float8_e4m3fn)

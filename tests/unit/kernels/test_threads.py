@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.kernels.threads import check_threads, count_threads, release_threads
 
 pytestmark = [
-    pytest.mark.skipif(cpu.why_absent() is not None, reason="native: the kernels are not built"),
+    pytest.mark.skipif(native_bindings.why_absent() is not None, reason="native: the kernels are not built"),
     pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in Linux's /proc"),
 ]
 
@@ -64,7 +64,7 @@ def run(program: str) -> str:
 RESULTS = """
 import torch
 from octavo import E4M3, PerRow, PerTensor, quantize, scaled_mm
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 
 def results():
     generator = torch.Generator().manual_seed(0)
@@ -88,10 +88,10 @@ def test_results_are_the_same_on_a_busy_machine():
         RESULTS
         + """
 print(same(alone, results()))
-cpu.extension().assume_busy(600)
-print(cpu.extension().is_busy(), all(same(alone, results()) for _ in range(50)))
-cpu.extension().assume_busy(0)
-print(cpu.extension().is_busy(), same(alone, results()))
+native_bindings.extension().assume_busy(600)
+print(native_bindings.extension().is_busy(), all(same(alone, results()) for _ in range(50)))
+native_bindings.extension().assume_busy(0)
+print(native_bindings.extension().is_busy(), same(alone, results()))
 """
     )
     assert told.split() == ["True", "True", "True", "False", "True"]
@@ -128,7 +128,7 @@ def test_torchs_threads_sleep_beside_a_team_that_a_busy_machine_adds_and_an_idle
 import time
 from pathlib import Path
 import torch
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 
 def threads():
     return sum(1 for _ in Path("/proc/self/task").iterdir())
@@ -142,9 +142,9 @@ def reaches(condition):
 
 torch.ones(10**6).exp()
 before = threads()
-cpu.extension().assume_busy(600)
+native_bindings.extension().assume_busy(600)
 print(reaches(lambda: threads() >= before + 2))  # who keeps the team, and a team of two
-cpu.extension().assume_busy(0)
+native_bindings.extension().assume_busy(0)
 print(reaches(lambda: threads() == before + 1))
 """
     )
@@ -155,11 +155,11 @@ def test_a_quota_counts_where_nobody_chose_a_number():
     told = run(
         """
 import torch
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.kernels.threads import count_threads
 import ctypes
 cores = ctypes.CDLL(None).omp_get_num_procs()
-cpu.extension().limit_threads(1)
+native_bindings.extension().limit_threads(1)
 for threads in (cores, cores + 1):
     torch.set_num_threads(threads)
     print(count_threads() - (1 if threads == cores else threads))

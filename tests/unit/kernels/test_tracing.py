@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import octavo
-from octavo.kernels import gpu, tracing
-from octavo.kernels.tracing import SOURCES, _digest, distinct
+from octavo.kernels import tracing, triton_bindings
+from octavo.kernels.tracing import _digest, sources, unaliased
 
 
 class _Doubled(torch.autograd.Function):
@@ -21,7 +21,7 @@ class _Doubled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return distinct((x * 2).to(x.dtype).contiguous())
+        return unaliased((x * 2).to(x.dtype).contiguous())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def test_a_result_with_several_names_keeps_its_gradient_in_a_traced_graph() -> N
 
 def test_outside_of_a_graph_it_is_the_result_itself() -> None:
     x = torch.randn(4)
-    assert distinct(x) is x
+    assert unaliased(x) is x
 
 
 def _calls(function: Callable[..., object], *tensors: Tensor) -> list[fx.Node]:
@@ -59,31 +59,34 @@ def test_a_cast_says_whether_it_is_measured_and_of_which_sources_it_is() -> None
     layer = octavo.nn.Linear(16, 8, bias=False, recipe="tensorwise")
     trained = _calls(layer, torch.ones(4, 16))
     plain = _calls(lambda x: octavo.quantize(x, octavo.E4M3).data, torch.ones(4))
-    assert {node.args[-2:] for node in trained} == {(True, SOURCES)}
-    assert {node.args[-2:] for node in plain} == {(False, SOURCES)}
+    assert {node.args[-2:] for node in trained} == {(True, sources())}
+    assert {node.args[-2:] for node in plain} == {(False, sources())}
 
 
 def test_sources_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert _digest() == SOURCES
+    digest = sources()
     package = tmp_path / "octavo"
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("kernels", "numerics"):
         shutil.copytree(Path(octavo.__file__).parent / name, package / name, ignore=ignored)
     shutil.copy(Path(octavo.__file__).parent / "formats.py", package)
     monkeypatch.setattr(tracing, "files", lambda _: package)
-    assert _digest() == SOURCES
-    for name in ("kernels/gpu.py", "kernels/triton/casts.py", "numerics/granularity.py", "formats.py"):
-        before, path = _digest(), package / name
+    _digest.cache_clear()
+    assert sources() == digest
+    for name in ("kernels/triton_bindings.py", "kernels/triton/casts.py", "numerics/granularity.py", "formats.py"):
+        before, path = sources(), package / name
         path.write_text(path.read_text() + "\n")
-        assert _digest() != before
+        _digest.cache_clear()
+        assert sources() != before
+    _digest.cache_clear()
 
 
 @pytest.mark.parametrize("exporting", [True, False])
 def test_an_exported_graph_keeps_the_operator(exporting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
-    monkeypatch.setattr(gpu, "quantize", None)  # what it does on a GPU, which is called to be seen
+    monkeypatch.setattr(triton_bindings, "cast", None)  # what it does on a GPU, which is called to be seen
     graphs: list[str] = []
-    arguments: tuple[Any, ...] = (torch.float8_e4m3fn, [], "fp32", 0.0, 0, True, None, None, False, True, SOURCES)
+    arguments: tuple[Any, ...] = (torch.float8_e4m3fn, [], "fp32", 0.0, 0, True, None, None, False, True, sources())
 
     def take(module: fx.GraphModule, _: object) -> Callable[..., object]:
         graphs.append(str(module.graph))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.kernels import fused as kernels
+from octavo.kernels import fused_casts as kernels
 from octavo.nn import LayerNormLinear, LayerNormMLP
 from octavo.nn import fused as layers
 from octavo.numerics.metrics import sqnr_db

@@ -6,7 +6,7 @@ import octavo
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import hold_codes
-from octavo.observers import AmaxHistory, ScaleUpdates
+from octavo.scaling import AmaxHistory, ScaleUpdates
 from tests.contract.gemm_oracle import assert_product, recorded_products
 
 RECIPES = tuple(name for name in octavo.recipes.names() if not octavo.recipes.get(name).has_static_input)

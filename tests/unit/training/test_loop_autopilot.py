@@ -11,7 +11,7 @@ from octavo.doctor import Captures, diagnose, series_of
 from octavo.doctor.capture_choice import capture_for
 from octavo.doctor.remedies import ranked
 from octavo.nn import Linear
-from octavo.observers import AmaxHistory
+from octavo.scaling import AmaxHistory
 from octavo.training import loop
 from octavo.training.events import Event, Notice
 from octavo.training.loop import train

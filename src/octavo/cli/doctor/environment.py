@@ -10,7 +10,7 @@ import torch
 from octavo.cli.console import print_json, print_table
 from octavo.formats import E4M3
 from octavo.handed_on import own_version
-from octavo.kernels import cpu, explain, gpu
+from octavo.kernels import explain, native_bindings, triton_bindings
 from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.dispatch import BACKENDS
 from octavo.kernels.threads import count_threads
@@ -79,10 +79,10 @@ def environment() -> dict[str, Any]:
         "cpu": processor_name(),
         "torch_threads": torch.get_num_threads(),
         "native_threads": count_threads(),
-        "native_levels": list(cpu.levels()),
-        "native_level": next(reversed(cpu.levels()), None),
-        "native_absence": cpu.why_absent(),
-        "triton_absence": gpu.why_absent(),
+        "native_levels": list(native_bindings.levels()),
+        "native_level": next(reversed(native_bindings.levels()), None),
+        "native_absence": native_bindings.why_absent(),
+        "triton_absence": triton_bindings.why_absent(),
     }
 
 

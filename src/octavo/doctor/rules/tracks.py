@@ -12,7 +12,7 @@ from octavo.doctor.series import CastKey, Period, Series
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.doctor.tables import Floats
 from octavo.formats import E5M2, FP8_FORMATS, Format
-from octavo.kernels.summing import least_judged_amax
+from octavo.kernels.cast_statistics import least_judged_amax
 from octavo.numerics.scaling import smallest_scaled_amax
 
 __all__ = ["Track", "longest", "tracks"]

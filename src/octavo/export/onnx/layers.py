@@ -23,8 +23,8 @@ from octavo.formats import E4M3
 from octavo.functional import cast_operand
 from octavo.nn import Linear
 from octavo.numerics import PerRow, PerTensor, QuantizedTensor, ScaleRounding, encode_scale_from_amax
-from octavo.observers import INPUT, WEIGHT, LayerTap
 from octavo.recipes import CastSpec, Scaling
+from octavo.scaling import INPUT, WEIGHT, LayerScaling
 
 __all__ = [
     "HIGH_PRECISION",
@@ -238,9 +238,9 @@ def _constant_encode_scale(layer: Linear, spec: CastSpec, path: str) -> Tensor |
     )
 
 
-def _tap(layer: Linear) -> LayerTap:
+def _tap(layer: Linear) -> LayerScaling:
     """Amaxes that the layer uses in evaluation."""
-    return LayerTap(amaxes=None if layer.amax_history is None else layer.amax_history.amax.clone())
+    return LayerScaling(amaxes=None if layer.amax_history is None else layer.amax_history.amax.clone())
 
 
 def _is_zero(weight: QuantizedTensor) -> Tensor:

@@ -1,4 +1,4 @@
-// The Python module: addresses and sizes in, nothing of torch. kernels/cpu.py and products.py and
+// The Python module: addresses and sizes in, nothing of torch. kernels/native_bindings.py and products.py and
 // inference/native_decoder.py look at all of it first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.result_cast import CastResult, ResultCast
+from octavo.kernels.result_cast import ResultBuffers, ResultCast
 from octavo.kernels.triton import epilogues, launching
 from octavo.kernels.triton.codes import finite_magnitude, round_to
 from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, TENSOR, add_to_found, cast_row, cast_tile
@@ -193,8 +193,8 @@ def _activation_backward_kernel(
 
 def cast_activation(
     x: Tensor, function: str, cast: ResultCast, *, gated: bool, amax: Tensor | None, scale: Tensor | None
-) -> CastResult:
-    """See :func:`octavo.kernels.fused.cast_activation`."""
+) -> ResultBuffers:
+    """See :func:`octavo.kernels.fused_casts.cast_activation`."""
     rows, columns = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     launch = epilogues.launch_of(x, columns, cast, amax, scale)
     flags = {
@@ -242,7 +242,7 @@ def cast_activation(
 
 
 def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool) -> Tensor:
-    """See :func:`octavo.kernels.fused.activation_backward`.
+    """See :func:`octavo.kernels.fused_casts.activation_backward`.
 
     Bytes an element of y, 16-bit: 2 + 4 read and 4 written if gated, 2 + 2 and 2 if not.
     """

@@ -14,12 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.formats import Format
-from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import casts, launching
 from octavo.kernels.triton.casts import (
     Lines,
-    Made,
     any_broken,
     as_held,
     ceil_div,
@@ -31,7 +28,7 @@ from octavo.kernels.triton.casts import (
     report,
 )
 from octavo.kernels.triton.codes import encode_scale_from_amax, number_from_code, reciprocal
-from octavo.numerics import Record
+from octavo.numerics import CastSpec, PerBlock, Record
 
 __all__ = ["LARGEST", "cast_blocks"]
 
@@ -119,33 +116,33 @@ def cast_blocks_kernel(
 
 def cast_blocks(
     matrix: Tensor,
-    fmt: Format,
-    rule: ScaleRule,
-    block: tuple[int, int],
+    spec: CastSpec,
     *,
-    propagate: bool = True,
     direct: bool = True,
     flipped: bool = False,
     values: Tensor | None = None,
     into: Record | None = None,
-) -> Made:
+) -> tuple[Lines | None, Lines | None]:
     """A scale for every block of a matrix, of its transpose, or of both.
 
     Args:
         matrix: [M, K] float32, bfloat16 or float16, not empty, its columns side by side.
-        fmt: E4M3 or E5M2.
-        rule: how amaxes become scales.
-        block: rows and columns of a block, in each order its own; powers of two up to 128.
-        propagate: whether an infinite element stays one (NaN in E4M3); otherwise it saturates.
+        spec: how to cast; rows and columns of its blocks are powers of two up to 128, in each order its own.
         direct: whether to write the matrix.
         flipped: whether to write its transpose, [K, M].
         values: where to write what the codes of ``direct`` alone stand for, instead of codes: shaped as ``matrix``, or
             itself.
         into: where to record NaN and ±Inf; its amax is left to the caller.
     """
+    assert isinstance(spec.granularity, PerBlock)
+    block = (spec.granularity.rows, spec.granularity.columns)
     device, (rows, columns) = matrix.device, matrix.shape
-    out = casts.empty_codes(rows, columns, fmt, device, wanted=direct and values is None) if values is None else values
-    turned = casts.empty_codes(columns, rows, fmt, device, wanted=flipped)
+    out = (
+        casts.empty_codes(rows, columns, spec.format, device, wanted=direct and values is None)
+        if values is None
+        else values
+    )
+    turned = casts.empty_codes(columns, rows, spec.format, device, wanted=flipped)
     scales, amaxes = _groups(rows, columns, block, device)
     flipped_scales, flipped_amaxes = _groups(columns, rows, block, device)
     down, across, warps = _tile(block, one_way=direct and not flipped)
@@ -155,12 +152,11 @@ def cast_blocks(
         scales, amaxes, flipped_scales, flipped_amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
         DIRECT=direct, FLIPPED=flipped, VALUES=values is not None, ROWS=block[0], COLUMNS=block[1],
-        **casts.constants(fmt, rule, device, propagate=propagate), DOWN=down, ACROSS=across, num_warps=warps,
+        **casts.constants(spec, device), DOWN=down, ACROSS=across, num_warps=warps,
     )  # fmt: skip
-    return Made(
-        Lines(out, scales, amaxes) if direct else None,
-        Lines(turned, flipped_scales, flipped_amaxes) if flipped else None,
-    )
+    return Lines(out, scales, amaxes) if direct else None, Lines(
+        turned, flipped_scales, flipped_amaxes
+    ) if flipped else None
 
 
 def _tile(block: tuple[int, int], *, one_way: bool) -> tuple[int, int, int]:

@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
-from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import launching
 from octavo.kernels.triton.codes import (
     INTERPRETED,
@@ -35,12 +34,11 @@ from octavo.kernels.triton.codes import (
     number_from_code,
     reciprocal,
 )
-from octavo.numerics import Record
+from octavo.numerics import CastSpec, Nonfinite, Record
 
 __all__ = [
     "TILE",
     "Lines",
-    "Made",
     "any_broken",
     "as_held",
     "as_written",
@@ -79,30 +77,13 @@ class Lines:
     amax: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What a cast gives.
-
-    Attributes:
-        direct: of the matrix; None if not asked for.
-        flipped: of its transpose; None if not asked for.
-        saturated: finite elements beyond the format's maximum after scaling, int64 []; None if not counted.
-        underflowed: nonzero elements whose code is zero, int64 []; None if not counted.
-    """
-
-    direct: Lines | None
-    flipped: Lines | None
-    saturated: Tensor | None = None
-    underflowed: Tensor | None = None
-
-
-def constants(fmt: Format, rule: ScaleRule, device: torch.device, *, propagate: bool) -> dict[str, Any]:
-    """What a kernel that measures and casts takes at compile time."""
-    return format_constants(fmt) | {
-        "ROUNDING": str(rule.rounding),
-        "FLOOR": float(rule.amax_floor),
-        "MARGIN": int(min(rule.margin, _NO_LARGER_MARGIN)),
-        "PROPAGATE": propagate,
+def constants(spec: CastSpec, device: torch.device) -> dict[str, Any]:
+    """Compile-time arguments of a kernel that measures and casts."""
+    return format_constants(spec.format) | {
+        "ROUNDING": str(spec.scale_rounding),
+        "FLOOR": float(spec.amax_floor),
+        "MARGIN": int(min(spec.margin, _NO_LARGER_MARGIN)),
+        "PROPAGATE": spec.nonfinite == Nonfinite.PROPAGATE,
         "HARDWARE": has_hardware_casts(device),
     }
 
@@ -348,39 +329,38 @@ def where_broken_goes(into: Record | None) -> tuple[Tensor | None, Tensor | None
 
 def cast_tensor(
     matrix: Tensor,
-    fmt: Format,
-    rule: ScaleRule,
+    spec: CastSpec,
     *,
-    propagate: bool = True,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
-    zero_is_unknown: bool = False,
+    measure_if_zero: bool = False,
     direct: bool = True,
     flipped: bool = False,
     counting: bool = False,
     values: Tensor | None = None,
     into: Record | None = None,
     fresh: bool = False,
-) -> Made:
-    """One scale for a matrix.
+) -> tuple[Lines | None, Lines | None, Tensor | None]:
+    """Cast with one scale for a matrix.
 
     Args:
         matrix: [M, K] float32, bfloat16 or float16, not empty, its columns side by side.
-        fmt: E4M3 or E5M2.
-        rule: how the amax becomes a scale.
-        propagate: whether an infinite element stays one (NaN in E4M3); otherwise it saturates.
+        spec: how to cast, with one scale for the tensor.
         amax: float32 [], to provide for instead of what is measured.
         scale: float32 [], used as it is.
-        zero_is_unknown: whether a given amax of 0 means the measured one.
+        measure_if_zero: whether a given amax of 0 means the measured one.
         direct: whether to write the matrix.
         flipped: whether to write its transpose, [K, M].
         counting: whether to count saturated and underflowed elements.
         values: where to write what the codes stand for, instead of codes: shaped and laid out as ``matrix``, or itself.
         into: where to record what is measured.
         fresh: whether ``into`` holds nothing yet: amax and count are written, not raised; the scale must be measured.
+
+    Returns:
+        The matrix, its transpose, and int64 [2], the numbers of saturated and underflowed elements.
     """
     device, (rows, columns) = matrix.device, matrix.shape
-    source = "scale" if scale is not None else "measured" if amax is None else "known" if zero_is_unknown else "amax"
+    source = "scale" if scale is not None else "measured" if amax is None else "known" if measure_if_zero else "amax"
     given = scale if amax is None else amax
     given = None if given is None else given.detach().to(torch.float32)
     found, programs = _measure_tensor(matrix, given) if source in {"measured", "known"} else (None, 0)
@@ -388,8 +368,8 @@ def cast_tensor(
     amax_record = None if into is None or into.amax is None else into.amax.view(torch.int32)
     overflowed, nonfinite = where_broken_goes(into)
     used = launching.allocate(matrix, (), torch.float32)
-    out = empty_codes(rows, columns, fmt, device, wanted=direct) if values is None else values
-    turned = empty_codes(columns, rows, fmt, device, wanted=flipped)
+    out = empty_codes(rows, columns, spec.format, device, wanted=direct) if values is None else values
+    turned = empty_codes(columns, rows, spec.format, device, wanted=flipped)
     shape, stride, out_stride = (rows, columns), matrix.stride(0), out.stride(0)
     if not flipped:
         shape, stride, out_stride = _flat(matrix, out)
@@ -402,14 +382,10 @@ def cast_tensor(
         *shape, stride, out_stride, programs,
         SOURCE=source, MEASURE=into is not None and into.gathers, FRESH=fresh,
         PROGRAMS=_PROGRAMS, DIRECT=direct, FLIPPED=flipped, VALUES=values is not None,
-        **constants(fmt, rule, device, propagate=propagate),
+        **constants(spec, device),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, num_warps=8,
     )  # fmt: skip
-    return Made(
-        Lines(out, used, None) if direct else None,
-        Lines(turned, used, None) if flipped else None,
-        *((None, None) if saturation is None else saturation.unbind()),
-    )
+    return Lines(out, used, None) if direct else None, Lines(turned, used, None) if flipped else None, saturation
 
 
 def _measure_tensor(matrix: Tensor, known: Tensor | None) -> tuple[Tensor, int]:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import E8M0
-from octavo.kernels.result_cast import CastResult, ResultCast, new_result
+from octavo.kernels.result_cast import ResultBuffers, ResultCast, new_buffers
 from octavo.kernels.triton import launching
 from octavo.kernels.triton.codes import (
     code_from_number,
@@ -186,7 +186,7 @@ def _block_encode_scale(
 class Launch(NamedTuple):
     """A cast as the arguments that every fused kernel takes."""
 
-    made: CastResult
+    made: ResultBuffers
     outputs: tuple[Tensor, Tensor, Tensor, Tensor]  # codes as uint8, scale, transposed codes as uint8, their scale
     found: Tensor  # int32, zeros
     known: Tensor | None
@@ -197,16 +197,16 @@ class Launch(NamedTuple):
 
 def launch_of(x: Tensor, columns: int, cast: ResultCast, amax: Tensor | None, scale: Tensor | None) -> Launch:
     """Allocate a result with ``columns`` columns, and name what the kernels are told."""
-    groups = cast.granularity
+    groups = cast.spec.granularity
     by_column = cast.transpose and isinstance(groups, PerRow)
     found = x.new_zeros(COLUMN_AMAXES.value + columns if by_column else 2, dtype=torch.int32)
-    made = new_result(x, columns, cast)._replace(found=found[:2] if by_column else found)
-    constants = format_constants(cast.format) | {
-        "ROUNDING": str(cast.rule.rounding),
-        "FLOOR": cast.rule.amax_floor,
-        "MARGIN": cast.rule.margin,
-        "E8M0": cast.scale_format == E8M0,
-        "PROPAGATE": cast.nonfinite == Nonfinite.PROPAGATE,
+    made = new_buffers(x, columns, cast)._replace(found=found[:2] if by_column else found)
+    constants = format_constants(cast.spec.format) | {
+        "ROUNDING": str(cast.spec.scale_rounding),
+        "FLOOR": cast.spec.amax_floor,
+        "MARGIN": cast.spec.margin,
+        "E8M0": cast.spec.scale_format == E8M0,
+        "PROPAGATE": cast.spec.nonfinite == Nonfinite.PROPAGATE,
         "HARDWARE": has_hardware_casts(x.device),
     }
     return Launch(

@@ -1,7 +1,6 @@
 """The end of a delayed step for one layer, in one launch instead of some twenty.
 
-What it computes is described at ``octavo.observers.AmaxHistory``; here it is one program, since three roles have little
-to do.
+``octavo.scaling.AmaxHistory`` describes what it computes; here it is one program, since three roles have little to do.
 """
 
 import torch

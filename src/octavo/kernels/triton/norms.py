@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast
+from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast
 from octavo.kernels.triton import epilogues, launching
 from octavo.kernels.triton.codes import finite_magnitude, reciprocal, round_to
 from octavo.kernels.triton.epilogues import COLUMN_AMAXES, ROW, add_to_found, cast_row, cast_tile
@@ -171,8 +171,8 @@ def cast_norm(
     handed_on: torch.dtype,
     amax: Tensor | None,
     scale: Tensor | None,
-) -> tuple[CastResult, Tensor, Tensor]:
-    """See :func:`octavo.kernels.fused.cast_norm`."""
+) -> tuple[ResultBuffers, Tensor, Tensor]:
+    """See :func:`octavo.kernels.fused_casts.cast_norm`."""
     rows, columns = x.shape
     launch = epilogues.launch_of(x, columns, cast, amax, scale)
     mean, rstd = (x.new_empty(size, dtype=torch.float32) for size in (rows if norm.layer else 0, rows))
@@ -217,7 +217,7 @@ def cast_norm(
 def norm_backward(
     grad_y: Tensor, x: Tensor, gain: Tensor, mean: Tensor, rstd: Tensor, norm: NormSpec, *, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`octavo.kernels.fused.norm_backward`; the parts are summed in a fixed order.
+    """See :func:`octavo.kernels.fused_casts.norm_backward`; the parts are summed in a fixed order.
 
     Bytes an element, 16-bit: 2 + 2 read, 2 written, and 4 or 8 bytes a column for each of 396 programs.
     """

@@ -18,12 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.formats import Format
-from octavo.kernels.cpu import ScaleRule
 from octavo.kernels.triton import casts, launching
 from octavo.kernels.triton.casts import (
     Lines,
-    Made,
     any_broken,
     as_held,
     ceil_div,
@@ -35,7 +32,7 @@ from octavo.kernels.triton.casts import (
     report,
 )
 from octavo.kernels.triton.codes import encode_scale_from_amax, number_from_code, reciprocal
-from octavo.numerics import Record
+from octavo.numerics import CastSpec, Record
 
 __all__ = ["cast_rows"]
 
@@ -130,22 +127,18 @@ def cast_lines_kernel(
 
 def cast_rows(
     matrix: Tensor,
-    fmt: Format,
-    rule: ScaleRule,
+    spec: CastSpec,
     *,
-    propagate: bool = True,
     direct: bool = True,
     flipped: bool = False,
     values: Tensor | None = None,
     into: Record | None = None,
-) -> Made:
+) -> tuple[Lines | None, Lines | None]:
     """A scale for every row of a matrix, of its transpose, or of both.
 
     Args:
         matrix: [M, K] float32, bfloat16 or float16, not empty, its columns side by side.
-        fmt: E4M3 or E5M2.
-        rule: how amaxes become scales.
-        propagate: whether an infinite element stays one (NaN in E4M3); otherwise it saturates.
+        spec: how to cast; its granularity is a row.
         direct: whether to write the rows.
         flipped: whether to write the columns, as the rows of [K, M].
         values: where to write what the codes of ``direct`` alone stand for, instead of codes: shaped as ``matrix``, or
@@ -153,9 +146,9 @@ def cast_rows(
         into: where to record NaN and ±Inf; its amax is left to the caller.
     """
     if flipped or matrix.shape[1] > _LONGEST:
-        return _cast_lines(matrix, fmt, rule, into, propagate=propagate, direct=direct, flipped=flipped)
+        return _cast_lines(matrix, spec, into, direct=direct, flipped=flipped)
     device, (rows, columns) = matrix.device, matrix.shape
-    out = casts.empty_codes(rows, columns, fmt, device, wanted=values is None) if values is None else values
+    out = casts.empty_codes(rows, columns, spec.format, device, wanted=values is None) if values is None else values
     scales, amaxes = (torch.empty(rows, 1, dtype=torch.float32, device=device) for _ in range(2))
     block_columns = launching.next_power_of_2(columns)
     block_rows = launching.tile_side(rows, max(1, _ELEMENTS // block_columns))
@@ -163,22 +156,22 @@ def cast_rows(
         cast_rows_kernel, (launching.ceil_div(rows, block_rows),),
         matrix, casts.as_written(out), scales, amaxes, *casts.where_broken_goes(into),
         rows, columns, matrix.stride(0), out.stride(0),
-        VALUES=values is not None, **casts.constants(fmt, rule, device, propagate=propagate),
+        VALUES=values is not None, **casts.constants(spec, device),
         BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
         num_warps=min(16, max(4, block_rows * block_columns // 1024)),
     )  # fmt: skip
-    return Made(Lines(out, scales, amaxes), None)
+    return Lines(out, scales, amaxes), None
 
 
 def _cast_lines(
-    matrix: Tensor, fmt: Format, rule: ScaleRule, into: Record | None, *, propagate: bool, direct: bool, flipped: bool
-) -> Made:
+    matrix: Tensor, spec: CastSpec, into: Record | None, *, direct: bool, flipped: bool
+) -> tuple[Lines | None, Lines | None]:
     device, (rows, columns) = matrix.device, matrix.shape
     row_scales, column_scales = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (rows, columns))
     first_column = launching.ceil_div(rows, 4) * 4  # of 16 bytes; one launch clears rows' and columns' amaxes
     amaxes = torch.zeros(first_column + columns, dtype=torch.int32, device=device)
-    out = casts.empty_codes(rows, columns, fmt, device, wanted=direct)
-    turned = casts.empty_codes(columns, rows, fmt, device, wanted=flipped)
+    out = casts.empty_codes(rows, columns, spec.format, device, wanted=direct)
+    turned = casts.empty_codes(columns, rows, spec.format, device, wanted=flipped)
     grid = (launching.ceil_div(rows, casts.TILE[0]) * launching.ceil_div(columns, casts.TILE[1]),)
     sizes = (rows, columns, matrix.stride(0), first_column)
     wanted = {
@@ -192,11 +185,10 @@ def _cast_lines(
     launching.launch(
         cast_lines_kernel, grid,
         matrix, casts.as_written(out), casts.as_written(turned), amaxes, row_scales, column_scales, *sizes,
-        **wanted, **casts.constants(fmt, rule, device, propagate=propagate),
+        **wanted, **casts.constants(spec, device),
     )  # fmt: skip
     parts = (amaxes.narrow(0, 0, rows), amaxes.narrow(0, first_column, columns))
     found = [part.view(torch.float32).unsqueeze(1) for part in parts]
-    return Made(
-        Lines(out, row_scales, found[0]) if direct else None,
-        Lines(turned, column_scales, found[1]) if flipped else None,
-    )
+    return Lines(out, row_scales, found[0]) if direct else None, Lines(
+        turned, column_scales, found[1]
+    ) if flipped else None

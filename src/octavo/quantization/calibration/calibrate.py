@@ -19,7 +19,7 @@ from octavo.formats import Format
 from octavo.handed_on import own_version
 from octavo.language_model import LanguageModel
 from octavo.numerics import QuantizedTensor, sqnr_db
-from octavo.observers import INPUT, ROLES
+from octavo.numerics.cast_spec import check_member
 from octavo.quantization.calibration.health import LayerHealth, health_of
 from octavo.quantization.calibration.magnitudes import MagnitudeCounts
 from octavo.quantization.calibration.observing import Batch, Observation, module_of, observe
@@ -36,7 +36,7 @@ from octavo.quantization.calibration.result import (
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod, quantized_weight
 from octavo.recipes import CastSpec, Recipe
-from octavo.recipes.specs import check_member
+from octavo.scaling import INPUT, ROLES
 
 __all__ = ["LayerCoverage", "calibrate", "check_choices", "coverage", "weights_of"]
 

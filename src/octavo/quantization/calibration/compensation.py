@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.context import autocast
+from octavo.autocast import autocast
 from octavo.convert import read_by_others
 from octavo.errors import ConfigError, DataError
 from octavo.functional import cast_operand

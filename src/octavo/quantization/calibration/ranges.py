@@ -29,8 +29,8 @@ from octavo.errors import ConfigError
 from octavo.formats import Format
 from octavo.kernels import quantize
 from octavo.numerics import PerRow, ScaleRounding, scale_from_amax
+from octavo.numerics.cast_spec import check_member
 from octavo.quantization.calibration.magnitudes import Magnitudes
-from octavo.recipes.specs import check_member
 
 __all__ = ["PERCENTILE", "Method", "RangeRule", "candidates", "decoded", "scale_from_magnitudes"]
 

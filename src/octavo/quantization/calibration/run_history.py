@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.handed_on import own_version
 from octavo.nn import Linear
 from octavo.numerics import scale_from_amax
-from octavo.observers import INPUT
+from octavo.numerics.cast_spec import check_member
 from octavo.quantization.calibration.calibrate import weights_of
 from octavo.quantization.calibration.health import LayerHealth
 from octavo.quantization.calibration.ranges import RangeRule
@@ -28,7 +28,7 @@ from octavo.quantization.calibration.result import (
     weights_hash,
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod
-from octavo.recipes.specs import check_member
+from octavo.scaling import INPUT
 from octavo.training.corpus import Split
 from octavo.training.run_folder import load_run
 

@@ -30,9 +30,9 @@ from octavo.errors import ConfigError
 from octavo.functional import InputOperands
 from octavo.nn import Linear
 from octavo.numerics import PerTensor, ScaleRounding, measure, scale_from_amax
-from octavo.observers import EMPTY, RoleTap, inside_backward
 from octavo.quantization.qat.straight_through import straight_through_linear
 from octavo.recipes import CastSpec, Recipe
+from octavo.scaling import EMPTY, OperandScaling, inside_backward
 
 __all__ = ["DECAY", "QATLinear", "ScaleUpdate"]
 
@@ -89,26 +89,28 @@ class QATLinear(Linear):
         if self.log2_scale is not None:
             self.log2_scale.requires_grad_(False)
 
-    def forward_cast(self, recipe: Recipe, make: Callable[[RoleTap], tuple[Tensor, InputOperands | None]]) -> Tensor:
+    def forward_cast(
+        self, recipe: Recipe, make: Callable[[OperandScaling], tuple[Tensor, InputOperands | None]]
+    ) -> Tensor:
         """Compute the converted layer's forward pass, with straight-through gradients."""
         if recipe.is_delayed:
             raise ConfigError(
                 f"recipe {recipe.name!r} takes its scales from training steps, which the converted model does not "
                 "have; use 'static' with scales='tracked' in quantisation-aware training"
             )
-        x, operands = make(RoleTap())
+        x, operands = make(OperandScaling())
         assert operands is None, "operands are cast in advance only for exactly octavo.nn.Linear"
         if recipe.has_static_input:
             assert recipe.output.a is not None
             self._update_scale(x, recipe.output.a)
-        tap = self._tap(recipe)
+        scaling = self._layer_scaling(recipe)
         return straight_through_linear(
             x,
             self.weight,
             self.bias,
             recipe,
-            weight_operands=self._operands(recipe, tap),
-            tap=tap,
+            weight_operands=self._operands(recipe, scaling),
+            scaling=scaling,
             clip_gradients=self.clip_gradients,
             log2_scale=self.log2_scale if self.scales == ScaleUpdate.LEARNED else None,
         )

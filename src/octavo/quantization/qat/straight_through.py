@@ -35,13 +35,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.functional import WeightOperands, cast_operand, multiply
-from octavo.keeping import keep_operands, kept_operands, operand_of
+from octavo.functional.saved_operands import load_operands, operand_of, save_operands
 from octavo.kernels import high_precision_mm
-from octavo.kernels.tracing import distinct
+from octavo.kernels.tracing import unaliased
 from octavo.numerics import QuantizedTensor, ScaleRounding
 from octavo.numerics.metrics import saturation_limit
-from octavo.observers import INPUT, WEIGHT, LayerTap, Operand, inside_backward
 from octavo.recipes import CastSpec, Recipe, Scaling
+from octavo.scaling import INPUT, WEIGHT, LayerScaling, Operand, inside_backward
 
 __all__ = ["straight_through_linear"]
 
@@ -55,7 +55,7 @@ def straight_through_linear(
     recipe: Recipe,
     *,
     weight_operands: WeightOperands | None = None,
-    tap: LayerTap | None = None,
+    scaling: LayerScaling | None = None,
     clip_gradients: bool = False,
     log2_scale: Tensor | None = None,
 ) -> Tensor:
@@ -67,9 +67,9 @@ def straight_through_linear(
         bias: [N] or None, as for ``fp8_linear``.
         recipe: only its output GEMM is used.
         weight_operands: as for ``fp8_linear``.
-        tap: as for ``fp8_linear``.
+        scaling: as for ``fp8_linear``.
         clip_gradients: zero the gradient of saturated elements of ``x`` and ``weight``.
-        log2_scale: [], receives the gradient of the input's scale, whose value is in ``tap``; None if not learned.
+        log2_scale: [], receives the gradient of the input's scale, whose value is in ``scaling``; None if not learned.
 
     Returns:
         [..., N] in ``x``'s dtype.
@@ -92,7 +92,7 @@ def straight_through_linear(
         log2_scale,
         recipe,
         weight_operands,
-        tap or LayerTap(),
+        scaling or LayerScaling(),
         clip_gradients,
         torch.is_grad_enabled(),
     )
@@ -109,17 +109,17 @@ class _StraightThrough(torch.autograd.Function):
         log2_scale: Tensor | None,
         recipe: Recipe,
         weight_operands: WeightOperands | None,
-        tap: LayerTap,
+        scaling: LayerScaling,
         clip_gradients: bool,
         learning: bool,  # ctx.needs_input_grad does not reflect torch.no_grad()
     ) -> Tensor:
         for_input, for_weight, _, for_scale = (needed and learning for needed in ctx.needs_input_grad[:4])
-        input_tap, weight_tap = tap.of(INPUT), tap.of(WEIGHT)
+        input_scaling, weight_scaling = scaling.of(INPUT), scaling.of(WEIGHT)
         if inside_backward():  # recomputed by activation checkpointing: already counted
-            input_tap.nonfinite = weight_tap.nonfinite = None
+            input_scaling.nonfinite = weight_scaling.nonfinite = None
         output = recipe.output
-        weights = WeightOperands(weight, recipe, weight_tap) if weight_operands is None else weight_operands
-        input_operand, weight_operand = cast_operand(x, output.a, input_tap), weights.output()
+        weights = WeightOperands(weight, recipe, weight_scaling) if weight_operands is None else weight_operands
+        input_operand, weight_operand = cast_operand(x, output.a, input_scaling), weights.output()
         y = multiply(input_operand, weight_operand, output, x.dtype, emulate=recipe.emulate_tensor_cores, bias=bias)
         saved: list[Operand | None] = [
             weight_operand if for_input or for_scale else None,
@@ -128,15 +128,15 @@ class _StraightThrough(torch.autograd.Function):
             _clipped(x, input_operand, output.a) if clip_gradients and for_input else None,
             _clipped(weight, weight_operand, output.b) if clip_gradients and for_weight else None,
         ]
-        keep_operands(ctx, saved, None)
+        save_operands(ctx, saved, None)
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.needed_gradients = (for_input, for_weight, for_scale)
-        return distinct(y)
+        return unaliased(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved, _ = kept_operands(ctx)
+        saved, _ = load_operands(ctx)
         weight_operand, input_operand, x, x_clipped, weight_clipped = (
             None if each is None else operand_of(each) for each in saved
         )

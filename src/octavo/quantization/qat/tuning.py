@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from octavo.context import autocast
+from octavo.autocast import autocast
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.language_model import logits_of
 from octavo.models import Llama

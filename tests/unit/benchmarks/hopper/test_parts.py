@@ -14,10 +14,10 @@ from benchmarks.hopper.session import Timings, Variant, share_out
 from benchmarks.hopper.sizes import HOPPER, REHEARSAL, LinearCase
 from benchmarks.hopper.steps import Memory, TrainingStep, leaf, memory_of
 from benchmarks.hopper.tables import faster
-from octavo import functional
 from octavo.bench.results import Section
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import quantize, quantize_and_measure
+from octavo.functional import saved_operands
+from octavo.kernels import cast, quantize
 from octavo.nn import Linear
 from octavo.numerics import PerTensor
 from octavo.numerics.accumulate import Accumulate, hopper_sums
@@ -108,35 +108,34 @@ def test_casts_are_counted_by_the_bytes_that_have_to_move(session):
     assert round(casts._decode(session, PerTensor(), torch.float32).work * 1e9) == (1 + 4) * count + 4
 
 
-def settings(options):
+def settings(spec, options):
     """What decides which kernels a cast launches, but for what it records."""
-    given = {name: options.get(name) is not None for name in ("amax", "scale")}
-    names = ("fmt", "granularity", "rule", "scale_format", "nonfinite", "zero_is_unknown")
-    return given | {name: options[name] for name in names}
+    passed = {name: options.get(name) is not None for name in ("amax", "scale")}
+    flags = {name: options.get(name, False) for name in ("measure_if_zero", "transpose")}
+    return passed | flags | {"spec": spec}
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_delayed_is_cast_as_a_layer_with_that_recipe_casts(session, both_ways, monkeypatch):
     """Both ways as it learns, one way as it does not; what a learning layer records is recorded."""
-    name = "quantize_both_ways" if both_ways else "quantize_and_measure"
-    cast = getattr(functional, name)
     seen, records = [], []
 
-    def noting(x, fmt, granularity, rule, **options):
-        seen.append(settings({"fmt": fmt, "granularity": granularity, "rule": rule} | options))
+    def noting(x, spec, **options):
+        seen.append(settings(spec, options))
         into = options["into"]
         records.append([each is not None for each in (into.amax, into.overflowed, into.nonfinite)])
-        return cast(x, fmt, granularity, rule, **options)
+        return cast(x, spec, **options)
 
-    monkeypatch.setattr(functional, name, noting)
+    monkeypatch.setattr(saved_operands, "cast", noting)
     with torch.set_grad_enabled(both_ways):
         Linear(32, 32, recipe="delayed")(torch.randn(32, 32))
     of_layer = len(seen)
     assert of_layer
-    monkeypatch.setattr(casts, name, noting)
+    monkeypatch.setattr(casts, "cast", noting)
     row = casts.DELAYED + (", both ways" if both_ways else "")
     casts._casts(session, torch.bfloat16)[row].build()()
     wanted = seen[0] | {"amax": True}  # a layer that never learned has no past yet
+    assert wanted["transpose"] == both_ways
     assert seen[of_layer:] == [wanted]
     assert records[-1] == [True] * 3
     assert not both_ways or records[0] == [True] * 3
@@ -146,12 +145,12 @@ def test_delayed_is_cast_for_the_amax_of_the_past_and_records_its_own(session, m
     monkeypatch.setattr(casts, "amax", lambda _: torch.tensor(3.0))  # 4 more are provided for
     seen = []
 
-    def noting(x, *given, **options):
-        made = quantize_and_measure(x, *given, **options)
-        seen.append((made[0].scale.item(), options["into"].amax.item(), x.abs().max().item()))
-        return made
+    def noting(x, spec, **options):
+        result = cast(x, spec, **options)
+        seen.append((result.output.scale.item(), options["into"].amax.item(), x.abs().max().item()))
+        return result
 
-    monkeypatch.setattr(casts, "quantize_and_measure", noting)
+    monkeypatch.setattr(casts, "cast", noting)
     casts._casts(session, torch.bfloat16)[casts.DELAYED].build()()
     ((scale, recorded, largest),) = seen
     assert scale == pytest.approx(7 / 448)

@@ -8,7 +8,7 @@ import torch
 from octavo.cli.doctor import environment as machine
 from octavo.errors import BackendError
 from octavo.formats import E4M3
-from octavo.kernels import cpu, scaled_mm
+from octavo.kernels import native_bindings, scaled_mm
 from octavo.kernels.dispatch import BACKENDS
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor, quantize
 
@@ -24,7 +24,7 @@ GRANULARITIES = {
 
 @pytest.fixture
 def unbuilt(monkeypatch):
-    monkeypatch.setattr(cpu, "_absence", ABSENCE)
+    monkeypatch.setattr(native_bindings, "_absence", ABSENCE)
 
 
 def environment(octavo):
@@ -36,11 +36,11 @@ def test_facts_are_those_of_this_process(octavo):
     assert facts["torch"] == torch.__version__
     assert facts["devices"][0] == "cpu"
     assert facts["torch_threads"] == torch.get_num_threads()
-    assert facts["native_levels"] == list(cpu.levels())
-    assert facts["native_absence"] == cpu.why_absent()
+    assert facts["native_levels"] == list(native_bindings.levels())
+    assert facts["native_absence"] == native_bindings.why_absent()
 
 
-@pytest.mark.skipif(bool(cpu.why_absent()), reason=f"no native kernels: {cpu.why_absent()}")
+@pytest.mark.skipif(bool(native_bindings.why_absent()), reason=f"no native kernels: {native_bindings.why_absent()}")
 def test_native_kernels_use_as_many_threads_as_torch(octavo):
     before = torch.get_num_threads()
     try:
@@ -51,8 +51,8 @@ def test_native_kernels_use_as_many_threads_as_torch(octavo):
             assert f"{count} in torch, {count} in native kernels" in octavo("doctor", "--env").stdout
     finally:
         torch.set_num_threads(before)
-    assert facts["native_level"] == cpu.levels()[-1]
-    assert f"{cpu.levels()[-1]} is used" in octavo("doctor", "--env").stdout
+    assert facts["native_level"] == native_bindings.levels()[-1]
+    assert f"{native_bindings.levels()[-1]} is used" in octavo("doctor", "--env").stdout
 
 
 @pytest.mark.parametrize("name", GRANULARITIES)

@@ -15,9 +15,9 @@ from octavo import recipes
 from octavo.formats import E4M3
 from octavo.functional import fp8_linear
 from octavo.numerics.cast import cast_nearest
-from octavo.observers import LayerTap
 from octavo.quantization.qat.straight_through import straight_through_linear
 from octavo.recipes import CastSpec, GemmSpec, Recipe, Scaling
+from octavo.scaling import LayerScaling
 
 DYNAMIC = ("tensorwise", "rowwise", "rowwise_hp_grad_weight", "blockwise", "mxfp8")
 NAMES = ("static", "weight_only", *DYNAMIC)
@@ -32,8 +32,8 @@ def tensors(M: int, K: int, N: int, *, dtype: torch.dtype = torch.float32, seed:
     return x, weight, bias, torch.randn(M, N, generator=generator).to(dtype)
 
 
-def tap_for(recipe: Recipe, scale: float) -> LayerTap:
-    return LayerTap(input_scale=torch.tensor(scale) if recipe.has_static_input else None)
+def tap_for(recipe: Recipe, scale: float) -> LayerScaling:
+    return LayerScaling(input_scale=torch.tensor(scale) if recipe.has_static_input else None)
 
 
 def decoded(x: Tensor, spec: CastSpec | None, scale: float) -> Tensor:
@@ -66,9 +66,9 @@ def through(x: Tensor, value: Tensor, passes: Tensor) -> Tensor:
 def test_the_forward_is_that_of_the_converted_layer_to_the_bit(name, shape, dtype):
     recipe = recipes.get(name)
     x, weight, bias, _ = tensors(*shape, dtype=dtype)
-    y = straight_through_linear(x, weight, bias, recipe, tap=tap_for(recipe, 0.01))
+    y = straight_through_linear(x, weight, bias, recipe, scaling=tap_for(recipe, 0.01))
     with torch.no_grad():
-        wanted = fp8_linear(x, weight, bias, recipe, tap=tap_for(recipe, 0.01))
+        wanted = fp8_linear(x, weight, bias, recipe, scaling=tap_for(recipe, 0.01))
     assert y.dtype is dtype
     assert torch.equal(y.detach(), wanted)
 
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_torchs_operations(name, shape, clip, seed):
     """In exact arithmetic the same; in FP32 within rounding of sums of as many products."""
     recipe, scale = recipes.get(name), 0.008  # clips |x| above 3.7, of a deviation of 3
     x, weight, bias, g = tensors(*shape, seed=seed)
-    y = straight_through_linear(x, weight, bias, recipe, tap=tap_for(recipe, scale), clip_gradients=clip)
+    y = straight_through_linear(x, weight, bias, recipe, scaling=tap_for(recipe, scale), clip_gradients=clip)
     y.backward(g)
     limit = 464 * scale if recipe.has_static_input and clip else math.inf
     x_q, weight_q = decoded(x, recipe.output.a, scale), decoded(weight, recipe.output.b, scale)
@@ -110,7 +110,7 @@ def test_gradients_under_bf16_are_those_of_fp32_rounded(name):
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, bias, g = tensors(16, 130, 33, dtype=torch.bfloat16)
         wide = x.detach().to(dtype).requires_grad_()
-        straight_through_linear(wide, weight, bias, recipe, tap=tap_for(recipe, 0.01)).backward(g.to(dtype))
+        straight_through_linear(wide, weight, bias, recipe, scaling=tap_for(recipe, 0.01)).backward(g.to(dtype))
         assert wide.grad is not None
         assert wide.grad.dtype is dtype
         assert weight.grad is not None
@@ -124,7 +124,7 @@ def test_what_merely_rounds_to_the_largest_value_keeps_its_gradient():
     recipe = recipes.get("static")
     x = torch.tensor([[448.0, 449.0, 464.0, 464.1, -464.0, -465.0, torch.inf]], requires_grad=True)
     weight = torch.ones(1, 7)
-    y = straight_through_linear(x, weight, None, recipe, tap=tap_for(recipe, 1.0), clip_gradients=True)
+    y = straight_through_linear(x, weight, None, recipe, scaling=tap_for(recipe, 1.0), clip_gradients=True)
     y.sum().backward()
     assert x.grad is not None
     assert (x.grad != 0).tolist() == [[True, True, True, False, True, False, False]]
@@ -157,8 +157,8 @@ def test_the_gradient_of_a_learned_scale_is_autograds(scale, shape):
     x, weight, bias, g = tensors(*shape)
     log2_scale = torch.tensor(scale).log2().requires_grad_()
     used = log2_scale.detach().exp2()
-    tap = LayerTap(input_scale=used)
-    straight_through_linear(x, weight, bias, recipe, tap=tap, log2_scale=log2_scale).backward(g)
+    tap = LayerScaling(input_scale=used)
+    straight_through_linear(x, weight, bias, recipe, scaling=tap, log2_scale=log2_scale).backward(g)
     assert recipe.output.b is not None
     weight_q = decoded(weight, recipe.output.b, scale)
     free = log2_scale.detach().clone().requires_grad_()
@@ -174,9 +174,9 @@ def test_the_gradient_of_a_learned_scale_is_the_formula_element_by_element():
     recipe, s = recipes.get("static"), 0.5
     for value, kept in ((2.0, 2.0), (1.05, 1.0), (2.0**-11, 0.0), (300.0, 224.0)):
         log2_scale = torch.tensor(math.log2(s), requires_grad=True)
-        tap = LayerTap(input_scale=torch.tensor(s))
+        tap = LayerScaling(input_scale=torch.tensor(s))
         weight = torch.tensor([[2.0]])
-        y = straight_through_linear(torch.tensor([[value]]), weight, None, recipe, tap=tap, log2_scale=log2_scale)
+        y = straight_through_linear(torch.tensor([[value]]), weight, None, recipe, scaling=tap, log2_scale=log2_scale)
         y.backward(torch.ones(1, 1))
         clipped = value > 464 * s
         by_scale = kept / s - (0.0 if clipped else value / s)  # q(v) − v · [not clipped]
@@ -190,13 +190,13 @@ def test_the_gradient_of_a_learned_scale_is_the_slope_of_the_smooth_surrogate():
     recipe, x, weight = recipes.get("static"), torch.full((4, 3), 100.0), torch.tensor([[1.0, 2.0, -4.0]])
 
     def output(log2: float) -> float:
-        tap = LayerTap(input_scale=torch.tensor(log2).exp2())
-        return straight_through_linear(x, weight, None, recipe, tap=tap).double().sum().item()
+        tap = LayerScaling(input_scale=torch.tensor(log2).exp2())
+        return straight_through_linear(x, weight, None, recipe, scaling=tap).double().sum().item()
 
     at, step = -6.0, 1 / 64
     log2_scale = torch.tensor(at, requires_grad=True)
-    tap = LayerTap(input_scale=log2_scale.detach().exp2())
-    straight_through_linear(x, weight, None, recipe, tap=tap, log2_scale=log2_scale).sum().backward()
+    tap = LayerScaling(input_scale=log2_scale.detach().exp2())
+    straight_through_linear(x, weight, None, recipe, scaling=tap, log2_scale=log2_scale).sum().backward()
     slope = (output(at + step) - output(at - step)) / (2 * step)
     assert log2_scale.grad is not None
     assert log2_scale.grad.item() * math.sqrt(3 * 448) == pytest.approx(slope, rel=1e-4)
@@ -211,8 +211,8 @@ def test_descending_by_it_finds_a_better_scale(start):
     optimizer = torch.optim.Adam([log2_scale], lr=0.1)
     errors = []
     for _ in range(150):
-        tap = LayerTap(input_scale=log2_scale.detach().exp2())
-        loss = (straight_through_linear(x, eye, None, recipe, tap=tap, log2_scale=log2_scale) - x).square().mean()
+        tap = LayerScaling(input_scale=log2_scale.detach().exp2())
+        loss = (straight_through_linear(x, eye, None, recipe, scaling=tap, log2_scale=log2_scale) - x).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -247,10 +247,10 @@ def test_backward_keeps_codes_and_nothing_wider():
         ({"log2_scale": log2_scale}, weight, [codes, codes, torch.float32]),
     ]
     for options, by, wanted in cases:
-        found = kept_dtypes(lambda o=options, w=by: straight_through_linear(x, w, bias, recipe, tap=tap, **o))
+        found = kept_dtypes(lambda o=options, w=by: straight_through_linear(x, w, bias, recipe, scaling=tap, **o))
         assert found == wanted
     with torch.no_grad():
-        assert kept_dtypes(lambda: straight_through_linear(x, weight, bias, recipe, tap=tap)) == []
+        assert kept_dtypes(lambda: straight_through_linear(x, weight, bias, recipe, scaling=tap)) == []
 
 
 def test_nan_shows_in_its_own_rows_and_in_the_gradient():

@@ -21,14 +21,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from octavo import nn as octavo_nn
+from octavo.autocast import autocast_region
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling, Recipe
-from octavo.context import autocast_region
 from octavo.errors import ConfigError
 from octavo.nn.linear import autocast_dtype
 from octavo.numerics import PerTensor, measure
-from octavo.observers import INPUT, WEIGHT, AmaxHistory, ScaleUpdates
 from octavo.recipes import History
-from octavo.scale_updates import close_block_over_ranks, close_over_ranks, default_group
+from octavo.scaling import INPUT, WEIGHT, AmaxHistory, ScaleUpdates
+from octavo.scaling.scale_updates import close_block_over_ranks, close_over_ranks, default_group
 
 __all__ = ["Block", "active_block"]
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo import nn as octavo_nn
+from octavo.autocast import active_recipe
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling
-from octavo.context import active_recipe
 from octavo.errors import CheckpointError
-from octavo.observers import EMPTY, ROLES
 from octavo.recipes import Recipe
+from octavo.scaling import EMPTY, ROLES
 from octavo.state import load_scaling_state
 
 __all__ = ["read_extra_state", "without_extra_state"]

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.doctor_selftest.cases import RunKind, SelftestCase, begin, run_case
 from benchmarks.doctor_selftest.faults import FAULTS
-from octavo import functional
 from octavo.doctor.findings import CAUSES, Finding, Severity
+from octavo.functional import saved_operands
 from octavo.nn import Linear
 from octavo.training import loop
 from tests.unit.benchmarks.doctor_selftest.tiny_trainer import TINY, data_in
@@ -25,7 +25,7 @@ def room(tmp_path_factory):
 
 def patched_names() -> tuple[object, ...]:
     closing = vars(loop)["update_scales"]
-    return functional.cast_operand, functional._cast_both_ways, closing, loop.Trainer._clip
+    return saved_operands.cast_operand, saved_operands.cast_both_ways, closing, loop.Trainer._clip
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own():
@@ -52,7 +52,9 @@ def test_it_runs_and_leaves_nothing_behind(fault, room):
     for _, module in modules:
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
-        assert not isinstance(module, Linear) or not {"_tap", "watch"} & {k for k, v in vars(module).items() if v}
+        assert not isinstance(module, Linear) or not {"_layer_scaling", "watch"} & {
+            k for k, v in vars(module).items() if v
+        }
     assert (found.run.failure is None) or "finite" in found.run.failure
     assert all(torch.isfinite(torch.tensor([loss for _, loss in found.run.losses])))
 

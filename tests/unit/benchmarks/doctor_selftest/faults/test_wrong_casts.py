@@ -3,11 +3,11 @@ import torch
 
 import octavo
 from benchmarks.doctor_selftest.faults.wrong_casts import requantizing, scaling_by
-from octavo import functional
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS, cast_numbers
-from octavo.observers import GRAD_OUTPUT, INPUT, ROLES, WEIGHT
+from octavo.functional import saved_operands
+from octavo.scaling import GRAD_OUTPUT, INPUT, ROLES, WEIGHT
 
 
 def looked_at(layer: octavo.nn.Linear, name: str) -> dict[tuple[str, str], float]:
@@ -54,8 +54,8 @@ def test_a_transpose_made_of_codes_has_the_scales_of_rounded_amaxes(layer):
 
 
 def test_what_is_patched_is_put_back_even_after_an_error(layer):
-    chosen, before = layer("tensorwise"), (functional.cast_operand, functional._cast_both_ways)
+    chosen, before = layer("tensorwise"), (saved_operands.cast_operand, saved_operands.cast_both_ways)
     with pytest.raises(ZeroDivisionError), scaling_by(chosen, INPUT, lambda amax: amax):
         raise ZeroDivisionError
-    assert (functional.cast_operand, functional._cast_both_ways) == before
-    assert "_tap" not in vars(chosen)
+    assert (saved_operands.cast_operand, saved_operands.cast_both_ways) == before
+    assert "_layer_scaling" not in vars(chosen)

@@ -13,7 +13,7 @@ from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.compat.transformer_engine.pytorch.extra_state import without_extra_state
 from octavo.errors import CheckpointError
-from octavo.observers import AmaxHistory
+from octavo.scaling import AmaxHistory
 
 LENGTH, STEPS = 4, 6
 RECIPE = DelayedScaling(amax_history_len=LENGTH)

@@ -5,7 +5,7 @@ import octavo
 from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from octavo.errors import ConfigError
-from octavo.observers import AmaxHistory
+from octavo.scaling import AmaxHistory
 
 
 def _output(layer, x, **options):

@@ -11,11 +11,12 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 
 import octavo
-from octavo.kernels import dispatch, torch_cuda, triton_backend
+from octavo.kernels import dispatch
 from octavo.kernels.backend import MatmulProblem
+from octavo.kernels.backends import torch_cuda, triton
+from octavo.kernels.backends.reference import ReferenceBackend
+from octavo.kernels.backends.torch_cuda import CudaBackend, _aligned, _pad_to_16
 from octavo.kernels.dispatch import explain
-from octavo.kernels.reference import ReferenceBackend
-from octavo.kernels.torch_cuda import CudaBackend, _aligned, _pad_to_16
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
 from octavo.numerics.accumulate import hopper_sums
 
@@ -143,7 +144,7 @@ def test_blocks_are_hoppers(capability, cuda, monkeypatch):
 
 def test_blocks_are_its_own_before_tritons_which_can_be_named(monkeypatch):
     device_is(monkeypatch, HOPPER)
-    monkeypatch.setattr(triton_backend, "WHY_ABSENT", None)
+    monkeypatch.setattr(triton, "WHY_ABSENT", None)
     assert dispatch.explain(BLOCKS).backend == "torch_cuda"
     assert dispatch._named("triton", BLOCKS).name == "triton"
 

@@ -7,10 +7,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import octavo
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E4M3_FNUZ
-from octavo.kernels import cpu, summing
+from octavo.kernels import cast_statistics, native_bindings
 from octavo.numerics import PerBlock, QuantizedTensor
 
-built = pytest.mark.skipif(cpu.why_absent() is not None, reason=f"no native kernels: {cpu.why_absent()}")
+built = pytest.mark.skipif(
+    native_bindings.why_absent() is not None, reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 ALL = slice(None)
 
 
@@ -22,26 +24,26 @@ def cast(*shape, fmt=E4M3):
 @built
 def test_it_sums_what_it_casts():
     x, made = cast(4, 6)
-    assert summing.sums(x, made)
-    assert not summing.sums(*cast(4, 6, fmt=E4M3_FNUZ))
-    assert not summing.sums(x.to("meta"), made)
+    assert cast_statistics.sums(x, made)
+    assert not cast_statistics.sums(*cast(4, 6, fmt=E4M3_FNUZ))
+    assert not cast_statistics.sums(x.to("meta"), made)
     with FlopCounterMode(display=False):
-        assert not summing.sums(x, made), "somebody watches operations, and addresses are none"
+        assert not cast_statistics.sums(x, made), "somebody watches operations, and addresses are none"
 
 
 def test_without_the_extension_nothing_is_summed(monkeypatch):
-    monkeypatch.setattr(cpu, "_absence", "not built")
-    assert not summing.sums(*cast(4, 6))
+    monkeypatch.setattr(native_bindings, "_absence", "not built")
+    assert not cast_statistics.sums(*cast(4, 6))
 
 
 @built
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 def test_torchs_default_dtype_is_not_its_own(default):
     x, made = cast(40, 60)
-    wanted = summing.cast_sums(x, made, ALL)
+    wanted = cast_statistics.cast_sums(x, made, ALL)
     torch.set_default_dtype(default)
     try:
-        found = summing.cast_sums(x, made, ALL)
+        found = cast_statistics.cast_sums(x, made, ALL)
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.dtype is torch.float64
@@ -55,25 +57,27 @@ def test_codes_may_lie_in_any_order():
         made = octavo.quantize(x, E4M3, granularity=granularity)
         turned = made.data.t().contiguous().t()
         other = QuantizedTensor(turned, made.scale, granularity, made.hp_dtype)
-        assert torch.equal(summing.cast_sums(x, made, ALL), summing.cast_sums(x, other, ALL))
+        assert torch.equal(cast_statistics.cast_sums(x, made, ALL), cast_statistics.cast_sums(x, other, ALL))
 
 
 @built
 def test_what_does_not_go_together_is_refused():
     x, made = cast(4, 6)
     with pytest.raises(BackendError, match=r"have one shape, not \(4, 5\) and \(4, 6\)"):
-        summing.cast_sums(x[:, :5], made, ALL)
+        cast_statistics.cast_sums(x[:, :5], made, ALL)
     with pytest.raises(BackendError, match="have one shape"):
-        summing.cast_sums(x.reshape(2, 2, 6), made, ALL)
+        cast_statistics.cast_sums(x.reshape(2, 2, 6), made, ALL)
     for rows in (slice(4, None), slice(None, None, -1)):
         with pytest.raises(BackendError, match="there are no rows"):
-            summing.cast_sums(x, made, rows)
+            cast_statistics.cast_sums(x, made, rows)
     with pytest.raises(BackendError, match="no empty tensor"):
-        summing.cast_sums(x[:0], octavo.quantize(x[:0], E4M3), ALL)
+        cast_statistics.cast_sums(x[:0], octavo.quantize(x[:0], E4M3), ALL)
     with pytest.raises(BackendError, match="plain tensors on a CPU"):
-        summing.cast_sums(x, QuantizedTensor(*(t.to("meta") for t in (made.data, made.scale)), *_rest(made)), ALL)
+        cast_statistics.cast_sums(
+            x, QuantizedTensor(*(t.to("meta") for t in (made.data, made.scale)), *_rest(made)), ALL
+        )
     with pytest.raises(BackendError, match="there is no level 'sse2' here"):
-        summing.cast_sums(x, made, ALL, level="sse2")
+        cast_statistics.cast_sums(x, made, ALL, level="sse2")
 
 
 def _rest(made):

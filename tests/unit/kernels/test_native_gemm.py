@@ -9,10 +9,12 @@ import torch
 
 import octavo
 from octavo.errors import BackendError
-from octavo.kernels import cpu, products
+from octavo.kernels import native_bindings, native_gemm
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
 
-pytestmark = pytest.mark.skipif(cpu.why_absent() is not None, reason=f"no native kernels: {cpu.why_absent()}")
+pytestmark = pytest.mark.skipif(
+    native_bindings.why_absent() is not None, reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 
 A = torch.ones(4, 160).to(torch.float8_e4m3fn)
 B = torch.ones(8, 160).to(torch.float8_e5m2)
@@ -108,7 +110,7 @@ def test_numbers_are_read_as_they_are():
     negative = torch._neg_view(torch.ones(8))
     assert torch.equal(gemm(bias=negative), gemm(bias=-torch.ones(8)))
     x = torch._neg_view(torch.ones(4, 160))
-    assert torch.equal(products.gemm(x, B, out_dtype=torch.float32), -160 * torch.ones(4, 8))
+    assert torch.equal(native_gemm.gemm(x, B, out_dtype=torch.float32), -160 * torch.ones(4, 8))
 
 
 def test_no_products_give_zeros():
@@ -124,19 +126,19 @@ def test_a_comparison_is_three_products(block, dtype, accumulate):
     granularity = PerBlock(1, block) if block else PerRow()
     left, right = (octavo.quantize(side, octavo.E4M3, granularity=granularity) for side in (x, w))
     codes, scales = (torch.cat([left.data] * 2, 1).t()[:200].t(), right.data), (left.scale.float(), right.scale.float())
-    for level in cpu.levels():
-        found, sums = products.compare((x, w), codes, scales, block=block, accumulate=accumulate, level=level)
+    for level in native_bindings.levels():
+        found, sums = native_gemm.compare((x, w), codes, scales, block=block, accumulate=accumulate, level=level)
         wanted, exact, cut = found.double().numpy()
         errors = (np.sign(exact) * (cut - exact)).sum()
         totals = [(wanted**2).sum(), ((exact - wanted) ** 2).sum(), np.abs(exact).sum(), errors]
         np.testing.assert_allclose(sums, totals, rtol=1e-9)
         both = {"a_scale": scales[0], "b_scale": scales[1], "out_dtype": torch.float32, "block": block, "level": level}
-        assert torch.equal(found[0], products.gemm(x, w, out_dtype=torch.float32, level=level))
-        assert torch.equal(found[1], products.gemm(*codes, **both))
+        assert torch.equal(found[0], native_gemm.gemm(x, w, out_dtype=torch.float32, level=level))
+        assert torch.equal(found[1], native_gemm.gemm(*codes, **both))
         if block or accumulate is Accumulate.FP32:
             assert found[2].isnan().all()
             continue
-        chains = products.hopper_sums(*codes, accumulate=accumulate, level=level)
+        chains = native_gemm.hopper_sums(*codes, accumulate=accumulate, level=level)
         assert torch.equal(found[2], (chains * scales[0].double() * scales[1].double().t()).float())
 
 
@@ -144,7 +146,7 @@ def test_a_comparison_of_what_does_not_go_together_is_refused():
     originals, scales = (A.float(), B.float()), (ONE, ONE)
 
     def compare(originals=originals, codes=(A, B), scales=scales):
-        return products.compare(originals, codes, scales, block=0, accumulate=Accumulate.FP32)
+        return native_gemm.compare(originals, codes, scales, block=0, accumulate=Accumulate.FP32)
 
     for options, words in (
         ({"originals": (A.float()[:2], B.float())}, "codes (4, 160) and (8, 160) have originals of their shapes"),

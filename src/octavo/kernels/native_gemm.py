@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import BackendError
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.numerics import Accumulate
 from octavo.numerics.accumulate import CHAIN
 
@@ -47,9 +47,9 @@ def gemm(
     """
     if block < 0:
         raise BackendError(f"a block is 1 column wide or more, not {block}; 0 is one scale for all of K")
-    if out_dtype not in cpu.DTYPES:
-        raise BackendError(f"a product is {cpu.names(cpu.DTYPES)}, not {out_dtype}")
-    _check(a, b, (*cpu.CODES, *cpu.DTYPES))
+    if out_dtype not in native_bindings.DTYPES:
+        raise BackendError(f"a product is {native_bindings.names(native_bindings.DTYPES)}, not {out_dtype}")
+    _check(a, b, (*native_bindings.CODES, *native_bindings.DTYPES))
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, k, n):
         raise BackendError(f"an empty operand has no product: {tuple(a.shape)} and {tuple(b.shape)}")
@@ -61,16 +61,16 @@ def gemm(
     a_scales = _scales(one if a_scale is None else a_scale, m, blocks)
     b_scales = _scales(one if b_scale is None else b_scale, n, blocks)
     left, right = (_dense_one_way(matrix) for matrix in (a, b))
-    added = None if bias is None else cpu.in_memory(bias.float()).contiguous()
-    out = cpu.fresh((m, n), out_dtype)
-    cpu.extension().gemm(
-        cpu.level_number(level),
+    added = None if bias is None else native_bindings.in_memory(bias.float()).contiguous()
+    out = native_bindings.fresh((m, n), out_dtype)
+    native_bindings.extension().gemm(
+        native_bindings.level_number(level),
         *_operand(left, a_scales),
         *_operand(right, b_scales),
         *(m, n, k, block),
-        cpu.address(added),
+        native_bindings.address(added),
         out.data_ptr(),
-        cpu.DTYPES.index(out_dtype),
+        native_bindings.DTYPES.index(out_dtype),
     )
     return out
 
@@ -103,7 +103,7 @@ def hopper_sums(
     given = [scale is not None for scale in (a_scale, b_scale)]
     if any(given) and not (all(given) and accumulate == Accumulate.HOPPER_SLOW):
         raise BackendError("it is hopper-slow's chains that are scaled, by both operands; give both scales or neither")
-    _check(a, b, cpu.CODES)
+    _check(a, b, native_bindings.CODES)
     (m, k), n = a.shape, b.shape[0]
     out = torch.zeros(m, n, dtype=torch.float32, device="cpu")
     if 0 in (m, k, n):
@@ -112,8 +112,8 @@ def hopper_sums(
     a_scales = None if a_scale is None else _scales(a_scale, m, chains)
     b_scales = None if b_scale is None else _scales(b_scale, n, chains)
     left, right = (_dense_one_way(codes) for codes in (a, b))
-    cpu.extension().hopper(
-        cpu.level_number(level),
+    native_bindings.extension().hopper(
+        native_bindings.level_number(level),
         *_operand(left, a_scales),
         *_operand(right, b_scales),
         *(m, n, k),
@@ -149,8 +149,8 @@ def compare(
     Raises:
         BackendError: operands or scales of other dtypes or shapes.
     """
-    _check(*originals, cpu.DTYPES)
-    _check(*codes, cpu.CODES)
+    _check(*originals, native_bindings.DTYPES)
+    _check(*codes, native_bindings.CODES)
     (m, k), n = codes[0].shape, codes[1].shape[0]
     given = [tuple(x.shape) for x in originals]
     if given != [(m, k), (n, k)] or 0 in (m, k, n):
@@ -160,12 +160,12 @@ def compare(
     sums = 0 if block or accumulate is Accumulate.FP32 else 1 + _TENSOR_CORE.index(accumulate)
     block = 0 if block >= k else block
     blocks = -(-k // block) if block else 1
-    left, right, *made = (cpu.in_memory(matrix) for matrix in (*originals, *codes))
+    left, right, *made = (native_bindings.in_memory(matrix) for matrix in (*originals, *codes))
     made_scales = [_scales(scale, rows, blocks) for scale, rows in zip(scales, (m, n), strict=True)]
-    out = cpu.fresh((3, m, n), torch.float32)
-    total = cpu.fresh((cpu.extension().COMPARISON_SUMS,), torch.float64)
-    cpu.extension().compare_products(
-        cpu.level_number(level),
+    out = native_bindings.fresh((3, m, n), torch.float32)
+    total = native_bindings.fresh((native_bindings.extension().COMPARISON_SUMS,), torch.float64)
+    native_bindings.extension().compare_products(
+        native_bindings.level_number(level),
         *(_operand(left, None), _operand(right, None)),
         *(_operand(matrix, scale) for matrix, scale in zip(made, made_scales, strict=True)),
         *(m, n, k, block, sums),
@@ -179,7 +179,8 @@ def _check(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if not (a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]):
         raise BackendError(f"a product takes [M, K] and [N, K], not {tuple(a.shape)} and {tuple(b.shape)}")
     if a.dtype not in dtypes or b.dtype not in dtypes:
-        raise BackendError(f"a product takes operands of {cpu.names(dtypes)}, not {cpu.names([a.dtype, b.dtype])}")
+        allowed, passed = native_bindings.names(dtypes), native_bindings.names([a.dtype, b.dtype])
+        raise BackendError(f"a product takes operands of {allowed}, not {passed}")
 
 
 def _scales(scale: Tensor, rows: int, blocks: int) -> Tensor:
@@ -189,17 +190,17 @@ def _scales(scale: Tensor, rows: int, blocks: int) -> Tensor:
             f"{rows} rows in {blocks} blocks and scales {tuple(scale.shape)} do not go together; give [{rows} or 1, "
             f"{blocks} or 1]"
         )
-    known = cpu.in_memory(scale.float())
+    known = native_bindings.in_memory(scale.float())
     return (known if known.shape[1] == blocks else known.expand(-1, blocks)).contiguous()
 
 
 def _dense_one_way(matrix: Tensor) -> Tensor:
     """A matrix whose rows or columns lie side by side."""
-    matrix = cpu.in_memory(matrix)
+    matrix = native_bindings.in_memory(matrix)
     return matrix if 1 in matrix.stride() else matrix.contiguous()
 
 
 def _operand(matrix: Tensor, scale: Tensor | None) -> tuple[int, int, int, int, int, bool]:
     """A GEMM's operand as the kernels take it; both tensors must outlive the call."""
-    layout = (matrix.data_ptr(), cpu.element_number(matrix.dtype), matrix.stride(0), matrix.stride(1))
-    return (*layout, cpu.address(scale), scale is not None and scale.shape[0] > 1)
+    layout = (matrix.data_ptr(), native_bindings.element_number(matrix.dtype), matrix.stride(0), matrix.stride(1))
+    return (*layout, native_bindings.address(scale), scale is not None and scale.shape[0] > 1)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import octavo
-from octavo.observers import EMPTY, GRAD_OUTPUT, INPUT, ROLES, WEIGHT, AmaxHistory
 from octavo.recipes import History, Statistic
+from octavo.scaling import EMPTY, GRAD_OUTPUT, INPUT, ROLES, WEIGHT, AmaxHistory
 from tests.recorded_state import end_step
 
 amaxes = st.one_of(st.just(0.0), st.floats(2.0**-126, 2.0**100, width=32))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo import functional
 from octavo.formats import E4M3
 from octavo.functional import fp8_linear
+from octavo.functional import linear as functional
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import hold_weight_as_codes
 from octavo.numerics import QuantizedTensor, quantize
@@ -26,7 +26,7 @@ Run = Callable[[nn.Module, Tensor], Tensor]
 
 @pytest.fixture
 def made_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    return lambda again: monkeypatch.setattr(functional, "casts_weight_again", lambda *_: again)
+    return lambda again: monkeypatch.setattr(functional, "recasts_weight", lambda *_: again)
 
 
 def _called(model: nn.Module, x: Tensor) -> Tensor:

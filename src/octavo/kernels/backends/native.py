@@ -1,19 +1,63 @@
-"""FP8 products by the native kernels: codes are decoded into cached panels, summed in FP32, scaled and rounded once."""
+"""Casts and GEMMs of E4M3 and E5M2 by the native kernels on a CPU.
+
+A GEMM decodes codes into cached panels, sums in FP32, scales and rounds once.
+"""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from octavo.kernels import cpu, products
-from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
-from octavo.kernels.torch_native import CpuBackend
+from octavo.kernels import native_bindings, native_gemm
+from octavo.kernels.backend import (
+    CastProblem,
+    CastResult,
+    MatmulProblem,
+    block_widths,
+    cast_with_transpose,
+    product_shape,
+)
+from octavo.kernels.backends.torch_cpu import CpuBackend
+from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
-from octavo.numerics import QuantizedTensor
+from octavo.numerics import CastSpec, QuantizedTensor, Record
+from octavo.numerics.quantized import rows_of_scales
 
-__all__ = ["NativeBackend"]
+__all__ = ["NativeBackend", "NativeCast"]
 
 _TORCH = CpuBackend()
+
+
+class NativeCast:
+    """Casts to E4M3 and E5M2 on a CPU, with any of octavo's scales."""
+
+    name = "native"
+
+    def unsupported_reason(self, problem: CastProblem) -> str | None:
+        """None for tensors on a CPU that round to nearest, where the extension is there."""
+        return native_bindings.unsupported_reason(problem)
+
+    def cast(
+        self,
+        x: Tensor,
+        spec: CastSpec,
+        *,
+        amax: Tensor | None = None,
+        scale: Tensor | None = None,
+        measure_if_zero: bool = False,
+        transpose: bool = False,
+        into: Record | None = None,
+    ) -> CastResult:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+
+        def cast_one(x: Tensor, into: Record | None) -> CastResult:
+            if is_traced(x):
+                return traced_cast(
+                    x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero, transpose=False, into=into
+                )
+            return native_bindings.cast(x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero)
+
+        return cast_with_transpose(cast_one, x, into) if transpose else cast_one(x, into)
 
 
 class NativeBackend:
@@ -40,9 +84,9 @@ class NativeBackend:
 def _objections(problem: MatmulProblem) -> Iterator[str]:
     if (reason := _TORCH.unsupported_reason(problem)) is not None:  # what holds for any FP32 sums on a CPU
         yield reason
-    if (absence := cpu.why_absent()) is not None:
+    if (absence := native_bindings.why_absent()) is not None:
         yield f"there are no native kernels: {absence}"
-    if not cpu.knows(problem.a_dtype, problem.b_dtype):
+    if not native_bindings.knows(problem.a_dtype, problem.b_dtype):
         yield "it multiplies E4M3 and E5M2"
     if 0 in (problem.m, problem.n, problem.k):
         yield "an empty operand has no product"
@@ -51,7 +95,7 @@ def _objections(problem: MatmulProblem) -> Iterator[str]:
 def _native_mm(  # noqa: PLR0917 (an operator's schema)
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype, block: int
 ) -> Tensor:
-    return products.gemm(a, b, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype, bias=bias, block=block)
+    return native_gemm.gemm(a, b, a_scale=a_scale, b_scale=b_scale, out_dtype=out_dtype, bias=bias, block=block)
 
 
 torch.library.define(

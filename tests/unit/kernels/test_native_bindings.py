@@ -14,25 +14,24 @@ import torch
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E4M3_FNUZ, E5M2
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings as native
 from octavo.kernels.threads import count_threads
 from octavo.kernels.tracing import is_traced
-from octavo.numerics import PerBlock, PerRow, PerTensor, ScaleRounding
-from octavo.numerics.scaling import AMAX_FLOOR
+from octavo.numerics import CastSpec, PerBlock, PerRow, PerTensor
 
-RULE = cpu.ScaleRule(ScaleRounding.FP32, AMAX_FLOOR, 0)
-built = pytest.mark.skipif(cpu.why_absent() is not None, reason=f"no native kernels: {cpu.why_absent()}")
+TENSOR, ROWS = CastSpec(format=E4M3), CastSpec(format=E4M3, granularity=PerRow())
+built = pytest.mark.skipif(native.why_absent() is not None, reason=f"no native kernels: {native.why_absent()}")
 
 
 @built
 def test_it_casts_on_a_cpu_what_has_elements_and_a_known_format():
     x = torch.randn(3, 4)
-    assert cpu.supports(x, E4M3, PerTensor())
-    assert cpu.supports(x, E5M2)
-    assert not cpu.supports(x, E4M3_FNUZ)
-    assert not cpu.supports(x[:0], E4M3)
-    assert not cpu.supports(x.to("meta"), E4M3)
-    assert not cpu.supports(torch.randn(2, 3, 4), E4M3, PerBlock(2, 2)), "a block would hold rows of two matrices"
+    assert native.supports(x, E4M3, PerTensor())
+    assert native.supports(x, E5M2)
+    assert not native.supports(x, E4M3_FNUZ)
+    assert not native.supports(x[:0], E4M3)
+    assert not native.supports(x.to("meta"), E4M3)
+    assert not native.supports(torch.randn(2, 3, 4), E4M3, PerBlock(2, 2)), "a block would hold rows of two matrices"
 
 
 @built
@@ -40,7 +39,7 @@ def test_torch_func_has_tensors_without_memory():
     seen = []
 
     def look(x):
-        seen.append(cpu.supports(x, E4M3))
+        seen.append(native.supports(x, E4M3))
         return x
 
     torch.func.vmap(look)(torch.randn(2, 3))
@@ -48,10 +47,10 @@ def test_torch_func_has_tensors_without_memory():
 
 
 def test_without_the_extension_nothing_is_supported(monkeypatch):
-    monkeypatch.setattr(cpu, "_absence", "not built")
-    assert (cpu.levels(), count_threads(), cpu.why_absent()) == ((), 0, "not built")
-    assert not cpu.supports(torch.ones(1), E4M3)
-    assert not cpu.decodes(torch.ones(1).to(E4M3.torch_dtype), torch.float32, PerTensor())
+    monkeypatch.setattr(native, "_absence", "not built")
+    assert (native.levels(), count_threads(), native.why_absent()) == ((), 0, "not built")
+    assert not native.supports(torch.ones(1), E4M3)
+    assert not native.decodes(torch.ones(1).to(E4M3.torch_dtype), torch.float32, PerTensor())
 
 
 NOT_BUILT = """
@@ -80,7 +79,7 @@ sys.meta_path.insert(0, Finder())
     ],
 )
 def test_it_says_why_there_is_no_extension_and_what_to_do(before, words):
-    code = f"{before}\nfrom octavo.kernels import cpu\nprint(cpu.why_absent())"
+    code = f"{before}\nfrom octavo.kernels import native_bindings\nprint(native_bindings.why_absent())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert said.stdout.startswith(words)
@@ -88,11 +87,11 @@ def test_it_says_why_there_is_no_extension_and_what_to_do(before, words):
 
 @built
 def test_levels_are_named_and_the_last_is_the_default():
-    assert cpu.levels()[0] == "baseline"
-    assert [cpu.level_number(name) for name in cpu.levels()] == list(range(len(cpu.levels())))
-    assert cpu.level_number(None) == -1
+    assert native.levels()[0] == "baseline"
+    assert [native.level_number(name) for name in native.levels()] == list(range(len(native.levels())))
+    assert native.level_number(None) == -1
     with pytest.raises(BackendError, match="there is no level 'sse2' here; use one of baseline"):
-        cpu.level_number("sse2")
+        native.level_number("sse2")
 
 
 @built
@@ -100,8 +99,8 @@ def test_levels_are_named_and_the_last_is_the_default():
 def test_codes_lie_as_the_matrix_does(granularity):
     x = torch.randn(4, 6)
     for given, strides in ((x, (6, 1)), (x.t(), (1, 6)), (x[:, ::2], (3, 1))):
-        codes = cpu.quantize(given, E4M3, granularity, RULE).codes
-        assert codes.stride() == strides == tuple(cpu.codes_strides(given))
+        codes = native.cast(given, CastSpec(format=E4M3, granularity=granularity)).output.data
+        assert codes.stride() == strides == tuple(native.codes_strides(given))
 
 
 @built
@@ -125,21 +124,24 @@ def test_numbers_are_read_as_they_are():
     assert x.is_contiguous()
     known: list[dict[str, Any]] = [{"scale": one}, {"amax": one}, {}]
     for given in known:
-        read, wanted = (cpu.quantize(values, E4M3, PerTensor(), RULE, **given) for values in (x, -1 * plain))
-        assert torch.equal(read.codes.float(), wanted.codes.float())
-    assert torch.equal(cpu.fake_quantize(x, E4M3, PerRow(), RULE), cpu.fake_quantize(-1 * plain, E4M3, PerRow(), RULE))
+        read, wanted = (native.cast(values, TENSOR, **given) for values in (x, -1 * plain))
+        assert torch.equal(read.output.data.float(), wanted.output.data.float())
+    assert torch.equal(
+        native.fake_quantize(x, ROWS),
+        native.fake_quantize(-1 * plain, ROWS),
+    )
     kept, codes = torch._neg_view(-one), plain.to(E4M3.torch_dtype)
     for name in ("scale", "amax"):
         options: list[dict[str, Any]] = [{name: kept}, {name: one}]
-        read, wanted = (cpu.quantize(plain, E4M3, PerTensor(), RULE, **given) for given in options)
-        assert torch.equal(read.codes.float(), wanted.codes.float())
-        assert torch.equal(read.scale, wanted.scale)
-    assert torch.equal(cpu.dequantize(codes, kept, PerTensor(), torch.float32), codes.float())
-    assert not cpu.quantize(torch._efficientzerotensor(4), E4M3, PerTensor(), RULE).codes.float().any()
+        read, wanted = (native.cast(plain, TENSOR, **given) for given in options)
+        assert torch.equal(read.output.data.float(), wanted.output.data.float())
+        assert torch.equal(read.output.scale, wanted.output.scale)
+    assert torch.equal(native.dequantize(codes, kept, PerTensor(), torch.float32), codes.float())
+    assert not native.cast(torch._efficientzerotensor(4), TENSOR).output.data.float().any()
     with pytest.raises(BackendError, match=r"plain tensors on a CPU, not Tensor torch\.sparse_coo"):
-        cpu.quantize(torch.eye(3).to_sparse(), E4M3, PerTensor(), RULE)
+        native.cast(torch.eye(3).to_sparse(), TENSOR)
     with pytest.raises(BackendError, match=r"not Tensor torch\.strided on cpu inside torch\.func"):
-        torch.func.vmap(cpu.in_memory)(plain)
+        torch.func.vmap(native.in_memory)(plain)
 
 
 def _read_only(path, tensor):
@@ -155,10 +157,10 @@ def _read_only(path, tensor):
 @built
 def test_inputs_may_be_read_only(tmp_path):
     numbers = torch.randn(64)
-    codes = cpu.quantize(_read_only(tmp_path / "numbers", numbers), E4M3, PerTensor(), RULE).codes
-    assert torch.equal(codes.float(), cpu.quantize(numbers, E4M3, PerTensor(), RULE).codes.float())
+    codes = native.cast(_read_only(tmp_path / "numbers", numbers), TENSOR).output.data
+    assert torch.equal(codes.float(), native.cast(numbers, TENSOR).output.data.float())
     held = _read_only(tmp_path / "codes", codes)
-    assert torch.equal(cpu.dequantize(held, torch.ones(()), PerTensor(), torch.float32), codes.float())
+    assert torch.equal(native.dequantize(held, torch.ones(()), PerTensor(), torch.float32), codes.float())
 
 
 @built
@@ -170,12 +172,14 @@ def test_a_block_may_be_larger_than_any_tensor(side):
     ):  # fmt: skip
         for turned in (False, True):
             given = x.t().contiguous().t() if turned else x
-            found, wanted = (cpu.quantize(given, E4M3, granularity, RULE) for granularity in (block, same))
-            assert torch.equal(found.codes.float(), wanted.codes.float())
-            assert torch.equal(found.scale.flatten(), wanted.scale.flatten())
-            values = cpu.dequantize(found.codes, found.scale, block, torch.float32)
-            assert torch.equal(values, cpu.dequantize(wanted.codes, wanted.scale, same, torch.float32))
-            assert torch.equal(cpu.fake_quantize(given, E4M3, block, RULE), values)
+            found, wanted = (
+                native.cast(given, CastSpec(format=E4M3, granularity=granularity)) for granularity in (block, same)
+            )
+            assert torch.equal(found.output.data.float(), wanted.output.data.float())
+            assert torch.equal(found.output.scale.flatten(), wanted.output.scale.flatten())
+            values = native.dequantize(found.output.data, found.output.scale, block, torch.float32)
+            assert torch.equal(values, native.dequantize(wanted.output.data, wanted.output.scale, same, torch.float32))
+            assert torch.equal(native.fake_quantize(given, CastSpec(format=E4M3, granularity=block)), values)
 
 
 def _at(address, count):
@@ -187,11 +191,11 @@ def _at(address, count):
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerBlock(2, 7)], ids=str)
 def test_values_are_written_elsewhere_where_they_would_be_read_again(granularity):
     x = torch.randn(100, 50)
-    wanted = cpu.fake_quantize(x, E4M3, granularity, RULE)
+    wanted = native.fake_quantize(x, CastSpec(format=E4M3, granularity=granularity))
     for shift in (0, 1, 7, 4999, 5000):
         memory = torch.cat([x.flatten(), torch.zeros(shift)])
         given, out = (_at(memory.data_ptr() + 4 * places, 5000).view(100, 50) for places in (0, shift))
-        assert cpu.fake_quantize(given, E4M3, granularity, RULE, out=out) is out
+        assert native.fake_quantize(given, CastSpec(format=E4M3, granularity=granularity), out=out) is out
         assert torch.equal(memory[shift:], wanted.flatten())
         assert torch.equal(memory[:shift], x.flatten()[:shift])
 
@@ -199,15 +203,15 @@ def test_values_are_written_elsewhere_where_they_would_be_read_again(granularity
 @built
 def test_values_go_where_the_tensor_says():
     x = torch.randn(8, 4)
-    wanted = cpu.fake_quantize(x, E4M3, PerRow(), RULE)
+    wanted = native.fake_quantize(x, ROWS)
     for out in (torch._neg_view(torch.zeros(8, 4)), torch.zeros(8, 4, 2).unbind(-1)[1], torch.zeros(4, 8).t()):
-        assert cpu.fake_quantize(x, E4M3, PerRow(), RULE, out=out) is out
+        assert native.fake_quantize(x, ROWS, out=out) is out
         assert torch.equal(out, wanted)
     negative = torch._neg_view(x.clone())
-    cpu.fake_quantize(negative, E4M3, PerRow(), RULE, out=negative)
-    assert torch.equal(negative, cpu.fake_quantize(-1 * x, E4M3, PerRow(), RULE))
+    native.fake_quantize(negative, ROWS, out=negative)
+    assert torch.equal(negative, native.fake_quantize(-1 * x, ROWS))
     with pytest.raises(RuntimeError, match="sparse"):
-        cpu.fake_quantize(x, E4M3, PerRow(), RULE, out=x.to_sparse())
+        native.fake_quantize(x, ROWS, out=x.to_sparse())
 
 
 @built
@@ -215,8 +219,8 @@ def test_no_element_is_read_after_it_was_written():
     """Rows that overlap: an element becomes what one of its rows makes of it, of what stood there before."""
     memory = torch.randn(40)
     x = memory.unfold(0, 8, 1)
-    wanted = cpu.fake_quantize(x, E4M3, PerRow(), RULE)
-    cpu.fake_quantize(x, E4M3, PerRow(), RULE, out=x)
+    wanted = native.fake_quantize(x, ROWS)
+    native.fake_quantize(x, ROWS, out=x)
     for place, found in enumerate(memory):
         assert found in [wanted[row, place - row] for row in range(33) if 0 <= place - row < 8]
 
@@ -226,27 +230,27 @@ CAST: tuple[Any, ...] = (E4M3.torch_dtype, [], "fp32", 0.0, 0, True, None, None,
 
 
 def _decoded_into(out):
-    return cpu.dequantize(CODES, ONE, PerTensor(), torch.float32, out=out)
+    return native.dequantize(CODES, ONE, PerTensor(), torch.float32, out=out)
 
 
 @built
 @pytest.mark.parametrize(("call", "words"), [
-    (lambda x: cpu.quantize(x.int(), E4M3, PerTensor(), RULE), "not int32 (4, 8) PerTensor() to E4M3"),
-    (lambda x: cpu.quantize(x[:0], E4M3, PerTensor(), RULE), "no empty tensor, to E4M3 or E5M2, not float32 (0, 8)"),
-    (lambda x: cpu.quantize(x, E4M3_FNUZ, PerTensor(), RULE), "PerTensor() to E4M3_FNUZ"),
-    (lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(4, 8)), "not into float32 (4, 8), [8, 1]"),
-    (lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=CODES.t().contiguous().t()), "(4, 8), [1, 4] on cpu"),
-    (lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=CODES.to("meta")), "(4, 8), [8, 1] on meta"),
-    (lambda x: cpu.quantize(x, E4M3, PerTensor(), RULE, out=torch._neg_view(CODES)), "on cpu with a negative bit"),
-    (lambda x: cpu.quantize(x, E4M3, PerRow(), RULE, scale=torch.ones(3, 1)), "each of (4, 1) groups, not (3, 1)"),
-    (lambda x: cpu.quantize(x, E4M3, PerRow(), RULE, amax=torch.ones(())), "each of (4, 1) groups, not ()"),
-    (lambda x: cpu.fake_quantize(x.double(), E4M3, PerTensor(), RULE), "cast float32, bfloat16, float16, no empty"),
-    (lambda x: cpu.fake_quantize(x, E4M3, PerTensor(), RULE, out=torch.empty(2)), "like it, not into float32 (2,)"),
-    (lambda x: cpu.round_stochastic(x.half(), torch.zeros(4, 8), E4M3), "the kernels cast float32, no empty tensor"),
-    (lambda x: cpu.round_stochastic(x, torch.zeros(2), E4M3), "float32 (4, 8) and random (2,) do not go together"),
-    (lambda x: cpu.dequantize(x, ONE, PerTensor(), torch.float32), "the kernels decode E4M3 and E5M2, no empty"),
-    (lambda _: cpu.dequantize(CODES, ONE, PerTensor(), torch.float64), "(4, 8) PerTensor() to torch.float64"),
-    (lambda _: cpu.dequantize(CODES, torch.ones(3, 1), PerRow(), torch.float32), "(4, 1) groups, not (3, 1)"),
+    (lambda x: native.cast(x.int(), TENSOR), "not int32 (4, 8) PerTensor() to E4M3"),
+    (lambda x: native.cast(x[:0], TENSOR), "no empty tensor, to E4M3 or E5M2, not float32 (0, 8)"),
+    (lambda x: native.cast(x, CastSpec(format=E4M3_FNUZ)), "PerTensor() to E4M3_FNUZ"),
+    (lambda x: native.cast(x, TENSOR, out=torch.empty(4, 8)), "not into float32 (4, 8), [8, 1]"),
+    (lambda x: native.cast(x, TENSOR, out=CODES.t().contiguous().t()), "(4, 8), [1, 4] on cpu"),
+    (lambda x: native.cast(x, TENSOR, out=CODES.to("meta")), "(4, 8), [8, 1] on meta"),
+    (lambda x: native.cast(x, TENSOR, out=torch._neg_view(CODES)), "on cpu with a negative bit"),
+    (lambda x: native.cast(x, ROWS, scale=torch.ones(3, 1)), "each of (4, 1) groups, not (3, 1)"),
+    (lambda x: native.cast(x, ROWS, amax=torch.ones(())), "each of (4, 1) groups, not ()"),
+    (lambda x: native.fake_quantize(x.double(), TENSOR), "cast float32, bfloat16, float16, no empty"),
+    (lambda x: native.fake_quantize(x, TENSOR, out=torch.empty(2)), "like it, not into float32 (2,)"),
+    (lambda x: native.round_stochastic(x.half(), torch.zeros(4, 8), E4M3), "the kernels cast float32, no empty tensor"),
+    (lambda x: native.round_stochastic(x, torch.zeros(2), E4M3), "float32 (4, 8) and random (2,) do not go together"),
+    (lambda x: native.dequantize(x, ONE, PerTensor(), torch.float32), "the kernels decode E4M3 and E5M2, no empty"),
+    (lambda _: native.dequantize(CODES, ONE, PerTensor(), torch.float64), "(4, 8) PerTensor() to torch.float64"),
+    (lambda _: native.dequantize(CODES, torch.ones(3, 1), PerRow(), torch.float32), "(4, 1) groups, not (3, 1)"),
     (lambda _: _decoded_into(torch.empty(2)), "like it, not into float32 (2,), [1] on cpu"),
     (lambda x: _decoded_into(x.t().contiguous().t()), "not into float32 (4, 8), [1, 4] on cpu"),
     (lambda x: _decoded_into(x.to("meta")), "not into float32 (4, 8), [8, 1] on meta"),

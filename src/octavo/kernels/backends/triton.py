@@ -1,6 +1,6 @@
-"""FP8 products by octavo's own kernel on a GPU, where cuBLAS has none: most scales that change along K.
+"""Casts by octavo's own kernels on a GPU, and GEMMs where cuBLAS has none: most scales that change along K.
 
-The kernel stands in triton/gemm.py. It also multiplies E5M2 by E5M2, which cuBLAS refuses though the tensor cores do
+The GEMM stands in triton/gemm.py. It also multiplies E5M2 by E5M2, which cuBLAS refuses though the tensor cores do
 not. It sums 128 of K, or what shares a scale if that is less, in a tensor core, and those sums in FP32: with
 ``accumulate="fp32"`` as with "hopper-slow".
 
@@ -13,18 +13,45 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.backend import MatmulProblem, block_widths, product_shape
-from octavo.kernels.reference import ReferenceBackend
+from octavo.kernels import triton_bindings
+from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, block_widths, product_shape
+from octavo.kernels.backends.reference import ReferenceBackend
+from octavo.kernels.cast_operators import traced_cast
 from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT
-from octavo.numerics import Accumulate, QuantizedTensor
+from octavo.numerics import Accumulate, CastSpec, QuantizedTensor, Record
 from octavo.numerics.accumulate import CHAIN
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 
-__all__ = ["TritonBackend"]
+__all__ = ["TritonBackend", "TritonCast"]
 
 _WIDTHS = (32, 64, CHAIN)
 _REFERENCE = ReferenceBackend()
+
+
+class TritonCast:
+    """Casts to E4M3 and E5M2 on a GPU; the codes of a matrix and of its transpose are both contiguous."""
+
+    name = "triton"
+
+    def unsupported_reason(self, problem: CastProblem) -> str | None:
+        """None for tensors on CUDA that round to nearest, with groups that fit into a kernel's tile."""
+        return triton_bindings.unsupported_reason(problem)
+
+    def cast(
+        self,
+        x: Tensor,
+        spec: CastSpec,
+        *,
+        amax: Tensor | None = None,
+        scale: Tensor | None = None,
+        measure_if_zero: bool = False,
+        transpose: bool = False,
+        into: Record | None = None,
+    ) -> CastResult:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+        run = traced_cast if is_traced(x) else triton_bindings.cast
+        return run(x, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero, transpose=transpose, into=into)
 
 
 class TritonBackend:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, E8M0, FP32, format_of
-from octavo.kernels.cpu import ScaleRule
-from octavo.kernels.result_cast import CastResult, NormSpec, ResultCast, new_result
-from octavo.kernels.tracing import SOURCES, is_traced, show_kernels
+from octavo.kernels.result_cast import NormSpec, ResultBuffers, ResultCast, new_buffers
+from octavo.kernels.tracing import inline_kernels, is_traced, sources
 from octavo.kernels.triton.launching import WHY_ABSENT
-from octavo.numerics import Nonfinite, PerBlock, ScaleRounding
+from octavo.numerics import CastSpec, Nonfinite, PerBlock, ScaleRounding
 from octavo.numerics.granularity import granularity_as_list, granularity_from_list
 
 __all__ = [
@@ -58,15 +57,15 @@ def no_kernel_reason(x: Tensor, columns: int, cast: ResultCast, *, longest: int 
 
 
 def _objections(x: Tensor, columns: int, cast: ResultCast, longest: int) -> Iterator[str]:
-    groups = cast.granularity
+    groups = cast.spec.granularity
     if x.dtype not in _DTYPES:
         yield f"the kernels read float32, bfloat16 and float16, not {x.dtype}"
     if x.numel() == 0:
         yield "the tensor is empty"
     if columns > longest:
         yield f"a row of {columns} is longer than {longest}"
-    if cast.format.torch_dtype not in _CODES:
-        yield f"the kernels write E4M3 and E5M2, not {cast.format}"
+    if cast.spec.format.torch_dtype not in _CODES:
+        yield f"the kernels write E4M3 and E5M2, not {cast.spec.format}"
     if isinstance(groups, PerBlock) and (groups.rows != 1 or groups.columns not in _BLOCK_WIDTHS):
         yield f"the kernels scale blocks of one row and {', '.join(map(str, _BLOCK_WIDTHS))} columns, not {groups}"
 
@@ -81,7 +80,7 @@ def cast_norm(
     handed_on: torch.dtype,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
-) -> tuple[CastResult, Tensor, Tensor]:
+) -> tuple[ResultBuffers, Tensor, Tensor]:
     """Normalise the rows of ``x`` in FP32, round to ``handed_on``, cast.
 
     Args:
@@ -101,7 +100,7 @@ def cast_norm(
         *parts, mean, rstd = torch.ops.octavo.norm_cast(
             *(x, gain, bias, norm.layer, norm.eps, norm.zero_centered, handed_on, amax, scale, *_as_arguments(cast))
         )
-        made = CastResult(*parts)
+        made = ResultBuffers(*parts)
     else:
         made, mean, rstd = _norms().cast_norm(x, gain, bias, norm, cast, handed_on=handed_on, amax=amax, scale=scale)
     return made, mean, rstd
@@ -113,7 +112,7 @@ def norm_backward(  # noqa: PLR0917 (a backward's inputs)
     """The gradients of x, in its dtype, and of gain and bias, float32 [H]; the last is empty without a bias."""
     if is_traced(x):
         made: tuple[Tensor, Tensor, Tensor] = torch.ops.octavo.norm_backward(
-            grad_y, x, gain, mean, rstd, norm.layer, norm.zero_centered, has_bias, SOURCES
+            grad_y, x, gain, mean, rstd, norm.layer, norm.zero_centered, has_bias, sources()
         )
     else:
         made = _norms().norm_backward(grad_y, x, gain, mean, rstd, norm, has_bias=has_bias)
@@ -128,7 +127,7 @@ def cast_activation(
     gated: bool,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
-) -> CastResult:
+) -> ResultBuffers:
     """f(x), or f(first half) · second half, in ``x``'s dtype, cast.
 
     Args:
@@ -140,7 +139,7 @@ def cast_activation(
         scale: as in :func:`cast_norm`.
     """
     if is_traced(x):
-        made = CastResult(*torch.ops.octavo.activation_cast(x, function, gated, amax, scale, *_as_arguments(cast)))
+        made = ResultBuffers(*torch.ops.octavo.activation_cast(x, function, gated, amax, scale, *_as_arguments(cast)))
     else:
         made = _activations().cast_activation(x, function, cast, gated=gated, amax=amax, scale=scale)
     return made
@@ -149,7 +148,7 @@ def cast_activation(
 def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool) -> Tensor:
     """The gradient of x, in its shape and dtype."""
     if is_traced(x):
-        grad: Tensor = torch.ops.octavo.activation_backward(grad_y, x, function, gated, SOURCES)
+        grad: Tensor = torch.ops.octavo.activation_backward(grad_y, x, function, gated, sources())
     else:
         grad = _activations().activation_backward(grad_y, x, function, gated=gated)
     return grad
@@ -157,10 +156,11 @@ def activation_backward(grad_y: Tensor, x: Tensor, function: str, *, gated: bool
 
 def _as_arguments(cast: ResultCast) -> tuple[object, ...]:
     """A cast as the last arguments of :data:`_CAST`."""
-    rule, e8m0, propagate = cast.rule, cast.scale_format == E8M0, cast.nonfinite == Nonfinite.PROPAGATE
-    numbers = (str(rule.rounding), rule.amax_floor, rule.margin)
-    groups = granularity_as_list(cast.granularity)
-    return (cast.format.torch_dtype, groups, *numbers, e8m0, propagate, cast.direct, cast.transpose)
+    spec = cast.spec
+    e8m0, propagate = spec.scale_format == E8M0, spec.nonfinite == Nonfinite.PROPAGATE
+    numbers = (str(spec.scale_rounding), spec.amax_floor, spec.margin)
+    groups = granularity_as_list(spec.granularity)
+    return (spec.format.torch_dtype, groups, *numbers, e8m0, propagate, cast.direct, cast.transpose)
 
 
 def _from_arguments(  # noqa: PLR0917 (an operator's schema)
@@ -174,15 +174,16 @@ def _from_arguments(  # noqa: PLR0917 (an operator's schema)
     direct: bool,
     transpose: bool,
 ) -> ResultCast:
-    return ResultCast(
+    spec = CastSpec(
         format=format_of(dtype),
         granularity=granularity_from_list(granularity),
-        rule=ScaleRule(ScaleRounding(rounding), amax_floor, margin),
+        scale_rounding=ScaleRounding(rounding),
         scale_format=E8M0 if e8m0 else FP32,
+        amax_floor=amax_floor,
+        margin=margin,
         nonfinite=Nonfinite.PROPAGATE if propagate else Nonfinite.SATURATE,
-        direct=direct,
-        transpose=transpose,
     )
+    return ResultCast(spec=spec, direct=direct, transpose=transpose)
 
 
 def _norms() -> ModuleType:
@@ -218,7 +219,7 @@ def _norm_cast_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     layer, cast = rest[2], rest[8:]
     rows, columns = x.shape
     mean, rstd = (x.new_empty(size, dtype=torch.float32) for size in (rows if layer else 0, rows))
-    return (*new_result(x, columns, _from_arguments(*cast)), mean, rstd)
+    return (*new_buffers(x, columns, _from_arguments(*cast)), mean, rstd)
 
 
 def _norm_backward(  # noqa: PLR0917 (an operator's schema)
@@ -253,7 +254,7 @@ def _activation_cast(
 
 def _activation_cast_shapes(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     gated, cast = rest[1], rest[4:]
-    return tuple(new_result(x, x.shape[1] // 2 if gated else x.shape[1], _from_arguments(*cast)))
+    return tuple(new_buffers(x, x.shape[1] // 2 if gated else x.shape[1], _from_arguments(*cast)))
 
 
 def _activation_backward(grad_y: Tensor, x: Tensor, function: str, gated: bool, _: str) -> Tensor:
@@ -292,11 +293,11 @@ _register(
     _norm_backward,
     _norm_backward_shapes,
 )
-show_kernels("octavo::norm_backward", _norm_backward)
+inline_kernels("octavo::norm_backward", _norm_backward)
 _register(
     "activation_backward",
     "(Tensor grad_y, Tensor x, str function, bool gated, str sources) -> Tensor",
     _activation_backward,
     _activation_backward_shapes,
 )
-show_kernels("octavo::activation_backward", _activation_backward)
+inline_kernels("octavo::activation_backward", _activation_backward)

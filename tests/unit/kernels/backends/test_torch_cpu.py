@@ -5,8 +5,9 @@ import torch
 
 import octavo
 from octavo.formats import FP8_FORMATS
-from octavo.kernels import high_precision_mm, needs_widening, torch_native
-from octavo.kernels.torch_native import widen
+from octavo.kernels import high_precision_mm, needs_widening
+from octavo.kernels.backends import torch_cpu
+from octavo.kernels.backends.torch_cpu import widen
 from octavo.numerics.reference import decode
 from tests.contract.gemm_oracle import assert_product
 
@@ -48,7 +49,7 @@ def test_widen_keeps_shape_and_reads_strides(fmt):
 
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_the_gemm_precision_setting_is_put_back(has_bf16, monkeypatch):
-    monkeypatch.setattr(torch_native, "_cpu_multiplies", lambda _: has_bf16)
+    monkeypatch.setattr(torch_cpu, "_cpu_multiplies", lambda _: has_bf16)
     q = octavo.quantize(torch.randn(4, 8), octavo.E4M3)
     before = _settings()
     octavo.scaled_mm(q, q, backend="torch_cpu")
@@ -61,7 +62,7 @@ def test_the_gemm_precision_setting_is_put_back(has_bf16, monkeypatch):
 
 
 def test_the_gemm_may_round_operands_where_that_is_exact(monkeypatch):
-    monkeypatch.setattr(torch_native, "_cpu_multiplies", lambda _: True)
+    monkeypatch.setattr(torch_cpu, "_cpu_multiplies", lambda _: True)
     seen: list[str] = []
     real = torch.mm
 
@@ -77,7 +78,7 @@ def test_the_gemm_may_round_operands_where_that_is_exact(monkeypatch):
 
 
 def test_the_gemm_precision_setting_survives_threads(monkeypatch):
-    monkeypatch.setattr(torch_native, "_cpu_multiplies", lambda _: True)
+    monkeypatch.setattr(torch_cpu, "_cpu_multiplies", lambda _: True)
     q = octavo.quantize(torch.randn(64, 512), octavo.E4M3)
     before = _settings()
     threads = [

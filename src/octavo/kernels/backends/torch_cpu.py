@@ -20,8 +20,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
+from octavo.kernels.backend import MatmulProblem, block_widths, product_shape
 from octavo.numerics import Accumulate, QuantizedTensor
+from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["CpuBackend", "high_precision_mm", "needs_widening", "probe_cpu", "widen"]
 

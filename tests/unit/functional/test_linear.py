@@ -10,8 +10,8 @@ from octavo.errors import ConfigError
 from octavo.formats import E4M3, E5M2, E8M0
 from octavo.functional import InputOperands, cast_operand, fp8_linear
 from octavo.numerics import PerBlock, PerRow, QuantizedTensor, ScaleRounding, quantize
-from octavo.observers import LayerTap, RoleTap
 from octavo.recipes import CastSpec, GemmSpec, History, Recipe, Scaling
+from octavo.scaling import LayerScaling, OperandScaling
 from tests.contract.gemm_oracle import assert_product, assert_same_operand, recorded_products
 
 TENSORWISE = octavo.recipes.get("tensorwise")
@@ -83,7 +83,7 @@ def test_a_second_cast_of_a_delayed_tensor_takes_the_past_too():
     x, weight, _, grad = _tensors()
     amaxes = torch.tensor([10.0, 20.0, 30.0])
     with recorded_products() as products:
-        fp8_linear(x, weight, None, recipe, tap=LayerTap(amaxes=amaxes)).backward(grad)
+        fp8_linear(x, weight, None, recipe, scaling=LayerScaling(amaxes=amaxes)).backward(grad)
     of_input, of_weight, of_grad = amaxes
     assert_same_operand(products[1].b, quantize(weight.detach().t(), E5M2, amax=of_weight))
     assert_same_operand(products[2].a, quantize(grad.t(), E4M3, amax=of_grad))
@@ -133,7 +133,7 @@ def test_cast_operand_takes_the_scale_that_its_specification_names():
         (delayed, torch.tensor(0.0), quantize(x, E4M3, margin=1)),
         (delayed, None, quantize(x, E4M3, margin=1)),
     ):
-        operand = cast_operand(x, spec, RoleTap(amax=amax))
+        operand = cast_operand(x, spec, OperandScaling(amax=amax))
         assert isinstance(operand, QuantizedTensor)
         assert_same_operand(operand, expected)
 
@@ -158,8 +158,8 @@ def test_cast_operand_passes_every_field_on(nonfinite):
 def test_pending_takes_the_gradients_amax():
     x, weight, _, grad = _tensors()
     pending = torch.tensor([-1.0, -1.0, 0.5])
-    tap = LayerTap(amaxes=torch.ones(3), pending=pending)
-    fp8_linear(x, weight, None, octavo.recipes.get("delayed"), tap=tap).backward(grad)
+    tap = LayerScaling(amaxes=torch.ones(3), pending=pending)
+    fp8_linear(x, weight, None, octavo.recipes.get("delayed"), scaling=tap).backward(grad)
     assert pending.tolist() == [tensor.detach().abs().max().item() for tensor in (x, weight, grad)]
 
 
@@ -170,7 +170,7 @@ def test_a_tensor_that_is_cast_twice_is_counted_once(name):
         x[0, 0], x[1, 1], weight[2, 2] = float("nan"), float("inf"), float("-inf")
     grad[3, 3] = float("nan")
     counts = torch.zeros(3, dtype=torch.int64)
-    fp8_linear(x, weight, None, octavo.recipes.get(name), tap=LayerTap(nonfinite=counts)).backward(grad)
+    fp8_linear(x, weight, None, octavo.recipes.get(name), scaling=LayerScaling(nonfinite=counts)).backward(grad)
     assert counts.tolist() == [2, 1, 1]
 
 
@@ -226,7 +226,7 @@ def test_tensor_cores_are_emulated_on_request(name, emulated):
     x, weight, bias, grad_output = _tensors()
     recipe = octavo.recipes.get(name, emulate_tensor_cores=emulated)
     with recorded_products() as products:
-        y = fp8_linear(x, weight, bias, recipe, tap=LayerTap(input_scale=torch.tensor(0.01)))
+        y = fp8_linear(x, weight, bias, recipe, scaling=LayerScaling(input_scale=torch.tensor(0.01)))
         y.backward(grad_output)
     sums = TENSOR_CORE_SUMS[name]
     assert [product.problem.accumulate for product in products] == (sums if emulated else ["fp32"] * len(sums))
@@ -254,9 +254,9 @@ def test_operands_that_were_made_beforehand_are_used_and_the_input_is_not_looked
     x, weight, bias, grad = _tensors()
     wanted = [*torch.autograd.grad(fp8_linear(x, weight, bias, recipe), (x, weight, bias), grad)]
     pending = torch.full((3,), -1.0) if recipe.is_delayed else None
-    tap = LayerTap(pending=pending, nonfinite=torch.zeros(3, dtype=torch.int64))
+    tap = LayerScaling(pending=pending, nonfinite=torch.zeros(3, dtype=torch.int64))
     placeholder = torch.full((1, 1, 1), float("nan")).expand(2, 3, 24).detach().requires_grad_()
-    y = fp8_linear(placeholder, weight, bias, recipe, input_operands=_made_beforehand(x.detach(), recipe), tap=tap)
+    y = fp8_linear(placeholder, weight, bias, recipe, input_operands=_made_beforehand(x.detach(), recipe), scaling=tap)
     torch.testing.assert_close(y.reshape(6, 16), fp8_linear(x, weight, bias, recipe), rtol=0, atol=0)
     wanted[0] = wanted[0].reshape(2, 3, 24)
     actual = torch.autograd.grad(y, (placeholder, weight, bias), grad.reshape(2, 3, 16))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import Format
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import AMAX_FLOOR, smallest_scaled_amax
@@ -36,7 +36,7 @@ def least_stale_ratio(amaxes: Tensor, scale: Tensor, form: Format, *, amax_floor
 
 def sums(x: Tensor, made: QuantizedTensor) -> bool:
     """Whether :func:`cast_sums` can look at this cast."""
-    return cpu.supports(x, made.format, made.granularity) and not is_traced(x)
+    return native_bindings.supports(x, made.format, made.granularity) and not is_traced(x)
 
 
 def cast_sums(
@@ -54,24 +54,24 @@ def cast_sums(
     Raises:
         BackendError: tensors that do not go together.
     """
-    cpu.check_input(x, made.format, made.granularity, (*cpu.DTYPES, torch.float64))
+    native_bindings.check_input(x, made.format, made.granularity, (*native_bindings.DTYPES, torch.float64))
     if x.ndim != 2 or x.shape != made.shape:
         raise BackendError(f"a matrix and its codes have one shape, not {tuple(x.shape)} and {tuple(made.shape)}")
-    matrix, transposed = cpu.as_matrix(x, made.granularity)
+    matrix, transposed = native_bindings.as_matrix(x, made.granularity)
     codes = made.data.t() if transposed else made.data
-    codes, _ = cpu.as_matrix(codes, made.granularity, may_transpose=False)
+    codes, _ = native_bindings.as_matrix(codes, made.granularity, may_transpose=False)
     first, _, step = rows.indices(matrix.shape[0])
     if first >= matrix.shape[0] or step < 1:
         raise BackendError(f"there are no rows {rows} among {matrix.shape[0]}")
-    height, width = cpu.block_of(made.granularity, *matrix.shape, transposed=transposed)
+    height, width = native_bindings.block_of(made.granularity, *matrix.shape, transposed=transposed)
     groups = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
-    scale = cpu.as_groups(made.fp32_scale, groups, transposed=transposed)
-    measured = cpu.fresh(groups, torch.float32)
-    out = cpu.fresh((cpu.extension().CAST_SUMS,), torch.float64)
-    cpu.extension().cast_sums(
-        cpu.level_number(level),
-        *(matrix.data_ptr(), cpu.DTYPES.index(matrix.dtype), *matrix.shape, matrix.stride(0)),
-        *(cpu.CODES.index(codes.dtype), height, width, scale.data_ptr()),
+    scale = native_bindings.as_groups(made.fp32_scale, groups, transposed=transposed)
+    measured = native_bindings.fresh(groups, torch.float32)
+    out = native_bindings.fresh((native_bindings.extension().CAST_SUMS,), torch.float64)
+    native_bindings.extension().cast_sums(
+        native_bindings.level_number(level),
+        *(matrix.data_ptr(), native_bindings.DTYPES.index(matrix.dtype), *matrix.shape, matrix.stride(0)),
+        *(native_bindings.CODES.index(codes.dtype), height, width, scale.data_ptr()),
         *(codes.data_ptr(), codes.stride(0), first, step),
         measured.data_ptr(),
         out.data_ptr(),

@@ -14,41 +14,22 @@ out the amaxes that the next tensors need.
 
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.kernels import gpu
-from octavo.numerics import Measurement, QuantizedTensor, Record
-from octavo.recipes import Close, History, Recipe, Statistic
+from octavo.kernels import triton_bindings
+from octavo.recipes import Close, History, Statistic
+from octavo.scaling.operand_scaling import ROLES
+from octavo.scaling.stateful_module import StatefulModule
 
-__all__ = [
-    "GRAD_OUTPUT",
-    "INPUT",
-    "ROLES",
-    "WEIGHT",
-    "AmaxHistory",
-    "LayerTap",
-    "LayerWatch",
-    "Operand",
-    "Operands",
-    "RoleTap",
-    "ScaleUpdates",
-    "StatefulModule",
-    "WeightSeen",
-    "inside_backward",
-]
+__all__ = ["EMPTY", "AmaxHistory", "ScaleUpdates", "WeightSeen"]
 
-ROLES = ("input", "weight", "grad_output")
-INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 EMPTY = -1.0  # no amax: amaxes are never negative
 _REMIND_AFTER = 100
-Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
-Operands = tuple[Operand, Operand]  # left and right, as a GEMM multiplies them
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -59,7 +40,7 @@ class ScaleUpdates:
     Copies and pickles keep the first three attributes, so that a copied model waits for an optimizer of its own.
 
     Attributes:
-        manual: with ``octavo.update_scales`` alone; otherwise see :mod:`octavo.scale_updates`.
+        manual: with ``octavo.update_scales`` alone; otherwise see :mod:`octavo.scaling.scale_updates`.
         reminded: whether the user has been told of a manual model whose steps are never closed.
         group: the process group that takes the largest amax of its ranks; None is the default one, "rank" this rank
             alone.
@@ -117,133 +98,6 @@ class WeightSeen:
     sample: Tensor
 
 
-@dataclass(slots=True)
-class RoleTap:
-    """One role of one call: what its scale is made from, and where what is measured goes.
-
-    The first measurement is recorded, in place; a second cast of the same tensor counts nothing twice.
-
-    Attributes:
-        amax: float32 [], of finished steps; 0 before the first.
-        scale: float32 [], a static cast's.
-        pending: float32 [], raised to the tensor's amax; None records none.
-        overflowed: bool [], set where the tensor holds NaN or ±Inf; None does not.
-        nonfinite: int64 [], raised by the count; None counts none.
-    """
-
-    amax: Tensor | None = None
-    scale: Tensor | None = None
-    pending: Tensor | None = None
-    overflowed: Tensor | None = None
-    nonfinite: Tensor | None = None
-
-    def take(self) -> Record:
-        """Where to record, once; whoever asks later records nothing."""
-        taken = Record(self.pending, self.overflowed, self.nonfinite)
-        self.pending = self.overflowed = self.nonfinite = None
-        return taken
-
-    def record(self, x: Tensor, found: Measurement) -> None:
-        """Record what was found in ``x``; an empty tensor says nothing."""
-        taken = self.take()
-        if x.numel():
-            taken.add(found)
-
-
-class LayerWatch(Protocol):
-    """Somebody who compares a layer's tensors with the operands that were made of them, such as the doctor.
-
-    Operands are what the GEMMs multiply: a ``Tensor`` where a GEMM stays in high precision, None where it does not run.
-    """
-
-    def forward(
-        self,
-        recipe: Recipe,
-        x: Tensor,
-        weight: Tensor,
-        operands: Operands,
-        kept: tuple[Operand | None, Operand | None],
-    ) -> None:
-        """Look at x [M, K], weight [N, K] (codes where it is held as such), and the output GEMM's operands.
-
-        ``kept`` is what backward will multiply: of the weight for grad_input, of the input for grad_weight. Where a
-        recipe casts a tensor the same way for both of its GEMMs, and its groups know no orientation, it is that cast.
-        """
-        ...
-
-    def backward(
-        self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
-    ) -> None:
-        """Look at grad_output [M, N] and the operands of grad_input's and grad_weight's GEMMs."""
-        ...
-
-
-@dataclass(slots=True)
-class LayerTap:
-    """What a layer's state gives to one call and takes from it; a None gives or takes nothing.
-
-    Attributes:
-        amaxes: float32 [3], what the roles' delayed scales are made from; 0 where there is no past.
-        input_scale: float32 [], the decode scale of a static input.
-        pending: float32 [3], raised to the amaxes of the three tensors.
-        overflowed: bool [3], set where they hold NaN or ±Inf.
-        nonfinite: int64 [3], raised by the numbers of their NaN and ±Inf elements.
-        watch: looks at the call's tensors and operands.
-        records_weight: whether the weight's amax and overflows are recorded.
-    """
-
-    amaxes: Tensor | None = None
-    input_scale: Tensor | None = None
-    pending: Tensor | None = None
-    overflowed: Tensor | None = None
-    nonfinite: Tensor | None = None
-    watch: LayerWatch | None = None
-    records_weight: bool = True
-
-    def of(self, role: int) -> RoleTap:
-        """One role's share."""
-        records = role != WEIGHT or self.records_weight
-        return RoleTap(
-            amax=None if self.amaxes is None else self.amaxes[role],
-            scale=self.input_scale if role == INPUT else None,
-            pending=self.pending[role] if self.pending is not None and records else None,
-            overflowed=self.overflowed[role] if self.overflowed is not None and records else None,
-            nonfinite=None if self.nonfinite is None else self.nonfinite[role],
-        )
-
-
-class StatefulModule(torch.nn.Module):
-    """A module with buffers that are no part of its ``state_dict``.
-
-    They follow the model to its device but not to its dtype. What lies on the ``meta`` device has no values: it starts
-    anew when the model is moved, by ``to_empty`` as by ``to``, and ``to_empty`` keeps the values of the others.
-    """
-
-    def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
-        """Every such buffer's first value."""
-        raise NotImplementedError
-
-    def start_state(self, device: torch.device | None) -> None:
-        """Register the buffers at their first values."""
-        for name, tensor in self.fresh_state(device).items():
-            self.register_buffer(name, tensor, persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        state = self.fresh_state(torch.device("cpu"))
-        for name in state:
-            known = self._buffers[name]
-            assert known is not None
-            if not known.is_meta:
-                state[name] = known
-        self._buffers.update(state)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, tensor in state.items():
-            moved = self._buffers[name]
-            assert moved is not None
-            self._buffers[name] = tensor.to(moved.device)
-        return self
-
-
 class AmaxHistory(StatefulModule):
     """The amaxes of one layer's three roles.
 
@@ -261,6 +115,7 @@ class AmaxHistory(StatefulModule):
     or average a model's buffers, as DDP does before each forward, would mix amaxes of different steps and ranks.
 
     Example:
+        >>> from octavo.scaling import INPUT
         >>> history = AmaxHistory(History(length=2))
         >>> for value in (3.0, 5.0, 1.0, 2.0):
         ...     history.record(INPUT, torch.tensor(value))
@@ -361,7 +216,7 @@ class AmaxHistory(StatefulModule):
 
     @property
     def _has_kernel(self) -> bool:
-        return self.spec.statistic in (Statistic.MAX, Statistic.LATEST) and gpu.closes_steps(self.window)
+        return self.spec.statistic in (Statistic.MAX, Statistic.LATEST) and triton_bindings.closes_steps(self.window)
 
     def _statistic(self) -> Tensor:
         """One amax a role from its window [3, length]; not positive where the window has none."""
@@ -372,7 +227,7 @@ class AmaxHistory(StatefulModule):
 
     def _close_by_kernel(self, *, left: tuple[Tensor, int] | None = None) -> None:
         """One launch for the twenty of :meth:`close`; ``left`` says when, as the kernel takes it."""
-        gpu.close_step(
+        triton_bindings.close_step(
             *(self.window, self.amax, self.pending, self.overflowed, self.steps),
             latest=self.spec.statistic == Statistic.LATEST,
             interval=self.spec.update_interval,
@@ -415,11 +270,6 @@ class AmaxHistory(StatefulModule):
             "call it after each optimizer step",
             stacklevel=2,
         )
-
-
-def inside_backward() -> bool:
-    """Whether autograd is running on this thread; a traced graph is never traced from inside it."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
 def _statistic(window: Tensor, statistic: Statistic) -> Tensor:

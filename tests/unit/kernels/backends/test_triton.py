@@ -7,9 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import octavo
-from octavo.kernels import explain, triton_backend
+from octavo.kernels import explain
 from octavo.kernels.backend import MatmulProblem
-from octavo.kernels.triton_backend import TritonBackend
+from octavo.kernels.backends import triton
+from octavo.kernels.backends.triton import TritonBackend
 from octavo.numerics import Accumulate, PerBlock, PerRow, PerTensor, QuantizedTensor
 
 PROBLEM = MatmulProblem(
@@ -33,7 +34,7 @@ GROUPS = {"a_granularity": PerBlock(1, 32), "b_granularity": PerBlock(1, 32)}
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(triton_backend, "WHY_ABSENT", None)
+    monkeypatch.setattr(triton, "WHY_ABSENT", None)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_it_objects_to_devices_and_to_its_own_absence(monkeypatch):
     assert TritonBackend().unsupported_reason(PROBLEM) is None
     newer = "only Hopper sums as Hopper does, and this device has compute capability 10.0"
     assert TritonBackend().unsupported_reason(replace(PROBLEM, accumulate=SLOW)) == newer
-    monkeypatch.setattr(triton_backend, "WHY_ABSENT", "triton is not installed")
+    monkeypatch.setattr(triton, "WHY_ABSENT", "triton is not installed")
     assert TritonBackend().unsupported_reason(PROBLEM) == "triton is not installed"
 
 

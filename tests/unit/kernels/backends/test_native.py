@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import octavo
-from octavo.kernels import cpu
+from octavo.kernels import native_bindings
 from octavo.kernels.backend import MatmulProblem
-from octavo.kernels.native_backend import NativeBackend
+from octavo.kernels.backends.native import NativeBackend
 from octavo.numerics import Accumulate, PerBlock, PerTensor
 
 PROBLEM = MatmulProblem(
@@ -24,7 +24,9 @@ PROBLEM = MatmulProblem(
     bias=False,
     accumulate=Accumulate.FP32,
 )
-built = pytest.mark.skipif(cpu.why_absent() is not None, reason=f"no native kernels: {cpu.why_absent()}")
+built = pytest.mark.skipif(
+    native_bindings.why_absent() is not None, reason=f"no native kernels: {native_bindings.why_absent()}"
+)
 
 
 @built
@@ -47,7 +49,7 @@ def test_it_objects_in_words(changes, words):
 
 
 def test_without_the_extension_it_says_why(monkeypatch):
-    monkeypatch.setattr(cpu, "_absence", "no compiler was found")
+    monkeypatch.setattr(native_bindings, "_absence", "no compiler was found")
     assert NativeBackend().unsupported_reason(PROBLEM) == "there are no native kernels: no compiler was found"
 
 

@@ -10,21 +10,32 @@ Threads are torch's own: as many as ``torch.set_num_threads`` allows, of the run
 is busy with other work they are octavo's (native/parallel.h).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.errors import BackendError
 from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels.backend import CastProblem, CastResult
 from octavo.kernels.cores import quota_cores
 from octavo.kernels.tracing import PLAIN_TENSORS, is_plain
-from octavo.numerics import Granularity, Nonfinite, PerBlock, PerRow, PerTensor, ScaleRounding
+from octavo.numerics import (
+    CastSpec,
+    Granularity,
+    Measurement,
+    Nonfinite,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QuantizedTensor,
+    Rounding,
+    ScaleRounding,
+)
 from octavo.numerics.granularity import stacks
+from octavo.numerics.quantized import stored_scale
 
 _absence: str | None = None
 if find_spec("octavo.kernels._native") is None:  # a look for the file
@@ -43,12 +54,11 @@ else:
 __all__ = [
     "CODES",
     "DTYPES",
-    "Cast",
-    "ScaleRule",
     "address",
     "as_groups",
     "as_matrix",
     "block_of",
+    "cast",
     "check_input",
     "codes_strides",
     "decodes",
@@ -63,50 +73,22 @@ __all__ = [
     "level_number",
     "levels",
     "names",
-    "quantize",
     "random_bits",
     "round_stochastic",
     "supports",
+    "unsupported_reason",
     "why_absent",
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of native/kernels.h
+_INPUTS = (*DTYPES, torch.float64)  # what is cast; float64 as float32
+_PER_TENSOR = PerTensor()
 _FORMATS = (E4M3, E5M2)
 CODES = (E4M3.torch_dtype, E5M2.torch_dtype)
 _ELEMENTS = (*CODES, *DTYPES, torch.int8)  # in the order of native/kernels.h
 _ROUNDINGS = tuple(ScaleRounding)
 _LARGE = 4 << 20  # bytes
 _NO_LARGER_MARGIN = 4096  # binades: below what FP64 holds
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleRule:
-    """How amaxes become scales; the fields are those of :func:`octavo.numerics.encode_scale_from_amax`."""
-
-    rounding: ScaleRounding
-    amax_floor: float
-    margin: int
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """What a cast gives.
-
-    Attributes:
-        codes: in the format's dtype, shaped like the input.
-        scale: float32, in the granularity's shape.
-        amax: float32, largest finite magnitude of every group, in the same shape.
-        nonfinite: number of NaN and ±Inf elements.
-        saturated: finite elements beyond the format's maximum after scaling; 0 if not counted.
-        underflowed: nonzero elements whose code is zero; 0 if not counted.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    amax: Tensor
-    nonfinite: int
-    saturated: int
-    underflowed: int
 
 
 def levels() -> tuple[str, ...]:
@@ -130,47 +112,59 @@ def extension() -> ModuleType:
     return _native
 
 
-def supports(x: Tensor, fmt: Format, granularity: Granularity | None = None) -> bool:
-    """Whether :func:`quantize` can cast ``x``; without a granularity, whether a cast with given scales can."""
-    known = not _absence and x.device.type == "cpu" and fmt in _FORMATS and x.numel() > 0
-    if not known or (granularity is not None and not stacks(granularity, x.shape)):
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001 (torch.func's tensors have no memory)
+def unsupported_reason(problem: CastProblem) -> str | None:
+    """Why :func:`cast` cannot run, as a clause; None when it can."""
+    return next(_objections(problem), None)
 
 
-def quantize(
+def _objections(problem: CastProblem) -> Iterator[str]:
+    if _absence is not None:
+        yield f"there are no native kernels: {_absence}"
+    if problem.device != "cpu":
+        yield f"it runs on a CPU, and the tensor is on {problem.device}"
+    if problem.format not in _FORMATS:
+        yield f"it casts to E4M3 and E5M2, not {problem.format}"
+    if problem.rounding != Rounding.NEAREST:
+        yield "it rounds to nearest"
+    if 0 in problem.shape:
+        yield "the tensor is empty"
+    if not stacks(problem.granularity, problem.shape):
+        yield f"a block of {problem.granularity} would hold rows of two matrices"
+    if problem.transformed:
+        yield "it reads memory, which torch.func's tensors do not have"
+
+
+def supports(x: Tensor, fmt: Format, granularity: Granularity = _PER_TENSOR) -> bool:
+    """Whether :func:`cast` can cast ``x`` with scales of its own."""
+    return unsupported_reason(CastProblem.of(x, fmt, granularity)) is None
+
+
+def cast(
     x: Tensor,
-    fmt: Format,
-    granularity: Granularity,
-    rule: ScaleRule,
+    spec: CastSpec,
     *,
-    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
-    zero_is_unknown: bool = False,
+    measure_if_zero: bool = False,
     counting: bool = False,
     out: Tensor | None = None,
     level: str | None = None,
-) -> Cast:
+) -> CastResult:
     """Measure and cast in one call; memory is read once, or twice for one dynamic scale a tensor.
 
     Args:
         x: as :func:`supports` allows; float64 as float32.
-        fmt: E4M3 or E5M2.
-        granularity: the scaling groups.
-        rule: how amaxes become scales.
-        nonfinite: what an infinite element becomes.
+        spec: how to cast.
         amax: float32 in the scale's shape, to provide for instead of what is measured.
         scale: float32 in the scale's shape, used as it is.
-        zero_is_unknown: whether a group whose given amax is 0 provides for what is measured in it.
+        measure_if_zero: whether a group whose given amax is 0 provides for what is measured in it.
         counting: count saturated and underflowed elements, which takes several times as long.
         out: where to write the codes: in the format's dtype, shaped like ``x``, with the strides of
             :func:`codes_strides`; None makes a new tensor.
         level: an instruction-set level; None is the best.
     """
-    check_input(x, fmt, granularity, (*DTYPES, torch.float64))
+    fmt, granularity = spec.format, spec.granularity
+    check_input(x, fmt, granularity, _INPUTS)
     _check_groups(amax, x, granularity)
     _check_groups(scale, x, granularity)
     if out is not None and not (_holds(out, fmt.torch_dtype, x.shape) and list(out.stride()) == codes_strides(x)):
@@ -179,44 +173,41 @@ def quantize(
         )
     matrix, transposed = as_matrix(x, granularity)
     codes = fresh(matrix.shape, fmt.torch_dtype) if out is None else out
-    given = _Given(nonfinite == Nonfinite.PROPAGATE, amax, scale, zero_is_unknown, counting)
-    made, measured, counts = _quantize(
-        matrix, transposed, fmt, granularity, rule, given=given, level=level, codes=codes
-    )
+    made, amaxes, (nonfinite, *lost) = _cast(
+        matrix, transposed, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero, counting=counting,
+        level=level, codes=codes,
+    )  # fmt: skip
     shape = granularity.scale_shape(x.shape)
     if transposed:
-        made, measured = made.t(), measured.t()
+        made, amaxes = made.t(), amaxes.t()
         codes = codes.t() if out is None else codes
-    return Cast(codes.reshape(x.shape), made.reshape(shape), measured.reshape(shape), *counts)
+    stored = stored_scale(made.reshape(shape), spec.scale_format)
+    output = QuantizedTensor(codes.reshape(x.shape), stored, granularity, x.dtype)
+    measurement = Measurement(amaxes.reshape(shape), _count(nonfinite) if nonfinite else None)
+    return CastResult(output, None, measurement, *(map(_count, lost) if counting else ()))
 
 
-def fake_quantize(
-    x: Tensor,
-    fmt: Format,
-    granularity: Granularity,
-    rule: ScaleRule,
-    *,
-    out: Tensor | None = None,
-    level: str | None = None,
-) -> Tensor:
-    """The values of :func:`quantize`'s codes, without the codes.
+def _count(number: int) -> Tensor:
+    return torch.tensor(number, device="cpu")
+
+
+def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None, level: str | None = None) -> Tensor:
+    """Values of :func:`cast`'s codes, without the codes.
 
     Args:
         x: as :func:`supports` allows, float32, bfloat16 or float16.
-        fmt: E4M3 or E5M2.
-        granularity: the scaling groups.
-        rule: how amaxes become scales.
+        spec: how to cast.
         out: where to write: shaped like ``x``, in its dtype, or ``x`` itself; None makes a new tensor.
         level: an instruction-set level; None is the best.
     """
-    check_input(x, fmt, granularity, DTYPES)
+    check_input(x, spec.format, spec.granularity, DTYPES)
     if out is not None and (out.dtype, out.shape) != (x.dtype, x.shape):
         raise BackendError(f"the values of {_seen(x)} go into a tensor like it, not into {_seen(out)}")
-    matrix, transposed = as_matrix(x, granularity)
+    matrix, transposed = as_matrix(x, spec.granularity)
     in_place = out is not None and matrix.data_ptr() == x.data_ptr() and _lies_as(x, out)
     matrix = matrix if in_place else matrix.contiguous()  # the kernel writes values as it reads elements
     values = fresh(matrix.shape, x.dtype) if out is None or not in_place else out
-    _quantize(matrix, transposed, fmt, granularity, rule, level=level, values=values)
+    _cast(matrix, transposed, spec, level=level, values=values)
     if values is out:
         return out
     result = (values.t() if transposed else values).reshape(x.shape)
@@ -327,48 +318,39 @@ def element_number(dtype: torch.dtype) -> int:
     return _ELEMENTS.index(dtype)
 
 
-class _Given(NamedTuple):
-    """What :func:`quantize` may be told; its arguments say what each is."""
-
-    propagate: bool = True
-    amax: Tensor | None = None
-    scale: Tensor | None = None
-    zero_is_unknown: bool = False
-    counting: bool = False
-
-
-def _quantize(
+def _cast(
     matrix: Tensor,
     transposed: bool,
-    fmt: Format,
-    granularity: Granularity,
-    rule: ScaleRule,
+    spec: CastSpec,
     *,
-    given: _Given | None = None,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    measure_if_zero: bool = False,
+    counting: bool = False,
     level: str | None = None,
     codes: Tensor | None = None,
     values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """Scales, amaxes and counts; codes, or the values of codes, are written where they are wanted."""
-    given = given or _Given()
+    """Scales and amaxes [groups down, groups across], and counts; writes ``codes`` or ``values``."""
     rows, columns = matrix.shape
-    block_rows, block_columns = block_of(granularity, rows, columns, transposed=transposed)
+    block_rows, block_columns = block_of(spec.granularity, rows, columns, transposed=transposed)
     groups = (-(-rows // block_rows), -(-columns // block_columns))
-    measured = fresh(groups, torch.float32)
-    amax, scale = (t if t is None else as_groups(t, groups, transposed=transposed) for t in (given.amax, given.scale))
-    made = fresh(groups, torch.float32) if scale is None else scale
+    amaxes = fresh(groups, torch.float32)
+    known = None if amax is None else as_groups(amax, groups, transposed=transposed)
+    given = None if scale is None else as_groups(scale, groups, transposed=transposed)
+    made = fresh(groups, torch.float32) if given is None else given
     counts = _native.quantize(
         level_number(level),
         *(matrix.data_ptr(), DTYPES.index(matrix.dtype), rows, columns, matrix.stride(0)),
-        *(_FORMATS.index(fmt), block_rows, block_columns, given.propagate),
-        *(_ROUNDINGS.index(rule.rounding), rule.amax_floor, int(min(rule.margin, _NO_LARGER_MARGIN))),
-        *(address(amax), given.zero_is_unknown),
-        *(address(scale), address(codes), address(values)),
-        address(None if scale is made else made),
-        measured.data_ptr(),
-        given.counting,
+        *(_FORMATS.index(spec.format), block_rows, block_columns, spec.nonfinite == Nonfinite.PROPAGATE),
+        *(_ROUNDINGS.index(spec.scale_rounding), spec.amax_floor, int(min(spec.margin, _NO_LARGER_MARGIN))),
+        *(address(known), measure_if_zero),
+        *(address(given), address(codes), address(values)),
+        made.data_ptr() if given is None else 0,
+        amaxes.data_ptr(),
+        counting,
     )
-    return made, measured, counts
+    return made, amaxes, counts
 
 
 def codes_strides(x: Tensor) -> list[int]:

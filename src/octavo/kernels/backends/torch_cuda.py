@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.backend import MatmulProblem, block_widths, product_shape, rows_of_scales
-from octavo.kernels.reference import ReferenceBackend
+from octavo.kernels.backend import MatmulProblem, block_widths, product_shape
+from octavo.kernels.backends.reference import ReferenceBackend
 from octavo.kernels.tracing import is_traced
 from octavo.numerics import Accumulate, PerBlock, PerRow, QuantizedTensor
+from octavo.numerics.quantized import rows_of_scales
 
 __all__ = ["CudaBackend"]
 

@@ -6,35 +6,47 @@ the tensor that was asked for, whatever the order in memory of what is cast: Hop
 K. Nothing here waits for the device. Triton is imported by the first call that needs it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels.cpu import DTYPES, ScaleRule
+from octavo.kernels.backend import CastProblem, CastResult
+from octavo.kernels.native_bindings import DTYPES
 from octavo.kernels.tracing import is_traced
 from octavo.kernels.triton.launching import WHY_ABSENT, allocate, on_device_of
-from octavo.numerics import Granularity, Measurement, Nonfinite, PerBlock, PerRow, PerTensor, Record
+from octavo.numerics import (
+    CastSpec,
+    Granularity,
+    Measurement,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    QuantizedTensor,
+    Record,
+    Rounding,
+)
 from octavo.numerics.granularity import stacks
+from octavo.numerics.quantized import stored_scale
 from octavo.numerics.random_bits import random_bits_by_torch
 
 if TYPE_CHECKING:
-    from octavo.kernels.triton.casts import Made
+    from octavo.kernels.triton.casts import Lines
 
 __all__ = [
-    "Cast",
+    "cast",
     "close_step",
     "closes_steps",
     "decodes",
     "dequantize",
     "fake_quantize",
     "fakes",
-    "quantize",
     "random_bits",
     "round_stochastic",
     "supports",
+    "unsupported_reason",
     "why_absent",
 ]
 
@@ -44,27 +56,6 @@ _LONGEST_ROW = 16384  # elements that stay in registers
 _LONGEST_WINDOW = 4096  # for three roles
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """What a cast gives.
-
-    Attributes:
-        codes: in the format's dtype, shaped like the input, contiguous.
-        scale: float32, in the granularity's shape.
-        found: what was measured; None where it was recorded instead.
-        transposed: codes and scale of the input's transpose, cast by itself; None if not asked for.
-        saturated: finite elements beyond the format's maximum after scaling, int64 []; None if not counted.
-        underflowed: nonzero elements whose code is zero, int64 []; None if not counted.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    found: Measurement | None = None
-    transposed: tuple[Tensor, Tensor] | None = None
-    saturated: Tensor | None = None
-    underflowed: Tensor | None = None
-
-
 def why_absent() -> str | None:
     """Why no Triton kernel runs here, or None."""
     if WHY_ABSENT is not None:
@@ -72,16 +63,41 @@ def why_absent() -> str | None:
     return None if torch.cuda.is_available() else "there is no CUDA device"
 
 
-def supports(x: Tensor, fmt: Format, granularity: Granularity, *, given: bool = False) -> bool:
-    """Whether :func:`quantize` can cast ``x``; ``given`` says whether the amax or the scale is."""
-    known = x.is_cuda and WHY_ABSENT is None and fmt in (E4M3, E5M2) and x.dtype in DTYPES
-    if not known or x.numel() == 0:
-        return False
-    if (given and not isinstance(granularity, PerTensor)) or not _fits(granularity) or not stacks(granularity, x.shape):
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is None  # noqa: SLF001 (torch.func's tensors have no memory)
+def unsupported_reason(problem: CastProblem) -> str | None:
+    """Why :func:`cast` cannot run, as a clause; None when it can."""
+    return next(_objections(problem), None)
+
+
+def _objections(problem: CastProblem) -> Iterator[str]:
+    if problem.device != "cuda":
+        yield f"it runs on CUDA, and the tensor is on {problem.device}"
+    if WHY_ABSENT is not None:
+        yield WHY_ABSENT
+    if problem.format not in (E4M3, E5M2):
+        yield f"it casts to E4M3 and E5M2, not {problem.format}"
+    if problem.dtype not in DTYPES:
+        yield f"it casts float32, bfloat16 and float16, not {problem.dtype}"
+    if problem.rounding != Rounding.NEAREST:
+        yield "it rounds to nearest"
+    if 0 in problem.shape:
+        yield "the tensor is empty"
+    if problem.transformed:
+        yield "it reads memory, which torch.func's tensors do not have"
+    yield from _objections_to_groups(problem)
+
+
+def _objections_to_groups(problem: CastProblem) -> Iterator[str]:
+    if problem.scale_given and not isinstance(problem.granularity, PerTensor):
+        yield "an amax or a scale can be passed for the whole tensor only"
+    if not _fits(problem.granularity):
+        yield f"its blocks are powers of two up to {_LARGEST_BLOCK}, not {problem.granularity}"
+    if not stacks(problem.granularity, problem.shape):
+        yield f"a block of {problem.granularity} would hold rows of two matrices"
+
+
+def supports(x: Tensor, fmt: Format, granularity: Granularity) -> bool:
+    """Whether :func:`cast` can cast ``x`` with scales of its own."""
+    return unsupported_reason(CastProblem.of(x, fmt, granularity)) is None
 
 
 def _fits(granularity: Granularity) -> bool:
@@ -91,60 +107,60 @@ def _fits(granularity: Granularity) -> bool:
     return all(size <= _LARGEST_BLOCK and size & (size - 1) == 0 for size in sizes)
 
 
-def quantize(
+def cast(
     x: Tensor,
-    fmt: Format,
-    granularity: Granularity,
-    rule: ScaleRule,
+    spec: CastSpec,
     *,
-    nonfinite: Nonfinite = Nonfinite.PROPAGATE,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
-    zero_is_unknown: bool = False,
-    both_ways: bool = False,
+    measure_if_zero: bool = False,
+    transpose: bool = False,
     counting: bool = False,
     into: Record | None = None,
-) -> Cast:
+) -> CastResult:
     """Measure and cast.
 
     Args:
-        x: as :func:`supports` allows.
-        fmt: E4M3 or E5M2.
-        granularity: the scaling groups.
-        rule: how amaxes become scales.
-        nonfinite: what an infinite element becomes.
+        x: as :func:`unsupported_reason` allows.
+        spec: how to cast.
         amax: float32 [], to provide for instead of what is measured.
         scale: float32 [], used as it is.
-        zero_is_unknown: whether a given amax of 0 means the measured one.
-        both_ways: cast the transpose of the matrix ``x`` too, from the same reading where groups allow.
+        measure_if_zero: whether a given amax of 0 means the measured one.
+        transpose: cast the transpose of the matrix ``x`` too, from the same reading where groups allow.
         counting: count saturated and underflowed elements, with one scale a tensor.
         into: where to record what is measured, instead of new memory, which takes a launch to clear; the kernels that
-            cast record themselves.
+            cast record themselves, and the result has no measurement.
     """
+    granularity = spec.granularity
     fresh = into is None and isinstance(granularity, PerTensor) and amax is scale is None
     measured = _nothing_found(x, granularity, fresh=fresh) if into is None else into
     matrix, turned = _as_matrix(x.detach() if x.requires_grad else x, granularity)
     with on_device_of(x):
-        made = _kernels(
-            matrix, fmt, granularity, rule,
-            propagate=nonfinite == Nonfinite.PROPAGATE, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
-            direct=both_ways or not turned, flipped=both_ways or turned, counting=counting,
-            into=measured, fresh=fresh,
+        direct, flipped, lost = _kernels(
+            matrix, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero,
+            direct=transpose or not turned, flipped=transpose or turned, counting=counting, into=measured, fresh=fresh,
         )  # fmt: skip
-    own, other = (made.flipped, made.direct) if turned else (made.direct, made.flipped)
+    own, other = (flipped, direct) if turned else (direct, flipped)
     assert own is not None
     shape = granularity.scale_shape(x.shape)
     if own.amax is not None and measured.amax is not None:  # kernels raise one amax for a tensor, none for its groups
         measured.amax.copy_(torch.maximum(measured.amax, own.amax.amax()))
     amax = measured.amax if own.amax is None else own.amax
-    return Cast(
-        own.codes if own.codes.shape == x.shape else own.codes.view(x.shape),
-        own.scale if own.scale.shape == shape else own.scale.view(shape),
+    return CastResult(
+        QuantizedTensor(
+            own.codes if own.codes.shape == x.shape else own.codes.view(x.shape),
+            stored_scale(own.scale if own.scale.shape == shape else own.scale.view(shape), spec.scale_format),
+            granularity,
+            x.dtype,
+        ),
+        _operand(other, spec, x.dtype) if transpose and other is not None else None,
         Measurement(amax.view(shape), measured.nonfinite) if into is None and amax is not None else None,
-        (other.codes, other.scale) if both_ways and other is not None else None,
-        made.saturated,
-        made.underflowed,
+        *(() if lost is None else lost.unbind()),
     )
+
+
+def _operand(lines: "Lines", spec: CastSpec, hp_dtype: torch.dtype) -> QuantizedTensor:
+    return QuantizedTensor(lines.codes, stored_scale(lines.scale, spec.scale_format), spec.granularity, hp_dtype)
 
 
 def _nothing_found(x: Tensor, granularity: Granularity, *, fresh: bool) -> Record:
@@ -165,23 +181,19 @@ def fakes(x: Tensor, granularity: Granularity) -> bool:
     return not _is_turned(x) and not (isinstance(granularity, PerRow) and x.shape[-1] > _LONGEST_ROW)
 
 
-def fake_quantize(
-    x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule, *, out: Tensor | None = None
-) -> Tensor:
-    """The values of :func:`quantize`'s codes, without the codes.
+def fake_quantize(x: Tensor, spec: CastSpec, *, out: Tensor | None = None) -> Tensor:
+    """Values of :func:`cast`'s codes, without the codes.
 
     Args:
         x: as :func:`supports` and :func:`fakes` allow.
-        fmt: E4M3 or E5M2.
-        granularity: the scaling groups.
-        rule: how amaxes become scales.
+        spec: how to cast.
         out: where to write: shaped like ``x``, in its dtype, or ``x`` itself; None makes a new tensor.
     """
-    matrix, turned = _as_matrix(x.detach(), granularity)
+    matrix, turned = _as_matrix(x.detach(), spec.granularity)
     in_place = out is not None and out.stride() == x.stride() and matrix.data_ptr() == x.data_ptr() == out.data_ptr()
     values = matrix if in_place else torch.empty(matrix.shape, dtype=x.dtype, device=x.device)
     with on_device_of(x):
-        _kernels(matrix, fmt, granularity, rule, values=values)
+        _kernels(matrix, spec, values=values)
     if in_place and out is not None:
         return out
     result = (values.t() if turned else values).reshape(x.shape)
@@ -257,36 +269,28 @@ def close_step(*state: Tensor, **options: Any) -> None:
 
 def _kernels(
     matrix: Tensor,
-    fmt: Format,
-    granularity: Granularity,
-    rule: ScaleRule,
+    spec: CastSpec,
     *,
-    propagate: bool = True,
     amax: Tensor | None = None,
     scale: Tensor | None = None,
-    zero_is_unknown: bool = False,
+    measure_if_zero: bool = False,
     direct: bool = True,
     flipped: bool = False,
     counting: bool = False,
     values: Tensor | None = None,
     into: Record | None = None,
     fresh: bool = False,
-) -> "Made":
+) -> "tuple[Lines | None, Lines | None, Tensor | None]":
+    """The matrix, its transpose, and the numbers of saturated and underflowed elements, int64 [2] if counted."""
     from octavo.kernels.triton import blocks, casts, rows
 
-    if isinstance(granularity, PerTensor):
+    if isinstance(spec.granularity, PerTensor):
         return casts.cast_tensor(
-            matrix, fmt, rule, propagate=propagate, amax=amax, scale=scale, zero_is_unknown=zero_is_unknown,
+            matrix, spec, amax=amax, scale=scale, measure_if_zero=measure_if_zero,
             direct=direct, flipped=flipped, counting=counting, values=values, into=into, fresh=fresh,
         )  # fmt: skip
-    if isinstance(granularity, PerBlock):
-        block = (granularity.rows, granularity.columns)
-        return blocks.cast_blocks(
-            matrix, fmt, rule, block, propagate=propagate, direct=direct, flipped=flipped, values=values, into=into
-        )
-    return rows.cast_rows(
-        matrix, fmt, rule, propagate=propagate, direct=direct, flipped=flipped, values=values, into=into
-    )
+    cast_groups = blocks.cast_blocks if isinstance(spec.granularity, PerBlock) else rows.cast_rows
+    return *cast_groups(matrix, spec, direct=direct, flipped=flipped, values=values, into=into), None
 
 
 def _as_matrix(x: Tensor, granularity: Granularity) -> tuple[Tensor, bool]:

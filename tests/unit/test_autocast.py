@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.context import active_recipe
+from octavo.autocast import active_recipe
 from octavo.errors import ConfigError
 from tests.contract.gemm_oracle import recorded_products
 

@@ -29,8 +29,9 @@ from torch import Tensor, distributed
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
-from octavo.observers import EMPTY, ROLES, AmaxHistory, ScaleUpdates, WeightSeen, inside_backward
 from octavo.recipes import Close, Recipe
+from octavo.scaling.amax_history import EMPTY, AmaxHistory, ScaleUpdates, WeightSeen
+from octavo.scaling.operand_scaling import ROLES, inside_backward
 
 __all__ = [
     "OptimizerSteps",

@@ -1,0 +1,332 @@
+"""Operands of a linear layer's GEMMs: cast by their roles, saved for backward, or recomputed there.
+
+Where a recipe casts a tensor the same way for both of its GEMMs, and its scaling groups do not depend on the
+orientation, one cast serves both: three quantizations a step for a tensorwise recipe, not six.
+
+Codes are one byte an element. Codes of a parameter, or of a tensor that is saved anyway, need not be saved: a
+:class:`RecomputedOperand` stands for an operand that backward recomputes, bit for bit, when its GEMM runs.
+
+All is saved as plain tensors: activation checkpointing and saved-tensor hooks see them, and autograd raises where they
+have changed in place. As everywhere in torch it does not see what fused optimizers write, nor what is written through
+``.data``: an operand recomputed then is the new weight's, cast with the scale of the old one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError
+from octavo.kernels import cast
+from octavo.kernels.tracing import is_recorded
+from octavo.numerics import CastSpec, PerTensor, QuantizedTensor, Record, Scaling
+from octavo.recipes import Recipe
+from octavo.scaling import Operand, OperandScaling
+
+__all__ = [
+    "InputOperands",
+    "Recompute",
+    "RecomputedOperand",
+    "SavedOperand",
+    "WeightOperands",
+    "cast_both_ways",
+    "cast_grad_output",
+    "cast_input",
+    "cast_operand",
+    "load_operands",
+    "operand_of",
+    "recasts_weight",
+    "save_operands",
+    "serves_both_ways",
+]
+
+_BFLOAT16_BYTES = torch.bfloat16.itemsize
+
+
+class Recompute(Protocol):
+    """How an operand is recomputed. It holds no tensors: those go where autograd sees them."""
+
+    def compute(self, *tensors: Tensor | None) -> Operand:
+        """The operand, with the same bits each time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedOperand:
+    """An operand that backward recomputes.
+
+    Attributes:
+        recompute: computes it.
+        tensors: of these.
+    """
+
+    recompute: Recompute
+    tensors: tuple[Tensor | None, ...]
+
+
+SavedOperand = Operand | RecomputedOperand
+
+
+@dataclass(frozen=True, slots=True)
+class _RecomputeTranspose:
+    """Casts the transpose of a matrix that was cast, and measured, before."""
+
+    spec: CastSpec
+
+    def compute(self, *tensors: Tensor | None) -> Operand:
+        """The operand, of the matrix and of the amax that its scale is made from; None measures the matrix again."""
+        matrix, amax = tensors
+        assert matrix is not None
+        return cast(matrix.t(), self.spec, amax=amax, measure_if_zero=True, into=Record()).output
+
+
+def operand_of(saved: SavedOperand) -> Operand:
+    """The operand itself, computed now if it is a :class:`RecomputedOperand`."""
+    return saved.recompute.compute(*saved.tensors) if isinstance(saved, RecomputedOperand) else saved
+
+
+def save_operands(ctx: Any, operands: Sequence[SavedOperand | None], amaxes: Tensor | None) -> None:
+    """Save operands for backward, and the layer's amaxes."""
+    tensors: list[Tensor | None] = [amaxes]
+    ctx.layouts = []
+    for operand in operands:
+        if isinstance(operand, RecomputedOperand):
+            tensors += operand.tensors
+            ctx.layouts.append((len(operand.tensors), operand.recompute))
+        elif isinstance(operand, QuantizedTensor):
+            tensors += [operand.data, operand.scale]
+            ctx.layouts.append((2, (operand.granularity, operand.hp_dtype)))
+        else:
+            tensors.append(operand)
+            ctx.layouts.append((1, None))
+    ctx.save_for_backward(*tensors)
+
+
+def load_operands(ctx: Any) -> tuple[list[SavedOperand | None], Tensor | None]:
+    """The operands and amaxes that :func:`save_operands` saved."""
+    amaxes, *tensors = ctx.saved_tensors
+    operands: list[SavedOperand | None] = []
+    at = 0
+    for count, layout in ctx.layouts:
+        parts = tensors[at : at + count]
+        at += count
+        if layout is None:
+            operands.append(parts[0])
+        elif isinstance(layout, tuple):
+            operands.append(QuantizedTensor(*parts, *layout))
+        else:
+            operands.append(RecomputedOperand(layout, tuple(parts)))
+    return operands, amaxes
+
+
+def cast_operand(x: Tensor, spec: CastSpec | None, scaling: OperandScaling | None = None) -> Operand:
+    """Cast ``x`` as one operand of a GEMM.
+
+    Args:
+        x: a matrix whose last dimension the GEMM sums over.
+        spec: how to cast; None leaves ``x`` as it is.
+        scaling: records what is measured, and has the amax that a delayed cast's scale is made from; where that is 0 or
+            there is no scaling, ``x``'s own amax is used. A static cast takes its scale from it.
+    """
+    if spec is None:
+        return x
+    scaling = OperandScaling() if scaling is None else scaling
+    amax, scale = _given(spec, scaling)
+    return cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, into=scaling.take()).output
+
+
+def cast_both_ways(
+    x: Tensor, spec: CastSpec | None, transposed_spec: CastSpec | None, scaling: OperandScaling
+) -> tuple[Operand, Operand]:
+    """``x`` cast as ``spec``, and its transpose as ``transposed_spec``; in one call where both are the same."""
+    if spec is not None and spec == transposed_spec:  # "!=" is more than a tracer can compare
+        amax, scale = _given(spec, scaling)
+        result = cast(x, spec, amax=amax, scale=scale, measure_if_zero=True, transpose=True, into=scaling.take())
+        assert result.transposed is not None
+        return result.output, result.transposed
+    return cast_operand(x, spec, scaling), cast_operand(x.t(), transposed_spec, scaling)
+
+
+def _given(spec: CastSpec, scaling: OperandScaling) -> tuple[Tensor | None, Tensor | None]:
+    """Amax and scale that a cast does not measure: a delayed cast has the one, a static cast the other."""
+    if spec.scaling == Scaling.DYNAMIC:
+        return None, None
+    if spec.scaling == Scaling.DELAYED:
+        return scaling.amax, None
+    if scaling.scale is None:
+        raise ConfigError("a static cast has no scale; calibrate the model, or load its scaling state")
+    return None, scaling.scale
+
+
+@dataclass(frozen=True, slots=True)
+class InputOperands:
+    """Operands of an input.
+
+    Attributes:
+        output: [M, K], the left operand of the output GEMM.
+        transposed: [K, M], the right operand of grad_weight's GEMM; None where ``output``'s own transpose serves, or
+            where the weight takes no gradient.
+    """
+
+    output: Operand
+    transposed: SavedOperand | None = None
+
+    def for_grad_weight(self) -> SavedOperand:
+        """The right operand of grad_weight's GEMM."""
+        return self.output.t() if self.transposed is None else self.transposed
+
+
+def cast_input(
+    x: Tensor, recipe: Recipe, scaling: OperandScaling, *, learning: bool, watched: bool = False
+) -> InputOperands:
+    """Cast an input.
+
+    Args:
+        x: [M, K], not float64.
+        recipe: the casts.
+        scaling: as for :func:`cast_operand`.
+        learning: whether the weight takes a gradient.
+        watched: cast for grad_weight now in any case.
+    """
+    spec, transposed_spec = recipe.output.a, recipe.grad_weight.b
+    if not learning:
+        return InputOperands(cast_operand(x, spec, scaling))
+    if transposed_spec is not None and not watched and _codes_are_larger(x, transposed_spec):
+        recomputed = RecomputedOperand(_RecomputeTranspose(transposed_spec), (x, None))
+        return InputOperands(cast_operand(x, spec, scaling), recomputed)
+    return InputOperands(*cast_both_ways(x, spec, transposed_spec, scaling))
+
+
+def _codes_are_larger(x: Tensor, spec: CastSpec) -> bool:
+    """Whether the transpose's codes and scales outweigh ``x`` itself: of few rows each column has a scale."""
+    return not spec.granularity.orientation_free and _holds(_bytes_of_codes(x.t().shape, spec) > _bytes_saved(x))
+
+
+def cast_grad_output(
+    grad_output: Tensor, recipe: Recipe, scaling: OperandScaling, *, for_input: bool, for_weight: bool
+) -> tuple[Operand, Operand]:
+    """The left operands of grad_input's and of grad_weight's GEMM; one that is not needed is not cast."""
+    if for_input and for_weight:
+        return cast_both_ways(grad_output, recipe.grad_input.a, recipe.grad_weight.a, scaling)
+    if for_input:
+        return cast_operand(grad_output, recipe.grad_input.a, scaling), grad_output
+    return grad_output, cast_operand(grad_output.t(), recipe.grad_weight.a, scaling) if for_weight else grad_output
+
+
+class WeightOperands:
+    """Operands of a weight, each cast when it is first asked for and kept.
+
+    A parameter is in memory in any case, and under FSDP2 its memory is given back between forward and backward. So
+    backward casts a weight again where that costs no more than saving its codes; :func:`recasts_weight` says where.
+
+    Args:
+        weight: [N, K] in high precision, or codes that are held instead of it and stay what they are.
+        recipe: the casts.
+        scaling: for casts of a weight in high precision.
+        recast: save the weight itself for grad_input, if it has a cast of its own, and cast it again in backward.
+    """
+
+    def __init__(
+        self, weight: Operand, recipe: Recipe, scaling: OperandScaling | None = None, *, recast: bool = False
+    ) -> None:
+        self._weight, self._recipe = weight, recipe
+        self._scaling = OperandScaling() if scaling is None else scaling
+        self._recast = recast
+        self._output: Operand | None = None
+        self._grad_input: SavedOperand | None = None
+
+    def output(self, *, and_saved: bool = False) -> Operand:
+        """The right operand of the output GEMM, [N, K]; ``and_saved`` says that :meth:`saved` will be asked too."""
+        if self._output is None:
+            weight, spec, transposed_spec = self._weight, self._recipe.output.b, self._recipe.grad_input.b
+            if isinstance(weight, QuantizedTensor):
+                self._output = weight
+            elif and_saved and self._recast and spec is not None and transposed_spec is not None:
+                self._output, self._grad_input = _cast_and_recast(weight, spec, transposed_spec, self._scaling)
+            elif and_saved:
+                self._output, self._grad_input = cast_both_ways(weight, spec, transposed_spec, self._scaling)
+            else:
+                self._output = cast_operand(weight, spec, self._scaling)
+        return self._output
+
+    def saved(self) -> tuple[SavedOperand, bool]:
+        """What grad_input's GEMM needs of the weight, and whether it is still to be transposed to [K, N]."""
+        output, transposed_spec = self.output(and_saved=True), self._recipe.grad_input.b
+        if self._grad_input is None:
+            spec = transposed_spec if isinstance(self._weight, QuantizedTensor) else self._recipe.output.b
+            if serves_both_ways(output, spec, transposed_spec):
+                return output, True
+            weight = self._weight
+            decoded = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+            self._grad_input = cast_operand(decoded.t(), transposed_spec, self._scaling)
+        return self._grad_input, False
+
+
+def serves_both_ways(operand: Operand | None, spec: CastSpec | None, transposed_spec: CastSpec | None) -> bool:
+    """Whether an operand cast as ``spec``, transposed, is the transpose cast as ``transposed_spec``."""
+    return isinstance(operand, QuantizedTensor) and spec == transposed_spec and operand.granularity.orientation_free
+
+
+def _cast_and_recast(
+    weight: Tensor, spec: CastSpec, transposed_spec: CastSpec, scaling: OperandScaling
+) -> tuple[Operand, RecomputedOperand]:
+    """The right operand of the output GEMM, cast as ``spec``, and grad_input's, which backward casts.
+
+    One scale for all of an unchanged weight is made of one amax, so that it is not measured twice: a delayed scale's is
+    given, a dynamic scale's is recorded, unless the layer's history takes the record.
+    """
+    amax = scaling.amax if transposed_spec.scaling == Scaling.DELAYED else None
+    dynamic = transposed_spec.scaling == Scaling.DYNAMIC and isinstance(transposed_spec.granularity, PerTensor)
+    if transposed_spec == spec and dynamic and scaling.pending is None:
+        amax = scaling.pending = torch.zeros((), dtype=torch.float32, device=weight.device)
+    return cast_operand(weight, spec, scaling), RecomputedOperand(_RecomputeTranspose(transposed_spec), (weight, amax))
+
+
+def recasts_weight(weight: Tensor, x: Tensor, recipe: Recipe, saved_input: SavedOperand | None) -> bool:
+    """Whether backward casts a weight again, a parameter, and forward saves no codes of it.
+
+    It does on a GPU, whose GEMM reads both operands along the dimension that it sums over, so that the transpose takes
+    a cast of its own; and where the codes would make the layer save more than it does in bfloat16.
+
+    Args:
+        weight: [N, K].
+        x: [M, K].
+        recipe: the casts.
+        saved_input: what is saved for the weight's gradient; None where it takes none.
+    """
+    spec, transposed_spec = recipe.output.b, recipe.grad_input.b
+    if spec is None or transposed_spec is None:
+        return False
+    if weight.is_cuda or not (spec == transposed_spec and spec.granularity.orientation_free):
+        return True
+    in_bfloat16 = 0 if saved_input is None else _BFLOAT16_BYTES * x.numel()
+    if weight.itemsize > x.itemsize:  # as under torch.autocast, which keeps its copy of the weight
+        in_bfloat16 += _BFLOAT16_BYTES * weight.numel()
+    return _holds(_bytes_saved(saved_input) + _bytes_of_codes(weight.shape, spec) > in_bfloat16)
+
+
+def _bytes_saved(saved: SavedOperand | None) -> int:
+    """Bytes that an operand takes from forward to backward."""
+    if isinstance(saved, QuantizedTensor):
+        return _bytes_saved(saved.data) + _bytes_saved(saved.scale)
+    if isinstance(saved, RecomputedOperand):
+        return sum(_bytes_saved(tensor) for tensor in saved.tensors)
+    return 0 if saved is None else saved.numel() * saved.itemsize  # a tensor of symbolic shape has no nbytes
+
+
+def _bytes_of_codes(shape: torch.Size, spec: CastSpec) -> int:
+    """Bytes of a tensor's codes and scales."""
+    scales = math.prod(spec.granularity.scale_shape(shape))  # Size.numel() would make constants of symbols
+    return math.prod(shape) + scales * spec.scale_format.torch_dtype.itemsize
+
+
+def _holds(comparison: bool) -> bool:
+    """Whether a comparison of sizes holds; of symbolic ones, whether for all of them, so that a graph gets no guard."""
+    if not is_recorded():
+        return comparison
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second
+
+    return statically_known_true(comparison)

@@ -1,0 +1,1 @@
+"""Backends: each casts or multiplies the problems it supports, and says why it cannot run the others."""

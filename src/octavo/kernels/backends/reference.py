@@ -1,0 +1,64 @@
+"""Slow, obvious backends: a cast by octavo.numerics, and a GEMM that decodes to float64, multiplies, rounds once.
+
+They support every granularity, device and shape, but no tensor core's sums. Every other backend is compared with them.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.backend import CastProblem, CastResult, MatmulProblem, cast_with_transpose
+from octavo.numerics import Accumulate, CastSpec, QuantizedTensor, Record, measure
+from octavo.numerics.quantized import cast_by_torch
+
+__all__ = ["ReferenceBackend", "ReferenceCast"]
+
+
+class ReferenceBackend:
+    """Float64 sums of exactly decoded operands."""
+
+    name = "reference"
+
+    def unsupported_reason(self, problem: MatmulProblem) -> str | None:
+        """None for every product with FP32 sums."""
+        return None if problem.accumulate is Accumulate.FP32 else "it sums in float64, not as a tensor core does"
+
+    def scaled_mm(self, a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, problem: MatmulProblem) -> Tensor:
+        """See :class:`octavo.kernels.backend.Backend`."""
+        product = _decode(a) @ _decode(b).t()
+        return (product if bias is None else product + bias.double()).to(problem.out_dtype)
+
+
+def _decode(q: QuantizedTensor) -> Tensor:
+    return q.data.double() * q.granularity.expand(q.fp32_scale.double(), q.shape)
+
+
+class ReferenceCast:
+    """Casts by torch's operations: every format, granularity, rounding, device and shape."""
+
+    name = "reference"
+
+    def unsupported_reason(self, problem: CastProblem) -> str | None:
+        """None."""
+        return None
+
+    def cast(
+        self,
+        x: Tensor,
+        spec: CastSpec,
+        *,
+        amax: Tensor | None = None,
+        scale: Tensor | None = None,
+        measure_if_zero: bool = False,
+        transpose: bool = False,
+        into: Record | None = None,
+    ) -> CastResult:
+        """See :class:`octavo.kernels.backend.CastBackend`."""
+
+        def cast_one(x: Tensor, _: Record | None) -> CastResult:
+            measurement, known = measure(x.detach(), spec.granularity), amax
+            if known is not None and measure_if_zero:
+                known = torch.where(known > 0, known, measurement.amax)
+            output = cast_by_torch(x, spec, amax=known, scale=scale, measurement=measurement)
+            return CastResult(output, None, measurement)
+
+        return cast_with_transpose(cast_one, x, into) if transpose else cast_one(x, into)

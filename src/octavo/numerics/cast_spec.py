@@ -1,0 +1,90 @@
+"""Description of one cast to FP8: the one that recipes hold, dispatch passes on and every cast backend takes."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from octavo.errors import ConfigError
+from octavo.formats import E8M0, FP32, Format
+from octavo.numerics.cast import NONFINITE_POLICIES, Nonfinite, Rounding, check_fp8_format
+from octavo.numerics.granularity import Granularity, PerTensor, granularity_or_default
+from octavo.numerics.scaling import AMAX_FLOOR, ScaleRounding
+
+__all__ = ["CastSpec", "Scaling", "check_integer", "check_member", "is_number"]
+
+
+class Scaling(StrEnum):
+    """Where a scale comes from."""
+
+    DYNAMIC = "dynamic"  # this tensor
+    DELAYED = "delayed"  # finished steps
+    STATIC = "static"  # calibration; the layer holds it
+
+
+_PER_TENSOR = PerTensor()
+_SCALINGS, _ROUNDINGS, _SCALE_ROUNDINGS = tuple(Scaling), tuple(Rounding), tuple(ScaleRounding)  # no graph traces these
+_SCALE_FORMATS = (FP32, E8M0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastSpec:
+    """How a tensor is cast to FP8.
+
+    Attributes:
+        format: an FP8 format.
+        granularity: which elements share a scale.
+        scaling: where a recipe's scale comes from; delayed and static need one scale for the tensor. A backend casts
+            with the amax or the scale that it is passed, and measures the tensor where neither is.
+        scale_rounding: which numbers the scale may be (numerics/scaling.py).
+        scale_format: FP32, or E8M0 for one byte a scale.
+        amax_floor: smaller amaxes count as this; 0 leaves every tensor a scale of its own.
+        margin: binades left free above amax, 0 or more.
+        nonfinite: what an infinite element becomes.
+        rounding: to the nearest code, or, of gradients, to either neighbour by chance; its seeds are drawn from torch's
+            default generator of the CPU.
+    """
+
+    format: Format
+    granularity: Granularity = _PER_TENSOR
+    scaling: Scaling = Scaling.DYNAMIC
+    scale_rounding: ScaleRounding = ScaleRounding.FP32
+    scale_format: Format = FP32
+    amax_floor: float = AMAX_FLOOR
+    margin: int = 0
+    nonfinite: Nonfinite = Nonfinite.PROPAGATE
+    rounding: Rounding = Rounding.NEAREST
+
+    def __post_init__(self) -> None:
+        check_fp8_format(self.format)
+        granularity_or_default(self.granularity)
+        check_member("a cast's scaling", self.scaling, _SCALINGS)
+        check_member("a cast's nonfinite", self.nonfinite, NONFINITE_POLICIES)
+        check_member("a cast's rounding", self.rounding, _ROUNDINGS)
+        check_member("a cast's scale_rounding", self.scale_rounding, _SCALE_ROUNDINGS)
+        check_member("a cast's scale_format", self.scale_format, _SCALE_FORMATS)
+        if self.scale_format == E8M0 and self.scale_rounding == ScaleRounding.FP32:
+            raise ConfigError("E8M0 holds powers of two; a cast with it needs scale_rounding rceil, floor or even")
+        if self.scaling != Scaling.DYNAMIC and not isinstance(self.granularity, PerTensor):
+            raise ConfigError(
+                f"{self.scaling} scaling keeps one number a tensor; {self.granularity} needs dynamic scaling"
+            )
+        if not is_number(self.amax_floor) or not 0 <= self.amax_floor < math.inf:
+            raise ConfigError(f"amax_floor must be 0 or more and finite, not {self.amax_floor}")
+        check_integer("a cast's margin", self.margin, least=0)
+
+
+def check_member(what: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ConfigError(f"{what} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is an int or a float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_integer(what: str, value: object, *, least: int) -> None:
+    """Raise ConfigError unless ``value`` is an int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what} must be a whole number of at least {least}, not {value!r}")

@@ -1,0 +1,34 @@
+"""Scaling state of a layer: amax histories, what a call records, and when the steps of delayed scaling end."""
+
+from octavo.scaling.amax_history import EMPTY, AmaxHistory, ScaleUpdates, WeightSeen
+from octavo.scaling.operand_scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    ROLES,
+    WEIGHT,
+    LayerScaling,
+    LayerWatch,
+    Operand,
+    Operands,
+    OperandScaling,
+    inside_backward,
+)
+from octavo.scaling.stateful_module import StatefulModule
+
+__all__ = [
+    "EMPTY",
+    "GRAD_OUTPUT",
+    "INPUT",
+    "ROLES",
+    "WEIGHT",
+    "AmaxHistory",
+    "LayerScaling",
+    "LayerWatch",
+    "Operand",
+    "OperandScaling",
+    "Operands",
+    "ScaleUpdates",
+    "StatefulModule",
+    "WeightSeen",
+    "inside_backward",
+]

@@ -1,0 +1,128 @@
+"""Scaling of one call's operands: the amaxes or scale to cast with, and where to record what a cast measures."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.numerics import Measurement, QuantizedTensor, Record
+from octavo.recipes import Recipe
+
+__all__ = [
+    "GRAD_OUTPUT",
+    "INPUT",
+    "ROLES",
+    "WEIGHT",
+    "LayerScaling",
+    "LayerWatch",
+    "Operand",
+    "OperandScaling",
+    "Operands",
+    "inside_backward",
+]
+
+ROLES = ("input", "weight", "grad_output")
+INPUT, WEIGHT, GRAD_OUTPUT = range(3)
+Operand = QuantizedTensor | Tensor  # a Tensor where the recipe leaves the GEMM in high precision
+Operands = tuple[Operand, Operand]  # left and right, as a GEMM multiplies them
+
+
+@dataclass(slots=True)
+class OperandScaling:
+    """One role of one call: what its scale is made from, and where what is measured goes.
+
+    The first measurement is recorded, in place; a second cast of the same tensor counts nothing twice.
+
+    Attributes:
+        amax: float32 [], of finished steps; 0 before the first.
+        scale: float32 [], a static cast's.
+        pending: float32 [], raised to the tensor's amax; None records none.
+        overflowed: bool [], set where the tensor holds NaN or ±Inf; None does not.
+        nonfinite: int64 [], raised by the count; None counts none.
+    """
+
+    amax: Tensor | None = None
+    scale: Tensor | None = None
+    pending: Tensor | None = None
+    overflowed: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+    def take(self) -> Record:
+        """Where to record, once; whoever asks later records nothing."""
+        taken = Record(self.pending, self.overflowed, self.nonfinite)
+        self.pending = self.overflowed = self.nonfinite = None
+        return taken
+
+    def record(self, x: Tensor, found: Measurement) -> None:
+        """Record what was found in ``x``; an empty tensor says nothing."""
+        taken = self.take()
+        if x.numel():
+            taken.add(found)
+
+
+class LayerWatch(Protocol):
+    """Somebody who compares a layer's tensors with the operands that were made of them, such as the doctor.
+
+    Operands are what the GEMMs multiply: a ``Tensor`` where a GEMM stays in high precision, None where it does not run.
+    """
+
+    def forward(
+        self,
+        recipe: Recipe,
+        x: Tensor,
+        weight: Tensor,
+        operands: Operands,
+        kept: tuple[Operand | None, Operand | None],
+    ) -> None:
+        """Look at x [M, K], weight [N, K] (codes where it is held as such), and the output GEMM's operands.
+
+        ``kept`` is what backward will multiply: of the weight for grad_input, of the input for grad_weight. Where a
+        recipe casts a tensor the same way for both of its GEMMs, and its groups know no orientation, it is that cast.
+        """
+        ...
+
+    def backward(
+        self, recipe: Recipe, grad_output: Tensor, grad_input: Operands | None, grad_weight: Operands | None
+    ) -> None:
+        """Look at grad_output [M, N] and the operands of grad_input's and grad_weight's GEMMs."""
+        ...
+
+
+@dataclass(slots=True)
+class LayerScaling:
+    """What a layer's state gives to one call and takes from it; a None gives or takes nothing.
+
+    Attributes:
+        amaxes: float32 [3], what the roles' delayed scales are made from; 0 where there is no past.
+        input_scale: float32 [], the decode scale of a static input.
+        pending: float32 [3], raised to the amaxes of the three tensors.
+        overflowed: bool [3], set where they hold NaN or ±Inf.
+        nonfinite: int64 [3], raised by the numbers of their NaN and ±Inf elements.
+        watch: looks at the call's tensors and operands.
+        records_weight: whether the weight's amax and overflows are recorded.
+    """
+
+    amaxes: Tensor | None = None
+    input_scale: Tensor | None = None
+    pending: Tensor | None = None
+    overflowed: Tensor | None = None
+    nonfinite: Tensor | None = None
+    watch: LayerWatch | None = None
+    records_weight: bool = True
+
+    def of(self, role: int) -> OperandScaling:
+        """One role's share."""
+        records = role != WEIGHT or self.records_weight
+        return OperandScaling(
+            amax=None if self.amaxes is None else self.amaxes[role],
+            scale=self.input_scale if role == INPUT else None,
+            pending=self.pending[role] if self.pending is not None and records else None,
+            overflowed=self.overflowed[role] if self.overflowed is not None and records else None,
+            nonfinite=None if self.nonfinite is None else self.nonfinite[role],
+        )
+
+
+def inside_backward() -> bool:
+    """Whether autograd is running on this thread; a traced graph is never traced from inside it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # noqa: SLF001
