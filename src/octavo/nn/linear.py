@@ -279,8 +279,8 @@ class Linear(StatefulModule, torch.nn.Linear):
         return self.input_scale
 
     def _watch_backward(self, y: Tensor) -> None:
-        """Let a manual history count backward passes, so that it can tell that nobody closes its steps."""
-        if torch.compiler.is_compiling() or not self.scale_updates.manual or inside_backward():
+        """Let a history count backward passes, so that it can tell that nothing closes its steps."""
+        if torch.compiler.is_compiling() or inside_backward():
             return
         if self.amax_history is not None and self.training and y.requires_grad:
             y.register_hook(self.amax_history.remind)

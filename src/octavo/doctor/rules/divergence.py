@@ -1,7 +1,9 @@
 """A loss that leaves where it began, or loses what it had gained.
 
 The end of a run is compared with its beginning and with its best, each as a median, and by how much the losses scatter.
-What a warm-up overshoots, or a restarted learning rate, comes back: only what lasts is said to be lost.
+What a warm-up overshoots, or a restarted learning rate, comes back: only what lasts is said to be lost. At the unigram
+entropy, where models that predict token frequencies alone stay, a few steps last long enough; elsewhere a tenth of the
+run does.
 """
 
 from collections.abc import Iterator
@@ -40,10 +42,10 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
     if len(losses) < 3 * EDGE:
         return
     unigram, warm = series.unigram_nats, warmup(series)
-    rise = _above_its_beginning(steps, losses, limits) or _above_its_best(steps, losses, (warm, unigram), limits)
-    if rise is None:
+    detected = _rise_and_level(steps, losses, (warm, unigram), limits)
+    if detected is None:
         return
-    level = _collapsed(losses[steps >= rise.left], unigram, limits)
+    rise, level = detected
     looks = series.casts.steps
     yield Finding(
         code="divergence",
@@ -60,6 +62,20 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
         "look at the learning rate and the data",
         weight=rise.ended / rise.began if level is None else COLLAPSED,
     )
+
+
+def _rise_and_level(
+    steps: Floats, losses: Floats, known: tuple[float, float | None], limits: Thresholds
+) -> tuple[_Rise, str | None] | None:
+    """A rise, and what to call the level at which the losses stay; ``known`` as for :func:`_above_its_best`."""
+    soon, (_, unigram) = int(limits.lasting_rise), known
+    rise = _above_its_beginning(steps, losses, limits)
+    rise = rise or _above_its_best(steps, losses, known, limits, lasting=max(soon, len(losses) // 10))
+    if rise is not None:
+        return rise, _collapsed(losses[steps >= rise.left], unigram, limits)
+    rise = None if unigram is None else _above_its_best(steps, losses, known, limits, lasting=soon)
+    level = None if rise is None else _collapsed(losses[steps >= rise.left], unigram, limits)
+    return None if rise is None or level is None else (rise, level)
 
 
 def _collapsed(losses: Floats, unigram: float | None, limits: Thresholds) -> str | None:
@@ -92,14 +108,13 @@ def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _
 
 
 def _above_its_best(
-    steps: Floats, losses: Floats, known: tuple[float, float | None], limits: Thresholds
+    steps: Floats, losses: Floats, known: tuple[float, float | None], limits: Thresholds, *, lasting: int
 ) -> _Rise | None:
-    """Where a share of what was gained is lost for as long as the warm-up took, or a tenth of the run.
+    """Where a share of what was gained, and held for ``lasting`` steps, is lost for as many, or a warm-up's if longer.
 
     ``known``: the step at which the warm-up ends, and the unigram entropy, above which only frequencies are gained.
     """
     warm, unigram = known
-    lasting = max(int(limits.lasting_rise), len(losses) // 10)
     warming = int((steps <= warm).sum())
     since = len(losses) - max(lasting, warming)
     if since < max(warming, 1):
