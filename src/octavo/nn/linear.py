@@ -264,9 +264,13 @@ class Linear(StatefulModule, torch.nn.Linear):
         return f"layer {self.path!r}" if self.path else "this layer"
 
     def _follow_weight(self) -> None:
-        """Move the state to where the weight was put alone, as by ``load_state_dict(assign=True)``."""
+        """Move the state to where the weight was put alone, as by ``load_state_dict(assign=True)``; after meta anew."""
         device = self.stored_weight.device
-        if self.nonfinite_counts.device != device and device.type != "meta":
+        if self.nonfinite_counts.device == device or device.type == "meta":
+            return
+        if self.nonfinite_counts.is_meta:
+            self.start_state(device)
+        else:
             self.nonfinite_counts, self.input_scale = self.nonfinite_counts.to(device), self.input_scale.to(device)
 
     def _checked_input_scale(self) -> Tensor:
