@@ -10,7 +10,9 @@ from contextlib import closing, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,12 +24,14 @@ from octavo.compat.transformer_engine.common.recipe import DelayedScaling
 from octavo.errors import ConfigError
 from octavo.integrations import ScalingState
 from octavo.training.loop import Trainer, build_model
+from tests.contract.overflowing_ranks import overflow_state
 from tests.unit.training.tiny_runs import tiny_config, tiny_data
 
 STEPS, RATIO = 4, 64.0
 RECIPE = octavo.recipes.get("delayed", history_length=3)
 RECIPES = octavo.recipes.names()
 STATIC_SCALE = torch.tensor(0.02)
+MANY = 700
 WIDTH, ROWS = 256, (1, 8, 32, 128, 255, 256, 512, 1024)
 
 
@@ -263,6 +267,102 @@ def other_layers(rank: int, _: Path) -> str:
     return "nothing was said"
 
 
+def teacher_on_one_rank(rank: int, _: Path) -> list[str]:
+    """A frozen teacher that both ranks run in the second step and the first rank alone in the fourth; what is said."""
+    model, teacher, said = build(), build(), []
+    teacher.requires_grad_(False)
+    optimizer = optimizer_of(model)
+    for step in range(4):
+        x = torch.ones(1, 8, requires_grad=True)
+        if step == 1 or (step == 3 and rank == 0):
+            teacher(x)
+        model(x).sum().backward()
+        try:
+            optimizer.step()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def autocast_on_one_rank_first(rank: int, _: Path) -> list[str]:
+    """The second rank's first step is dynamic, so that its second meets the first's first."""
+    model = nn.Sequential(octavo.nn.Linear(8, 4))
+    optimizer, said = optimizer_of(model), []
+    for step in range(1 + rank):
+        with octavo.autocast("delayed" if step == rank else "tensorwise"):
+            model(torch.ones(1, 8)).sum().backward()
+        try:
+            optimizer.step()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def joined(rank: int, _: Path) -> Any:
+    """Ranks with 2 and 3 batches: what is said, and the steps of a model that reduces nothing."""
+    model = DistributedDataParallel(build())
+    with pytest.raises(ConfigError) as told, model.join():
+        model(torch.ones(1, 8))
+    alone = build(amax_group="rank")
+    wrapper = DistributedDataParallel(alone)
+    optimizer = optimizer_of(wrapper)
+    with wrapper.join():
+        for _step in range(2 + rank):
+            wrapper(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+    return {"said": str(told.value), "steps": octavo.scaling_state(alone)["0.input.steps"].item()}
+
+
+def overflow_on_one_rank(rank: int, _: Path) -> dict[str, Tensor]:
+    """The second rank's second input holds an infinity; its recipe backs off."""
+    return overflow_state([rank])
+
+
+def many_layers(rank: int, _: Path) -> dict[str, Tensor]:
+    """More layers than the first all-reduce takes; each one's input is of its own."""
+    model = nn.ModuleList(octavo.nn.Linear(2, 2, recipe="delayed") for _ in range(MANY))
+    optimizer = optimizer_of(model)
+    sum(layer(torch.full((1, 2), amax_of(index, rank))).sum() for index, layer in enumerate(model)).backward()
+    optimizer.step()
+    return octavo.scaling_state(model)
+
+
+def amax_of(index: int, rank: int) -> float:
+    """The larger one is now on this rank, now on the other."""
+    return 1.0 + index + (0.5 if index % 2 == rank else 0.0)
+
+
+def reduces_a_step(_rank: int, _: Path) -> int:
+    """How many all-reduces three steps of two models take that one optimizer trains."""
+    model, counted = nn.ModuleList([build(), build()]), 0
+    reduce = distributed.all_reduce
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return reduce(*args, **options)
+
+    optimizer = optimizer_of(model)
+    with mock.patch.object(distributed, "all_reduce", counting):
+        for _step in range(3):
+            sum(each(torch.ones(1, 8)).sum() for each in model).backward()
+            optimizer.step()
+    return counted
+
+
+def one_more_step(rank: int, _: Path) -> str:
+    """The first rank's second step waits for a rank that ends; no check can follow."""
+    model = build()
+    optimizer = optimizer_of(model)
+    for _step in range(2 - rank):
+        model(torch.ones(1, 8)).sum().backward()
+        try:
+            optimizer.step()
+        except ConfigError as error:
+            return str(error)
+    return "nothing was said"
+
+
 def pipeline(rank: int, _: Path) -> int:
     """Stages of one pipeline: 3 steps of 4 micro-batches, one forward ahead of the backward passes on the first."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2 - rank)))
@@ -366,6 +466,13 @@ CHECKS: tuple[Callable[[int, Path], Any], ...] = (
     compiled_blocks,
     transformer_engine_blocks,
     trainer,
+    teacher_on_one_rank,
+    autocast_on_one_rank_first,
+    joined,
+    overflow_on_one_rank,
+    many_layers,
+    reduces_a_step,
+    one_more_step,
 )
 
 

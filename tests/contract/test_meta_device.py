@@ -59,6 +59,15 @@ def test_assigned_weights_bring_the_state_to_life(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_assigned_after_a_move_to_the_meta_device_start_the_state_anew(recipe):
+    weights, model = _mlp().state_dict(), _mlp()
+    octavo.convert(model, recipe)
+    _trained(model)
+    model.to("meta").load_state_dict({key: value.clone() for key, value in weights.items()}, assign=True)
+    _assert_as_if_loaded_first(model, weights, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_to_empty_starts_the_state_at_its_first_values(recipe):
     weights, model = _mlp().state_dict(), _mlp("meta")
     octavo.convert(model, recipe)

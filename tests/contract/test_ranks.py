@@ -14,6 +14,7 @@ import torch
 import octavo
 from octavo.scaling import EMPTY
 from tests.contract import ranks_program as program
+from tests.contract.overflowing_ranks import overflow_state
 from tests.policy.source_tree import ROOT
 
 RANKS = range(2)
@@ -182,6 +183,55 @@ def test_ranks_with_other_layers_are_told_so(found):
     for text in _of(found, "other_layers"):
         assert "the ranks' layers differ" in text
         assert 'amax_group="rank"' in text
+
+
+def test_a_model_that_runs_on_one_rank_alone_is_told_of_and_training_goes_on(found):
+    """The ranks have said so together, so that neither waits for the other."""
+    for said in _of(found, "teacher_on_one_rank"):
+        (text,) = said
+        assert "rank 0 closes 4 layers, it alone step 2 of layer '0', 8 to 16; step 2 of layer '2', 16 to 4" in text
+        assert "rank 1 closes 2 layers; train the same layers" in text
+
+
+def test_a_rank_that_begins_later_is_told_so(found):
+    """No tensor of one step is taken for another's."""
+    for said in _of(found, "autocast_on_one_rank_first"):
+        (text,) = said
+        assert "rank 0 closes 1 layers, it alone step 1 of layer ''" in text
+        assert "rank 1 closes 1 layers, it alone step 2 of layer ''" in text
+
+
+def test_ddps_join_is_refused_and_runs_with_each_ranks_own_amaxes(found):
+    one, other = _of(found, "joined")
+    assert (one["steps"], other["steps"]) == (2, 3)
+    for rank in (one, other):
+        assert "DistributedDataParallel.join()" in rank["said"]
+        assert 'amax_group="rank"' in rank["said"]
+
+
+def test_a_rank_that_takes_one_step_more_is_told_so(found):
+    said, nothing = _of(found, "one_more_step")
+    assert "rank 0 could not reduce its amaxes (step 2 of layer '0', 8 to 16; step 2 of layer '2', 16 to 4)" in said
+    assert 'amax_group="rank"' in said
+    assert nothing == "nothing was said"
+
+
+def test_an_overflow_on_one_rank_backs_off_on_all(found):
+    """Against one process, of whose two micro-batches one overflows."""
+    truth = overflow_state(RANKS)
+    assert truth["input.amax"].item() == torch.tensor(2.0 / 0.99).item()
+    for state in _of(found, "overflow_on_one_rank"):
+        _assert_same_state(state, truth)
+
+
+def test_every_layer_of_a_deep_model_is_reduced(found):
+    largest = [max(program.amax_of(index, rank) for rank in RANKS) for index in range(program.MANY)]
+    for state in _of(found, "many_layers"):
+        assert [state[f"{index}.input.amax"].item() for index in range(program.MANY)] == largest
+
+
+def test_a_step_of_all_models_takes_one_all_reduce(found):
+    assert _of(found, "reduces_a_step") == [3, 3]
 
 
 def test_stages_of_a_pipeline_count_the_optimizers_steps(found):

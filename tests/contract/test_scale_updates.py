@@ -98,6 +98,97 @@ def test_updates_written_by_hand_end_a_step(through_data, set_to_none):
     assert model[0].amax_history.window[0].tolist() == WINDOW, "and the next training forward closes it"
 
 
+def _grown_inputs(model: nn.Module, update: Callable[[], None], *, steps: int = 4) -> list[float]:
+    """The input's amax after each of some steps whose inputs grow tenfold."""
+    amaxes = []
+    for step in range(steps):
+        model.zero_grad()
+        model(_batch(10.0**step)).sum().backward()
+        update()
+        amaxes.append(octavo.scaling_state(model)["0.input.amax"].item())
+    return amaxes
+
+
+def _warmed_up(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has taken a step."""
+    optimizer = _sgd(model)
+    model(_batch(0.5)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_hand_written_updates_end_steps_once_the_optimizer_is_gone():
+    model = _model()
+    _warmed_up(model)
+    assert _grown_inputs(model, _by_hand(model, through_data=False)) == [1.0, 10.0, 100.0, 1000.0]
+
+
+def _master_updates(model: nn.Module) -> Callable[[], None]:
+    """Steps of an optimizer over copies of the parameters."""
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.01)
+
+    @torch.no_grad()
+    def update() -> None:
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.clone()
+        optimizer.step()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            parameter.copy_(master)
+
+    return update
+
+
+@pytest.mark.parametrize("emptied", [False, True], ids=["deleted", "without parameters"])
+def test_an_optimizer_over_copies_ends_steps_once_the_models_own_is_no_more(emptied):
+    model = _model()
+    first = _warmed_up(model)
+    if emptied:
+        first.param_groups.clear()
+    else:
+        del first
+    assert _grown_inputs(model, _master_updates(model)) == [1.0, 10.0, 100.0, 1000.0]
+
+
+def test_an_optimizer_that_never_steps_again_is_told_of_and_forgotten():
+    model = _model()
+    idle, update = _warmed_up(model), _master_updates(model)
+    for _ in range(98):
+        model(_batch(2.0)).sum().backward()
+        update()
+    with pytest.warns(UserWarning, match=r"layer '[02]' has run 100 backward passes without a step") as told:
+        assert _grown_inputs(model, update) == [0.5, 10.0, 100.0, 1000.0]
+    assert len(told) == 1
+    assert idle.param_groups
+
+
+def test_calls_of_one_backward_pass_count_once():
+    """150 calls and one step, three times: no warning, which would be an error here."""
+    model = _model()
+    optimizer = _sgd(model)
+    for _ in range(3):
+        sum(model(_batch(1.0)).sum() for _ in range(150)).backward()
+        optimizer.step()
+
+
+def test_training_one_model_through_another_ends_each_ones_own_steps():
+    generator, discriminator = _model(), _model()
+    own, theirs = _sgd(generator), _sgd(discriminator)
+    for _ in range(3):
+        discriminator(generator(_batch(1.0)).detach()).sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+        discriminator(generator(_batch(2.0))).sum().backward()
+        own.step()
+        own.zero_grad()
+        theirs.zero_grad()
+    for model in (generator, discriminator):
+        state = octavo.scaling_state(model)
+        assert {int(value) for key, value in state.items() if key.endswith("steps")} == {3}
+    assert _window(generator) == [2.0, 2.0, 2.0, EMPTY]
+
+
 def test_frozen_layers_follow_the_optimizer_of_the_others():
     model = _model()
     model[0].requires_grad_(False)
@@ -193,6 +284,27 @@ def test_optimizers_that_step_within_the_backward_pass_end_it_once():
     state = octavo.scaling_state(model)
     assert state["0.input.amax_history"].tolist() == [0.5, 4.0, 1.0, EMPTY]
     assert {int(value) for key, value in state.items() if key.endswith("steps")} == {3}
+
+
+def test_an_optimizer_within_the_backward_pass_waits_for_every_gradient_of_a_layer():
+    """The first layer runs twice, and the other's optimizer steps between its two gradients."""
+    model = _model()
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.0)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    seen: list[float] = []
+    for amax, *_ in AMAXES:
+        grads: list[float] = []
+        first = model[0](_batch(amax))
+        second = model[0](model[2](first))
+        for y in (first, second):
+            y.register_hook(lambda grad, grads=grads: grads.append(grad.abs().max().item()))
+        second.square().sum().backward()
+        assert len(grads) == 2
+        seen = [max(grads), *seen]
+    state = octavo.scaling_state(model)
+    assert state["0.grad_output.steps"].item() == 3
+    assert state["0.grad_output.amax_history"].tolist() == [*seen, EMPTY]
 
 
 def test_a_compiled_optimizer_ends_a_step():

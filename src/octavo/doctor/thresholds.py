@@ -104,7 +104,9 @@ class Thresholds:
     lost_gain: float = _ours(0.5, "of what the loss had gained; overshoots of a warm-up and restarted rates come back")
     least_gain: float = _ours(0.1, "of the loss at the beginning: fine-tuning gains less, and a restart may cost that")
     lasting_rise: float = _ours(
-        20.0, "steps; a tenth of the run and its warm-up, if longer: healthy spikes come back sooner"
+        20.0,
+        "steps; its warm-up and, but at the unigram entropy, a tenth of the run, if longer: healthy spikes come back "
+        "sooner",
     )
     settled_loss: float = _ours(0.05, "of a level: drift of a settled loss from one half to the next")
     unigram_share: float = _ours(

@@ -266,9 +266,13 @@ class Linear(StatefulModule, torch.nn.Linear):
         return f"layer {self.path!r}" if self.path else "this layer"
 
     def _follow_weight(self) -> None:
-        """Move the state to where the weight was put alone, as by ``load_state_dict(assign=True)``."""
+        """Move the state to where the weight was put alone, as by ``load_state_dict(assign=True)``; after meta anew."""
         device = self.stored_weight.device
-        if self.nonfinite_counts.device != device and device.type != "meta":
+        if self.nonfinite_counts.device == device or device.type == "meta":
+            return
+        if self.nonfinite_counts.is_meta:
+            self.start_state(device)
+        else:
             self.nonfinite_counts, self.input_scale = self.nonfinite_counts.to(device), self.input_scale.to(device)
 
     def _checked_input_scale(self) -> Tensor:
@@ -281,8 +285,8 @@ class Linear(StatefulModule, torch.nn.Linear):
         return self.input_scale
 
     def _watch_backward(self, y: Tensor) -> None:
-        """Let a manual history count backward passes, so that it can tell that nobody closes its steps."""
-        if torch.compiler.is_compiling() or not self.scale_updates.manual or inside_backward():
+        """Let a history count backward passes, so that it can tell that nothing closes its steps."""
+        if torch.compiler.is_compiling() or inside_backward():
             return
         if self.amax_history is not None and self.training and y.requires_grad:
             y.register_hook(self.amax_history.remind)

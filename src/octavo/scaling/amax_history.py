@@ -41,26 +41,25 @@ class ScaleUpdates:
 
     Attributes:
         manual: with ``octavo.update_scales`` alone; otherwise see :mod:`octavo.scaling.scale_updates`.
-        reminded: whether the user has been told of a manual model whose steps are never closed.
+        reminded: whether the user has been told of a model whose steps are never closed.
         group: the process group that takes the largest amax of its ranks; None is the default one, "rank" this rank
             alone.
-        has_optimizer: whether an optimizer that holds parameters of these layers has stepped.
         ran: whether a layer ran in training since the last step was closed.
         weights_seen: the layers' weights as the running step found them, by history, while no optimizer is known.
         block: number of the autocast block that the layers last ran in, where ranks close together.
         closing_after: the backward pass at whose end the step closes.
-        optimizers: those that tell when their state is saved.
+        optimizers: those that have stepped and hold parameters of these layers.
         optimizer_saved: whether that has happened since the last step.
         state_read: whether the scaling state was read since then.
         reminded_of_state: whether the user has been told of a checkpoint without scaling state.
         optimizer_steps: how many an optimizer has taken that ended steps of these layers.
+        closed_steps: how many have ended, whether or not a layer kept a history; ranks compare it.
         told_switch: whether the user has been told that a layer goes on in another recipe.
     """
 
     manual: bool = False
     reminded: bool = False
     group: Any = None
-    has_optimizer: bool = field(default=False, init=False)
     ran: bool = field(default=False, init=False)
     weights_seen: "weakref.WeakKeyDictionary[AmaxHistory, WeightSeen]" = field(
         default_factory=weakref.WeakKeyDictionary, init=False
@@ -72,11 +71,17 @@ class ScaleUpdates:
     state_read: bool = field(default=False, init=False)
     reminded_of_state: bool = field(default=False, init=False)
     optimizer_steps: int = field(default=0, init=False)
+    closed_steps: int = field(default=0, init=False)
     told_switch: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.group, str) and self.group != "rank":
             raise ConfigError(f"amax_group must be a process group, None or 'rank', not {self.group!r}")
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer that holds parameters of these layers has stepped and is still alive."""
+        return len(self.optimizers) > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ScaleUpdates":
         return ScaleUpdates(self.manual, self.reminded, self.group)  # a process group has no copies
@@ -144,6 +149,7 @@ class AmaxHistory(StatefulModule):
         self.updates = ScaleUpdates() if updates is None else updates
         self.path = path
         self.unclosed_backwards = 0
+        self._last_backward = -1
         self.start_state(device)
 
     def fresh_state(self, device: torch.device | None) -> dict[str, Tensor]:
@@ -259,17 +265,33 @@ class AmaxHistory(StatefulModule):
             amaxes.copy_(torch.where(amaxes > 0, scaled, amaxes))
 
     def remind(self, _: Tensor) -> None:
-        """After each backward pass of a manual model: say once a model that nobody closes its steps."""
-        self.unclosed_backwards += 1
-        if self.unclosed_backwards < _REMIND_AFTER or self.updates.reminded:
+        """After each backward pass: say once that nothing has closed the model's steps for long.
+
+        Automatic updates go on without the optimizers that were known. Weights that are watched close a step when they
+        change, so that there is nothing to say of them.
+        """
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 (a layer may be called several times in one pass)
+        self.unclosed_backwards += task != self._last_backward
+        self._last_backward = task
+        updates = self.updates
+        watched = not updates.manual and len(updates.weights_seen) > 0
+        if self.unclosed_backwards < _REMIND_AFTER or updates.reminded or watched:
             return
-        self.updates.reminded = True
-        warnings.warn(
-            f"{f'layer {self.path!r}' if self.path else 'a layer'} has run {_REMIND_AFTER} backward passes without "
-            "octavo.update_scales(model): with manual scale updates the scales stay those of the last closed step; "
-            "call it after each optimizer step",
-            stacklevel=2,
-        )
+        updates.reminded = True
+        name = f"layer {self.path!r}" if self.path else "a layer"
+        if updates.manual:
+            warning = (
+                f"{name} has run {_REMIND_AFTER} backward passes without octavo.update_scales(model): with manual "
+                "scale updates the scales stay those of the last closed step; call it after each optimizer step"
+            )
+        else:
+            updates.optimizers.clear()
+            warning = (
+                f"{name} has run {_REMIND_AFTER} backward passes without a step of a torch.optim optimizer that holds "
+                "its parameters, and its scales stay those of the last closed step; unless these are micro-batches of "
+                "one step, call octavo.update_scales(model) after each update of the weights"
+            )
+        warnings.warn(warning, stacklevel=2)
 
 
 def _statistic(window: Tensor, statistic: Statistic) -> Tensor:

@@ -3,15 +3,22 @@
 A step of delayed scaling is an optimizer's step, however many micro-batches it has. Three signs end it, in this order:
 
 1. ``torch.optim`` calls a hook after every step of every optimizer. It closes the models whose parameters the optimizer
-   holds, and those that ran and have no optimizer of their own (all layers frozen, FSDP's flat parameters). A step that
-   a gradient scaler leaves out ends nothing.
-2. As long as no optimizer is known for a model, a weight that was written to since the last training forward ends the
-   step: a hand-written update.
+   holds, and those that ran and have no optimizer of their own: all layers frozen, FSDP's flat parameters, or gradients
+   that an optimizer over copies of the parameters takes. A step that a gradient scaler leaves out ends nothing.
+2. As long as no living optimizer is known for a model, a weight that was written to since the last training forward
+   ends the step: a hand-written update.
 3. ``octavo.update_scales(model)``.
 
 All layers of all models that end together are closed together: where a process group is initialized, one MAX
 all-reduce of their amaxes comes first, so that every rank goes on with the same scales, whatever wraps the model.
 A tensor that no rank used records nothing.
+
+Ranks that close different steps must not mix their amaxes, nor hang in tensors of different lengths. So the tensor that
+is reduced has one fixed length, and begins with a digest of the layers and of the number of their step:
+
+    float32 [4096] = digest [4], amaxes and overflow marks of 682 layers [682, 6], 0     further layers: a second reduce
+
+Its maximum is the rank's own digest on every rank, or on none: then all of them say what they have and raise.
 
 Transformer Engine reduces over the default group too (its documentation, "Using FP8", ``amax_reduction_group``).
 """
@@ -20,12 +27,14 @@ import sys
 import warnings
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.errors import ConfigError
@@ -48,6 +57,10 @@ __all__ = [
 ]
 
 _STEPS_UNTIL_CALLED = 100  # optimizer steps in which every layer, also a seldom chosen expert, should have run
+_ADVICE = (
+    "train the same layers for the same number of steps on every rank, give convert the process group of the ranks "
+    'that do, amax_group=group, or amax_group="rank" for each rank alone'
+)
 _SAMPLES = 16  # rows and columns of a weight that are compared to see whether it was written to
 
 
@@ -72,7 +85,7 @@ class DelayedLayer(Protocol):
 
 
 _layers: "weakref.WeakKeyDictionary[DelayedLayer, None]" = weakref.WeakKeyDictionary()  # in the order of registration
-_agreed: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()  # what groups' ranks have compared
+_FIRST_REDUCED = 4096  # elements: as slow as one, on a network, and enough for all but the deepest models
 
 
 class OptimizerSteps:
@@ -127,7 +140,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
     """Close the steps that end with this optimizer's."""
     OptimizerSteps.count += 1
     layers = list(_stepped(optimizer))
-    _remind_of_checkpoints(optimizer, layers)
+    _remind_of_checkpoints(layers)
     _warn_of_layers_not_run(layers)
     layers = [layer for layer in layers if not layer.scale_updates.manual]
     if not layers:
@@ -152,13 +165,42 @@ def _was_taken(optimizer: Optimizer) -> Tensor | None:
 
 def _stepped(optimizer: Optimizer) -> Iterator[DelayedLayer]:
     """The layers of models that the optimizer updates, and of those that ran and have no optimizer of their own."""
-    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for updates, layers in _by_model(_living()):
-        if any(id(parameter) in updated for layer in layers for parameter in layer.parameters()):
-            updates.has_optimizer = True
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        if _holds(optimizer, parameters):
+            _know(optimizer, updates)
             yield from layers
-        elif updates.ran and not updates.has_optimizer:
+        elif updates.ran and not _keep_holders(updates, parameters) and _may_be_updated(parameters):
             yield from layers
+
+
+def _holds(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in parameters)
+
+
+def _know(optimizer: Optimizer, updates: ScaleUpdates) -> None:
+    """Remember a model's optimizer, which from now on tells when its state is saved."""
+    if optimizer not in updates.optimizers:
+        updates.optimizers.add(optimizer)
+        optimizer.register_state_dict_pre_hook(partial(_mark_saved, weakref.ref(updates)))
+
+
+def _keep_holders(updates: ScaleUpdates, parameters: Iterable[Tensor]) -> bool:
+    """Forget the optimizers that hold none of the parameters any more; whether one is left."""
+    for optimizer in list(updates.optimizers):
+        if not _holds(optimizer, parameters):
+            updates.optimizers.discard(optimizer)
+    return updates.has_optimizer
+
+
+def _may_be_updated(parameters: Iterable[Tensor]) -> bool:
+    """Whether a step of another optimizer can be these parameters' own.
+
+    A generator's have no gradients while its discriminator is trained.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return not trained or any(parameter.grad is not None for parameter in trained)
 
 
 def _by_model(layers: Iterable[DelayedLayer]) -> Iterator[tuple[ScaleUpdates, list[DelayedLayer]]]:
@@ -211,9 +253,15 @@ def close_block_over_ranks(layer: DelayedLayer, region: Tensor) -> None:
     """Before a training forward in another autocast block: close all layers' steps of the block before, on all ranks.
 
     Without ranks each layer does so for itself (:meth:`AmaxHistory.begin_forward`), also in a graph.
+
+    Raises:
+        ConfigError: it is one of DDP's join context.
     """
     updates, history = layer.scale_updates, layer.amax_history
-    if history is None or history.spec.close != Close.AUTOCAST or not reduces(updates):
+    if history is None or not reduces(updates):
+        return
+    _refuse_join()
+    if history.spec.close != Close.AUTOCAST:
         return
     block = int(region)
     if updates.block not in (0, block):
@@ -251,6 +299,7 @@ def _reduce_over_groups(layers: Sequence[DelayedLayer], every: "distributed.Proc
 def close_steps(layers: Sequence[DelayedLayer], *, over: Tensor | None = None) -> None:
     """Close the layers' steps as they were recorded; ``over`` False leaves them open."""
     for updates, _ in _by_model(layers):
+        updates.closed_steps += 1
         updates.ran = False
         updates.weights_seen.clear()
     for layer in layers:
@@ -258,20 +307,30 @@ def close_steps(layers: Sequence[DelayedLayer], *, over: Tensor | None = None) -
             layer.amax_history.close(where=None if over is None else over.to(layer.amax_history.pending.device))
 
 
+def _refuse_join() -> None:
+    """Refuse a forward of ``with ddp.join()``: a rank without data left repeats DDP's collectives, and no others."""
+    wrapper = DistributedDataParallel._active_ddp_module  # noqa: SLF001 (what tells of the context is private)
+    if wrapper is not None and wrapper._join_config.enable:  # noqa: SLF001
+        raise ConfigError(
+            "delayed scaling reduces amaxes over the ranks at each step, and in DistributedDataParallel.join() a rank "
+            "without data left does not take part; give every rank as many batches, or give convert "
+            'amax_group="rank" for amaxes of each rank alone'
+        )
+
+
 @torch.no_grad()
 def reduce_amaxes(layers: Sequence[DelayedLayer], group: "distributed.ProcessGroup") -> None:
     """Raise the running step's amaxes and overflow marks to the largest of all ranks: nothing recorded is below 0.
 
     Raises:
-        ConfigError: the ranks hold other layers.
+        ConfigError: the ranks close other layers or another step, or a rank takes no part.
     """
     histories = [layer.amax_history for layer in layers]
     devices = [history.pending.device for history in histories if history is not None]
     if not devices:
         return
-    _check_same_layers(layers, group, devices[0])
-    rows = torch.stack([_recorded(history, devices[0]) for history in histories])
-    distributed.all_reduce(rows, op=distributed.ReduceOp.MAX, group=group)
+    recorded = torch.stack([_recorded(history, devices[0]) for history in histories])
+    rows = _reduced(recorded.flatten(), _described(layers), group).view_as(recorded)
     for history, row in zip(histories, rows, strict=True):
         if history is not None:
             pending, overflowed = row.tensor_split(2)
@@ -286,29 +345,61 @@ def _recorded(history: AmaxHistory | None, device: torch.device) -> Tensor:
     return torch.cat([history.pending, history.overflowed.float()]).to(device)
 
 
-def _check_same_layers(layers: Sequence[DelayedLayer], group: Any, device: torch.device) -> None:
-    """Compare the layers with the other ranks', once: a collective of tensors of other lengths would hang or mix them.
+def _described(layers: Sequence[DelayedLayer]) -> list[str]:
+    """One line a layer: what ranks must have alike."""
+    return [
+        f"step {layer.scale_updates.closed_steps + 1} of layer {layer.path!r}, {layer.in_features} to "
+        f"{layer.out_features}"
+        for layer in layers
+    ]
 
-    Every rank sees a difference, since a maximum of numbers and of their negatives shows whether they are alike.
-    """
-    names = "\n".join(f"{layer.path} {layer.in_features} {layer.out_features}" for layer in layers)
-    digest = zlib.crc32(names.encode())
-    if digest in _agreed.setdefault(group, set()):
-        return
-    mine = torch.tensor([len(layers), digest], device=device)
-    largest = torch.cat([mine, -mine])
-    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=group)
-    if not torch.equal(largest[:2], -largest[2:]):
+
+def _reduced(values: Tensor, described: list[str], group: Any) -> Tensor:
+    """The ranks' maxima of ``values``, float32 [n], as the module's docstring lays them out."""
+    crc = zlib.crc32("\n".join(described).encode())
+    halves = torch.cat([values.new_full((1,), half) for half in (crc >> 16, crc & 0xFFFF)])  # exact in float32
+    digest = torch.cat([halves, -halves])
+    first, rest = values.tensor_split([_FIRST_REDUCED - len(digest)])
+    padding = values.new_zeros(_FIRST_REDUCED - len(digest) - len(first))
+    first = torch.cat([digest, first, padding])
+    _all_reduce(first, described, group)
+    capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()  # nothing can be read then
+    if not capturing and not torch.equal(first[: len(digest)], digest):
+        _refuse_difference(described, group)
+    if len(rest):
+        _all_reduce(rest, described, group)
+    return torch.cat([first[len(digest) : len(first) - len(padding)], rest])
+
+
+def _all_reduce(values: Tensor, described: list[str], group: Any) -> None:
+    try:
+        distributed.all_reduce(values, op=distributed.ReduceOp.MAX, group=group)
+    except RuntimeError as error:  # torch has no class of its own for a rank that has ended
         raise ConfigError(
-            f"the ranks' layers differ (this rank closes a step of {len(layers)}, others of {-int(largest[2])} to "
-            f"{int(largest[0])}, or of other names), so that their amaxes cannot be reduced together; give convert the "
-            'process group of the ranks that hold the same layers, amax_group=group, or amax_group="rank" for each '
-            "rank alone"
-        )
-    _agreed[group].add(digest)
+            f"rank {distributed.get_rank()} could not reduce its amaxes ({_summary(described)}) with the other ranks, "
+            f"one of which has ended or waits elsewhere; {_ADVICE}"
+        ) from error
 
 
-def _remind_of_checkpoints(optimizer: Optimizer, layers: Sequence[DelayedLayer]) -> None:
+def _refuse_difference(described: list[str], group: Any) -> NoReturn:
+    """Name what differs between the group's first rank and the first that is unlike it; all ranks raise together."""
+    by_rank: list[list[str]] = [[]] * distributed.get_world_size(group)
+    distributed.all_gather_object(by_rank, described, group=group)
+    ranks = distributed.get_process_group_ranks(group)
+    other = next(index for index, theirs in enumerate(by_rank) if theirs != by_rank[0])
+    texts = []
+    for index, than in ((0, other), (other, 0)):
+        only = list((Counter(by_rank[index]) - Counter(by_rank[than])).elements())
+        text = f"rank {ranks[index]} closes {len(by_rank[index])} layers"
+        texts.append(f"{text}, it alone {_summary(only)}" if only else text)
+    raise ConfigError(f"the ranks' layers differ, or their steps: {'; '.join(texts)}; {_ADVICE}")
+
+
+def _summary(described: list[str]) -> str:
+    return "; ".join(described[:2]) + (f"; and {len(described) - 2} more" if len(described) > 2 else "")
+
+
+def _remind_of_checkpoints(layers: Sequence[DelayedLayer]) -> None:
     """Say once that an optimizer's state was saved, for a training to resume, and scaling state was not.
 
     The two may be saved in either order, so it is looked at before the next step.
@@ -326,10 +417,6 @@ def _remind_of_checkpoints(optimizer: Optimizer, layers: Sequence[DelayedLayer])
                 stacklevel=3,
             )
         updates.optimizer_saved = updates.state_read = False
-        if not updates.has_optimizer or optimizer in updates.optimizers:
-            continue
-        updates.optimizers.add(optimizer)
-        optimizer.register_state_dict_pre_hook(partial(_mark_saved, weakref.ref(updates)))
 
 
 def _warn_of_layers_not_run(layers: Sequence[DelayedLayer]) -> None:

@@ -1,7 +1,8 @@
 """Rule for a loss that rises far above its beginning or loses most of its progress.
 
 Medians of the losses at the end, at the beginning and at the best point are compared, relative to the scatter of the
-losses. Overshoots of a warm-up or a restarted learning rate recover, so only lasting rises are reported.
+losses. Overshoots of a warm-up or a restarted learning rate recover, so only lasting rises are reported: those of a
+tenth of the run, or, at the unigram entropy, where a model predicts token frequencies alone, of a few steps.
 """
 
 from collections.abc import Iterator
@@ -40,10 +41,10 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
     if len(losses) < 3 * EDGE:
         return
     unigram, warm = series.unigram_nats, warmup(series)
-    rise = _above_its_beginning(steps, losses, limits) or _above_its_best(steps, losses, (warm, unigram), limits)
-    if rise is None:
+    detected = _rise_and_level(steps, losses, (warm, unigram), limits)
+    if detected is None:
         return
-    plateau = _describe_plateau(losses[steps >= rise.first_step], unigram, limits)
+    rise, plateau = detected
     sampled = series.casts.steps
     yield Finding(
         code="divergence",
@@ -60,6 +61,20 @@ def divergence(series: Series, limits: Thresholds) -> Iterator[Finding]:
         "follow from it, so check the learning rate and the data",
         weight=rise.ended / rise.began if plateau is None else COLLAPSED,
     )
+
+
+def _rise_and_level(
+    steps: Floats, losses: Floats, warmup_and_unigram: tuple[float, float | None], limits: Thresholds
+) -> tuple[_Rise, str | None] | None:
+    """Rise, and description of the level at which the losses settle; arguments as of :func:`_above_its_best`."""
+    few, (_, unigram) = int(limits.lasting_rise), warmup_and_unigram
+    rise = _above_its_beginning(steps, losses, limits)
+    rise = rise or _above_its_best(steps, losses, warmup_and_unigram, limits, lasting=max(few, len(losses) // 10))
+    if rise is not None:
+        return rise, _describe_plateau(losses[steps >= rise.first_step], unigram, limits)
+    rise = None if unigram is None else _above_its_best(steps, losses, warmup_and_unigram, limits, lasting=few)
+    plateau = None if rise is None else _describe_plateau(losses[steps >= rise.first_step], unigram, limits)
+    return None if rise is None or plateau is None else (rise, plateau)
 
 
 def _describe_plateau(losses: Floats, unigram: float | None, limits: Thresholds) -> str | None:
@@ -94,15 +109,19 @@ def _above_its_beginning(steps: Floats, losses: Floats, limits: Thresholds) -> _
 
 
 def _above_its_best(
-    steps: Floats, losses: Floats, warmup_and_unigram: tuple[float, float | None], limits: Thresholds
+    steps: Floats,
+    losses: Floats,
+    warmup_and_unigram: tuple[float, float | None],
+    limits: Thresholds,
+    *,
+    lasting: int,
 ) -> _Rise | None:
-    """Loss of a share of the progress for as long as the warm-up took, or a tenth of the run.
+    """Loss of a share of the progress for ``lasting`` steps, or as long as the warm-up took.
 
     ``warmup_and_unigram``: last step of the warm-up, and the unigram entropy; above it only token frequencies are
     learned.
     """
     warmup_end, unigram = warmup_and_unigram
-    lasting = max(int(limits.lasting_rise), len(losses) // 10)
     warming = int((steps <= warmup_end).sum())
     lasting_start = len(losses) - max(lasting, warming)
     if lasting_start < max(warming, 1):

@@ -174,6 +174,29 @@ def test_a_loss_that_jumps_to_the_unigram_entropy_and_stays_comes_first(unigram)
     assert where in first.cause
 
 
+@pytest.mark.parametrize(
+    ("losses", "count"),
+    [
+        (collapsing(6.25, at=9100, of=10_000), 1),
+        (collapsing(6.25, at=99_900, of=100_000), 1),
+        (collapsing(6.25, at=60, of=2000), 1),  # the best was held for less than a tenth of the run
+        (collapsing(6.25, at=400, of=424), 1),
+        (collapsing(6.25, at=400, of=417), 0),  # not for long
+        (collapsing(8.0, at=400, of=430), 0),  # a transient: it lies where no model stays
+        (collapsing(3.0, at=400, of=430), 0),
+        (collapsing(6.25, at=400, of=430) + [3.0] * 10, 0),  # it comes back
+        (falling(length=400) + list(np.linspace(5.6, 7.0, 30)), 0),  # and this passes by
+        (list(6.3 + 1.1 * np.exp(-np.arange(2000) / 20)), 0),  # nothing was gained
+    ],
+    ids=lambda value: f"{len(value)} losses" if isinstance(value, list) else str(value),
+)
+def test_a_loss_at_the_unigram_entropy_is_believed_soon_however_long_the_run(losses, count):
+    series = with_unigram(looks(lines=steps(losses)), 6.3)
+    collapses = list(divergence(series, LIMITS))
+    assert [one.severity for one in collapses] == [Severity.FAIL] * count
+    assert all("stays at the unigram entropy of 6.3" in one.cause for one in collapses)
+
+
 def test_the_unigram_entropy_bounds_what_there_was_to_lose():
     """From 6.9 to 5.2 and back to 6.0: 46 % of the fall, and 72 % of what was learned beyond frequencies."""
     losses = falling(least=5.2) + [6.0] * 24
