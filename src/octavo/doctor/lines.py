@@ -157,9 +157,19 @@ def _checked_lines(path: Path, beginning: LinesWritten) -> Iterator[bytes]:
         yield line
     if not begins:
         raise TrainingError(
-            f"{str(path)!r} has {count} lines, and not the {beginning.lines} that the run's newest checkpoint knows: "
-            "lines are missing or another run's, or have no checksums; put the file back, or train again elsewhere"
+            f"{str(path)!r} {_difference(count, beginning, is_sealed=is_sealed)}; put the file back, or train again "
+            "elsewhere"
         )
+
+
+def _difference(count: int, beginning: LinesWritten, *, is_sealed: bool) -> str:
+    """How a file of so many lines is not as it began."""
+    known = "that the run's newest checkpoint knows"
+    if count and not is_sealed:
+        return f"has no checksums, and the {beginning.lines} lines {known} have them"
+    if count < beginning.lines:
+        return f"has {count} lines, fewer than the {beginning.lines} {known}"
+    return f"has other lines than the {beginning.lines} {known}, perhaps another run's"
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
