@@ -47,6 +47,7 @@ ROWS = (
     "reports",
     "cli",
     "__main__",
+    "octavo_command",
 )
 
 
