@@ -5,12 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.checksums import SUMS
+from octavo.checksums import SUMS, count_listed
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export import export
 from octavo.errors import ConfigError
 from octavo.interchange import QuantizedModel, load_quantized, read_configuration
+from octavo.models.sources import check_is_run
 
 __all__ = ["import_"]
 
@@ -27,17 +28,19 @@ def import_(
     as_json: options.Json = False,
 ) -> None:
     """Read a model in FP8 from another tool, check every tensor of it, and say what it is."""
+    check_is_run(folder)
     if out is not None:
         read_configuration(folder)  # what is not in FP8 is octavo export's to quantize, not taken for it here
         export(model=str(folder), out=out, format_=format_ or DEFAULT, as_json=as_json)
         return
     if format_ is not None:
         raise ConfigError("--format says what --out writes; give --out FOLDER too, or leave --format out")
-    read, has_sums = load_quantized(folder), (folder / SUMS).is_file()
+    read, counts = load_quantized(folder), count_listed(folder)
     if as_json:
-        print_json(_record(read) | {"checksums": has_sums})
+        listed, files = counts or (0, None)
+        print_json(_record(read) | {"checksums": counts is not None, "files_checked": listed, "files": files})
     else:
-        _print(folder, read, has_sums=has_sums)
+        _print(folder, read, checked=counts)
 
 
 def _record(read: QuantizedModel) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def _record(read: QuantizedModel) -> dict[str, Any]:
     }
 
 
-def _print(folder: Path, read: QuantizedModel, *, has_sums: bool) -> None:
+def _print(folder: Path, read: QuantizedModel, *, checked: tuple[int, int] | None) -> None:
     counts: dict[str, int] = {}
     for recipe in read.recipes.values():
         counts[recipe.name] = counts.get(recipe.name, 0) + 1
@@ -59,8 +62,8 @@ def _print(folder: Path, read: QuantizedModel, *, has_sums: bool) -> None:
         "every tensor is known, every scale positive and finite; octavo eval and octavo generate take the folder"
     )
     lines.append(
-        f"every file is the one that was written ({SUMS})"
-        if has_sums
+        f"{checked[0]} of {checked[1]} files are the ones that were written ({SUMS})"
+        if checked
         else f"the folder has no checksums ({SUMS}), so a bit that was flipped in codes cannot be seen"
     )
     stdout().print("\n".join(lines), markup=False, soft_wrap=True)

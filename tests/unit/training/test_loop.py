@@ -375,10 +375,12 @@ def test_a_run_whose_numbers_were_cut_is_not_resumed(tmp_path, data, kept):
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:kept]))
+    events: list[object] = []
     with pytest.raises(
-        TrainingError, match=f"has {kept} lines and does not start with the {len(lines)} lines that the run's newest"
+        TrainingError, match=f"has {kept} lines, fewer than the {len(lines)} that the run's newest checkpoint records"
     ):
-        train(config, tmp_path / "run", data=data, resume=True)
+        train(config, tmp_path / "run", data=data, resume=True, on_event=events.append)
+    assert not events, "it does not say that it continues"
     assert metrics.read_text() == "".join(lines[:kept])
     metrics.write_text("".join(lines))
     train(config, tmp_path / "run", data=data, resume=True)
@@ -404,9 +406,11 @@ def test_what_a_killed_process_left_among_the_checkpoints_is_removed_when_the_ru
     config = tiny_config(steps=4, checkpoint_interval=2)
     train(config, tmp_path / "run", data=data)
     checkpoints = tmp_path / "run" / "checkpoints"
-    for name in (".step-000003.writing", ".step-000004.replaced"):
+    for name in (".step-000003.0123456789abcdef.writing", ".step-000004.0123456789abcdef.older"):
         shutil.copytree(checkpoints / "step-000002", checkpoints / name)
+    (tmp_path / "run" / ".metrics.jsonl.0123456789abcdef.tmp").write_text("half")
     (checkpoints / ".notes").write_text("mine")
-    (checkpoints / "step-000002").rename(checkpoints / ".step-000002.replaced")
+    (checkpoints / "step-000002").rename(checkpoints / ".step-000002.0123456789abcdef.older")
     train(config, tmp_path / "run", data=data, resume=True)
+    assert not list((tmp_path / "run").glob(".*.tmp"))
     assert sorted(path.name for path in checkpoints.iterdir()) == [".notes", "step-000002", "step-000004"]
