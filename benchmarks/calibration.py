@@ -22,7 +22,7 @@ from benchmarks.measure import hardware, interleaved, markdown_table, publish, r
 from octavo.convert import choose_layers
 from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, text_windows
-from octavo.quantization.calibration.observing import observe
+from octavo.quantization.calibration.observers import observe
 from octavo.quantization.calibration.ranges import Method
 from octavo.training.evaluate import token_loss
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio, verdict
 from octavo.doctor import watch
-from octavo.doctor.captor import DIAGNOSED_EVERY
+from octavo.doctor.capture_scheduler import DIAGNOSED_EVERY
 from octavo.models import Llama
 from octavo.state import update_scales
 from octavo.training.config import RunConfig, demo_config

@@ -5,7 +5,7 @@
 
 SmolLM2-135M, and a trained run of octavo's where one is given. Errors are ‖difference‖ / ‖logits‖ in FP32 against
 octavo's emulation: in lockstep, and with both running free, where a cast turns the last digit of a sum into another
-code (``octavo.export.agreement``). With --mix SmolLM2-135M is written by a mix of ``octavo sensitivity``'s, table and
+code (``octavo.export.lockstep``). With --mix SmolLM2-135M is written by a mix of ``octavo sensitivity``'s, table and
 all, in the one format that holds such a table. Bytes are those of the weights' files over BF16's; the head stays in
 BF16.
 
@@ -23,12 +23,12 @@ from rich.console import Console
 from benchmarks import smollm2
 from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.errors import DataError
+from octavo.export.checkpoint_writer import GREEDY, SavedCheckpoint, save_quantized
 from octavo.export.sources import Request, load_source
 from octavo.export.verification import TOLERANCE
-from octavo.export.writing import GREEDY, SavedCheckpoint, save_quantized
 from octavo.language_model import load_language_model
 from octavo.quantization import calibrate, text_windows
-from octavo.training.text import BUILTIN
+from octavo.text.sources import BUILTIN
 
 SAMPLES, LENGTH = 8, 256
 MOST_BYTES = 0.62  # of BF16's

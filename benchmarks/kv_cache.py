@@ -33,10 +33,10 @@ from octavo.numerics import ScaleRounding
 from octavo.quantization import text_windows
 from octavo.quantization.comparison.cache_formats import as_cached
 from octavo.quantization.comparison.comparison import compare
-from octavo.quantization.comparison.contestants import high_precision
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.variants import high_precision
+from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.evaluate import token_loss
-from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 FIRST = 4  # tokens that a design keeps in BF16
 AT_ONCE = 512  # tokens that a runner reads in a call: their logits take 100 MB

@@ -33,13 +33,13 @@ import octavo
 from benchmarks import smollm2
 from benchmarks.measure import hardware, markdown_table, publish, verdict
 from octavo.errors import DataError
-from octavo.export.agreement import relative_error
-from octavo.export.onnx import OnnxOptions, OnnxReport, export_onnx
-from octavo.export.onnx.checks import check_engines
-from octavo.export.onnx.graph import Graph, graph_of_decoder
+from octavo.export.lockstep import relative_error
 from octavo.language_model import LanguageModel, load_language_model
+from octavo.onnx import OnnxOptions, OnnxReport, export_onnx
+from octavo.onnx.checks import check_engines
+from octavo.onnx.graph import Graph, graph_of_decoder
 from octavo.quantization import Calibration, calibrate, text_windows
-from octavo.training.text import LIBRARY_SOURCES
+from octavo.text.sources import LIBRARY_SOURCES
 
 MOST_ERROR, MOST_BYTES = 1e-3, 0.62
 PROMPT = "The capital of France is"

@@ -21,8 +21,8 @@ from octavo.language_model import LanguageModel
 from octavo.quantization import QATResult, QATSettings, TuneSettings, run_qat, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.qat.folder import save_qat
-from octavo.training.corpus import Split
-from octavo.training.text import LIBRARY_SOURCES, TOPICS
+from octavo.text.corpus import Split
+from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 
 BAR_PERCENT = 0.5
 WINDOW = 512

@@ -31,11 +31,11 @@ from octavo.language_model import LanguageModel
 from octavo.quantization import calibrate, load_qat, text_windows
 from octavo.quantization.comparison.cache_formats import key_means, vector_bytes
 from octavo.quantization.comparison.comparison import FormatComparison, compare
-from octavo.quantization.comparison.contestants import CACHE, CENTRED, STATIC, TUNED
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.quantization.comparison.lineup import line_up
+from octavo.quantization.comparison.variant_names import line_up
+from octavo.quantization.comparison.variants import CACHE, CENTRED, STATIC, TUNED
+from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.memory import extra_memory_bytes
-from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 WINDOW, CACHE_WINDOW, MEAN_WINDOWS = 512, 2048, 4
 FORMATS = ("fp32", "bf16", "int8", "fp8-dynamic", "fp8-rowwise", "fp8-blockwise", STATIC)

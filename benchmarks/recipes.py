@@ -20,9 +20,9 @@ import octavo
 from benchmarks.measure import hardware, interleaved, markdown_table, publish, ratio
 from octavo.experiments.study import Phase, run_study
 from octavo.models import Llama
+from octavo.text.tokens import TokenData, prepare
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, demo_config
-from octavo.training.data import TokenData, prepare
 from octavo.training.evaluate import token_loss
 from octavo.training.precision import apply_recipe, surroundings
 

@@ -27,10 +27,10 @@ from octavo.quantization import load_mix, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
 from octavo.quantization.qat.tuning import window_nats
 from octavo.quantization.sensitivity import Budget, Found, Sensitivity, measure_sensitivity, save_mix
+from octavo.quantization.sensitivity.bf16_reference import in_bf16
 from octavo.quantization.sensitivity.summary import how_ranked
-from octavo.quantization.sensitivity.surroundings import in_bf16
+from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.comparison import paired_gap
-from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 CONTEXT, PERPLEXITY, BYTES = 512, 0.01, 0.60
 SIZES, COSTS = ("bytes ÷ BF16", "FP8 products"), ("− BF16, nats (± standard error)", "perplexity", "KL, nats")

@@ -30,8 +30,8 @@ from octavo.inference import ModelRunner, ServingRecipe, load_served_model
 from octavo.language_model import load_language_model
 from octavo.quantization import calibrate, text_windows
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.text.sources import LIBRARY_SOURCES, TOPICS
 from octavo.training.comparison import paired_gap
-from octavo.training.text import LIBRARY_SOURCES, TOPICS
 
 LENGTH = 512
 HEADER = ["recipe", "keys and values", "perplexity", "against bf16", "nats more (± standard error)", "weights ÷ bf16"]

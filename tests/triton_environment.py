@@ -12,7 +12,7 @@ import pytest
 
 from octavo.cli.serve_triton import default_environment
 from octavo.errors import ConfigError
-from octavo.tritonserver.environment import find_environment
+from octavo.server.triton.environment import find_environment
 
 CLIENT = Path(__file__).with_name("triton_client.py")
 

@@ -22,8 +22,8 @@ from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.targets import check_target
 from octavo.errors import ConfigError
 from octavo.files import write_atomically
-from octavo.training.data import prepare
-from octavo.training.text import BUILTIN
+from octavo.text.sources import BUILTIN
+from octavo.text.tokens import prepare
 
 __all__ = ["app"]
 

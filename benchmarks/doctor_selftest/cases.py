@@ -35,8 +35,8 @@ from octavo.doctor.remedies import applied
 from octavo.experiments.short_run import ShortRun, Start, short_run, start_of
 from octavo.nn import Linear
 from octavo.recipes import Recipe
+from octavo.text.tokens import TokenData
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, config_from_dict
-from octavo.training.data import TokenData
 from octavo.training.loop import Trainer
 
 __all__ = ["CLEAN", "Plan", "RunKind", "SelftestCase", "Setting", "begin", "plan_of", "run_case"]

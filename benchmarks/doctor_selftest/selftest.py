@@ -36,8 +36,8 @@ from octavo.doctor import Finding, Severity
 from octavo.doctor.findings import Remedy
 from octavo.errors import ConfigError
 from octavo.experiments.short_run import Start
+from octavo.text.tokens import TokenData, open_data
 from octavo.training.config import TrainingConfig
-from octavo.training.data import TokenData, open_data
 
 __all__ = ["Cure", "JudgedRun", "SelftestConfig", "SelftestResult", "measuring", "quick", "run_selftest", "tuning"]
 

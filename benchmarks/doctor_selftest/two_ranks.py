@@ -15,7 +15,7 @@ from torch import distributed
 from benchmarks.doctor_selftest.cases import SelftestCase, SelftestRun, Setting, run_case
 from octavo.errors import TrainingError
 from octavo.experiments.short_run import Start
-from octavo.training.data import TokenData, open_data
+from octavo.text.tokens import TokenData, open_data
 from octavo.training.loop import Trainer
 
 __all__ = ["RANKS", "run_on_ranks"]

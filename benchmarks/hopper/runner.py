@@ -16,9 +16,9 @@ import torch
 from benchmarks.hopper.bars import still_owed
 from benchmarks.hopper.parts import accumulation, card, casts, gemms, layer, linears, training
 from benchmarks.hopper.session import OutOfTimeError, Session, failure_of
+from octavo._lazy import own_version
 from octavo.bench.results import Failure, PartRecord, Report, Section, Verdict
 from octavo.errors import ConfigError
-from octavo.handed_on import own_version
 
 __all__ = ["PARTS", "Part", "Progress", "check_parts", "facts", "run"]
 

@@ -16,8 +16,8 @@ if _typing.TYPE_CHECKING:  # loaded on first use
 
     __version__: str
 else:
-    from octavo.handed_on import __dir__ as __dir__
-    from octavo.handed_on import __getattr__ as __getattr__
+    from octavo._lazy import __dir__ as __dir__
+    from octavo._lazy import __getattr__ as __getattr__
 
 __all__ = [
     "E4M3",

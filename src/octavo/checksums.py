@@ -4,7 +4,7 @@
 |--------------------------------------------|--------------------------------------------------------------------|
 | the files of a folder that is written once | ``octavo.sha256`` in it, which ``sha256sum -c octavo.sha256`` reads |
 | a JSON file that is written alone          | its key ``sha256``, of all other keys (:func:`sealed`)             |
-| a line of metrics.jsonl                    | its key ``sha256`` (:mod:`octavo.doctor.lines`)                    |
+| a line of metrics.jsonl                    | its key ``sha256`` (:mod:`octavo.doctor.metrics_lines`)            |
 
 They find damage and mistakes, and are no signature: an editor can write a new sum. Files without one, by other programs
 or by an octavo before 2026-11-24, are read as they are.

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from octavo.checkpoints import check_no_codes, is_quantized, load_quantized
 from octavo.checksums import check_sums
 from octavo.convert import restore
 from octavo.errors import CheckpointError, ConfigError
-from octavo.interchange import check_no_codes, is_quantized, load_quantized
 from octavo.models import Llama, load_gguf
 from octavo.models.llama import causal_attention
 from octavo.models.sources import INSTALL, SourceKind, kind_of, located

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
 from octavo.nn.fp8_weight import hold_weight_as_codes
-from octavo.training.tokenizer import train_tokenizer
+from octavo.text.tokenizer import train_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

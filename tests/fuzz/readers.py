@@ -18,13 +18,13 @@ import octavo
 from benchmarks.hopper.reading import load_report
 from octavo import recipes
 from octavo.bench.results import PartRecord, Report
+from octavo.checkpoints import load_quantized
 from octavo.checksums import write_sums
 from octavo.cli.options import read_api_key
 from octavo.doctor import Captures, load_capture
 from octavo.errors import DataError
-from octavo.export.agreement import load_probe, make_probe, save_probe
+from octavo.export.lockstep import load_probe, make_probe, save_probe
 from octavo.inference import load_served_model
-from octavo.interchange import load_quantized
 from octavo.language_model import load_language_model
 from octavo.models import Llama, load_gguf
 from octavo.models.llama_folder import read_llama, read_tokenizer, write_llama, write_tokenizer
@@ -34,17 +34,17 @@ from octavo.recipes import from_toml, to_toml
 from octavo.server.fields import FieldError, Record
 from octavo.server.refusals import Refusal
 from octavo.server.tensors import INFER, unpack
+from octavo.text.sources import load_documents
+from octavo.text.tokens import open_data
 from octavo.training.checkpoint import latest, load_checkpoint
 from octavo.training.comparison import Study
 from octavo.training.config import load_config, save_config
-from octavo.training.data import open_data
 from octavo.training.loop import build_optimizer, train
 from octavo.training.precision import apply_recipe
 from octavo.training.run_folder import load_run
-from octavo.training.text import load_documents
 from octavo.training.watched_run import read_run
+from tests.unit.checkpoints.folders import ROW, dynamic, written
 from tests.unit.doctor.test_capture import some_capture
-from tests.unit.interchange.folders import ROW, dynamic, written
 from tests.unit.models import small_gguf
 from tests.unit.quantization.qat.test_run import HELD_OUT, TRAINING, settings_of
 from tests.unit.quantization.tiny_model import tiny_language_model

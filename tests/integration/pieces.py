@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from octavo.training.data import TokenData, open_data
+from octavo.text.tokens import TokenData, open_data
 from octavo.training.loop import train
 from tests.unit.training.tiny_runs import tiny_config
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from octavo.cli.app import app
 from octavo.errors import DataError
+from octavo.text.tokens import open_data
 from octavo.training import loop
-from octavo.training.data import open_data
 
 TINY = """
 [model]

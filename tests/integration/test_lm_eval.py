@@ -15,7 +15,7 @@ from octavo.formats import FP32
 from octavo.inference import Engine, EngineConfig, EngineThread, load_served_model
 from octavo.models.llama_folder import write_tokenizer
 from octavo.server import Address, Limits, Server, Service
-from octavo.training.tokenizer import end_of_text_id, train_tokenizer
+from octavo.text.tokenizer import end_of_text_id, train_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 tasks = pytest.importorskip("lm_eval.tasks")

@@ -25,7 +25,7 @@ import pytest
 
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import write_llama, write_tokenizer
-from octavo.training.tokenizer import train_tokenizer
+from octavo.text.tokenizer import train_tokenizer
 from tests.policy.source_tree import SOURCE
 
 ROUNDS = int(os.environ.get("OCTAVO_SLOW_CLIENTS", "250"))

@@ -11,10 +11,10 @@ import pytest
 
 from octavo.inference import EngineConfig, load_served_model
 from octavo.server import Address, Limits, Server, Service
-from octavo.tritonserver.running import Ports, TritonServer
+from octavo.server.triton.running import Ports, TritonServer
 from tests.triton_environment import ask, triton_environment
-from tests.unit.tritonserver.conftest import byte_tokenizer
-from tests.unit.tritonserver.repositories import written_repository
+from tests.unit.server.triton.conftest import byte_tokenizer
+from tests.unit.server.triton.repositories import written_repository
 
 __all__ = ["byte_tokenizer"]
 

@@ -1,6 +1,6 @@
 """compressed-tensors, the library, reads what octavo writes and computes the same: transformers in a fresh process.
 
-Also of a model that is no Llama and has biases. What it finds with a mistake is in tests/unit/export/test_agreement.py.
+Also of a model that is no Llama and has biases. What it finds with a mistake is in tests/unit/export/test_lockstep.py.
 """
 
 from importlib.util import find_spec
@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 import octavo
+from octavo.checkpoints import load_quantized
 from octavo.errors import CheckpointError
-from octavo.export.writing import save_quantized
-from octavo.interchange import load_quantized
+from octavo.export.checkpoint_writer import save_quantized
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
-from octavo.training.tokenizer import train_tokenizer
-from tests.unit.interchange.folders import LAYER, ROW, layer_of, static, verdict
+from octavo.text.tokenizer import train_tokenizer
+from tests.unit.checkpoints.folders import LAYER, ROW, layer_of, static, verdict
 from tests.unit.quantization.tiny_models import language_model
 
 pytestmark = pytest.mark.skipif(

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import octavo
-from octavo.export.writing import save_quantized
-from octavo.interchange import load_quantized
+from octavo.checkpoints import load_quantized
+from octavo.export.checkpoint_writer import save_quantized
 from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig
-from octavo.training.tokenizer import train_tokenizer
-from tests.unit.interchange.folders import layer_of
+from octavo.text.tokenizer import train_tokenizer
+from tests.unit.checkpoints.folders import layer_of
 from tests.unit.quantization.tiny_models import windows
 
 BLOCK = 128

@@ -1,6 +1,6 @@
 """One direction: a file imports only from rows above its own, or from its own row; and no cycles, even in functions."""
 
-from octavo.handed_on import LATER
+from octavo._lazy import LATER
 from tests.policy.source_tree import imports, modules
 
 # The house, top row first. A row is a file or a folder under src/octavo. The package's own names ("octavo") are handed
@@ -17,32 +17,31 @@ ROWS = (
     "numerics",
     "kernels",
     "recipes",
-    "autocast",
     "scaling",
     "functional",
+    "autocast",
     "nn",
     "convert",
     "state",
     "integrations",
-    "handed_on",
+    "_lazy",
     "octavo",
     "models",
     "doctor",
+    "text",
     "training",
     "experiments",
-    "parallel",
-    "interchange",
+    "checkpoints",
     "language_model",
     "quantization",
     "export",
+    "onnx",
     "inference",
     "serving",
-    "server",
-    "tritonserver",
-    "planning",
-    "compat",
     "bench",
+    "server",
     "reports",
+    "compat",
     "cli",
     "__main__",
     "octavo_command",
@@ -54,10 +53,14 @@ def row(module: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
+FORMER = {"octavo.export.onnx"}  # a former name in the folder where it stood, of a module that stands lower now
+
+
 def violations(graph: dict[str, set[str]]) -> list[str]:
     return [
         f"{module} imports {target}, which stands below it"
         for module, targets in sorted(graph.items())
+        if module not in FORMER
         for target in sorted(targets)
         if ROWS.index(row(target)) > ROWS.index(row(module))
     ]

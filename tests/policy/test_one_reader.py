@@ -10,9 +10,9 @@ PARSERS |= {"safetensors.torch.load", "safetensors.torch.load_file", "safetensor
 # octavo has written; nor does the client that is copied into a repository for Triton, which reads a server's answers.
 APART = {
     "octavo.parsing",
-    "octavo.export.onnx.tensorrt_rtx",
+    "octavo.onnx.tensorrt_rtx",
     "octavo.server.template_process",
-    "octavo.tritonserver.client",
+    "octavo.server.triton.client",
 }
 
 

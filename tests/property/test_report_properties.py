@@ -18,9 +18,9 @@ from octavo.doctor.series import CastKey
 from octavo.doctor.statistics import CAST_FIELDS
 from octavo.formats import E4M3
 from octavo.quantization import Budget
+from octavo.quantization.sensitivity.ablation import Increase
 from octavo.quantization.sensitivity.ranking import RankAgreement
 from octavo.quantization.sensitivity.study import Found, Sensitivity
-from octavo.quantization.sensitivity.truth import Increase
 from octavo.quantization.sensitivity.units import CHOICES, Unit
 from octavo.reports.benchmark import benchmark_page
 from octavo.reports.doctor import doctor_page

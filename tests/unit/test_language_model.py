@@ -15,8 +15,8 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama, LlamaConfig
 from octavo.models.sources import SourceKind, kind_of, located
+from octavo.text.tokenizer import train_tokenizer
 from octavo.training.config import Device
-from octavo.training.tokenizer import train_tokenizer
 
 SHAPE = LlamaConfig(
     vocab_size=300,

@@ -17,9 +17,9 @@ from octavo.inference.model_runner import ModelRunner
 from octavo.memory import check_fits, memory_bytes
 from octavo.models import Llama, LlamaConfig
 from octavo.recipes import get
+from octavo.text.tokenizer import train_tokenizer
 from octavo.training.config import config_from_dict
 from octavo.training.memory import check_run_fits
-from octavo.training.tokenizer import train_tokenizer
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

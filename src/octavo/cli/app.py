@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from octavo._lazy import own_version
 from octavo.cli.bench_group import bench
 from octavo.cli.calibrate import calibrate
 from octavo.cli.console import complain
@@ -36,9 +37,8 @@ from octavo.cli.study import study
 from octavo.cli.train import train
 from octavo.cli.triton import triton
 from octavo.errors import OctavoError
-from octavo.handed_on import own_version
+from octavo.text.sources import is_unicode
 from octavo.training.signals import StoppedBySignal
-from octavo.training.text import is_unicode
 
 __all__ = ["app", "main"]
 

@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from octavo._lazy import own_version
 from octavo.bench.render import markdown
 from octavo.bench.results import PartRecord, Report, Section, result_name, write_result
 from octavo.bench.serving import Target, Workload, measured
@@ -23,7 +24,6 @@ from octavo.cli.console import stderr, stdout
 from octavo.cli.options import read_api_key
 from octavo.cli.progress import Display, open_display
 from octavo.errors import ConfigError
-from octavo.handed_on import own_version
 from octavo.inference import Engine, EngineConfig, EngineThread, ServingRecipe, load_served_model
 from octavo.nn.arguments import check_choice
 from octavo.reports.benchmark import benchmark_page

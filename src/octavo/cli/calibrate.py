@@ -27,9 +27,9 @@ from octavo.quantization import calibrate as find_scales
 from octavo.quantization.calibration.calibrate import check_choices
 from octavo.quantization.calibration.folder import check_own_folder
 from octavo.quantization.calibration.ranges import PERCENTILE, Method
-from octavo.quantization.overlap import MOST_SHARED, shared_share
-from octavo.training.corpus import Split
-from octavo.training.text import unseen_split
+from octavo.text.corpus import Split
+from octavo.text.overlap import MOST_SHARED, shared_share
+from octavo.text.sources import unseen_split
 
 __all__ = ["calibrate"]
 

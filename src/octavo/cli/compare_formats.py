@@ -11,15 +11,17 @@ from torch import Tensor
 
 from octavo.bench.latency import PassTime, emulation_note, pass_times
 from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.contamination import Readers, default_split, readers_of, shares_read, warnings_of
 from octavo.cli.progress import Display, open_display, phases
-from octavo.cli.read_before import Readers, default_split, readers_of, shares_read, warnings_of
 from octavo.cli.runs import own_source, text_to_train_on
 from octavo.errors import ConfigError
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.quantization import calibrate, load_calibration, load_qat, text_windows
 from octavo.quantization.comparison.cache_formats import key_means
 from octavo.quantization.comparison.comparison import FormatComparison, compare
-from octavo.quantization.comparison.contestants import (
+from octavo.quantization.comparison.evaluation_text import evaluation_windows
+from octavo.quantization.comparison.variant_names import check_formats, line_up
+from octavo.quantization.comparison.variants import (
     AS_IT_IS,
     BF16,
     CENTRED,
@@ -29,12 +31,10 @@ from octavo.quantization.comparison.contestants import (
     StaticScales,
     as_it_is,
 )
-from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.quantization.comparison.lineup import check_formats, line_up
+from octavo.text.corpus import Split
+from octavo.text.sources import TOPICS
 from octavo.training.config import Device
-from octavo.training.corpus import Split
 from octavo.training.memory import extra_memory_bytes
-from octavo.training.text import TOPICS
 
 __all__ = ["Question", "compare_formats", "evaluate_model"]
 

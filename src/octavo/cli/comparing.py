@@ -12,15 +12,15 @@ from octavo.experiments.study import MEASURES, STUDY, Phase, check_prompt, check
 from octavo.files import write_atomically
 from octavo.models.sources import has_run
 from octavo.reports.study import study_page
+from octavo.text.tokenizer import SMALLEST_VOCABULARY
+from octavo.text.tokens import open_data, preparing
 from octavo.training import study_table
 from octavo.training.comparison import Study
 from octavo.training.config import RunConfig, load_config, save_config
-from octavo.training.data import open_data, preparing
 from octavo.training.loop import build_model
 from octavo.training.memory import check_run_fits
 from octavo.training.precision import resolve_device
 from octavo.training.run_folder import CONFIG, check_start, is_own_config, remove_runs, resumable_state
-from octavo.training.tokenizer import SMALLEST_VOCABULARY
 
 __all__ = ["compare", "print_study"]
 

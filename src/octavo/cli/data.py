@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import print_json, print_table, stdout
-from octavo.training.corpus import Split, content_hash, corpus_summary
-from octavo.training.text import BUILTIN, divide, load_documents
+from octavo.text.corpus import Split, content_hash, corpus_summary
+from octavo.text.sources import BUILTIN, divide, load_documents
 
 __all__ = ["DATA_HELP", "data"]
 

@@ -9,14 +9,14 @@ import typer
 from octavo.cli import options
 from octavo.cli.compare_formats import LENGTH, SAMPLES, WINDOWS, Question, compare_formats, evaluate_model
 from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.contamination import readers_of, shares_read, warnings_of
 from octavo.cli.data import DATA_HELP
 from octavo.cli.progress import open_display, phases
-from octavo.cli.read_before import readers_of, shares_read, warnings_of
 from octavo.errors import ConfigError
 from octavo.models.sources import SourceKind, kind_of, located
-from octavo.quantization.comparison.contestants import CENTRED, STATIC, TUNED
-from octavo.quantization.comparison.lineup import FORMATS
-from octavo.training.corpus import Split
+from octavo.quantization.comparison.variant_names import FORMATS
+from octavo.quantization.comparison.variants import CENTRED, STATIC, TUNED
+from octavo.text.corpus import Split
 from octavo.training.evaluate import evaluate as measure
 from octavo.training.held_out import BATCH_WINDOWS, batches_of, held_out, watching_forwards
 from octavo.training.run_folder import TrainedRun, load_run

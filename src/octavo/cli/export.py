@@ -5,16 +5,16 @@ from typing import Annotated
 
 import typer
 
+from octavo.checkpoints import FORMATS
 from octavo.cli import options
 from octavo.cli.export_checkpoint import write_checkpoint
 from octavo.cli.export_graph import write_graph
 from octavo.cli.export_job import TRITON, CheckpointOptions, GraphOptions, Job, Writer
 from octavo.cli.export_repository import write_triton
-from octavo.export.onnx import OPSETS
+from octavo.export.checkpoint_writer import DTYPES
 from octavo.export.sources import ONNX, Request
-from octavo.export.writing import DTYPES
-from octavo.interchange import FORMATS
 from octavo.models.sources import located
+from octavo.onnx import OPSETS
 
 __all__ = ["export"]
 

@@ -11,10 +11,10 @@ from octavo.cli.export_job import Job
 from octavo.cli.progress import open_display, phases
 from octavo.errors import ConfigError
 from octavo.export import SavedCheckpoint, save_quantized
+from octavo.export.checkpoint_writer import DTYPES
 from octavo.export.servers import DOES, SOURCES
 from octavo.export.sources import load_source
 from octavo.export.verification import TOLERANCE
-from octavo.export.writing import DTYPES
 from octavo.files import claimed_folder
 from octavo.numerics.cast_spec import check_member
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export_job import Job
 from octavo.cli.progress import Display, open_display
-from octavo.export.onnx import OPSETS, OnnxOptions, OnnxReport, check_packages, export_onnx
 from octavo.export.sources import ONNX, ExportSource, load_source
 from octavo.files import claimed_folder
+from octavo.onnx import OPSETS, OnnxOptions, OnnxReport, check_packages, export_onnx
 from octavo.quantization import text_windows
-from octavo.training.corpus import Split
+from octavo.text.corpus import Split
 
 __all__ = ["graph_options", "load_graph_source", "write_graph"]
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
+from octavo.checkpoints import FORMATS
 from octavo.errors import ConfigError
 from octavo.export.sources import ONNX, Request
-from octavo.interchange import FORMATS
 from octavo.numerics.cast_spec import check_member
 
 __all__ = ["TRITON", "CheckpointOptions", "GraphOptions", "Job", "Writer"]

@@ -13,7 +13,7 @@ from octavo.cli.serve import check_server_packages
 from octavo.export.sources import Request, load_source
 
 if TYPE_CHECKING:
-    from octavo.tritonserver.repository import Repository
+    from octavo.server.triton.repository import Repository
 
 __all__ = ["write_triton"]
 
@@ -23,7 +23,7 @@ CHECKPOINT = "compressed-tensors"  # octavo's engine and vLLM read it
 def write_triton(job: Job, *, as_json: bool) -> None:
     """Write a repository, and tell. How layers run, if it is said, is for the graph: the engine has one recipe."""
     check_server_packages()
-    from octavo.tritonserver.repository import write_repository
+    from octavo.server.triton.repository import write_repository
 
     asked = replace(graph_options(job), tensorrt=True)
     place = options.device_of(job.checkpoint.device)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
+from octavo.checkpoints.tensor_files import read_json
 from octavo.cli.console import stderr
 from octavo.errors import ConfigError
 from octavo.inference import ModelRunner
 from octavo.inference.model_runner import ON_A_GPU
 from octavo.inference.text_stream import TextStream
-from octavo.interchange.tensor_files import read_json
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import FullPass, Llama
 from octavo.models import generate as generate_tokens

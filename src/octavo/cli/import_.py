@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.checkpoints import QuantizedModel, load_quantized, read_configuration
 from octavo.checksums import SUMS, count_listed
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export import export
 from octavo.errors import ConfigError
-from octavo.interchange import QuantizedModel, load_quantized, read_configuration
 from octavo.models.sources import check_is_run
 
 __all__ = ["import_"]

@@ -8,10 +8,10 @@ import typer
 from octavo.cli.data import DATA_HELP
 from octavo.errors import ConfigError
 from octavo.numerics.cast_spec import check_member
+from octavo.text.sources import LIBRARY_SOURCES
 from octavo.training.config import MOST_SEED, RunConfig, config_from_dict, load_config
 from octavo.training.config import Device as Place
 from octavo.training.recipe_choice import PLAIN_RECIPES
-from octavo.training.text import LIBRARY_SOURCES
 
 __all__ = [
     "BatchSize",

@@ -20,7 +20,7 @@ from octavo.quantization.qat.folder import bytes_of_qat, save_qat
 from octavo.quantization.qat.run import QATResult, QATSettings, run_qat
 from octavo.quantization.qat.tuning import TuneSettings
 from octavo.quantization.windows import text_windows
-from octavo.training.corpus import Split
+from octavo.text.corpus import Split
 
 __all__ = ["qat"]
 

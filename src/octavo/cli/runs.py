@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from octavo.models.sources import SourceKind, kind_of
+from octavo.text.sources import LIBRARY_SOURCES
 from octavo.training.config import load_config
 from octavo.training.run_folder import CONFIG
-from octavo.training.text import LIBRARY_SOURCES
 
 __all__ = ["own_source", "text_to_train_on"]
 

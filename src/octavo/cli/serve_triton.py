@@ -13,7 +13,7 @@ from octavo.cli.progress import open_display
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.tritonserver.running import Ports
+    from octavo.server.triton.running import Ports
 
 __all__ = [
     "TRITON_OPTIONS",
@@ -64,8 +64,8 @@ def serve_repository(
         TritonError: Triton did not become ready, or ended by itself.
     """
     from octavo.server import Address
-    from octavo.tritonserver.environment import find_environment
-    from octavo.tritonserver.running import TritonServer
+    from octavo.server.triton.environment import find_environment
+    from octavo.server.triton.running import TritonServer
 
     places = _free(host, ports)  # a host that is not known is told first
     if not (Address(host=host).is_loopback or insecure):
@@ -103,7 +103,7 @@ def serve_repository(
 def _free(host: str, wanted: tuple[int, int, int]) -> "Ports":
     """Ports that nobody has; raises ConfigError where somebody does."""
     from octavo.server import Address
-    from octavo.tritonserver.running import Ports
+    from octavo.server.triton.running import Ports
 
     with ExitStack() as stack:
         taken = [stack.enter_context(Address(host=host, port=port).bind()) for port in wanted]

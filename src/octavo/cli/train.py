@@ -12,7 +12,8 @@ from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stderr
 from octavo.cli.progress import Display, open_display, phases
 from octavo.cli.thread_choice import says_threads, threads_of
-from octavo.training.data import open_data, preparing
+from octavo.text.tokenizer import SMALLEST_VOCABULARY
+from octavo.text.tokens import open_data, preparing
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, StepDone
 from octavo.training.loop import check_data
 from octavo.training.loop import train as run_training
@@ -20,7 +21,6 @@ from octavo.training.memory import check_run_fits
 from octavo.training.precision_schedule import parse_schedule
 from octavo.training.result import TrainResult
 from octavo.training.run_folder import CONFIG, check_start, resumable_state
-from octavo.training.tokenizer import SMALLEST_VOCABULARY
 
 __all__ = ["train"]
 

@@ -33,7 +33,7 @@ def setup(
 ) -> None:
     """Make a virtual environment with Triton's server, NumPy 1 and onnxruntime, and this octavo in it."""
     check_server_packages()
-    from octavo.tritonserver.environment import make_environment
+    from octavo.server.triton.environment import make_environment
 
     with open_display() as display:
         made = make_environment(folder or default_environment(), on_step=lambda step: _open(display, step))

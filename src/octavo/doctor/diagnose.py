@@ -13,8 +13,8 @@ import numpy as np
 
 from octavo.doctor.findings import Finding, Severity, worst_first
 from octavo.doctor.losses import SEEN_AT
-from octavo.doctor.mended import RESOLVED_AT, as_note_if_resolved
 from octavo.doctor.remedies import remedies_for
+from octavo.doctor.resolved import RESOLVED_AT, as_note_if_resolved
 from octavo.doctor.rules import RULES, loss_gap
 from octavo.doctor.run_wide import run_wide
 from octavo.doctor.series import Series

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from octavo.doctor.capture import Capture, Captures
-from octavo.doctor.capture_choice import capture_for
+from octavo.doctor.capture_selection import capture_for
 from octavo.doctor.findings import Finding
 from octavo.doctor.rerun import OperandRecorder, Rerun
 from octavo.doctor.series import Series

@@ -28,7 +28,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from octavo.curves import perplexity
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.lines import METRICS, LineWriter, SampleLines, read_lines
+from octavo.doctor.metrics_lines import METRICS, LineWriter, SampleLines, read_lines
 from octavo.doctor.series import Sample
 from octavo.doctor.watch import Watcher, watch
 from octavo.errors import ConfigError

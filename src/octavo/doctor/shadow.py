@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from octavo.doctor.captor import capture_layer
+from octavo.doctor.capture_scheduler import capture_layer
 from octavo.doctor.facts import layer_facts
 from octavo.doctor.layer_recorder import LayerRecorder
 from octavo.doctor.rerun import Rerun

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octavo.doctor.captor import CaptureScheduler
 from octavo.doctor.capture import Captures
+from octavo.doctor.capture_scheduler import CaptureScheduler
 from octavo.doctor.diagnose import diagnose
 from octavo.doctor.facts import layer_facts
 from octavo.doctor.findings import Finding

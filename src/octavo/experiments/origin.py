@@ -5,9 +5,9 @@ from pathlib import Path
 
 from octavo.errors import ConfigError, DataError
 from octavo.experiments.short_run import Start, start_of
+from octavo.text.tokens import TokenData, open_data
 from octavo.training.checkpoint import latest
 from octavo.training.config import RunConfig, load_config
-from octavo.training.data import TokenData, open_data
 from octavo.training.loop import Trainer, build_model
 from octavo.training.run_folder import CONFIG
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from octavo.doctor import Series, series_of
 from octavo.errors import NonFiniteLossError
+from octavo.text.tokens import TokenData
 from octavo.training.config import RunConfig
-from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate
 from octavo.training.events import Event
 from octavo.training.loop import Trainer, build_model

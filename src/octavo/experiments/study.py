@@ -29,10 +29,11 @@ from octavo.models import Llama, generate
 from octavo.models.sources import has_run
 from octavo.parsing import read_object
 from octavo.state import update_scales
+from octavo.text.corpus import Split
+from octavo.text.sources import is_unicode
+from octavo.text.tokens import TokenData
 from octavo.training.comparison import RunMeasures, Study, run_from_json
 from octavo.training.config import RunConfig, config_from_dict
-from octavo.training.corpus import Split
-from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate, token_loss, unigram_entropy
 from octavo.training.events import Event, StepDone
 from octavo.training.facts import facts_of
@@ -44,7 +45,6 @@ from octavo.training.metrics import read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
 from octavo.training.run_folder import TrainedRun, load_run
 from octavo.training.signals import StoppedBySignal
-from octavo.training.text import is_unicode
 from octavo.training.threads import using_threads
 
 __all__ = [

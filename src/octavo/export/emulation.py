@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from octavo.checkpoints import Contents
 from octavo.formats import E4M3
-from octavo.interchange import Contents
 from octavo.kernels import quantize
 from octavo.language_model import KVTransform, LanguageModel
 from octavo.nn import Linear

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.checkpoints import load_quantized
 from octavo.errors import OctavoError
-from octavo.export.agreement import compare, load_probe
 from octavo.export.emulation import cast_keys_and_values
-from octavo.interchange import load_quantized
+from octavo.export.lockstep import compare, load_probe
 from octavo.language_model import LanguageModel, logits_of
 
 __all__ = ["OCTAVO", "TRANSFORMERS", "main"]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from octavo import recipes
+from octavo.checkpoints import FORMATS, CodedTable, is_quantized, load_quantized
+from octavo.checkpoints.contents import nothing_in_fp8
 from octavo.convert import choose_layers, convert, hold_weights
 from octavo.errors import ConfigError
-from octavo.interchange import FORMATS, CodedTable, is_quantized, load_quantized
-from octavo.interchange.contents import nothing_in_fp8
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models.sources import SourceKind, kind_of, located
 from octavo.nn import Linear

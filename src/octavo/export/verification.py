@@ -1,7 +1,7 @@
 """Verification of an exported folder in a fresh process.
 
 The reference is octavo's emulation of the exported model; the other process has only the folder. The comparison is
-described in ``octavo.export.agreement``.
+described in ``octavo.export.lockstep``.
 """
 
 import os
@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 import octavo
+from octavo.checkpoints import FileFormat
 from octavo.errors import CheckpointError
-from octavo.export.agreement import LockstepAgreement, ReferenceProbe, save_probe
+from octavo.export.lockstep import LockstepAgreement, ReferenceProbe, save_probe
 from octavo.export.reload import OCTAVO, TRANSFORMERS
-from octavo.interchange import FileFormat
 from octavo.parsing import parse_json
 
 __all__ = ["TOLERANCE", "reader_of", "verify"]

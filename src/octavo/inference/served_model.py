@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from octavo.checkpoints.tensor_files import read_json
 from octavo.errors import CheckpointError, ConfigError
 from octavo.inference.model_runner import ModelRunner
 from octavo.inference.recipes import ServingRecipe, has_static_scales
-from octavo.interchange.tensor_files import read_json
 from octavo.language_model import LanguageModel, load_language_model
 from octavo.models import Llama
 from octavo.models.llama_folder import shape_from_record

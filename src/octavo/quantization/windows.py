@@ -20,10 +20,10 @@ from torch import Tensor
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.parsing import parse_tokenizer
+from octavo.text.corpus import Split
+from octavo.text.sources import ALL, BUILTIN, divide, load_documents
+from octavo.text.tokenizer import END_OF_TEXT
 from octavo.training.config import MOST_SEED
-from octavo.training.corpus import Split
-from octavo.training.text import ALL, BUILTIN, divide, load_documents
-from octavo.training.tokenizer import END_OF_TEXT
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,7 +41,7 @@ def text_windows(
 
     Args:
         model: source of the tokenizer.
-        source: "builtin", a file, a folder or a data set (``octavo.training.text``).
+        source: "builtin", a file, a folder or a data set (``octavo.text.sources``).
         split: "train", "validation", "test" or "all".
         count: number of windows.
         length: tokens per window; at most ``model.context``.

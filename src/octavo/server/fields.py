@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from octavo.errors import ConfigError
-from octavo.training.text import is_unicode
+from octavo.text.sources import is_unicode
 
 __all__ = ["Field", "FieldError", "Flag", "Kind", "ListOf", "Number", "OneOf", "Only", "Record", "Text", "Whole"]
 

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.checksums import file_digest, sealed, unsealed
-from octavo.doctor.lines import LinesWritten
+from octavo.doctor.metrics_lines import LinesWritten
 from octavo.errors import CheckpointError, DataError
 from octavo.files import disk_errors, remove_if_empty, replacing_folder
 from octavo.parsing import read_json, read_tensors

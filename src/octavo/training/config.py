@@ -28,12 +28,12 @@ from octavo.files import write_atomically
 from octavo.models import LlamaConfig
 from octavo.models.llama import LARGEST
 from octavo.parsing import parse_json, read_toml
+from octavo.text.sources import BUILTIN
+from octavo.text.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 from octavo.training.config_values import check_at_least, check_member, did_you_mean, section
 from octavo.training.precision_schedule import Phase, check_schedule, recipe_name_at
 from octavo.training.recipe_choice import PLAIN_RECIPES, check_overrides, check_recipe
 from octavo.training.schedules import adjust_for_fp8
-from octavo.training.text import BUILTIN
-from octavo.training.tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 
 __all__ = [
     "DataConfig",
@@ -100,7 +100,7 @@ class DataConfig:
     """What is read, and how finely it is tokenised.
 
     Attributes:
-        source: "builtin", a file, a folder or a data set name (see ``octavo.training.text``).
+        source: "builtin", a file, a folder or a data set name (see ``octavo.text.sources``).
         vocab_size: tokens of the byte-pair encoding, 257 to 1,048,576.
     """
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.curves import perplexity
-from octavo.training.corpus import Split
-from octavo.training.data import TokenData
+from octavo.text.corpus import Split
+from octavo.text.tokens import TokenData
 
 __all__ = ["Evaluation", "evaluate", "token_loss", "unigram_entropy"]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from octavo.handed_on import own_version
+from octavo._lazy import own_version
+from octavo.text.corpus import Split
+from octavo.text.sources import BUILTIN
+from octavo.text.tokens import TokenData
 from octavo.training.config import RunConfig
-from octavo.training.corpus import Split
-from octavo.training.data import TokenData
 from octavo.training.precision import resolve_device
-from octavo.training.text import BUILTIN
 
 __all__ = ["facts_of", "processor_name"]
 

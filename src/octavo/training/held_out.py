@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from octavo.errors import ConfigError
-from octavo.training.corpus import Document, Split, content_hash
-from octavo.training.data import TokenData
+from octavo.text.corpus import Document, Split, content_hash
+from octavo.text.sources import ALL, BUILTIN, divide, load_documents, unseen_split
+from octavo.text.tokenizer import end_of_text_id
+from octavo.text.tokens import TokenData
 from octavo.training.run_folder import TrainedRun
-from octavo.training.text import ALL, BUILTIN, divide, load_documents, unseen_split
-from octavo.training.tokenizer import end_of_text_id
 
 __all__ = ["BATCH_WINDOWS", "batches_of", "held_out", "watching_forwards"]
 
@@ -39,9 +39,9 @@ def held_out(
     Args:
         run: whose tokenizer to use.
         run_dir: its folder.
-        source: see ``octavo.training.text``; None is what the run was trained on.
+        source: see ``octavo.text.sources``; None is what the run was trained on.
         split: "train", "validation", "test" or "all"; None is what the run has not seen, see
-            ``octavo.training.text.unseen_split``.
+            ``octavo.text.sources.unseen_split``.
         on_document: called with (done, total) documents.
 
     Raises:

@@ -28,10 +28,10 @@ from octavo.doctor.capture import remove_captures
 from octavo.errors import ConfigError, NonFiniteLossError
 from octavo.models import Llama
 from octavo.state import discard_step, rescale_gradient_history, update_scales
+from octavo.text.tokens import TokenData
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import CheckpointState, latest, load_checkpoint, save_checkpoint
 from octavo.training.config import AUTO, DYNAMIC, RunConfig, TrainingConfig
-from octavo.training.data import TokenData
 from octavo.training.evaluate import evaluate, token_loss
 from octavo.training.events import Evaluated, Event, Notice, OnEvent, Saved, StepDone
 from octavo.training.loss_scaling import LossScaler

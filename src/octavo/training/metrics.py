@@ -25,8 +25,8 @@ have, of one layer under the recipe that it would run without the act of that nu
 with the same number of CPU ``threads`` equal those of an uninterrupted one. Lines after the checkpoint that a run
 resumes from are cut off first.
 
-Each line has the ``sha256`` of octavo.doctor.lines, and each checkpoint says which lines there were when it was saved:
-a line that was changed is refused, and so is a file that a cut has made shorter than the newest checkpoint knows it.
+Each line has the ``sha256`` of octavo.doctor.metrics_lines, and each checkpoint records which lines there were when it
+was saved: a changed line is refused, and so is a file with fewer lines than the newest checkpoint records.
 """
 
 import os
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.doctor import Sample
-from octavo.doctor.lines import METRICS, LinesWritten, LineWriter, SampleLines, each_line
+from octavo.doctor.metrics_lines import METRICS, LinesWritten, LineWriter, SampleLines, each_line
 from octavo.files import write_atomically
 from octavo.parsing import parse_json
 from octavo.training.checkpoint import newest_lines

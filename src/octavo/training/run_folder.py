@@ -26,6 +26,8 @@ from octavo.files import remove_if_empty, remove_leftovers, write_atomically
 from octavo.models import Llama, LlamaConfig
 from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_is_run, has_run, runs_in
 from octavo.parsing import read_toml
+from octavo.text.tokenizer import load_tokenizer
+from octavo.text.tokens import TokenData
 from octavo.training.autopilot import Autopilot
 from octavo.training.checkpoint import (
     CheckpointState,
@@ -36,10 +38,8 @@ from octavo.training.checkpoint import (
     remove_checkpoints,
 )
 from octavo.training.config import Device, RunConfig, load_config, save_config
-from octavo.training.data import TokenData
 from octavo.training.metrics import METRICS, lines_up_to, read_metrics
 from octavo.training.precision import apply_recipe, resolve_device, surroundings
-from octavo.training.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

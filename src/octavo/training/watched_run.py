@@ -14,9 +14,9 @@ from octavo.doctor import Series, series_of
 from octavo.errors import ConfigError, DataError, TrainingError
 from octavo.models import Llama
 from octavo.models.sources import check_is_run
+from octavo.text.corpus import Split
+from octavo.text.tokens import open_data
 from octavo.training.config import RunConfig, load_config
-from octavo.training.corpus import Split
-from octavo.training.data import open_data
 from octavo.training.evaluate import unigram_entropy
 from octavo.training.metrics import METRICS, each_metric
 from octavo.training.recipe_choice import BF16, PLAIN_RECIPES

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import calibration
 from octavo.quantization.calibration.ranges import Method
-from tests.unit.quantization.calibration.test_observing import llama, token_batches
+from tests.unit.quantization.calibration.test_observers import llama, token_batches
 
 
 @pytest.mark.parametrize(("counted", "once", "speed", "verdict"), [

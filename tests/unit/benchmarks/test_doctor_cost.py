@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import doctor_cost
 from benchmarks.measure import Ratio
-from octavo.doctor.captor import DIAGNOSED_EVERY
+from octavo.doctor.capture_scheduler import DIAGNOSED_EVERY
 from octavo.training.config import demo_config
 from octavo.training.metrics import MetricsLog
 

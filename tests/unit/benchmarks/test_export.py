@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import export as benchmark
 from benchmarks import smollm2
-from octavo.export.agreement import LockstepAgreement
+from octavo.export.checkpoint_writer import SavedCheckpoint
+from octavo.export.lockstep import LockstepAgreement
 from octavo.export.sources import Request
-from octavo.export.writing import SavedCheckpoint
 from tests.unit.cli.conftest import TINY, run_octavo
 
 GOOD: dict[str, Any] = {

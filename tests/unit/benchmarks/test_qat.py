@@ -9,8 +9,8 @@ from benchmarks import qat
 from octavo import recipes
 from octavo.quantization import QATResult, QATSettings, TuneSettings
 from octavo.quantization.qat.tuning import TuneStep
-from octavo.training.corpus import Split
-from octavo.training.text import TOPICS, divide, load_documents
+from octavo.text.corpus import Split
+from octavo.text.sources import TOPICS, divide, load_documents
 from tests.unit.quantization.tiny_model import tiny_language_model
 
 SETTINGS = QATSettings(recipe=recipes.get("static"), baseline=True, tuning=TuneSettings(steps=3))

@@ -10,7 +10,7 @@ from octavo.inference import Engine, EngineThread, load_served_model
 from octavo.models import Llama, LlamaConfig
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.server import Address, Limits, Server, Service
-from octavo.training.tokenizer import train_tokenizer
+from octavo.text.tokenizer import train_tokenizer
 
 SMALL = ["--prompt", 12, "--answer", 3, "--rounds", 2, "--requests", 1]
 

@@ -15,10 +15,10 @@ from octavo.quantization import calibrate, text_windows
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.comparison.comparison import compare
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.quantization.comparison.lineup import line_up
+from octavo.quantization.comparison.variant_names import line_up
+from octavo.text.sources import TOPICS
+from octavo.text.tokenizer import train_tokenizer
 from octavo.training.memory import reset_peak_memory
-from octavo.training.text import TOPICS
-from octavo.training.tokenizer import train_tokenizer
 from tests.unit.cli.conftest import run_octavo
 from tests.unit.models import small_gguf
 

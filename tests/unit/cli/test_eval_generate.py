@@ -11,8 +11,8 @@ from octavo.inference import ModelRunner
 from octavo.inference import generate as continue_by_runner
 from octavo.models import generate, load_gguf
 from octavo.quantization import load_calibration
-from octavo.training.corpus import Split
-from octavo.training.data import open_data
+from octavo.text.corpus import Split
+from octavo.text.tokens import open_data
 from octavo.training.run_folder import load_run
 from tests.unit.models import small_gguf
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from octavo.export.writing import save_quantized
-from octavo.interchange import load_quantized
+from octavo.checkpoints import load_quantized
+from octavo.export.checkpoint_writer import save_quantized
 from octavo.quantization.sensitivity import Mix, save_mix
-from tests.unit.interchange.folders import ROW, dynamic, written
+from tests.unit.checkpoints.folders import ROW, dynamic, written
 
 GRAPH = ["--format", "onnx"]
 FOREIGN = [

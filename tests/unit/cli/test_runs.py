@@ -6,8 +6,8 @@ import pytest
 
 from octavo.cli.runs import own_source, text_to_train_on
 from octavo.errors import ConfigError
-from octavo.training.corpus import Split, library_documents, split_of, topic_documents
-from octavo.training.text import LIBRARY_SOURCES
+from octavo.text.corpus import Split, library_documents, split_of, topic_documents
+from octavo.text.sources import LIBRARY_SOURCES
 
 
 def test_a_runs_is_its_own(finished_run, text):

@@ -8,7 +8,7 @@ import torch
 
 import octavo
 from octavo.doctor import diagnose, series_of
-from octavo.doctor.lines import read_lines
+from octavo.doctor.metrics_lines import read_lines
 from octavo.errors import ConfigError
 from octavo.nn import Linear
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from octavo.doctor import diagnose, series_of
-from octavo.doctor.lines import each_line
+from octavo.doctor.metrics_lines import each_line
 from octavo.doctor.series import CastKey, Sample
 from octavo.doctor.statistics import CAST_FIELDS
 

@@ -13,11 +13,11 @@ from octavo.doctor import diagnose
 from octavo.errors import ConfigError, DataError
 from octavo.experiments.study import Phase, run_study
 from octavo.reports.study import study_page
+from octavo.text.corpus import Split
+from octavo.text.tokens import prepare
 from octavo.training import loop, study_table
 from octavo.training.comparison import Gap, Study
 from octavo.training.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
-from octavo.training.corpus import Split
-from octavo.training.data import prepare
 from octavo.training.loop import build_model
 from octavo.training.metrics import read_metrics
 from octavo.training.run_folder import load_run

@@ -1,15 +1,15 @@
 import pytest
 
 import octavo
+from octavo.checkpoints import FORMATS
 from octavo.errors import ConfigError
+from octavo.export.checkpoint_writer import save_quantized
 from octavo.export.sources import ONNX, Request, load_source
-from octavo.export.writing import save_quantized
-from octavo.interchange import FORMATS
 from octavo.models import Llama
 from octavo.models.llama_folder import write_llama, write_tokenizer
 from octavo.nn import Linear
 from octavo.quantization.sensitivity import Mix, save_mix
-from tests.unit.interchange.folders import LAYER, ROW, dynamic
+from tests.unit.checkpoints.folders import LAYER, ROW, dynamic
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 
 

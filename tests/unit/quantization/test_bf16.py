@@ -9,9 +9,9 @@ from octavo import convert
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
 from octavo.quantization.bf16 import round_to_bf16
-from octavo.quantization.comparison.contestants import RECIPES, from_recipe, high_precision
+from octavo.quantization.comparison.variants import RECIPES, from_recipe, high_precision
 from octavo.quantization.sensitivity import Mix, units_of
-from octavo.quantization.sensitivity.surroundings import in_bf16
+from octavo.quantization.sensitivity.bf16_reference import in_bf16
 from octavo.quantization.sensitivity.units import mixed
 from tests.unit.quantization.tiny_models import language_model, windows
 

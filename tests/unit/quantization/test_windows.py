@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.quantization import text_windows
-from octavo.training.corpus import Split
-from octavo.training.text import divide, load_documents
-from octavo.training.tokenizer import END_OF_TEXT, train_tokenizer
+from octavo.text.corpus import Split
+from octavo.text.sources import divide, load_documents
+from octavo.text.tokenizer import END_OF_TEXT, train_tokenizer
 
 WORDS = " ".join(f"w{i:05d}" for i in range(6000))
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig
-from octavo.training.tokenizer import train_tokenizer
+from octavo.text.tokenizer import train_tokenizer
 
 VOCABULARY, CONTEXT = 300, 32
 

@@ -4,7 +4,7 @@ import torch
 
 from octavo.language_model import LanguageModel
 from octavo.models import Llama, LlamaConfig
-from octavo.training.tokenizer import train_tokenizer
+from octavo.text.tokenizer import train_tokenizer
 
 VOCABULARY, CONTEXT, HEADS, HEAD_DIM = 300, 64, 2, 16
 LINEARS = 14  # of two layers

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from octavo.server.token_bytes import NFC_SHRINKS, bytes_per_token
-from octavo.training.tokenizer import train_tokenizer
+from octavo.text.tokenizer import train_tokenizer
 
 TEXT = ["the quick brown fox, the quick brown dog: 12345 Grüße 각", "     spaces     and\n\n\n\nlines"] * 20
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import octavo
 from octavo.checksums import sealed, unsealed
-from octavo.doctor.lines import LinesWritten
+from octavo.doctor.metrics_lines import LinesWritten
 from octavo.errors import CheckpointError
 from octavo.models import Llama
 from octavo.training.checkpoint import (

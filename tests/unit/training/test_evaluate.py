@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from octavo.training.corpus import Split
+from octavo.text.corpus import Split
 from octavo.training.evaluate import Evaluation, evaluate, token_loss, unigram_entropy
 from tests.unit.training.tiny_runs import tiny_data
 

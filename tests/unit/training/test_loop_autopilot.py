@@ -8,7 +8,7 @@ import torch
 
 import octavo
 from octavo.doctor import Captures, diagnose, series_of
-from octavo.doctor.capture_choice import capture_for
+from octavo.doctor.capture_selection import capture_for
 from octavo.doctor.remedies import ranked
 from octavo.nn import Linear
 from octavo.scaling import AmaxHistory

@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+from octavo.text.tokens import TokenData, prepare
 from octavo.training.config import DataConfig, Device, ModelConfig, RunConfig, TrainingConfig
-from octavo.training.data import TokenData, prepare
 
 MODEL = ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
 TRAINING = TrainingConfig(

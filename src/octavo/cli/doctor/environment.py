@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from octavo._lazy import own_version
 from octavo.cli.console import print_json, print_table
 from octavo.formats import E4M3
-from octavo.handed_on import own_version
 from octavo.kernels import explain, native_bindings, triton_bindings
 from octavo.kernels.backend import MatmulProblem
 from octavo.kernels.dispatch import BACKENDS

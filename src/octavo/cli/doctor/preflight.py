@@ -18,12 +18,12 @@ from octavo.experiments import Check, Origin, run_data
 from octavo.experiments import preflight as try_out
 from octavo.experiments.paired import check_numbers
 from octavo.models.sources import check_is_run
+from octavo.text.tokenizer import SMALLEST_VOCABULARY
+from octavo.text.tokens import preparing
 from octavo.training.config import RunConfig, load_config
-from octavo.training.data import preparing
 from octavo.training.loop import check_data
 from octavo.training.memory import check_run_fits, fitting_in_memory
 from octavo.training.run_folder import CONFIG
-from octavo.training.tokenizer import SMALLEST_VOCABULARY
 
 __all__ = ["preflight"]
 

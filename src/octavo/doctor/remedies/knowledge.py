@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from octavo.doctor.findings import Finding, Remedy, Severity
-from octavo.doctor.remedies.case import RECIPE_PHRASES, RemedyContext, fineness, join_names
+from octavo.doctor.remedies.context import RECIPE_PHRASES, RemedyContext, fineness, join_names
 from octavo.doctor.series import Series
 
 __all__ = ["remedies_for"]

@@ -7,7 +7,7 @@ from torch import nn
 
 from octavo.doctor.findings import Remedy
 from octavo.doctor.recipe_changes import changed_recipe
-from octavo.doctor.remedies.case import fineness
+from octavo.doctor.remedies.context import fineness
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
 from octavo.nn import Linear

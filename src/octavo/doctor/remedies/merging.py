@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo import recipes
 from octavo.doctor.findings import Remedy
-from octavo.doctor.remedies.case import fineness
+from octavo.doctor.remedies.context import fineness
 from octavo.errors import ConfigError
 
 __all__ = ["applied"]

@@ -6,10 +6,10 @@ from dataclasses import replace
 from octavo import recipes
 from octavo.doctor.candidates import PRESETS, Candidate
 from octavo.doctor.capture import Capture, Captures
-from octavo.doctor.capture_choice import capture_for
+from octavo.doctor.capture_selection import capture_for
 from octavo.doctor.findings import Finding, Remedy
 from octavo.doctor.recipe_changes import changed_recipe, same_casts
-from octavo.doctor.remedies.case import RECIPE_PHRASES, fineness
+from octavo.doctor.remedies.context import RECIPE_PHRASES, fineness
 from octavo.doctor.replay import Trial, harm, replay, score
 from octavo.doctor.series import Series
 from octavo.recipes import Recipe

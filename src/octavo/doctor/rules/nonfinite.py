@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.mended import as_resolved_note, recovered_steps
+from octavo.doctor.resolved import as_resolved_note, recovered_steps
 from octavo.doctor.rules.tracks import Mask
 from octavo.doctor.series import CastKey, Series
 from octavo.doctor.thresholds import Thresholds

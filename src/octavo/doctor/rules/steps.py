@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from octavo.doctor.findings import Finding, Severity
-from octavo.doctor.mended import as_resolved_note, recovered_steps
+from octavo.doctor.resolved import as_resolved_note, recovered_steps
 from octavo.doctor.rules.tracks import longest, tracks
 from octavo.doctor.series import Series
 from octavo.doctor.tables import Floats

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo._lazy import own_version
 from octavo.convert import choose_layers
 from octavo.doctor.thresholds import Thresholds
 from octavo.errors import ConfigError
 from octavo.formats import Format
-from octavo.handed_on import own_version
 from octavo.language_model import LanguageModel
 from octavo.numerics import QuantizedTensor, sqnr_db
 from octavo.numerics.cast_spec import check_member
 from octavo.quantization.calibration.health import LayerHealth, health_of
 from octavo.quantization.calibration.magnitudes import MagnitudeCounts
-from octavo.quantization.calibration.observing import Batch, Observation, module_of, observe
+from octavo.quantization.calibration.observers import Batch, Observation, module_of, observe
 from octavo.quantization.calibration.ranges import PERCENTILE, Method, RangeRule, scale_from_magnitudes
 from octavo.quantization.calibration.result import (
     NEVER_REACHED,
@@ -76,7 +76,7 @@ def calibrate(
             the mean key, which the KV cache subtracts; language models only.
         skip: shell patterns of paths to leave out, as in ``octavo.convert``.
         convert_head: include the language-model head.
-        source: name of the data in the result: for text, a source of ``octavo.training.text``.
+        source: name of the data in the result: for text, a source of ``octavo.text.sources``.
         split: split of that source.
         on_batch: called after each batch with (done, total or None).
 

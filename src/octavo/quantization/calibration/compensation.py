@@ -36,7 +36,7 @@ from octavo.kernels import quantize
 from octavo.language_model import LanguageModel
 from octavo.nn import Linear
 from octavo.numerics import PerRow, QuantizedTensor
-from octavo.quantization.calibration.observing import Batch, call_of, evaluating, module_of
+from octavo.quantization.calibration.observers import Batch, call_of, evaluating, module_of
 from octavo.recipes import CastSpec, Scaling
 
 __all__ = ["compensate_rounding", "rounded_by_data"]

@@ -29,7 +29,7 @@ from octavo.nn import Linear
 from octavo.numerics import amax, sqnr_db
 from octavo.quantization.calibration.folder import read_folder, write_folder
 from octavo.quantization.calibration.health import LayerHealth, health_warnings
-from octavo.quantization.calibration.observing import module_of
+from octavo.quantization.calibration.observers import module_of
 from octavo.quantization.calibration.ranges import Method, RangeRule
 from octavo.quantization.calibration.weight_scales import WeightMethod
 from octavo.recipes import Recipe, from_toml, to_toml
@@ -61,7 +61,7 @@ class SeenData:
         samples: sum of the batches' first dimensions; None as above.
         tokens: number of token ids; None as above.
         source: origin of the data, if known.
-        split: split of that source (``octavo.training.text``); empty if the source is not a readable text.
+        split: split of that source (``octavo.text.sources``); empty if the source is not a readable text.
         run: training run and step of the amaxes; empty if there is none.
     """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from octavo import recipes
+from octavo._lazy import own_version
 from octavo.errors import ConfigError
-from octavo.handed_on import own_version
 from octavo.nn import Linear
 from octavo.numerics import scale_from_amax
 from octavo.numerics.cast_spec import check_member
@@ -29,7 +29,7 @@ from octavo.quantization.calibration.result import (
 )
 from octavo.quantization.calibration.weight_scales import WeightMethod
 from octavo.scaling import INPUT
-from octavo.training.corpus import Split
+from octavo.text.corpus import Split
 from octavo.training.run_folder import load_run
 
 __all__ = ["calibration_from_run"]

@@ -18,7 +18,7 @@ from octavo.kernels import quantize
 from octavo.language_model import KVTransform, LanguageModel
 from octavo.numerics import PerRow
 from octavo.numerics.scale_search import searched_scale
-from octavo.quantization.calibration.observing import observe
+from octavo.quantization.calibration.observers import observe
 
 __all__ = ["as_cached", "cached", "key_means", "vector_bytes"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
-from octavo.quantization.comparison.contestants import FormatVariant
 from octavo.quantization.comparison.scores import Scores, WindowScore, score_window
 from octavo.quantization.comparison.storage import Storage
+from octavo.quantization.comparison.variants import FormatVariant
 from octavo.training.comparison import Gap, paired_gap
 
 __all__ = ["Entry", "FormatComparison", "compare"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, DataError
 from octavo.language_model import LanguageModel
 from octavo.quantization.windows import CHARACTERS_A_TOKEN, text_windows, unbounded
-from octavo.training.text import ALL, TOPICS, load_documents
+from octavo.text.sources import ALL, TOPICS, load_documents
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,7 +26,7 @@ def evaluation_windows(model: LanguageModel, source: str, split: str, *, count: 
 
     Args:
         model: source of the tokenizer.
-        source: see ``octavo.training.text``.
+        source: see ``octavo.text.sources``.
         split: "train", "validation", "test" or "all"; ``language-topics`` has only "all".
         count: number of windows.
         length: tokens per window, from 2 to ``model.context``.

@@ -47,7 +47,7 @@ def save_qat(folder: Path, result: QATResult, *, source: str = "", split: str = 
     Args:
         folder: destination; see the module's table.
         result: of ``run_qat``.
-        source: source of the training text, as for ``octavo.training.text``.
+        source: source of the training text, as for ``octavo.text.sources``.
         split: split of that source.
 
     Raises:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.checkpoints.tables import CodedTable
 from octavo.convert import ConversionReport, convert
 from octavo.errors import ConfigError, DataError
 from octavo.files import write_atomically
-from octavo.interchange.tables import CodedTable
 from octavo.parsing import read_toml
 from octavo.quantization.bf16 import round_to_bf16
 from octavo.quantization.sensitivity.units import BF16, CHOICES, Unit

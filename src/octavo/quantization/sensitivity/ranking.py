@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from octavo.quantization.sensitivity.ablation import Increase
 from octavo.quantization.sensitivity.screen import Key
-from octavo.quantization.sensitivity.truth import Increase
 
 __all__ = ["RankAgreement", "agreement_of"]
 

@@ -69,7 +69,7 @@ def estimate(
     Tables are returned with their rows ranked.
 
     Args:
-        model: in BF16 (:func:`octavo.quantization.sensitivity.surroundings.in_bf16`).
+        model: in BF16 (:func:`octavo.quantization.sensitivity.bf16_reference.in_bf16`).
         units: see :func:`units_of`.
         windows: tokens [W, T].
         seed: of the sampled labels.

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from octavo.quantization.sensitivity.ablation import Increase
 from octavo.quantization.sensitivity.study import Budget, Found, Sensitivity
-from octavo.quantization.sensitivity.truth import Increase
 from octavo.quantization.sensitivity.units import BF16, CHOICES, WEIGHT_ONLY, Unit, recipe_of
 
 __all__ = ["asked", "cost_of", "headline", "how_ranked", "name_of", "notes", "record", "worst_first"]

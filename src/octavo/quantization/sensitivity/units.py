@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo.checkpoints.tables import CodedTable
 from octavo.convert import heads_of
 from octavo.errors import ConfigError
 from octavo.functional import WeightCache
-from octavo.interchange.tables import CodedTable
 from octavo.nn import Linear
 from octavo.quantization.layers import check_has_layers
 

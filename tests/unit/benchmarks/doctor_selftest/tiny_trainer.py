@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.doctor_selftest.cases import Setting
-from octavo.training.data import TokenData
+from octavo.text.tokens import TokenData
 from octavo.training.loop import Trainer, build_model
 from tests.unit.training.tiny_runs import tiny_data
 

@@ -13,9 +13,9 @@ import torch
 
 from octavo import recipes
 from octavo.doctor import Capture, Captures, Severity
+from octavo.text.corpus import Split
+from octavo.text.tokens import open_data
 from octavo.training.config import load_config
-from octavo.training.corpus import Split
-from octavo.training.data import open_data
 from octavo.training.run_folder import CAPTURES
 from octavo.training.watched_run import read_run
 

@@ -7,7 +7,7 @@ import torch
 import octavo
 from octavo.doctor.findings import CAUSES, Remedy
 from octavo.doctor.remedies import applied, merging, remedies_for
-from octavo.doctor.remedies.case import FINENESS
+from octavo.doctor.remedies.context import FINENESS
 from octavo.training.config import TrainingConfig, config_from_dict
 from tests.unit.doctor.one_layer import found
 from tests.unit.doctor.remedies.test_knowledge import run_of

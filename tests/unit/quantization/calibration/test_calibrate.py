@@ -18,7 +18,7 @@ from octavo.quantization import calibrate, coverage
 from octavo.quantization.calibration.result import NEVER_REACHED
 from octavo.quantization.calibration.weight_scales import WeightMethod
 from tests.contract.gemm_oracle import recorded_products
-from tests.unit.quantization.calibration.test_observing import llama, recorded, token_batches
+from tests.unit.quantization.calibration.test_observers import llama, recorded, token_batches
 
 GRANULARITIES: dict[str, Granularity] = {
     "tensor": octavo.PerTensor(),

@@ -15,7 +15,7 @@ from octavo.models import Llama
 from octavo.quantization import calibrate, load_calibration
 from octavo.quantization.calibration.result import weights_hash
 from tests.unit.quantization.calibration.test_calibrate import mlp, mlp_batches
-from tests.unit.quantization.calibration.test_observing import SHAPE, llama, token_batches
+from tests.unit.quantization.calibration.test_observers import SHAPE, llama, token_batches
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.quantization.comparison.comparison import compare
-from octavo.quantization.comparison.contestants import FormatVariant, high_precision
-from octavo.quantization.comparison.lineup import line_up
+from octavo.quantization.comparison.variant_names import line_up
+from octavo.quantization.comparison.variants import FormatVariant, high_precision
 from tests.unit.quantization.tiny_models import LINEARS, language_model, windows
 
 NAMES = ["fp32", "bf16", "fp8-dynamic"]

@@ -9,9 +9,9 @@ from octavo.errors import ConfigError, DataError
 from octavo.quantization import text_windows
 from octavo.quantization.comparison import evaluation_text
 from octavo.quantization.comparison.evaluation_text import evaluation_windows
-from octavo.training import corpus
-from octavo.training.corpus import Document, Split, library_documents, topic_documents
-from octavo.training.text import BUILTIN, LIBRARY_SOURCES, TOPICS, divide, load_documents
+from octavo.text import corpus
+from octavo.text.corpus import Document, Split, library_documents, topic_documents
+from octavo.text.sources import BUILTIN, LIBRARY_SOURCES, TOPICS, divide, load_documents
 from tests.unit.quantization.tiny_models import language_model
 
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import octavo
-from octavo.quantization.comparison.contestants import RECIPES, from_recipe, high_precision, int8
 from octavo.quantization.comparison.storage import file_tensors, storage_of
+from octavo.quantization.comparison.variants import RECIPES, from_recipe, high_precision, int8
 from tests.unit.quantization.tiny_models import HEAD_DIM, SHAPE, language_model
 
 

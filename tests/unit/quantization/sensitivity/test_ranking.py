@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from octavo.quantization.sensitivity.ablation import Increase
 from octavo.quantization.sensitivity.ranking import agreement_of
-from octavo.quantization.sensitivity.truth import Increase
 
 
 def of(divergence):

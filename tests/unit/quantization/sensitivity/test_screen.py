@@ -10,9 +10,9 @@ from torch import nn
 from octavo.errors import ConfigError
 from octavo.language_model import logits_of
 from octavo.quantization.sensitivity import screen
+from octavo.quantization.sensitivity.ablation import floor_of, measure
+from octavo.quantization.sensitivity.bf16_reference import in_bf16
 from octavo.quantization.sensitivity.screen import estimate
-from octavo.quantization.sensitivity.surroundings import in_bf16
-from octavo.quantization.sensitivity.truth import floor_of, measure
 from octavo.quantization.sensitivity.units import applied, units_of
 from tests.unit.quantization.sensitivity.small_models import LENGTH, WORDS, small_llama, windows_of
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from octavo.errors import ConfigError
 from octavo.quantization import Budget, Mix, measure_sensitivity
 from octavo.quantization.sensitivity import screen, study
+from octavo.quantization.sensitivity.ablation import Increase
 from octavo.quantization.sensitivity.study import _costs, _pairs_to_measure
 from octavo.quantization.sensitivity.summary import FORMAT, asked, headline, notes, record, worst_first
-from octavo.quantization.sensitivity.truth import Increase
 from octavo.quantization.sensitivity.units import bytes_of, units_of
 from tests.unit.quantization.sensitivity.small_models import small_llama, windows_of
 

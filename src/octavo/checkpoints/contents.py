@@ -1,0 +1,204 @@
+"""Contents of an FP8 checkpoint: quantised layers, all other tensors, and scales of keys and values."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from octavo.checkpoints.tables import CodedTable
+from octavo.errors import ConfigError
+from octavo.functional import cast_operand
+from octavo.nn import Linear
+from octavo.numerics import QuantizedTensor
+from octavo.recipes import Recipe, Scaling
+
+__all__ = ["Contents", "FP8Layer", "KVScales", "attention_path", "contents_of", "nothing_in_fp8"]
+
+KVScales = tuple[Tensor | float, Tensor | float]  # of keys, of values
+CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
+LAYER = "model.layers.{}.self_attn"
+ATTENTION = re.compile(r"model\.layers\.\d+\.self_attn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FP8Layer:
+    """Linear layer whose weight is stored as codes.
+
+    Attributes:
+        recipe: recipe of the layer.
+        weight: codes [N, K] and their scale.
+        input_scale: float32 [], for a static input; None otherwise.
+    """
+
+    recipe: Recipe
+    weight: QuantizedTensor
+    input_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """Tensors of a checkpoint.
+
+    Attributes:
+        layers: FP8 layers by path, in the model's order.
+        rest: every other tensor by its name in the ``state_dict``; tied tensors under their first name only.
+        tables: embeddings stored as rows of codes, by path.
+        left_out: paths of linear layers that stay in high precision.
+        kv_scales: scales of keys and of values, float32 [] each, by decoder layer.
+        experts: names of high-precision tensors that contain the matrices of all experts.
+    """
+
+    layers: Mapping[str, FP8Layer]
+    rest: Mapping[str, Tensor]
+    left_out: tuple[str, ...]
+    kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+    tables: Mapping[str, CodedTable] = field(default_factory=dict)
+
+
+def contents_of(
+    model: nn.Module,
+    kv_scales: Mapping[int, KVScales] | None = None,
+    tables: Mapping[str, CodedTable] | None = None,
+) -> Contents:
+    """Collect the contents of a converted model; held codes are kept, other weights are cast by their recipes.
+
+    ``tables`` must decode to the model's embeddings.
+
+    Raises:
+        ConfigError: no layer is in FP8, an FP8 layer shares its weight with another module, a static input has no
+            scale, the scales of keys and values are not a pair of positive numbers for each layer of a Llama, or a
+            table does not match the model.
+    """
+    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    owners = _owners(model)
+    layers = {path: _fp8_layer(path, layer, owners) for path, layer in linears.items() if _is_fp8(layer)}
+    if not layers:
+        raise ConfigError(nothing_in_fp8(model))
+    tables = tables or {}
+    _check_tables(model, tables)
+    return Contents(
+        layers=layers,
+        rest={name: tensor for name, tensor in _rest(model, layers) if name.removesuffix(".weight") not in tables},
+        tables=tables,
+        left_out=tuple(path for path in linears if path not in layers),
+        kv_scales=_check_kv_scales(model, kv_scales or {}),
+        experts=tuple(_experts(model)),
+    )
+
+
+def nothing_in_fp8(model: nn.Module) -> str:
+    """Error message for a model without FP8 layers, for Python and the command line."""
+    linears = sum(isinstance(layer, nn.Linear) for layer in model.modules())
+    return (
+        f"no layer of this model is in FP8: each of its {linears} linear layers is the head, is skipped, or has a "
+        "recipe in high precision, or none was converted (GPT-2's Conv1D is not an nn.Linear); choose a recipe and "
+        "what to skip (--recipe, --skip, --head) or octavo.convert(model, recipe) first"
+    )
+
+
+def _check_tables(model: nn.Module, tables: Mapping[str, CodedTable]) -> None:
+    for path, table in tables.items():
+        weight = dict(model.named_parameters()).get(f"{path}.weight")
+        if weight is None or not torch.equal(weight.detach(), table.decoded().to(weight)):
+            raise ConfigError(f"the rows of {path!r} differ from its decoded codes; apply the mix to the model first")
+
+
+def attention_path(model: nn.Module, index: int) -> str:
+    """Path of a decoder layer's attention.
+
+    Raises:
+        ConfigError: the model does not have a Llama's paths, after which formats name the scales.
+    """
+    path = LAYER.format(index)
+    if path not in dict(model.named_modules()):
+        raise ConfigError(
+            f"this model has no {path!r}, after which the scales of keys and values are named; calibrate it without "
+            "them"
+        )
+    return path
+
+
+def _check_kv_scales(model: nn.Module, kv_scales: Mapping[int, KVScales]) -> dict[int, tuple[Tensor, Tensor]]:
+    paths = dict(model.named_modules())
+    for index in kv_scales:
+        attention_path(model, index)
+    for index in range(sum(ATTENTION.fullmatch(path) is not None for path in paths) if kv_scales else 0):
+        if index not in kv_scales:
+            raise ConfigError(f"layer {index} has no scales of keys and values; give them for every layer, or for none")
+    return {index: _check_scale_pair(index, pair) for index, pair in kv_scales.items()}
+
+
+def _check_scale_pair(index: int, pair: object) -> tuple[Tensor, Tensor]:
+    """Validate a layer's pair of scales; returns them in FP32."""
+    values = [_as_fp32(each) for each in pair] if isinstance(pair, tuple | list) else []
+    scales = [scale for scale in values if scale is not None and scale.numel() == 1 and scale.isfinite() and scale > 0]
+    if len(scales) != 2 or len(values) != 2:
+        raise ConfigError(
+            f"the scales of keys and values of layer {index} are {scales}; give a pair, each one positive, finite "
+            "number in FP32's range"
+        )
+    return scales[0].reshape(()), scales[1].reshape(())
+
+
+def _as_fp32(value: object) -> Tensor | None:
+    """Convert a number or a floating tensor to FP32; None for anything else."""
+    if isinstance(value, Tensor):
+        return value.detach().float() if value.is_floating_point() else None
+    return torch.tensor(value, dtype=torch.float32) if type(value) in (int, float) else None
+
+
+def _experts(model: nn.Module) -> Iterator[str]:
+    """Names of expert weights: transformers' parameters of three dimensions outside convolutions."""
+    for path, module in model.named_modules():
+        if not isinstance(module, CONVOLUTIONS):
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if parameter.ndim == 3 and parameter.shape[0] > 1:
+                    yield name
+
+
+def _is_fp8(layer: nn.Linear) -> bool:
+    return isinstance(layer, Linear) and not (layer.recipe.is_high_precision and layer.held is None)
+
+
+def _owners(model: nn.Module) -> dict[int, int]:
+    """Number of modules that own each parameter, by id."""
+    count: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            count[id(parameter)] = count.get(id(parameter), 0) + 1
+    return count
+
+
+def _fp8_layer(path: str, layer: nn.Linear, owners: Mapping[int, int]) -> FP8Layer:
+    assert isinstance(layer, Linear)
+    if owners[id(layer.stored_weight)] > 1:
+        raise ConfigError(
+            f"layer {path!r} is in FP8 and shares its weight with another module, which a checkpoint would separate; "
+            f"convert the model without that layer: leave out convert_head (--head), or skip {path!r} (--skip)"
+        )
+    scale = layer.input_scale.detach().clone() if layer.recipe.has_static_input else None
+    if scale is not None and not scale > 0:
+        raise ConfigError(f"layer {path!r} has no scale for its static input; calibrate the model first")
+    return FP8Layer(recipe=layer.recipe, weight=layer.held_weight() or _codes(layer), input_scale=scale)
+
+
+def _codes(layer: Linear) -> QuantizedTensor:
+    spec = layer.recipe.output.b
+    assert spec is not None
+    codes = cast_operand(layer.weight.detach(), replace(spec, scaling=Scaling.DYNAMIC))
+    assert isinstance(codes, QuantizedTensor)
+    return codes
+
+
+def _rest(model: nn.Module, layers: Mapping[str, FP8Layer]) -> Iterator[tuple[str, Tensor]]:
+    layer_tensors = {f"{path}.{name}" for path in layers for name in ("weight", "weight_codes", "weight_scale")}
+    identities: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        identity = (tensor.data_ptr(), tensor.shape)
+        if name in layer_tensors or (identity in identities and tensor.numel()):
+            continue
+        identities.add(identity)
+        yield name, tensor

@@ -1,0 +1,296 @@
+"""Loading of FP8 checkpoint folders (``octavo.load_quantized``), without changing any code.
+
+A layer stored as codes becomes an ``octavo.nn.Linear`` that holds those codes and scales; all other tensors are
+converted to FP32, which is exact. Every inconsistency is an error: a tensor that belongs to neither the model nor the
+format, a scale of another shape, or a layer on which the configuration and the file disagree.
+
+A Llama is loaded as octavo's own model, without transformers; other architectures need transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.checkpoints.contents import attention_path
+from octavo.checkpoints.file_format import FileFormat, Layout
+from octavo.checkpoints.formats import CONFIG, read_configuration
+from octavo.checkpoints.names import EXACT_IN_FP32, ScaleNames, checked_scale
+from octavo.checkpoints.tables import CodedTable, table_names
+from octavo.checkpoints.tensor_files import TensorFiles
+from octavo.checksums import check_sums
+from octavo.convert import convert, guard_save_pretrained
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models import Llama
+from octavo.models.llama import NothingDrawn
+from octavo.models.llama_folder import read_tokenizer, shape_from_record
+from octavo.nn import Linear
+from octavo.nn.fp8_weight import hold_codes
+from octavo.numerics import PerTensor, QuantizedTensor
+from octavo.recipes import Recipe
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["QuantizedModel", "load_quantized"]
+
+INSTALL = "pip install 'octavo[hf]'"
+EXPERT = ".experts."  # in a tensor's name; shared experts are ordinary layers
+AGAIN = "export or download the folder again"
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedModel:
+    """Model loaded from an FP8 checkpoint.
+
+    Attributes:
+        model: in evaluation mode; its FP8 layers hold the file's codes.
+        tokenizer: of the folder.
+        context: maximum number of tokens.
+        format: name of the folder's format.
+        dtype: narrowest dtype of the folder's floating tensors, excluding codes and scales.
+        recipes: recipe of each FP8 layer, by path.
+        kv_scales: scales of keys and of values, float32 [] each, by decoder layer, if the folder has them. The model
+            itself does not cast keys and values.
+        tables: embeddings stored as codes in the folder; the model holds the decoded rows.
+    """
+
+    model: nn.Module
+    tokenizer: "Tokenizer"
+    context: int
+    format: str
+    dtype: torch.dtype
+    recipes: Mapping[str, Recipe]
+    kv_scales: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    tables: Mapping[str, CodedTable] = field(default_factory=dict)
+
+
+def load_quantized(folder: str | Path) -> QuantizedModel:
+    """Load an FP8 checkpoint folder in one of the formats compressed-tensors, hf-fp8, modelopt and octavo.
+
+    Args:
+        folder: with config.json, safetensors and tokenizer.json.
+
+    Raises:
+        CheckpointError: a missing, truncated or damaged file, a mismatch with octavo.sha256, an unknown quant_method,
+            missing or unknown tensors, or a scale that has another shape or is NaN, infinite, zero or negative.
+        ConfigError: the architecture needs transformers, which is not installed.
+
+    Example:
+        >>> load_quantized("served/model").format  # doctest: +SKIP
+        'compressed-tensors'
+    """
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(f"{str(folder)!r} holds no model: it has no {CONFIG}; name a folder that has one")
+    check_sums(path)
+    fmt, record, config = read_configuration(path)
+    files = TensorFiles(path)
+    _check_no_experts(path, files, fmt)
+    model = _empty_model(path, record, files)
+    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    layout = fmt.layout(config, linears, path)
+    _check_codes(path, files, layout, linears)
+    dtype = _dtype(files, {name for name in model.state_dict() if name in files} - _code_names(layout))
+    tables = _tables(path, model, files, layout)
+    with torch.no_grad():
+        kv_scales = _load(model, files, fmt, layout, tables)
+    context = record.get("max_position_embeddings")
+    if not isinstance(context, int) or isinstance(context, bool):
+        raise CheckpointError(f"{CONFIG} in {str(folder)!r} needs an integer max_position_embeddings")
+    return QuantizedModel(
+        model=model.eval(),
+        tokenizer=read_tokenizer(path),
+        context=context,
+        format=fmt.name,
+        dtype=dtype,
+        recipes=layout.recipes,
+        kv_scales=kv_scales,
+        tables=tables,
+    )
+
+
+def _empty_model(folder: Path, record: dict[str, Any], files: TensorFiles) -> nn.Module:
+    """Model of the architecture in config.json, with uninitialised weights."""
+    shape = shape_from_record(record)
+    if shape is not None:
+        with NothingDrawn():
+            return Llama(shape)
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            f"{str(folder)!r} is a {record.get('model_type')}, which needs transformers, which is not installed; "
+            f"{INSTALL}"
+        ) from error
+    plain = {key: value for key, value in record.items() if key != "quantization_config"}
+    try:
+        config = AutoConfig.for_model(**plain)
+        if (layers := getattr(config, "num_hidden_layers", 0)) > len(files.names):  # it would build for hours
+            raise ValueError(f"{CONFIG} has {layers} layers, more than there are tensors, {len(files.names)}")
+        with NothingDrawn():
+            auto: Any = AutoModelForCausalLM
+            built: nn.Module = auto.from_config(config, dtype=torch.float32)
+    except Exception as error:  # transformers raises arbitrary exceptions
+        raise CheckpointError(f"transformers cannot build the model of {str(folder)!r}: {error}") from error
+    return built
+
+
+def _check_no_experts(folder: Path, files: TensorFiles, fmt: FileFormat) -> None:
+    """Raise for a server format with experts: it has one tensor per expert, transformers one for all experts."""
+    names = [name for name in files.names if EXPERT in name]
+    if names and fmt.schemes is not None:
+        raise CheckpointError(
+            f"{str(folder)!r} has experts, {names[0]} and {len(names) - 1} more tensors; octavo reads models without "
+            "experts: serve this one with vLLM or SGLang, or read it in high precision"
+        )
+
+
+def _check_codes(folder: Path, files: TensorFiles, layout: Layout, linears: list[str]) -> None:
+    """Raise unless exactly the FP8 layers of the configuration have codes as weights."""
+    of_tables = {name for path in layout.tables for name in table_names(path)}
+    coded = {name.removesuffix(".weight") for name in files.names if files.is_fp8(name) and name not in of_tables}
+    if surplus := sorted(coded - layout.recipes.keys()):
+        where = "no linear layer" if surplus[0] not in linears else "a layer in high precision by its configuration"
+        raise CheckpointError(f"{surplus[0]}.weight in {str(folder)!r} is FP8 codes of {where}; {AGAIN}")
+    if missing := sorted(layout.recipes.keys() - coded):
+        what = "is not FP8 codes" if f"{missing[0]}.weight" in files else "is missing"
+        raise CheckpointError(f"{missing[0]}.weight in {str(folder)!r} {what}, but its configuration lists it; {AGAIN}")
+
+
+def _code_names(layout: Layout) -> set[str]:
+    return {f"{path}.weight" for path in layout.recipes}
+
+
+def _dtype(files: TensorFiles, names: set[str]) -> torch.dtype:
+    """Common dtype of the floating tensors among ``names``; float32 if they differ."""
+    dtypes = {FLOATS[kind] for name in names if (kind := files.kind(name)) in FLOATS}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _tables(folder: Path, model: nn.Module, files: TensorFiles, layout: Layout) -> dict[str, CodedTable]:
+    """Read the embeddings stored as codes."""
+    state_dict, tables = model.state_dict(), dict[str, CodedTable]()
+    for path in layout.tables:
+        weight = state_dict.get(f"{path}.weight")
+        if weight is None or weight.ndim != 2 or f"{path}.weight" in files:
+            raise CheckpointError(
+                f"{path!r} is not a table of codes in {str(folder)!r}, as its configuration states; {AGAIN}"
+            )
+        tables[path] = CodedTable.read(path, files, weight.shape)
+    return tables
+
+
+def _load(
+    model: nn.Module, files: TensorFiles, fmt: FileFormat, layout: Layout, tables: Mapping[str, CodedTable]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    state_dict = model.state_dict()
+    for path, table in tables.items():
+        state_dict[f"{path}.weight"].copy_(table.decoded())
+    used = _load_rest(state_dict, files, _code_names(layout), {f"{path}.weight" for path in tables})
+    used |= {name for path in tables for name in table_names(path)}
+    for recipe in set(layout.recipes.values()):
+        _convert(model, recipe, {path for path, each in layout.recipes.items() if each == recipe})
+    for path, recipe in layout.recipes.items():
+        used |= _load_layer(model.get_submodule(path), path, recipe, files, fmt.names)
+    guard_save_pretrained(model)
+    kv_scales = dict[int, tuple[Tensor, Tensor]]()
+    if layout.has_kv_scales:
+        kv_scales, names = _kv_scales(model, files, fmt.names)
+        used |= names
+    if unknown := sorted(set(files.names) - used):
+        raise CheckpointError(
+            f"the folder has {unknown[0]} and {len(unknown) - 1} more tensors that are neither the model's nor "
+            f"{fmt.name}'s; {AGAIN}"
+        )
+    return kv_scales
+
+
+def _convert(model: nn.Module, recipe: Recipe, paths: set[str]) -> None:
+    convert(model, recipe, layer_filter=lambda path, _: path in paths, convert_head=True)
+
+
+def _load_rest(state_dict: Mapping[str, Tensor], files: TensorFiles, coded: set[str], filled: set[str]) -> set[str]:
+    """Load all tensors that are not codes and not in ``filled``; returns the names found, including codes."""
+    _check_tied(state_dict, files)
+    loaded = {tensor.data_ptr() for name, tensor in state_dict.items() if name in files or name in filled}
+    for name, tensor in state_dict.items():
+        if name in filled:
+            continue
+        if name not in files:
+            if name in coded or tensor.data_ptr() not in loaded:  # a tied tensor is stored once
+                raise CheckpointError(f"the folder has no {name}; {AGAIN}")
+            continue
+        if files.shape(name) != tensor.shape:
+            raise CheckpointError(
+                f"{name} is {list(files.shape(name))} in the folder, and {list(tensor.shape)} by its {CONFIG}; {AGAIN}"
+            )
+        if name not in coded:
+            tensor.copy_(_check_exact(name, files[name], tensor.dtype))
+    return {name for name in state_dict if name in files}
+
+
+def _check_tied(state_dict: Mapping[str, Tensor], files: TensorFiles) -> None:
+    """Raise if tied names of the model have different tensors in the file."""
+    first: dict[int, str] = {}
+    for name in (name for name, tensor in state_dict.items() if name in files and tensor.numel()):
+        other = first.setdefault(state_dict[name].data_ptr(), name)
+        if other == name:
+            continue
+        tensor, first_tensor = files[name], files[other]
+        if tensor.dtype != first_tensor.dtype or not torch.equal(tensor, first_tensor):
+            raise CheckpointError(f"{name} and {other} are tied by its {CONFIG}, but differ in the file; {AGAIN}")
+
+
+def _check_exact(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Check that a high-precision tensor is finite and converts to the model's dtype exactly."""
+    if tensor.dtype not in (EXACT_IN_FP32 if dtype == torch.float32 else (dtype,)):
+        raise CheckpointError(f"{name} is {tensor.dtype}, which is not exact in the model's {dtype}; {AGAIN}")
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{name} holds NaN or infinity; {AGAIN}")
+    return tensor
+
+
+def _load_layer(layer: nn.Module, path: str, recipe: Recipe, files: TensorFiles, names: ScaleNames) -> set[str]:
+    """Load a layer's codes and scales; returns the scales' names."""
+    assert isinstance(layer, Linear)
+    spec = recipe.output.b
+    assert spec is not None
+    codes = files[f"{path}.weight"]
+    if codes.dtype != spec.format.torch_dtype:
+        raise CheckpointError(f"{path}.weight is {codes.dtype}, but its recipe has {spec.format}; {AGAIN}")
+    if (codes.float()).isnan().any():
+        raise CheckpointError(f"{path}.weight holds NaN; {AGAIN}")
+    name = f"{path}.{names.weight}"
+    scale = checked_scale(name, _require(files, name), spec.granularity, codes.shape, spec.scale_format)
+    layer.weight.requires_grad_(False)
+    hold_codes(layer, QuantizedTensor(codes, scale, spec.granularity, torch.float32))
+    used = {name}
+    if recipe.has_static_input:
+        name = f"{path}.{names.input}"
+        layer.input_scale.copy_(checked_scale(name, _require(files, name), PerTensor(), torch.Size()))
+        used.add(name)
+    return used
+
+
+def _kv_scales(
+    model: nn.Module, files: TensorFiles, names: ScaleNames
+) -> tuple[dict[int, tuple[Tensor, Tensor]], set[str]]:
+    kv_scales, used = dict[int, tuple[Tensor, Tensor]](), set[str]()
+    for index in range(len(model.get_submodule("model.layers"))):  # type: ignore[arg-type]
+        path = attention_path(model, index)
+        key, value = f"{path}.{names.key}", f"{path}.{names.value}"
+        pair = [checked_scale(name, _require(files, name), PerTensor(), torch.Size()) for name in (key, value)]
+        kv_scales[index] = pair[0], pair[1]
+        used |= {key, value}
+    return kv_scales, used
+
+
+def _require(files: TensorFiles, name: str) -> Tensor:
+    if name not in files:
+        raise CheckpointError(f"the folder has no {name}; {AGAIN}")
+    return files[name]

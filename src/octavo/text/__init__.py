@@ -1,0 +1,1 @@
+"""Text as data: sources, corpora, tokenizers, token files, overlap between texts."""

@@ -1,0 +1,310 @@
+"""Text from where the user has it, as documents: ``load_documents(source)``.
+
+| source                                 | documents                                                        |
+|----------------------------------------|------------------------------------------------------------------|
+| ``builtin``                            | the corpus of :mod:`octavo.text.corpus`                      |
+| ``language-topics``                    | its language reference alone, topic by topic                     |
+| ``library-sources``                    | the rest of it, in the same splits: nothing of the topics        |
+| a .txt, .md or other text file         | the file                                                         |
+| a .jsonl or .parquet file              | one a row, from its column ``text``                              |
+| a folder                               | all .txt, .md, .jsonl and .parquet files below it, in name order |
+| a data set name of Hugging Face's hub  | one a row, in the data set's own splits                          |
+
+An existing path always wins over a data set of that name, and only a name that could be no path here is looked up:
+OWNER/NAME where OWNER is no folder, or one that begins with "wikitext". Nothing is guessed about encodings: text is
+UTF-8, and a file that is not is refused by name rather than trained on as noise.
+
+``divide`` gives every document a split. The built-in corpus divides by file. Other text is first cut into pieces at
+line ends, so that a single file can be held out in part; the pieces whose hashes are lowest are held out until the
+wanted share is reached.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from octavo.errors import DataError
+from octavo.memory import check_fits
+from octavo.models.sources import HUB_NAME
+from octavo.parsing import parse_json
+from octavo.text.corpus import (
+    Document,
+    Split,
+    builtin_documents,
+    library_documents,
+    path_fraction,
+    split_of,
+    topic_documents,
+)
+
+__all__ = [
+    "ALL",
+    "BUILTIN",
+    "LIBRARY_SOURCES",
+    "TOPICS",
+    "divide",
+    "is_unicode",
+    "load_documents",
+    "same_source",
+    "unseen_split",
+]
+
+BUILTIN, TOPICS, LIBRARY_SOURCES = "builtin", "language-topics", "library-sources"
+ALL = "all"  # of a source's splits
+TEXT_COLUMN = "text"
+PLAIN = {".txt", ".md"}
+SUFFIXES = {*PLAIN, ".jsonl", ".parquet"}
+
+# The hub names whole families of text after their configurations; these are the ones people ask for by that name.
+HUB_FAMILIES = {"wikitext": "Salesforce/wikitext"}
+HUB_SPLITS = {Split.TRAIN: "train", Split.VALIDATION: "validation", Split.TEST: "test"}
+
+PIECE_CHARACTERS = 16_384
+PIECES_AT_LEAST = 100  # of a small text, so that its held-out share is not one arbitrary block
+HELD_OUT_CHARACTERS = 262_144  # enough for a stable loss; at most a tenth of the text, at least a fiftieth
+
+
+def same_source(this: str, other: str) -> bool:
+    """Whether two names of sources name one: of paths, whether they lead to the same place."""
+    return _resolved(this) == _resolved(other)
+
+
+def _resolved(source: str) -> str:
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
+
+
+def unseen_split(source: str, known: str) -> str:
+    """The split of a source to measure on, if the training split of ``known`` has been read.
+
+    "test" of the same source, and of the built-in corpus where the other is its library sources, in the same splits;
+    "all" of another source. Sources are told apart by name, a path by where it leads now. Whether one text stands in
+    another, as the language topics do in the built-in corpus, ``octavo.text.overlap.shared_share`` counts.
+
+    Example:
+        >>> unseen_split("builtin", "library-sources"), unseen_split("language-topics", "library-sources")
+        ('test', 'all')
+    """
+    corpus = {BUILTIN, LIBRARY_SOURCES}
+    return str(Split.TEST) if same_source(source, known) or {source, known} <= corpus else ALL
+
+
+def load_documents(source: str | Path) -> list[Document]:
+    """All documents of a source.
+
+    Args:
+        source: see the table above.
+
+    Raises:
+        DataError: a path or data set that does not exist, holds no text, or holds something else than text; a path that
+            is no regular file.
+        ConfigError: the files are larger than this machine's memory.
+    """
+    own = {BUILTIN: builtin_documents, TOPICS: topic_documents, LIBRARY_SOURCES: library_documents}
+    if str(source) in own:
+        return own[str(source)]()
+    if not str(source):
+        raise DataError("the source is empty; give a file, a folder or a data set, or 'builtin'")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = _files_below(path)
+        _check_size(path, files)
+        documents = [document for file in files for document in _read(file, file.relative_to(path))]
+    elif path.exists():
+        _check_size(path, [path])
+        documents = list(_read(path, Path(path.name)))
+    elif _is_on_hub(str(source)):
+        documents = _from_hub(str(source))
+    else:
+        raise DataError(
+            f"there is no file or folder {str(source)!r}; give an existing path, 'builtin', or a data set of Hugging "
+            "Face's hub as OWNER/NAME"
+        )
+    if not any(document.text.strip() for document in documents):
+        raise DataError(f"{str(source)!r} holds no text; give a file, a folder or a data set with some")
+    return documents
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can write the text: no half of a surrogate pair stands alone in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def divide(documents: list[Document], *, by_file: bool) -> dict[Split, list[Document]]:
+    """Documents by split, in their order.
+
+    Args:
+        documents: those with a split keep it.
+        by_file: decide by the hash of each document's path; otherwise cut into pieces first and hold out an exact
+            share.
+    """
+    if any(document.split for document in documents):
+        return {split: [d for d in documents if (d.split or Split.TRAIN) is split] for split in Split}
+    if by_file:
+        return {split: [d for d in documents if split_of(d.path) is split] for split in Split}
+    return _divide_pieces(documents)
+
+
+def _divide_pieces(documents: list[Document]) -> dict[Split, list[Document]]:
+    total = sum(len(document.text) for document in documents)
+    size = max(1, min(PIECE_CHARACTERS, total // PIECES_AT_LEAST))
+    pieces = [piece for document in documents for piece in _pieces(document, size)]
+    wanted = max(total // 50, min(total // 10, HELD_OUT_CHARACTERS))
+    chosen: dict[str, Split] = {}
+    in_hash_order = iter(sorted(pieces, key=lambda piece: path_fraction(piece.path)))
+    for split in (Split.VALIDATION, Split.TEST):
+        held = 0
+        while held < wanted and (piece := next(in_hash_order, None)) is not None:
+            chosen[piece.path] = split
+            held += len(piece.text)
+    return {split: [p for p in pieces if chosen.get(p.path, Split.TRAIN) is split] for split in Split}
+
+
+def _pieces(document: Document, size: int) -> Iterator[Document]:
+    """The document cut into pieces of about ``size`` characters, at line ends and inside longer lines."""
+    lines: list[str] = []
+    held = count = 0
+    for line in _short_lines(document.text, size):
+        lines.append(line)
+        held += len(line)
+        if held >= size:
+            yield Document(f"{document.path}#{count}", "".join(lines))
+            lines, held, count = [], 0, count + 1
+    if lines:
+        yield Document(f"{document.path}#{count}", "".join(lines))
+
+
+def _short_lines(text: str, size: int) -> Iterator[str]:
+    for line in text.splitlines(keepends=True):
+        yield from (line[start : start + size] for start in range(0, len(line), size))
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not files:
+        raise DataError(
+            f"the folder {str(folder)!r} holds no {', '.join(sorted(SUFFIXES))} file; add some or name another"
+        )
+    return files
+
+
+def _check_size(source: Path, files: list[Path]) -> None:
+    """Refuse what has no end, or does not fit in memory, where one file at a time is both bytes and characters."""
+    if odd := [file for file in files if not file.is_file()]:
+        raise DataError(f"{str(odd[0])!r} is no regular file; copy what it gives to a file, and name that")
+    sizes = [file.stat().st_size for file in files]
+    check_fits(f"the text in {str(source)!r}", sum(sizes) + max(sizes), torch.device("cpu"), remedy="give a part of it")
+
+
+def _is_on_hub(name: str) -> bool:
+    """Whether a name is looked up on the hub: a known one, or OWNER/NAME where OWNER is no folder here."""
+    if name.partition("-")[0] in HUB_FAMILIES and "/" not in name:
+        return True
+    path = Path(name)
+    return bool(HUB_NAME.fullmatch(name)) and path.suffix.lower() not in SUFFIXES and not path.parent.is_dir()
+
+
+def _read(path: Path, name: Path) -> Iterator[Document]:
+    if not is_unicode(str(path)):
+        raise DataError(f"the file name {str(path)!r} is not UTF-8; rename the file or its folder, or leave it out")
+    if path.suffix.lower() == ".parquet":
+        yield from _read_parquet(path, name)
+        return
+    text = _read_text(path)
+    if path.suffix.lower() == ".jsonl":
+        yield from _read_jsonl(path, name, text)
+    else:
+        yield Document(name.as_posix(), text)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r}: {error.strerror}; choose a file you may read") from error
+    if not raw.strip():
+        raise DataError(f"{str(path)!r} is empty; give a file with text")
+    advice = "give plain UTF-8 text, or convert the file to it"
+    if b"\0" in raw:
+        raise DataError(f"{str(path)!r} is not text: there is a NUL byte at offset {raw.index(0)}; {advice}")
+    try:
+        return raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{str(path)!r} is not text: invalid UTF-8 at offset {error.start}; {advice}") from error
+
+
+def _read_jsonl(path: Path, name: Path, text: str) -> Iterator[Document]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except DataError as error:
+            raise DataError(f"line {number} of {str(path)!r} is not JSON: {error}; mend or remove it") from error
+        value = row.get(TEXT_COLUMN) if isinstance(row, dict) else None
+        if not isinstance(value, str):
+            raise DataError(f"line {number} of {str(path)!r} has no string {TEXT_COLUMN!r}; every line needs one")
+        if not is_unicode(value):
+            raise DataError(f"line {number} of {str(path)!r} holds half of a surrogate pair; mend or remove it")
+        yield Document(f"{name.as_posix()}:{number}", value)
+
+
+def _read_parquet(path: Path, name: Path) -> Iterator[Document]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise DataError(f"reading {str(path)!r} needs pyarrow; install octavo[data]") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if TEXT_COLUMN not in columns:
+                raise DataError(
+                    f"{str(path)!r} has no column {TEXT_COLUMN!r}, only {', '.join(columns)}; rename the one to read"
+                )
+            for batch in file.iter_batches(columns=[TEXT_COLUMN]):
+                rows = batch.column(0).to_pylist()
+                yield from (Document(f"{name.as_posix()}:{i}", row) for i, row in enumerate(rows) if row)
+    except pa.ArrowException as error:
+        raise DataError(
+            f"{str(path)!r} is not a parquet file that can be read: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _from_hub(name: str) -> list[Document]:
+    """All rows of a hub data set; a family's configuration may be given alone, as ``wikitext-103-raw-v1``."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{name!r} is no existing path, and loading it from Hugging Face's hub needs the package datasets; "
+            "check the path or install octavo[hf]"
+        ) from error
+    family = HUB_FAMILIES.get(name.partition("-")[0])
+    try:
+        loaded = datasets.load_dataset(family, name) if family and "/" not in name else datasets.load_dataset(name)
+    except Exception as error:  # the library raises its own, the network's and the hub's errors alike
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{name!r} is no existing path, and the hub did not give it: {reason}") from error
+    return list(_hub_rows(name, loaded))
+
+
+def _hub_rows(name: str, loaded: "dict[str, object]") -> Iterator[Document]:
+    known = {theirs: ours for ours, theirs in HUB_SPLITS.items()}
+    for split_name, rows in loaded.items():
+        columns = getattr(rows, "column_names", [])
+        if TEXT_COLUMN not in columns:
+            raise DataError(
+                f"{name!r} has no column {TEXT_COLUMN!r}, only {', '.join(columns)}; choose a data set of text"
+            )
+        # A data set without held-out rows is divided like any other text.
+        split = known.get(split_name) if len(loaded) > 1 else None
+        if split is None and len(loaded) > 1:
+            continue
+        texts = rows[TEXT_COLUMN]  # type: ignore[index] # a datasets.Dataset, which has no type information
+        yield from (Document(f"{split_name}:{i}", text, split) for i, text in enumerate(texts) if text)
