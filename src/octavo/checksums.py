@@ -19,9 +19,11 @@ from typing import Any
 from octavo.errors import CheckpointError, DataError
 from octavo.parsing import parse_json
 
-__all__ = ["SUMS", "check_sums", "file_digest", "sealed", "unsealed", "write_sums"]
+__all__ = ["SUMS", "check_sums", "count_listed", "file_digest", "sealed", "unsealed", "write_sums"]
 
 SUMS = "octavo.sha256"
+MOST_BYTES = 16 << 20  # of the list: some 100,000 files
+READ_SUFFIXES = {".jinja", ".json", ".model", ".onnx", ".pbtxt", ".py", ".safetensors", ".toml"}  # of what readers open
 KEY = "sha256"
 HEAD = "# {} files; sha256sum -c " + SUMS
 
@@ -34,21 +36,31 @@ def file_digest(path: Path) -> str:
 
 def write_sums(folder: Path) -> None:
     """Write ``octavo.sha256`` of all the files that are in a folder and below it."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
-    lines = [f"{file_digest(folder / name)}  {name}" for name in names]
+    lines = [f"{file_digest(folder / name)}  {name}" for name in sorted(_names(folder))]
     (folder / SUMS).write_text("\n".join([HEAD.format(len(lines)), *lines, ""]), encoding="utf-8")
 
 
 def check_sums(folder: Path) -> bool:
     """Compare the files of a folder with its ``octavo.sha256``; returns whether it has one.
 
+    The list comes with the folder, and may be written to do harm: it is followed to regular files of the folder alone,
+    and has to name all weights, configurations and programs in it (``READ_SUFFIXES``), since one that names none of
+    them proves nothing. A link to a file counts as a file: the hub's cache is made of them.
+
     Raises:
-        CheckpointError: a file is missing or is not the one that was written, or the list itself is damaged.
+        CheckpointError: a file is missing, is not the one that was written or is not listed, or the list itself is
+            damaged.
     """
     record = folder / SUMS
-    if not record.is_file():
+    if not record.exists():
         return False
-    for name, digest in _sums(record).items():
+    sums = _sums(record)
+    if unlisted := sorted(name for name in _names(folder) - sums.keys() if Path(name).suffix in READ_SUFFIXES):
+        raise CheckpointError(
+            f"{str(folder / unlisted[0])!r} is not in {SUMS}, which lists {len(sums)} files: it was put there later; "
+            f"remove or write it again, or remove {SUMS} if it is yours"
+        )
+    for name, digest in sums.items():
         path = folder / name
         try:
             found = file_digest(path)
@@ -60,6 +72,16 @@ def check_sums(folder: Path) -> bool:
                 f"folder again, or remove {SUMS} if the change is yours"
             )
     return True
+
+
+def count_listed(folder: Path) -> tuple[int, int] | None:
+    """How many files ``octavo.sha256`` lists, and how many there are beside it; None where there is no list.
+
+    Raises:
+        CheckpointError: the list is damaged.
+    """
+    record = folder / SUMS
+    return (len(_sums(record)), len(_names(folder))) if record.exists() else None
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,8 +114,18 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
+def _names(folder: Path) -> set[str]:
+    """Files of a folder and below it that can have a sum; what is below a hidden folder is another program's."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    return {str(path) for path in paths if not any(part.startswith(".") for part in path.parts[:-1])}
+
+
 def _sums(record: Path) -> dict[str, str]:
     """SHA-256 by file."""
+    if not record.is_file():
+        raise CheckpointError(f"{str(record)!r} is no regular file; write or copy the folder again")
+    if (size := record.stat().st_size) > MOST_BYTES:
+        raise CheckpointError(f"{str(record)!r} is damaged: it has {size >> 20:,} MiB; write or copy the folder again")
     head, *lines = record.read_text(encoding="utf-8", errors="replace").split("\n")
     sums = {line[66:]: line[:64] for line in lines if line[64:66] == "  "}
     if head != HEAD.format(len(sums)):
@@ -101,4 +133,20 @@ def _sums(record: Path) -> dict[str, str]:
             f"{str(record)!r} is damaged: it lists {len(sums)} files and begins with {head!r}; write or copy "
             "the folder again"
         )
+    for name in sums:
+        _check_inside(record, name)
     return sums
+
+
+def _check_inside(record: Path, name: str) -> None:
+    """Refuse a name that leads out of the folder, or to a device or a pipe, of which reading need not end."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise CheckpointError(
+            f"{str(record)!r} is damaged: it lists {name!r}, which is not in its folder; write or copy the folder again"
+        )
+    place = record.parent / path
+    if place.exists() and not place.is_file():
+        raise CheckpointError(
+            f"{str(record)!r} is damaged: it lists {name!r}, which is no regular file; write or copy the folder again"
+        )

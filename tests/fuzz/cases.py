@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from octavo.checksums import SUMS
 from octavo.errors import OctavoError
-from tests.fuzz.mutations import damaged
+from tests.fuzz.mutations import damaged, hostile_list
 from tests.fuzz.readers import READERS
 
 __all__ = ["ReaderError", "run_case"]
@@ -58,7 +58,13 @@ def run_case(name: str, seed: int) -> bool:
 
 
 def _damaged(folder: Path, path: Path, rng: random.Random) -> str:
-    """Damage a file; in three of four cases without the sums that would refuse it, to reach what reads it."""
+    """Damage a file; in three of four cases without the sums that would refuse it, to reach what reads it.
+
+    Where there are sums, one time in ten it is their list that does harm.
+    """
+    lists = sorted(record for record in folder.rglob(SUMS) if not record.is_symlink())
+    if lists and rng.random() < 0.1:
+        return hostile_list(rng.choice(lists), rng)
     trusted = rng.random() < 0.75
     if trusted:
         for record in folder.rglob(SUMS):

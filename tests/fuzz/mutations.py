@@ -32,6 +32,22 @@ def damaged(path: Path, rng: random.Random) -> str:
     return f"{path.name}: {way.__name__.strip('_')}"
 
 
+def hostile_list(record: Path, rng: random.Random) -> str:
+    """Write a list of sums that names what lies elsewhere, or what has no end, or nothing; and say how."""
+    if rng.random() < 0.2:
+        record.unlink()
+        record.symlink_to(rng.choice(("/dev/zero", "/dev/null", ".", "nowhere")))
+        return f"{record.name}: a link to {record.readlink()}"
+    names = rng.choice(
+        ([], ["/dev/zero"], ["../" * 9 + "dev/zero"], ["zeros"], ["/etc/hostname"], ["./.././config.json"], ["."], [""])
+    )
+    (record.parent / "zeros").unlink(missing_ok=True)
+    (record.parent / "zeros").symlink_to("/dev/zero")
+    head = f"# {len(names) if rng.random() < 0.8 else 10**30} files; sha256sum -c {record.name}"
+    record.write_text("\n".join([head, *(f"{'0' * 64}  {name}" for name in names), ""]))
+    return f"{record.name}: lists {names}"
+
+
 def _bytes_flipped(content: bytes, rng: random.Random) -> bytes:
     flipped = bytearray(content or b"\0")
     reach = len(flipped) if rng.random() < 0.3 else min(len(flipped), 2048)  # heads are where lengths and names are

@@ -9,10 +9,12 @@ import random
 
 import pytest
 
+from octavo.checksums import SUMS, check_sums, write_sums
+from octavo.errors import CheckpointError
 from octavo.parsing import parse_json
 from tests.fuzz import cases
 from tests.fuzz.cases import ReaderError, run_case
-from tests.fuzz.mutations import damaged
+from tests.fuzz.mutations import damaged, hostile_list
 from tests.fuzz.readers import LEFT_OUT, READERS, Reader
 from tests.policy.source_tree import modules
 
@@ -87,3 +89,15 @@ def test_what_leaves_a_reader_is_seen(monkeypatch):
         with pytest.raises(ReaderError, match=rf"({error}) left '{name}' after a.json.*--first \d+ --cases 1"):
             any(run_case(name, seed) for seed in range(5))
     assert any(run_case("deep", seed) for seed in range(5))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_hostile_list_of_sums_is_refused(tmp_path, seed):
+    (tmp_path / "config.json").write_text("{}")
+    write_sums(tmp_path)
+    what = hostile_list(tmp_path / SUMS, random.Random(seed))
+    if "nowhere" in what:
+        assert not check_sums(tmp_path)
+        return
+    with pytest.raises(CheckpointError):
+        check_sums(tmp_path)

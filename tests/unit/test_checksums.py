@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import os
 import subprocess
 
 import pytest
 
-from octavo.checksums import SUMS, check_sums, sealed, unsealed, write_sums
+from octavo.checksums import SUMS, check_sums, count_listed, sealed, unsealed, write_sums
 from octavo.errors import CheckpointError, DataError
 
 
@@ -55,6 +56,72 @@ def test_a_damaged_list_is_refused(folder, damage):
     (folder / SUMS).write_text("".join(kept[damage]))
     with pytest.raises(CheckpointError, match=r"octavo\.sha256' is damaged"):
         check_sums(folder)
+
+
+HOSTILE = {
+    "/dev/zero": "not in its folder",
+    "../outside.json": "not in its folder",
+    "deep/../../outside.json": "not in its folder",
+    "/etc/hostname": "not in its folder",
+    "pipe": "no regular file",
+    "zeros": "no regular file",
+    "deep": "no regular file",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_list_leads_to_regular_files_of_its_folder_alone(folder, name, monkeypatch):
+    def digest(path):
+        raise AssertionError(f"{path} was read")
+
+    (folder.parent / "outside.json").write_text("secret")
+    os.mkfifo(folder / "pipe")
+    (folder / "zeros").symlink_to("/dev/zero")
+    monkeypatch.setattr("octavo.checksums.file_digest", digest)
+    (folder / SUMS).write_text(f"# 1 files; sha256sum -c octavo.sha256\n{'0' * 64}  {name}\n")
+    with pytest.raises(
+        CheckpointError, match=f"octavo.sha256' is damaged: it lists '{name}', which is {HOSTILE[name]}"
+    ):
+        check_sums(folder)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe", "sparse"])
+def test_a_list_that_is_no_small_regular_file_is_refused_unread(folder, target):
+    os.mkfifo(folder / "pipe")
+    (folder / "sparse").touch()
+    os.truncate(folder / "sparse", 1 << 40)
+    (folder / SUMS).unlink()
+    (folder / SUMS).symlink_to(target)
+    with pytest.raises(CheckpointError, match=r"octavo\.sha256' is (no regular file|damaged: it has 1,048,576 MiB)"):
+        check_sums(folder)
+
+
+def test_a_list_that_leaves_a_weight_or_configuration_out_is_no_proof(folder):
+    for kept in ([], ["deep/a name.json"], ["model.safetensors"]):
+        lines = [line for line in (folder / SUMS).read_text().splitlines() if line[66:] in kept]
+        write_sums(folder)
+        whole = (folder / SUMS).read_text()
+        (folder / SUMS).write_text("\n".join([f"# {len(kept)} files; sha256sum -c octavo.sha256", *lines, ""]))
+        with pytest.raises(CheckpointError, match=rf"is not in octavo\.sha256, which lists {len(kept)} files"):
+            check_sums(folder)
+        (folder / SUMS).write_text(whole)
+    assert check_sums(folder)
+
+
+def test_listed_files_are_counted(folder):
+    (folder / "notes.txt").write_text("mine")
+    (folder / ".cache" / "download").mkdir(parents=True)
+    (folder / ".cache" / "download" / "other.json").write_text("{}")
+    assert check_sums(folder)
+    assert count_listed(folder) == (2, 3)
+    (folder / SUMS).unlink()
+    assert count_listed(folder) is None
+
+
+def test_links_to_files_are_files_as_in_the_cache_of_the_hub(folder):
+    (folder / "model.safetensors").rename(folder.parent / "blob")
+    (folder / "model.safetensors").symlink_to("../blob")
+    assert check_sums(folder)
 
 
 def test_a_folder_without_a_list_is_not_checked(folder):

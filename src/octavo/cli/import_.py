@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.checksums import SUMS
+from octavo.checksums import SUMS, count_listed
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export import export
@@ -33,11 +33,12 @@ def import_(
         return
     if format_ is not None:
         raise ConfigError("--format says what --out writes; give --out FOLDER too, or leave --format out")
-    read, has_sums = load_quantized(folder), (folder / SUMS).is_file()
+    read, counts = load_quantized(folder), count_listed(folder)
     if as_json:
-        print_json(_record(read) | {"checksums": has_sums})
+        listed, files = counts or (0, None)
+        print_json(_record(read) | {"checksums": counts is not None, "files_checked": listed, "files": files})
     else:
-        _print(folder, read, has_sums=has_sums)
+        _print(folder, read, checked=counts)
 
 
 def _record(read: QuantizedModel) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def _record(read: QuantizedModel) -> dict[str, Any]:
     }
 
 
-def _print(folder: Path, read: QuantizedModel, *, has_sums: bool) -> None:
+def _print(folder: Path, read: QuantizedModel, *, checked: tuple[int, int] | None) -> None:
     counts: dict[str, int] = {}
     for recipe in read.recipes.values():
         counts[recipe.name] = counts.get(recipe.name, 0) + 1
@@ -59,8 +60,8 @@ def _print(folder: Path, read: QuantizedModel, *, has_sums: bool) -> None:
         "every tensor is known, every scale positive and finite; octavo eval and octavo generate take the folder"
     )
     lines.append(
-        f"every file is the one that was written ({SUMS})"
-        if has_sums
+        f"{checked[0]} of {checked[1]} files are the ones that were written ({SUMS})"
+        if checked
         else f"the folder has no checksums ({SUMS}), so a bit that was flipped in codes cannot be seen"
     )
     stdout().print("\n".join(lines), markup=False, soft_wrap=True)

@@ -1,8 +1,5 @@
 """``octavo qat``: fine-tune a language model so that it loses less in FP8."""
 
-import secrets
-import tempfile
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +9,10 @@ import typer
 from octavo import recipes
 from octavo.cli import options
 from octavo.cli.console import number, print_json, print_table, stdout
+from octavo.cli.kept_results import save_or_keep
 from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import text_to_train_on
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError
 from octavo.files import check_room, claimed_folder
 from octavo.language_model import load_language_model
 from octavo.quantization.qat.folder import bytes_of_qat, save_qat
@@ -118,33 +116,15 @@ def qat(
         held_out = text_windows(loaded, text, Split.TEST, count=eval_windows, **size)
         result = run_qat(loaded, settings, training=training, held_out=held_out, on_phase=show)
         show("write", 0, 1)
-        place_of_result, refused = _saved(out, result, source=text, split=Split.TRAIN)
+        place_of_result, refused = save_or_keep(
+            out,
+            lambda folder: save_qat(folder, result, source=text, split=Split.TRAIN),
+            command="qat",
+            nbytes=bytes_of_qat(loaded),
+        )
     _show(result, place_of_result, as_json=as_json)
     if refused is not None:
         raise refused
-
-
-def _saved(out: Path, result: QATResult, **text: str) -> tuple[Path, ConfigError | None]:
-    """Write the result; where ``out`` cannot take it any more, to another place: training it again takes hours.
-
-    Returns:
-        Where it is, and what to tell at the end where that is not ``out``.
-
-    Raises:
-        OSError, ConfigError: ``out`` cannot take it, and no other place can.
-    """
-    try:
-        save_qat(out, result, **text)
-    except (OSError, ConfigError) as error:
-        why = f"cannot use {str(out)!r}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        for place in (Path.cwd(), Path.home(), Path(tempfile.gettempdir())):
-            kept = place / f"octavo-qat-{secrets.token_hex(4)}"
-            with suppress(OSError, OctavoError):
-                check_room(kept, bytes_of_qat(result.language_model))
-                save_qat(kept, result, **text)
-                return kept, ConfigError(f"{why}; the result is kept in {str(kept)!r}: move it to another --out")
-        raise
-    return out, None
 
 
 def _scales(recipe: str, given: str | None) -> str:
@@ -153,7 +133,7 @@ def _scales(recipe: str, given: str | None) -> str:
     return given or "tracked"
 
 
-def _show(result: QATResult, out: Path, *, as_json: bool) -> None:
+def _show(result: QATResult, out: Path | None, *, as_json: bool) -> None:
     record = {
         name: {
             "perplexity": result.perplexity(name),
@@ -164,7 +144,7 @@ def _show(result: QATResult, out: Path, *, as_json: bool) -> None:
         for name in result.windows
     }
     if as_json:
-        print_json({"out": str(out), "reference": result.reference, "measured": record})
+        print_json({"out": None if out is None else str(out), "reference": result.reference, "measured": record})
         return
     rows = [(WORDS[name], number(found["perplexity"], 5), *_difference(found)) for name, found in record.items()]
     windows = len(next(iter(result.windows.values())))
@@ -173,7 +153,8 @@ def _show(result: QATResult, out: Path, *, as_json: bool) -> None:
         ["", "perplexity", "difference", "nats", "± standard error"],
         rows,
     )
-    stdout().print(f"written to {out}; octavo.quantization.load_qat reads it", markup=False, soft_wrap=True)
+    if out is not None:
+        stdout().print(f"written to {out}; octavo.quantization.load_qat reads it", markup=False, soft_wrap=True)
 
 
 def _difference(found: dict[str, float | None]) -> tuple[str, str, str]:

@@ -9,10 +9,11 @@ import typer
 
 from octavo.cli import options
 from octavo.cli.console import print_json, print_table, stdout
+from octavo.cli.kept_results import save_or_keep
 from octavo.cli.progress import open_display, phases
 from octavo.cli.runs import text_to_train_on
 from octavo.errors import ConfigError, DataError
-from octavo.files import check_folder, write_atomically
+from octavo.files import check_folder, check_room, replacing_folder, write_atomically
 from octavo.language_model import load_language_model
 from octavo.models.sources import located
 from octavo.parsing import read_object
@@ -30,6 +31,7 @@ __all__ = ["show_sensitivity"]
 RECORD, MIX, PAGE = "sensitivity.json", "mix.toml", "report.html"
 DEFAULT_PERPLEXITY = "1%"
 NO_MIX = 1  # exit code
+BYTES = 6 << 20  # of the files: plotly's script, and less than one MiB
 WORST = 15  # layers of the printed table
 
 
@@ -73,6 +75,7 @@ def show_sensitivity(
     _check_apart((text, split), (other, verify_split))
     check_folder(out, is_own=_is_ours)
     check_report_extra(PAGE)  # refused now, and not after the work
+    check_room(out, BYTES)
     model = load_language_model(source_of_model, device=place)
     length = min(512, model.context) if context is None else context
     chosen_on = text_windows(model, text, split, count=windows, length=length, seed=seed)
@@ -93,12 +96,12 @@ def show_sensitivity(
         "verified on": f"{other}, {verify_split} split, {verify_windows} windows of {length} tokens",
     }
     kept = record(found, facts)
-    _write(out, found, kept, facts)
-    if as_json:
-        print_json(kept)
-    else:
-        _print(found)
-        stdout().print(f"\nIn {out}: {', '.join(_files(found))}", markup=False, soft_wrap=True)
+    folder, refused = save_or_keep(
+        out, lambda folder: _save(folder, found, kept, facts), command="sensitivity", nbytes=BYTES
+    )
+    _show(found, kept, folder, as_json=as_json)
+    if refused is not None:
+        raise refused
     if found.best is None:
         raise typer.Exit(NO_MIX)
 
@@ -158,10 +161,18 @@ def _files(found: Sensitivity) -> list[str]:
     return [RECORD, PAGE] if found.mix is None else [MIX, RECORD, PAGE]
 
 
+def _save(out: Path, found: Sensitivity, kept: dict[str, Any], facts: dict[str, str]) -> None:
+    """Write a new folder as a whole; in one of before, file by file, beside what else is in it."""
+    if out.exists():
+        _write(out, found, kept, facts)
+        return
+    with replacing_folder(out) as temporary:
+        _write(temporary, found, kept, facts)
+
+
 def _write(out: Path, found: Sensitivity, kept: dict[str, Any], facts: dict[str, str]) -> None:
     """The record first: it marks the folder as this command's. A mix of before that no longer holds goes."""
     page = sensitivity_page(found, facts)
-    out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / RECORD, json.dumps(kept, indent=1, allow_nan=False) + "\n")
     write_atomically(out / PAGE, page)
     if found.mix is None:
@@ -169,6 +180,15 @@ def _write(out: Path, found: Sensitivity, kept: dict[str, Any], facts: dict[str,
     else:
         lines = [headline(found), *(f"{name}: {value}" for name, value in facts.items())]
         save_mix(found.mix, out / MIX, comment="\n".join(lines))
+
+
+def _show(found: Sensitivity, kept: dict[str, Any], folder: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        print_json(kept)
+        return
+    _print(found)
+    if folder is not None:
+        stdout().print(f"\nIn {folder}: {', '.join(_files(found))}", markup=False, soft_wrap=True)
 
 
 def _print(found: Sensitivity) -> None:

@@ -91,7 +91,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     fmt, record, config = read_configuration(path)
     files = TensorFiles(path)
     _check_no_experts(path, files, fmt)
-    model = _empty_model(path, record)
+    model = _empty_model(path, record, files)
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     layout = fmt.layout(config, linears, path)
     _check_codes(path, files, layout, linears)
@@ -114,7 +114,7 @@ def load_quantized(folder: str | Path) -> QuantizedModel:
     )
 
 
-def _empty_model(folder: Path, record: dict[str, Any]) -> nn.Module:
+def _empty_model(folder: Path, record: dict[str, Any], files: TensorFiles) -> nn.Module:
     """Model of the architecture in config.json, with uninitialised weights."""
     shape = shape_from_record(record)
     if shape is not None:
@@ -130,6 +130,8 @@ def _empty_model(folder: Path, record: dict[str, Any]) -> nn.Module:
     plain = {key: value for key, value in record.items() if key != "quantization_config"}
     try:
         config = AutoConfig.for_model(**plain)
+        if (layers := getattr(config, "num_hidden_layers", 0)) > len(files.names):  # it would build for hours
+            raise ValueError(f"{CONFIG} has {layers} layers, more than there are tensors, {len(files.names)}")
         with NothingDrawn():
             auto: Any = AutoModelForCausalLM
             built: nn.Module = auto.from_config(config, dtype=torch.float32)

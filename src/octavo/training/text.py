@@ -22,7 +22,10 @@ wanted share is reached.
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from octavo.errors import DataError
+from octavo.memory import check_fits
 from octavo.models.sources import HUB_NAME
 from octavo.parsing import parse_json
 from octavo.training.corpus import (
@@ -94,7 +97,9 @@ def load_documents(source: str | Path) -> list[Document]:
         source: see the table above.
 
     Raises:
-        DataError: a path or data set that does not exist, holds no text, or holds something else than text.
+        DataError: a path or data set that does not exist, holds no text, or holds something else than text; a path that
+            is no regular file.
+        ConfigError: the files are larger than this machine's memory.
     """
     own = {BUILTIN: builtin_documents, TOPICS: topic_documents, LIBRARY_SOURCES: library_documents}
     if str(source) in own:
@@ -103,8 +108,11 @@ def load_documents(source: str | Path) -> list[Document]:
         raise DataError("the source is empty; give a file, a folder or a data set, or 'builtin'")
     path = Path(source).expanduser()
     if path.is_dir():
-        documents = [document for file in _files_below(path) for document in _read(file, file.relative_to(path))]
+        files = _files_below(path)
+        _check_size(path, files)
+        documents = [document for file in files for document in _read(file, file.relative_to(path))]
     elif path.exists():
+        _check_size(path, [path])
         documents = list(_read(path, Path(path.name)))
     elif _is_on_hub(str(source)):
         documents = _from_hub(str(source))
@@ -183,6 +191,14 @@ def _files_below(folder: Path) -> list[Path]:
             f"the folder {str(folder)!r} holds no {', '.join(sorted(SUFFIXES))} file; add some or name another"
         )
     return files
+
+
+def _check_size(source: Path, files: list[Path]) -> None:
+    """Refuse what has no end, or does not fit in memory, where one file at a time is both bytes and characters."""
+    if odd := [file for file in files if not file.is_file()]:
+        raise DataError(f"{str(odd[0])!r} is no regular file; copy what it gives to a file, and name that")
+    sizes = [file.stat().st_size for file in files]
+    check_fits(f"the text in {str(source)!r}", sum(sizes) + max(sizes), torch.device("cpu"), remedy="give a part of it")
 
 
 def _is_on_hub(name: str) -> bool:

@@ -107,7 +107,7 @@ def test_import_says_what_is_there(octavo, folder):
     assert record["format"] == "compressed-tensors"
     assert len(record["layers"]) == 14
     assert record["checksums"] is True
-    assert "every file is the one that was written (octavo.sha256)" in result.stdout
+    assert " files are the ones that were written (octavo.sha256)" in result.stdout
 
 
 def test_import_says_that_it_sees_no_flipped_bit_where_there_are_no_checksums(octavo, folder, tmp_path):

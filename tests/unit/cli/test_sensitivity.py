@@ -1,10 +1,14 @@
 """``octavo sensitivity`` on a finished run: a table, a mix that can be applied, a record, a page; or one sentence."""
 
+import errno
 import json
+import os
 import re
+from types import SimpleNamespace as Usage
 
 import pytest
 
+from octavo.cli import sensitivity
 from octavo.cli.sensitivity import _share
 from octavo.language_model import load_language_model
 from octavo.quantization import load_mix
@@ -117,6 +121,58 @@ def test_text_under_another_name_is_not_other_text(octavo, finished_run, text, t
         result = octavo("sensitivity", finished_run, *arguments)
         assert (result.exit_code, result.stdout) == (2, "")
         assert "the mix would be verified on text it was chosen on" in result.stderr
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Where a result is kept that its own disk does not take."""
+    place = tmp_path / "home"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+def fill_disk(monkeypatch, is_full):
+    """Refuse, as a full disk does, to write the page, the second file, where ``is_full``."""
+    write = sensitivity.write_atomically
+
+    def full(path, content):
+        if path.name == "report.html" and is_full(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
+
+    monkeypatch.setattr(sensitivity, "write_atomically", full)
+
+
+def test_a_disk_that_has_become_full_loses_no_result(octavo, studied, tmp_path, monkeypatch, home):
+    out = tmp_path / "full" / "mix"
+    fill_disk(monkeypatch, lambda path: tmp_path / "full" in path.parents)
+    result = octavo(*studied[2], "--out", out, "--json")
+    assert result.exit_code == 2, result.output
+    (kept,) = home.iterdir()
+    sentence = result.stderr.strip().splitlines()[-1]
+    assert f"cannot use '{out}': No space left on device; the result is kept in '{kept}'" in sentence
+    assert sorted(path.name for path in kept.iterdir()) == ["mix.toml", "report.html", "sensitivity.json"]
+    assert json.loads(result.stdout) == json.loads((kept / "sensitivity.json").read_text())
+    assert not out.exists()
+
+
+def test_a_result_that_no_place_takes_is_printed(octavo, studied, tmp_path, monkeypatch, home):
+    fill_disk(monkeypatch, lambda path: True)
+    result = octavo(*studied[2], "--out", tmp_path / "mix")
+    assert result.exit_code == 2, result.output
+    assert "What layers cost alone" in result.stdout
+    assert f"\nIn {tmp_path}" not in result.stdout
+    assert "mix/report.html: no space left on device" in result.stderr
+    assert list(home.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_a_disk_without_room_is_refused_before_any_work(octavo, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(free=1 << 20))
+    result = octavo("sensitivity", "no-model.gguf", "--data", "builtin", "--out", tmp_path / "mix")
+    assert result.exit_code == 2
+    assert "has 1 MiB free, and the result takes" in result.stderr
 
 
 def test_a_hundred_percent_of_the_bytes_may_be_said():

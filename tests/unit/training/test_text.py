@@ -1,12 +1,16 @@
 """Every kind of source, good and bad."""
 
 import json
+import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import torch
 
-from octavo.errors import DataError
+from octavo.errors import ConfigError, DataError
+from octavo.memory import memory_bytes
 from octavo.training.corpus import Document, Split
 from octavo.training.text import divide, load_documents, same_source, unseen_split
 
@@ -80,6 +84,31 @@ def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, sourc
     fake_hub(monkeypatch, load)
     with pytest.raises(DataError, match="there is no file or folder"):
         load_documents(source)
+
+
+@pytest.mark.parametrize("source", ["/dev/zero", "pipe", "link.txt"])
+def test_what_is_no_regular_file_is_refused_unread(tmp_path, monkeypatch, source):
+    def read(self):
+        raise AssertionError(f"{self} was read")
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link.txt").symlink_to("/dev/zero")
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with pytest.raises(DataError, match="is no regular file; copy what it gives to a file"):
+        load_documents(tmp_path / source)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
+def test_text_beyond_the_memory_is_refused_unread(tmp_path, suffix):
+    names = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    for name in names:
+        name.touch()
+        os.truncate(name, memory_bytes(torch.device("cpu")) // 2 + 1)  # of holes: it takes no disk
+    for source in (tmp_path, names[0]):
+        if source == names[0]:
+            os.truncate(source, 1 << 42)
+        with pytest.raises(ConfigError, match=r"the text in .* does not fit in the memory .* give a part of it"):
+            load_documents(source)
 
 
 def test_an_empty_folder(tmp_path):
