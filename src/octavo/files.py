@@ -32,8 +32,9 @@ __all__ = [
     "write_atomically",
 ]
 
-OLDER = "older"
-KINDS = ("writing", OLDER, "data", "probe")  # of hidden folders
+OLDER, FILE = "older", "tmp"
+KINDS = (FILE, "writing", OLDER, "data", "probe")  # of hidden folders, and of hidden files the first
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 IsOwn = Callable[[Path], bool]
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename of a folder says of a name that is somebody's
 
@@ -44,7 +45,7 @@ def _is_nobodys(_: Path) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write to; it takes the place of ``path`` when the block ends, and is removed when it fails.
+    """A temporary file to write to; it takes the place of ``path`` when the block ends, and is removed when it fails.
 
     What the system refuses about the temporary file is said of ``path``: nobody has named the other.
 
@@ -52,18 +53,11 @@ def replacing(path: Path) -> Iterator[Path]:
         >>> with replacing(Path("table.bin")) as temporary:  # doctest: +SKIP
         ...     temporary.write_bytes(b"…")
     """
-    temporary = hidden_beside(path, "tmp")
-    try:
+    with _hidden(path, FILE) as temporary:
         yield temporary
         sync_file(temporary)
         temporary.replace(path)
         sync_folder(path.parent)
-    except BaseException as error:
-        with suppress(OSError):  # such as of a folder that is a file: the first error says more
-            temporary.unlink()
-        if isinstance(error, OSError) and error.filename == str(temporary):
-            error.filename, error.filename2 = str(path), None
-        raise
 
 
 @contextmanager
@@ -102,49 +96,80 @@ def hidden_folder(folder: Path, kind: str) -> Iterator[Path]:
 
     It is locked as long as the block runs. A killed process leaves it unlocked, and the next call removes it.
     """
-    remove_leftovers(folder)
+    with _hidden(folder, kind) as temporary:
+        yield temporary
+
+
+@contextmanager
+def _hidden(path: Path, kind: str) -> Iterator[Path]:
+    """A new file (of kind ``FILE``) or folder, as :func:`hidden_folder` says."""
+    remove_leftovers(path.parent, re.escape(path.name))
     with ExitStack() as stack:
         while True:
-            temporary = hidden_beside(folder, kind)
-            temporary.mkdir(parents=True)
-            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            temporary = hidden_beside(path, kind)
+            _make(temporary, kind, path)
+            stack.callback(_remove, temporary)
             if stack.enter_context(_held(temporary)) is not False:  # else a call beside this took it for a left-over
                 break
         try:
             yield temporary
         except (OSError, OctavoError) as error:
-            _tell_of(folder, temporary, error)
+            _tell_of(path, temporary, error)
             raise
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the hidden folders beside ``folder`` of processes that were killed; those of living ones are locked.
+def _make(temporary: Path, kind: str, path: Path) -> None:
+    if kind != FILE:
+        temporary.mkdir(parents=True)
+        return
+    try:
+        temporary.touch(exist_ok=False)
+    except OSError as error:
+        _tell_of(path, temporary, error)
+        raise
 
-    Where a process was killed in the moment when ``folder`` had no name, the older one gets it back. A file system
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def remove_leftovers(folder: Path, name: str = ".+") -> None:
+    """Remove the hidden files and folders in ``folder`` of processes that were killed; those of living ones are locked.
+
+    Where a process was killed in the moment when a folder had no name, the older one gets it back. A file system
     without locks keeps everything.
+
+    Args:
+        folder: where they are.
+        name: regular expression of what they were to become.
     """
-    hidden = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{16}}\.({'|'.join(KINDS)})")
-    for path in list(folder.parent.iterdir()) if folder.parent.is_dir() else []:
-        kind = hidden.fullmatch(path.name)
-        if kind is None or path.is_symlink() or not path.is_dir():
+    hidden = re.compile(rf"\.({name})\.[0-9a-f]{{16}}\.({'|'.join(KINDS)})")
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        found = hidden.fullmatch(path.name)
+        if found is None or path.is_symlink() or not (path.is_file() if found[2] == FILE else path.is_dir()):
             continue
         with _held(path) as is_left:
-            if is_left and kind[1] == OLDER and not folder.exists():
-                path.replace(folder)
+            place = path.with_name(found[1])
+            if is_left and found[2] == OLDER and not place.exists():
+                path.replace(place)
             elif is_left:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[bool | None]:
-    """Lock a folder; False where another has it or it is gone, None where the file system has no locks."""
+def _held(path: Path) -> Iterator[bool | None]:
+    """Lock a file or folder; False where another has it or it is gone, None where the file system has no locks."""
     with ExitStack() as stack:
-        yield _locked(folder, stack)
+        yield _locked(path, stack)
 
 
-def _locked(folder: Path, stack: ExitStack) -> bool | None:
+def _locked(path: Path, stack: ExitStack) -> bool | None:
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     stack.callback(os.close, descriptor)
@@ -154,19 +179,25 @@ def _locked(folder: Path, stack: ExitStack) -> bool | None:
         return False
     except OSError:
         return None
-    return folder.is_dir()  # who had it before may have removed it
+    return path.exists()  # who had it before may have removed it
 
 
-def _tell_of(folder: Path, temporary: Path, error: Exception) -> None:
-    """Let an error name ``folder`` where it names the temporary one, a name that the caller never gave."""
+def _tell_of(path: Path, temporary: Path, error: Exception) -> None:
+    """Let an error name ``path`` for the temporary one, which the caller never gave, and where a full disk names none."""
 
     def told(value: object) -> object:
         is_name = isinstance(value, str | Path)
-        return str(value).replace(str(temporary), str(folder)) if is_name else value
+        return str(value).replace(str(temporary), str(path)) if is_name else value
 
     error.args = tuple(map(told, error.args))
-    if isinstance(error, OSError) and error.filename is not None:  # a name that is set to None is said too
+    if not isinstance(error, OSError):
+        return
+    if error.filename is not None:  # a name that is set to None is said too
         error.filename = told(error.filename)
+        if error.filename2 == str(path):  # a rename names both
+            error.filename2 = None
+    elif error.errno in FULL:  # a write that fails names nothing
+        error.filename = str(path)
 
 
 def hidden_beside(path: Path, kind: str) -> Path:
@@ -215,7 +246,8 @@ def claimed_folder(folder: Path) -> Iterator[None]:
     """
     check_folder(folder)
     check_may_write(folder.absolute().parent)
-    remove_leftovers(folder.resolve())
+    resolved = folder.resolve()
+    remove_leftovers(resolved.parent, re.escape(resolved.name))
     made = [place for place in (folder, *folder.absolute().parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:

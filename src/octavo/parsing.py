@@ -45,7 +45,7 @@ __all__ = [
 MOST_BYTES = 256 << 20  # of a file that is read as a whole; the largest tokenizer.json on the hub has about 35 MB
 MOST_TOML_BYTES = 4 << 20
 MOST_LEVELS = 100
-LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){100}""")
+KEY_PART = re.compile(r"""(?<![\w-])(?=((?:[\w-]++|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*))""")  # wherever one may begin
 MOST_DIGITS = 308  # of an integer that is still a float64; transformers writes 10^30 for "no limit"
 TOML_INTEGERS = range(-(2**63), 2**63)  # by TOML's definition
 
@@ -114,7 +114,7 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False, largest: int | Non
     """The value in a JSON text.
 
     Args:
-        text: bytes are UTF-8.
+        text: bytes are UTF-8; a byte order mark before it is passed over.
         allow_nan: whether NaN and infinities are let through.
         largest: absolute value of the largest integer; None for whatever a float64 reaches.
 
@@ -151,7 +151,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
         {'steps': 3}
     """
     text = _decoded(text)
-    if LONG_KEY.search(text):  # tomllib takes quadratic time for them: half a minute for 30,000 parts
+    if _has_long_key(text):  # tomllib takes quadratic time for them: half a minute for 30,000 parts
         raise _too_deep()
     try:
         value = tomllib.loads(text)
@@ -219,7 +219,7 @@ def _content(path: Path, most: int) -> bytes:
 
 def _decoded(text: str | bytes) -> str:
     try:
-        return text if isinstance(text, str) else text.decode("utf-8")
+        return text.removeprefix("\ufeff") if isinstance(text, str) else text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"it is not UTF-8 at byte {error.start}") from None
 
@@ -265,6 +265,19 @@ def _parts(item: Any) -> list[Any]:
     if isinstance(item, dict):
         return [*item.keys(), *item.values()]
     return item if isinstance(item, list) else []
+
+
+def _has_long_key(text: str) -> bool:
+    """Whether something in a TOML text may be a key of more than ``MOST_LEVELS`` parts; looks at each part once."""
+    if text.count(".") < MOST_LEVELS:
+        return False
+    parts_before: dict[int, int] = {}  # of the longest key so far that goes on at a place
+    for part in KEY_PART.finditer(text):
+        count = parts_before.pop(part.start(), 0) + 1
+        if count >= MOST_LEVELS:
+            return True
+        parts_before[part.end(1)] = max(count, parts_before.get(part.end(1), 0))
+    return False
 
 
 def _check_text(text: str) -> None:

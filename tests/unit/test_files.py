@@ -77,6 +77,23 @@ def test_a_refusal_names_the_file_that_was_given(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
+@pytest.mark.parametrize("write", [write_atomically, lambda path, _: fill_with_a_full_disk(path)])
+def test_a_full_disk_is_said_of_the_file_or_folder_that_was_given(tmp_path, monkeypatch, write):
+    def full(self, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the write of an open file says it: without a name
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write(tmp_path / "out", b"new")
+    assert caught.value.filename == str(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def fill_with_a_full_disk(folder):
+    with replacing_folder(folder) as temporary:
+        (temporary / "model").write_bytes(b"new")
+
+
 def is_own(folder):
     return (folder / "own").is_file()
 
@@ -224,9 +241,10 @@ def test_whoever_may_read_the_folder_may_read_its_files(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from octavo.files import replacing_folder
-with replacing_folder(Path(sys.argv[1])) as temporary:
-    (temporary / "model").write_text("half")
+from octavo.files import replacing, replacing_folder
+make = replacing if sys.argv[1].endswith(".bin") else replacing_folder
+with make(Path(sys.argv[1])) as temporary:
+    (temporary if make is replacing else temporary / "model").write_text("half")
     print(temporary, flush=True)
     if sys.argv[2] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -258,6 +276,29 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, call):
             pass
     names = {path.name for path in tmp_path.iterdir()}
     assert names - {"out"} == {".other.0123456789abcdef.writing", ".out.notes"}
+
+
+def test_a_file_that_a_killed_process_was_writing_is_removed_by_the_next(tmp_path):
+    process, left = writer(tmp_path / "table.bin", "killed")
+    process.communicate()
+    assert left.read_text() == "half"
+    (tmp_path / ".other.bin.0123456789abcdef.tmp").touch()
+    (tmp_path / ".table.bin.notes").touch()
+    write_atomically(tmp_path / "table.bin", "new")
+    assert (tmp_path / "table.bin").read_text() == "new"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names - {"table.bin"} == {".other.bin.0123456789abcdef.tmp", ".table.bin.notes"}
+
+
+def test_a_file_that_a_living_process_writes_is_not_removed(tmp_path):
+    process, theirs = writer(tmp_path / "table.bin", "lives")
+    write_atomically(tmp_path / "table.bin", "mine")
+    assert theirs.read_text() == "half"
+    assert (tmp_path / "table.bin").read_text() == "mine"
+    process.communicate("")
+    assert process.returncode == 0
+    assert (tmp_path / "table.bin").read_text() == "half", "the later one has the name"
+    assert [path.name for path in tmp_path.iterdir()] == ["table.bin"]
 
 
 def test_what_a_living_process_writes_is_not_removed(tmp_path):

@@ -4,8 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from octavo import parsing
 from octavo.errors import DataError
 from octavo.parsing import (
+    KEY_PART,
     library_errors,
     parse_json,
     parse_tensors,
@@ -62,6 +64,38 @@ def test_plain_text_reads_as_python_reads_it():
         "a": {"b": {"c": [0.1, 0.2], "d": -(2**63)}}
     }
     assert parse_toml("a = [" + "0.5," * 1000 + "]") == {"a": [0.5] * 1000}
+
+
+def test_every_part_of_a_toml_key_is_looked_at_once(monkeypatch):
+    """Keys of 99 parts in a comment: to search for 100 from each part on takes 100 times as long."""
+    looks = 0
+
+    class Counted:
+        def finditer(self, text):
+            nonlocal looks
+            for part in KEY_PART.finditer(text):
+                looks += part.end(1) - part.start()
+                yield part
+
+    monkeypatch.setattr(parsing, "KEY_PART", Counted())
+    text = "# " + ("a." * 98 + "a ") * 500 + "\nb = 1"
+    assert parse_toml(text) == {"b": 1}
+    assert 0 < looks <= len(text)
+
+
+@pytest.mark.parametrize("head", ['x = {"y" = 1, ', "x = [0.5, 0.25]\n", "# it's\n", "[", "'#' = 1\n"])
+def test_a_key_of_99_parts_is_read_and_one_of_101_is_not(head):
+    for part in ("a", '"b c"', "'.'"):
+        with pytest.raises(DataError, match="nests deeper than 100 levels"):
+            parse_toml(head + " . ".join([part] * 101) + " = 1")
+    assert parse_toml(" . ".join(["a"] * 99) + " = 1")
+
+
+@pytest.mark.parametrize("mark", ["\ufeff", b"\xef\xbb\xbf"])
+def test_a_byte_order_mark_is_passed_over(mark):
+    text = '{"a": 1}' if isinstance(mark, str) else b'{"a": 1}'
+    assert parse_json(mark + text) == {"a": 1}
+    assert parse_toml(mark + ("a = 1" if isinstance(mark, str) else b"a = 1")) == {"a": 1}
 
 
 def test_options_widen_and_narrow_what_is_read():

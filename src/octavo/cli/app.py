@@ -52,7 +52,7 @@ def sentence_of(error: OSError) -> str:
     reason = (error.strerror or str(error)).lower()
     place = f" {os.fsdecode(error.filename)}" if error.filename else " a file"
     advice = {
-        errno.ENOSPC: "free some space or choose another disk; earlier checkpoints are intact",
+        errno.ENOSPC: "free some space or choose another disk; what was whole before is still there",
         errno.EACCES: "choose a path you may read and write",
         errno.EPERM: "choose a path you may read and write",
         errno.EROFS: "choose a path you may read and write",

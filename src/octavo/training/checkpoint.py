@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from octavo.checksums import file_digest, sealed, unsealed
 from octavo.doctor.lines import LinesWritten
 from octavo.errors import CheckpointError, DataError
-from octavo.files import disk_errors, remove_if_empty, sync_file, sync_folder
+from octavo.files import disk_errors, remove_if_empty, replacing_folder
 from octavo.parsing import read_json, read_tensors
 from octavo.state import load_scaling_state, scaling_state
 from octavo.training.loss_scaling import LossScaler
@@ -43,7 +43,6 @@ __all__ = [
     "newest_lines",
     "read_state",
     "remove_checkpoints",
-    "remove_leftovers",
     "save_checkpoint",
 ]
 
@@ -87,16 +86,11 @@ def save_checkpoint(
     Raises:
         CheckpointError: the files cannot be written; earlier checkpoints are untouched.
     """
-    folder = run_dir / FOLDER
-    target = folder / f"step-{state.step:06d}"
-    temporary = folder / f".{target.name}.writing"
+    target = run_dir / FOLDER / f"step-{state.step:06d}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        _write(temporary, state, model, optimizer, scaler)
-        _put_in_place(temporary, target)
+        with replacing_folder(target, is_own=Path.is_dir) as temporary:
+            _write(temporary, state, model, optimizer, scaler)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"cannot save {str(target)!r}: {error.strerror or error}; free some space or choose another disk and "
             "resume, earlier checkpoints are intact"
@@ -125,21 +119,6 @@ def remove_checkpoints(run_dir: Path) -> None:
                 (path / name).unlink(missing_ok=True)
             remove_if_empty(path)
     remove_if_empty(run_dir / FOLDER)
-
-
-def remove_leftovers(run_dir: Path) -> None:
-    """Remove the checkpoints that a killed process was writing; the caller holds the run.
-
-    One that was moved aside for another of its step, which has not taken its place, gets its name back.
-    """
-    for path in (run_dir / FOLDER).glob(".step-*"):
-        name, _, kind = path.name.removeprefix(".").partition(".")
-        if not STEP_NAME.fullmatch(name) or kind not in ("writing", "replaced"):
-            continue
-        if kind == "replaced" and not path.with_name(name).exists():
-            path.rename(path.with_name(name))
-        else:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(path: Path) -> CheckpointState:
@@ -226,23 +205,11 @@ def _write(
     ):
         with disk_errors(folder / name):
             save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
-        sync_file(folder / name)
     files = {name: _fingerprint(folder / name) for name in (MODEL, OPTIMIZER, SCALING)}
     content = {"format": FORMAT_VERSION, **asdict(state), "files": files, "generators": _generators()}
     if scaler is not None:
         content["loss_scaler"] = scaler.state_dict()
     (folder / STATE).write_text(json.dumps(sealed(content), indent=1) + "\n", encoding="utf-8")
-    sync_file(folder / STATE)
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    replaced = target.with_name(f".{target.name}.replaced")
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-    temporary.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _complete(run_dir: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.doctor.capture import remove_captures
 from octavo.errors import CheckpointError, ConfigError, DataError, TrainingError
-from octavo.files import remove_if_empty, write_atomically
+from octavo.files import remove_if_empty, remove_leftovers, write_atomically
 from octavo.models import Llama, LlamaConfig
 from octavo.models.sources import RUN_CONFIG, RUN_TOKENIZER, check_is_run, has_run, runs_in
 from octavo.parsing import read_toml
@@ -34,7 +34,6 @@ from octavo.training.checkpoint import (
     load_model,
     read_state,
     remove_checkpoints,
-    remove_leftovers,
 )
 from octavo.training.config import Device, RunConfig, load_config, save_config
 from octavo.training.data import TokenData
@@ -171,8 +170,9 @@ def claimed(run_dir: Path, config: RunConfig, data: TokenData, *, resume: bool) 
     """
     with _locked(run_dir):
         check_start(run_dir, config, resume=resume)
+        for place in (run_dir, run_dir / "checkpoints"):
+            remove_leftovers(place)
         if resume:
-            remove_leftovers(run_dir)
             if not (run_dir / TOKENIZER).exists():
                 write_atomically(run_dir / TOKENIZER, data.tokenizer().to_str())
             yield

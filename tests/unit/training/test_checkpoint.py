@@ -110,7 +110,7 @@ def test_newest_finished_one_counts(tmp_path, saved):
     model, optimizer, _ = saved
     second = save_checkpoint(tmp_path, state(20), model=model, optimizer=optimizer)
     (tmp_path / "checkpoints" / "step-000900").mkdir()
-    (tmp_path / "checkpoints" / ".step-000800.writing").mkdir()
+    (tmp_path / "checkpoints" / ".step-000800.0123456789abcdef.writing").mkdir()
     (tmp_path / "checkpoints" / "step-latest").mkdir()
     assert latest(tmp_path) == second
     assert latest(tmp_path / "nowhere") is None

@@ -404,9 +404,11 @@ def test_what_a_killed_process_left_among_the_checkpoints_is_removed_when_the_ru
     config = tiny_config(steps=4, checkpoint_interval=2)
     train(config, tmp_path / "run", data=data)
     checkpoints = tmp_path / "run" / "checkpoints"
-    for name in (".step-000003.writing", ".step-000004.replaced"):
+    for name in (".step-000003.0123456789abcdef.writing", ".step-000004.0123456789abcdef.older"):
         shutil.copytree(checkpoints / "step-000002", checkpoints / name)
+    (tmp_path / "run" / ".metrics.jsonl.0123456789abcdef.tmp").write_text("half")
     (checkpoints / ".notes").write_text("mine")
-    (checkpoints / "step-000002").rename(checkpoints / ".step-000002.replaced")
+    (checkpoints / "step-000002").rename(checkpoints / ".step-000002.0123456789abcdef.older")
     train(config, tmp_path / "run", data=data, resume=True)
+    assert not list((tmp_path / "run").glob(".*.tmp"))
     assert sorted(path.name for path in checkpoints.iterdir()) == [".notes", "step-000002", "step-000004"]
