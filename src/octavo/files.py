@@ -183,7 +183,7 @@ def _locked(path: Path, stack: ExitStack) -> bool | None:
 
 
 def _tell_of(path: Path, temporary: Path, error: Exception) -> None:
-    """Let an error name ``path`` for the temporary one, which the caller never gave, and where a full disk names none."""
+    """Let an error name ``path`` for the temporary one, which nobody gave, and where a full disk names none."""
 
     def told(value: object) -> object:
         is_name = isinstance(value, str | Path)

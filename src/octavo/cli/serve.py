@@ -135,7 +135,14 @@ def serve(
         with open_display() as display, answer_not_ready(listening, limits=limits):
             display.phase("loading", None)
             served = load_served_model(model, recipe=recipe, calibration=calibration, hub=hub)
-            service = Service.of(served, name or _name_of(model), config=config, limits=limits, on_prompt=on_prompt)
+            service = Service.of(
+                served,
+                name or _name_of(model),
+                config=config,
+                limits=limits,
+                on_prompt=on_prompt,
+                on_warning=lambda sentence: _say(f"warning: {sentence}"),
+            )
         gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists
         with closing(service):
             Server(service, key=key, host=host, on_ready=partial(_tell, service, listening)).run(sockets=[listening])

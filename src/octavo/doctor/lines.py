@@ -157,10 +157,19 @@ def _checked_lines(path: Path, beginning: LinesWritten) -> Iterator[bytes]:
         yield line
     if not matches_beginning:
         raise TrainingError(
-            f"{str(path)!r} has {count} lines and does not start with the {beginning.lines} lines that the run's "
-            "newest checkpoint records: lines are missing, belong to another run or have no checksums; "
-            "put the file back, or train again in another folder"
+            f"{str(path)!r} {_difference(count, beginning, has_checksum=has_checksum)}; put the file back, or train again "
+            "elsewhere"
         )
+
+
+def _difference(count: int, beginning: LinesWritten, *, has_checksum: bool) -> str:
+    """Difference between a file of ``count`` lines and its ``beginning``, as a predicate."""
+    known = "that the run's newest checkpoint records"
+    if count and not has_checksum:
+        return f"has no checksums, and the {beginning.lines} lines {known} have them"
+    if count < beginning.lines:
+        return f"has {count} lines, fewer than the {beginning.lines} {known}"
+    return f"has other lines than the {beginning.lines} {known}, perhaps another run's"
 
 
 def _complete_lines(path: Path) -> Iterator[bytes]:

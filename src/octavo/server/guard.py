@@ -7,6 +7,7 @@
 4. While it is answered, whether whoever asked is still there. When they go, the work on it is cancelled, and leaving
    its exit stack ends what the engine still does for it. Who stays and reads nothing is given up, too: each part of
    an answer has to be taken within a time.
+5. Whether the server ends before there is an answer: it is refused then, as everything else is.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ __all__ = ["EXITS", "OPEN_PATHS", "Guard"]
 EXITS = "octavo.exits"  # in a request's scope: what is left when the request is over
 OPEN_PATHS = ("/", "/health", "/v2/health/live", "/v2/health/ready")
 BEARER = "bearer "
+ENDED = Refusal(503, "the server ended before it answered; ask another", code="draining", headers=CLOSE)
 
 
 class Guard:
@@ -50,8 +52,19 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+
+        sending = _before_start(_in_time(send, self._limits.send_s), begin)
         with suppress(_Stalled):  # an answer that is left without an end makes whoever called this close the connection
-            await self._answer_or_refuse(scope, receive, _in_time(send, self._limits.send_s))
+            try:
+                await self._answer_or_refuse(scope, receive, sending)
+            except asyncio.CancelledError:  # the server ends: it would say so with a traceback and in plain text
+                if not begun:
+                    await refusal_response(ENDED, scope["path"])(scope, receive, sending)
 
     async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -167,6 +180,17 @@ def _before_end(send: Send, do: Callable[[], None]) -> Send:
     return sending
 
 
+def _before_start(send: Send, do: Callable[[], None]) -> Send:
+    """Sends, and does something before the first part."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            do()
+        await send(message)
+
+    return sending
+
+
 async def _gone(receive: Receive) -> None:
     """Return when whoever asked goes away."""
     while (await receive())["type"] != "http.disconnect":
@@ -174,12 +198,16 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _unless(over: Awaitable[None], work: Awaitable[None]) -> None:
-    """Do the work, and leave it when it is over."""
+    """Do the work, and leave it when it is over; where the server ends, without waiting for threads that work on it."""
     tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(one) for one in (work, over)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             tasks[0].result()
+    except asyncio.CancelledError:
+        while left := [task for task in tasks if task.cancel()]:  # at the first a lane stays for its thread
+            await asyncio.wait(left, timeout=0.01)
+        raise
     finally:
         for task in tasks:
             task.cancel()

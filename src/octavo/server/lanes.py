@@ -39,8 +39,13 @@ class Lane:
 
     def __init__(self, work: str, threads: int) -> None:
         self._work, self._turns = work, asyncio.Semaphore(threads)
-        self._characters = 0
+        self._characters = self._texts = 0
         self._begun: dict[threading.Thread, float] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a text waits or is worked on."""
+        return self._texts > 0
 
     @property
     def is_stuck(self) -> bool:
@@ -56,6 +61,7 @@ class Lane:
         if self._characters and self._characters + size > WAITING:
             raise self._refusal(429, f"{self._characters} characters wait for {self._work}, and {WAITING} may")
         self._characters += size
+        self._texts += 1
         try:
             await self._take_turn()
             try:
@@ -64,6 +70,7 @@ class Lane:
                 self._turns.release()
         finally:
             self._characters -= size
+            self._texts -= 1
 
     async def _take_turn(self) -> None:
         try:
@@ -106,6 +113,11 @@ class Lanes:
     rendering: Lane = field(default_factory=lambda: Lane("rendering", 1))
     short: Lane = field(default_factory=lambda: Lane("tokenising", 2))
     long: Lane = field(default_factory=lambda: Lane("tokenising", 1))
+
+    @property
+    def are_busy(self) -> bool:
+        """Whether one of them is."""
+        return self.rendering.is_busy or self.short.is_busy or self.long.is_busy
 
     @property
     def are_stuck(self) -> bool:

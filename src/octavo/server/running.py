@@ -143,5 +143,6 @@ class Server(uvicorn.Server):
             load, late = engine.load, time.monotonic() >= self._drain_until
             if late:
                 engine.cancel_all()
-            self.should_exit = self.should_exit or late or not (load.running or load.waiting)
+            is_working = load.running or load.waiting or self._service.lanes.are_busy
+            self.should_exit = self.should_exit or late or not is_working
         return await super().on_tick(counter)

@@ -3,13 +3,14 @@
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.inference import Engine, EngineConfig, EngineThread, ServedModel
 from octavo.server.chat_template import ChatTemplate
 from octavo.server.lanes import Lanes
@@ -71,22 +72,35 @@ class Service:
 
     @classmethod
     def of(
-        cls, served: ServedModel, name: str, *, config: EngineConfig, limits: Limits, on_prompt: OnPrompt = _ignore
+        cls,
+        served: ServedModel,
+        name: str,
+        *,
+        config: EngineConfig,
+        limits: Limits,
+        on_prompt: OnPrompt = _ignore,
+        on_warning: Callable[[str], None] = warnings.warn,
     ) -> "Service":
-        """A model, with an engine and a thread of its own.
+        """A model, with an engine and a thread of its own; without conversations where its chat template is damaged.
+
+        Args:
+            served: the model.
+            name: of it.
+            config: of the engine.
+            limits: of what may be asked.
+            on_prompt: is shown every prompt.
+            on_warning: is told what is wrong with the chat template.
 
         Raises:
             ConfigError: a name that no path can have.
-            CheckpointError: its chat template is damaged.
         """
         if not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(f"a model's name has letters, digits, '.', '-' and '_' alone, not {name!r}; give --name")
-        source = served.chat_template
         return cls(
             name=name,
             thread=EngineThread(Engine(served.runner, served.tokenizer, end_ids=served.end_ids, config=config)),
             tokenizer=served.tokenizer,
-            template=None if source is None else ChatTemplate(source, served.template_tokens),
+            template=_template_of(served, on_warning),
             limits=limits,
             on_prompt=on_prompt,
         )
@@ -196,3 +210,13 @@ class Service:
     def text_of(self, token: int) -> str:
         """One token as text, also one that an answer would not show; U+FFFD for a part of a character."""
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
+
+
+def _template_of(served: ServedModel, on_warning: Callable[[str], None]) -> ChatTemplate | None:
+    if served.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(served.chat_template, served.template_tokens)
+    except CheckpointError as error:
+        on_warning(f"{error}: completions are served, and conversations are refused")
+        return None

@@ -160,6 +160,8 @@ class Trainer:
         """Train to the last step, or to the end of the step in which ``stop`` is asked for."""
         reset_peak_memory(self.device)
         log = self.open_log()
+        if self.checkpoint is not None:
+            self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
         try:
             if self.checkpoint is None:
                 self._evaluate(log)
@@ -409,7 +411,6 @@ class Trainer:
     def _continue_from(self, checkpoint: Path) -> Path:
         apply_recipe(self.model, self.training, step=self.step)
         load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
-        self.emit(Notice(text=f"continuing after step {self.step} of {self.training.steps}"))
         return checkpoint
 
     def _nonfinite(self, log: MetricsLog, loss: float, grad_norm: float) -> NonFiniteLossError:

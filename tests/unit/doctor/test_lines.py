@@ -97,16 +97,30 @@ def test_a_file_that_is_written_is_read_at_any_moment_and_a_cut_one_is_not(tmp_p
     assert len(read_lines(path)) == kept
     if kept < 4:
         with pytest.raises(
-            TrainingError,
-            match=f"has {kept} lines and does not start with the 4 lines that the run's newest checkpoint records",
+            TrainingError, match=f"has {kept} lines, fewer than the 4 that the run's newest checkpoint records"
         ):
             read_lines(path, beginning=writer.written)
     else:
         assert len(read_lines(path, beginning=writer.written)) == 4
 
 
+def sealed_file(folder):
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(sealed_lines()[1]))
+    return path
+
+
 def test_lines_of_another_file_are_not_those_of_a_checkpoint(tmp_path):
     with pytest.raises(
-        TrainingError, match="has 3 lines and does not start with the 2 lines that the run's newest checkpoint records"
+        TrainingError, match="has other lines than the 2 that the run's newest checkpoint records, perhaps"
     ):
-        read_lines(written(tmp_path, 1, 2, 3), beginning=LinesWritten(lines=2, sha256="0123456789abcdef"))
+        read_lines(sealed_file(tmp_path), beginning=LinesWritten(lines=2, sha256="0123456789abcdef"))
+
+
+def test_lines_without_checksums_are_not_those_of_a_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "step", "step": 1}\n' * 18)
+    with pytest.raises(
+        TrainingError, match=r"has no checksums, and the 18 lines .* records have them; put the file back"
+    ):
+        read_lines(path, beginning=LinesWritten(lines=18, sha256="0123456789abcdef"))

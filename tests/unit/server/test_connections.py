@@ -154,3 +154,22 @@ def test_a_server_that_loads_its_model_lives_and_is_not_ready(connect):
         waiting.settimeout(0.1)
         with pytest.raises(TimeoutError):
             waiting.recv(1)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + HEAD + b"no colon\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"x" * 70_000,
+    ],
+    ids=["a line", "a header", "a chunk", "a long line"],
+)
+def test_what_is_no_request_is_refused_with_an_error_object(start, connect, data):
+    head, _, body = rest(connect(start(), data)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"Content-Type: application/json" in head
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "no HTTP/1.1 request" in error["message"]

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.errors import ConfigError
 from octavo.inference import Engine, Load, SamplingParams
-from octavo.server import Address, Limits, Server
+from octavo.server import Address, Limits, Server, Service
 
 KEY = "a key"
 
@@ -133,6 +133,63 @@ def test_the_first_signal_drains(start):
     assert not thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.fixture
+def tokenising(monkeypatch):
+    """Tokenising that waits to be let go: when it was begun, and what lets it go."""
+    encode, begun, go = Service.encode, threading.Event(), threading.Event()
+
+    def slow(self, prompt, **fields):
+        begun.set()
+        assert go.wait(60)
+        return encode(self, prompt, **fields)
+
+    monkeypatch.setattr(Service, "encode", slow)
+    yield begun, go
+    go.set()
+
+
+def refused_by(port):
+    """How the server refuses a completion, which it is asked for as it begins to drain."""
+    with client_of(port) as client, pytest.raises(openai.InternalServerError) as caught:
+        client.completions.create(model="tiny", prompt="Hi")
+    return caught.value.status_code, caught.value.body
+
+
+def test_a_request_that_is_tokenised_when_a_drain_begins_is_refused_as_others_are(start, tokenising, capfd):
+    begun, go = tokenising
+    _, server, port, thread = start()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(refused_by, port)
+        assert begun.wait(60)
+        server.handle_exit(signal.SIGTERM, None)
+        for tick in range(3):
+            assert not asyncio.run(server.on_tick(tick)), "it is waited for"
+        go.set()
+        status, error = asked.result(60)
+    assert (status, error["code"]) == (503, "draining")
+    assert "takes no more requests" in error["message"]
+    thread.join(60)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("limits", [Limits(drain_s=0.01), Limits()], ids=["the time is over", "a second signal"])
+def test_a_request_that_is_tokenised_when_the_server_ends_is_refused_as_others_are(start, tokenising, capfd, limits):
+    begun, go = tokenising
+    _, server, port, thread = start(limits=limits)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(refused_by, port)
+        assert begun.wait(60)
+        server.handle_exit(signal.SIGTERM, None)
+        if limits.drain_s > 1:
+            server.handle_exit(signal.SIGTERM, None)
+        status, error = asked.result(60)
+        assert not go.is_set()
+    assert (status, error["code"]) == (503, "draining")
+    assert error["message"] == "the server ended before it answered; ask another"
+    thread.join(60)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_drain_waits_for_a_request_that_is_about_to_start(new_service, monkeypatch):

@@ -4,9 +4,13 @@ import threading
 from dataclasses import replace
 
 import pytest
+from starlette.testclient import TestClient
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from octavo.server import Limits, Service, create_app
 from octavo.server.refusals import Refusal
+from octavo.inference import EngineConfig, ServedModel
+from tests.unit.server.conftest import PLACE
 
 
 def test_others_go_on_while_a_long_prompt_is_encoded(service, byte_tokenizer):
@@ -33,3 +37,24 @@ def test_others_go_on_while_a_long_prompt_is_encoded(service, byte_tokenizer):
 
 def test_tokens_are_those_of_the_tokenizer(service, byte_tokenizer):
     assert service.encode("Öffne, Sesam", field="prompt") == byte_tokenizer.encode("Öffne, Sesam").ids
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("{% if %}", "is damaged: Expected an expression"), ("{{" + "(" * 10**5, "is damaged: maximum")],
+)
+def test_a_model_whose_template_is_damaged_is_served_without_conversations(byte_runner, byte_tokenizer, source, says):
+    served = ServedModel(
+        runner=byte_runner, tokenizer=byte_tokenizer, end_ids=(), chat_template=source, template_tokens={}
+    )
+    warnings: list[str] = []
+    service = Service.of(served, "tiny", config=EngineConfig(), limits=Limits(), on_warning=warnings.append)
+    (warning,) = warnings
+    assert says in warning
+    assert warning.endswith(": completions are served, and conversations are refused")
+    with TestClient(create_app(service), base_url=PLACE) as client:
+        talk = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+        assert client.post("/v1/chat/completions", json=talk).status_code == 400
+        body = {"model": "tiny", "prompt": "Hi", "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2
+    assert service.thread.drain(60)

@@ -375,10 +375,12 @@ def test_a_run_whose_numbers_were_cut_is_not_resumed(tmp_path, data, kept):
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:kept]))
+    events: list[object] = []
     with pytest.raises(
-        TrainingError, match=f"has {kept} lines and does not start with the {len(lines)} lines that the run's newest"
+        TrainingError, match=f"has {kept} lines, fewer than the {len(lines)} that the run's newest checkpoint records"
     ):
-        train(config, tmp_path / "run", data=data, resume=True)
+        train(config, tmp_path / "run", data=data, resume=True, on_event=events.append)
+    assert not events, "it does not say that it continues"
     assert metrics.read_text() == "".join(lines[:kept])
     metrics.write_text("".join(lines))
     train(config, tmp_path / "run", data=data, resume=True)

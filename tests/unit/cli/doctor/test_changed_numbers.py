@@ -18,12 +18,10 @@ def test_numbers_that_were_changed_are_not_diagnosed(octavo, finished_run, tmp_p
             assert f"line 2 of '{metrics}' was changed" in refusal(octavo, run)
         case "cut":
             metrics.write_text("".join(lines[:-1]))
-            assert f"'{metrics}' has {len(lines) - 1} lines and does not start with the {len(lines)} lines" in refusal(
-                octavo, run
-            )
+            assert f"'{metrics}' has {len(lines) - 1} lines, fewer than the {len(lines)}" in refusal(octavo, run)
         case "gone":
             metrics.write_text("")
-            assert "has 0 lines and does not start with the" in refusal(octavo, run)
+            assert "has 0 lines, fewer than the" in refusal(octavo, run)
         case "state":
             state = run / "checkpoints" / "step-000004" / "state.json"
             state.write_text(state.read_text().replace('"step": 4', '"step": 3'))
