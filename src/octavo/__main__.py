@@ -1,6 +1,6 @@
 """``python -m octavo`` is the ``octavo`` command."""
 
-from octavo.cli.app import main
+from octavo_command import main
 
 if __name__ == "__main__":
     main()

@@ -11,6 +11,7 @@ from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export import export
 from octavo.errors import ConfigError
 from octavo.interchange import QuantizedModel, load_quantized, read_configuration
+from octavo.training.run_folder import check_is_run
 
 __all__ = ["import_"]
 
@@ -27,6 +28,7 @@ def import_(
     as_json: options.Json = False,
 ) -> None:
     """Read a model in FP8 from another tool, check every tensor of it, and say what it is."""
+    check_is_run(folder)
     if out is not None:
         read_configuration(folder)  # what is not in FP8 is octavo export's to quantize, not taken for it here
         export(model=str(folder), out=out, format_=format_ or DEFAULT, as_json=as_json)

@@ -13,6 +13,8 @@ __all__ = ["ScalingState"]
 
 _COUNT = "tensors"  # a key of its own, so that a library that loads only the keys it is shown cannot lose the others
 
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
 
 class ScalingState:
     """``octavo.scaling_state`` and ``octavo.load_scaling_state`` by the names that checkpoint libraries call.
@@ -47,7 +49,7 @@ class ScalingState:
             CheckpointError: it does not fit the model; nothing is loaded then.
         """
         state = dict(state_dict)
-        saved = int(state.pop(_COUNT, torch.tensor(len(state))))
+        saved = _count(state.pop(_COUNT, torch.tensor(len(state))))
         if saved != len(state):
             raise CheckpointError(
                 f"the checkpoint holds {saved} tensors of scaling state and {len(state)} of them were loaded, those of "
@@ -55,3 +57,10 @@ class ScalingState:
                 "model with its delayed recipe"
             )
         load_scaling_state(self.model, state, recipe=self.recipe)
+
+
+def _count(value: object) -> int:
+    """A number of tensors, which is saved as a tensor of one whole number."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype in INTEGERS:
+        return int(value)
+    raise CheckpointError(f"{_COUNT!r} must be a tensor of one whole number, not {value!r}; save the state again")

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 
 import pytest
 import typer
@@ -175,3 +175,31 @@ def test_a_signal_stays_one_whatever_a_library_makes_of_it(octavo, monkeypatch, 
 def test_the_version_is_told(octavo):
     result = octavo("--version")
     assert (result.exit_code, result.stdout) == (0, f"octavo {version('octavo')}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [(["-c", "from octavo_command import main; main()"], "torch"), (["-m", "octavo"], "typer")],
+    ids=["the script", "the module"],
+)
+def test_ctrl_c_while_octavo_is_imported_is_answered_in_a_sentence(tmp_path, command, module):
+    """In that of a library; ``python -m octavo`` imports the package ``octavo`` before anything can be installed."""
+    (tmp_path / f"{module}.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    raise ImportError('circular import') from None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, *command, "formats"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "error: interrupted before anything was begun\n"
+
+
+def test_the_script_is_the_one_that_answers_ctrl_c():
+    (script,) = (one for one in entry_points(group="console_scripts") if one.name == "octavo")
+    assert script.value == "octavo_command:main"

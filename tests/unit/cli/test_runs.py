@@ -28,7 +28,18 @@ def test_another_models_has_nothing_of_what_it_is_evaluated_on(tmp_path):
     assert in_training > 0.8 * len(topics), "why builtin is no default"
 
 
-COMMANDS = ["calibrate", "export", "serve", "generate", "eval", "qat", "sensitivity", "doctor", "doctor bisect"]
+COMMANDS = [
+    "calibrate",
+    "export",
+    "serve",
+    "generate",
+    "eval",
+    "qat",
+    "sensitivity",
+    "doctor",
+    "doctor bisect",
+    "import",
+]
 MORE = {
     "generate": ["--prompt", "a"],
     "export": ["--out", "new"],

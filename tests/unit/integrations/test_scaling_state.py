@@ -144,3 +144,11 @@ def test_a_model_without_histories_is_never_told(recipe):
     for batch in FIRST:
         optimizer.state_dict()
         _train(model, optimizer, [batch])
+
+
+@pytest.mark.parametrize("count", ["x", None, 2, torch.tensor([1, 2]), torch.tensor(2.5), torch.tensor(True)])
+def test_a_number_of_tensors_that_is_none_is_refused(count):
+    model = _model()
+    before = octavo.scaling_state(model)
+    with pytest.raises(CheckpointError, match="'tensors' must be a tensor of one whole number, not"):
+        ScalingState(model).load_state_dict({**before, "tensors": count})

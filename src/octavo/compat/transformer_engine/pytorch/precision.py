@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import distributed
 from torch.utils import checkpoint as torch_checkpoint
 
 import octavo
@@ -42,7 +43,7 @@ def autocast(
         enabled=enabled,
         calibrating=calibrating,
         recipe=_checked(recipe) or get_default_recipe(),
-        group=amax_reduction_group,
+        group=_checked_group(amax_reduction_group),
     )
     with block.entered(), octavo.autocast(block.recipe.octavo_recipe(), enabled=enabled):
         yield
@@ -122,3 +123,9 @@ def _checked(recipe: Recipe | None) -> Recipe | None:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"a recipe here is one of octavo.compat.transformer_engine.common.recipe, not {recipe!r}")
     return recipe
+
+
+def _checked_group(group: Any) -> Any:
+    if group is not None and not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        raise TypeError(f"a group to reduce amaxes in is a torch.distributed.ProcessGroup or None, not {group!r}")
+    return group

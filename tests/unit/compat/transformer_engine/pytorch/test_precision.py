@@ -79,3 +79,12 @@ def test_checkpoint_changes_no_bit(recipe):
 def test_checkpoint_refuses_a_group():
     with pytest.raises(ConfigError, match="tp_group"):
         te.checkpoint(torch.exp, torch.ones(1), tp_group=object())
+
+
+@pytest.mark.parametrize("options", [{"fp8_group": "x"}, {"fp8_group": 0}, {"fp8_group": [0, 1]}])
+def test_what_is_no_group_of_ranks_is_refused(options):
+    with (
+        pytest.raises(TypeError, match=r"is a torch.distributed.ProcessGroup or None, not"),
+        te.fp8_autocast(**options),
+    ):
+        pass
