@@ -45,6 +45,7 @@ ROWS = (
     "reports",
     "cli",
     "__main__",
+    "octavo_command",
 )
 
 

@@ -11,7 +11,7 @@ from octavo.cli.console import number, print_json, print_table, stdout
 from octavo.cli.export import export
 from octavo.errors import ConfigError
 from octavo.interchange import QuantizedModel, load_quantized, read_configuration
-from octavo.training.run_folder import check_is_run
+from octavo.models.sources import check_is_run
 
 __all__ = ["import_"]
 

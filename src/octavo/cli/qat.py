@@ -1,6 +1,7 @@
 """``octavo qat``: fine-tune a language model so that it loses less in FP8."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,12 +117,8 @@ def qat(
         held_out = text_windows(loaded, text, Split.TEST, count=eval_windows, **size)
         result = run_qat(loaded, settings, training=training, held_out=held_out, on_phase=show)
         show("write", 0, 1)
-        place_of_result, refused = save_or_keep(
-            out,
-            lambda folder: save_qat(folder, result, source=text, split=Split.TRAIN),
-            command="qat",
-            nbytes=bytes_of_qat(loaded),
-        )
+        save = partial(save_qat, result=result, source=text, split=Split.TRAIN)
+        place_of_result, refused = save_or_keep(out, save, command="qat", nbytes=bytes_of_qat(loaded))
     _show(result, place_of_result, as_json=as_json)
     if refused is not None:
         raise refused

@@ -131,18 +131,11 @@ def serve(
     address, key = Address(host=host, port=port), None if api_key_file is None else read_api_key(api_key_file)
     with address.bind() as listening:  # a host that is not known is told first
         address.check_secure(key=key, insecure=insecure)
-        on_prompt = _show if log_prompts else _ignore
+        told: Any = {"on_prompt": _show if log_prompts else _ignore, "on_warning": _warn}
         with open_display() as display, answer_not_ready(listening, limits=limits):
             display.phase("loading", None)
             served = load_served_model(model, recipe=recipe, calibration=calibration, hub=hub)
-            service = Service.of(
-                served,
-                name or _name_of(model),
-                config=config,
-                limits=limits,
-                on_prompt=on_prompt,
-                on_warning=lambda sentence: _say(f"warning: {sentence}"),
-            )
+            service = Service.of(served, name or _name_of(model), config=config, limits=limits, **told)
         gc.freeze()  # Python would look through the model's and all modules' objects again for every body of many lists
         with closing(service):
             Server(service, key=key, host=host, on_ready=partial(_tell, service, listening)).run(sockets=[listening])
@@ -190,6 +183,10 @@ def _show(prompt: str | list[int]) -> None:
 
 def _ignore(prompt: str | list[int]) -> None:
     """Prompts are nobody's business unless they are asked for."""
+
+
+def _warn(sentence: str) -> None:
+    _say(f"warning: {sentence}")
 
 
 def _say(line: str) -> None:

@@ -179,7 +179,7 @@ def test_the_version_is_told(octavo):
 
 @pytest.mark.parametrize(
     ("command", "module"),
-    [(["-c", "from octavo_command import main; main()"], "torch"), (["-m", "octavo"], "typer")],
+    [(["-c", "from octavo_command.__main__ import main; main()"], "torch"), (["-m", "octavo"], "typer")],
     ids=["the script", "the module"],
 )
 def test_ctrl_c_while_octavo_is_imported_is_answered_in_a_sentence(tmp_path, command, module):
@@ -202,4 +202,4 @@ def test_ctrl_c_while_octavo_is_imported_is_answered_in_a_sentence(tmp_path, com
 
 def test_the_script_is_the_one_that_answers_ctrl_c():
     (script,) = (one for one in entry_points(group="console_scripts") if one.name == "octavo")
-    assert script.value == "octavo_command:main"
+    assert script.value == "octavo_command.__main__:main"

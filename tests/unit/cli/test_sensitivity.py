@@ -10,6 +10,7 @@ import pytest
 
 from octavo.cli import sensitivity
 from octavo.cli.sensitivity import _share
+from octavo.files import write_atomically
 from octavo.language_model import load_language_model
 from octavo.quantization import load_mix
 from octavo.quantization.sensitivity import units_of
@@ -134,12 +135,11 @@ def home(tmp_path, monkeypatch):
 
 def fill_disk(monkeypatch, is_full):
     """Refuse, as a full disk does, to write the page, the second file, where ``is_full``."""
-    write = sensitivity.write_atomically
 
     def full(path, content):
         if path.name == "report.html" and is_full(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, content)
+        write_atomically(path, content)
 
     monkeypatch.setattr(sensitivity, "write_atomically", full)
 

@@ -7,9 +7,9 @@ import pytest
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from octavo.inference import EngineConfig, ServedModel
 from octavo.server import Limits, Service, create_app
 from octavo.server.refusals import Refusal
-from octavo.inference import EngineConfig, ServedModel
 from tests.unit.server.conftest import PLACE
 
 

@@ -2,7 +2,7 @@ import importlib
 import threading
 
 import pytest
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup
 
 from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
@@ -12,7 +12,7 @@ from octavo.compat.transformer_engine.pytorch.quantization import FP8GlobalState
 def test_the_state_is_the_innermost_blocks():
     assert not State.is_fp8_enabled()
     assert State.get_fp8_recipe() == DelayedScaling()
-    group = ProcessGroup(0, 1)
+    group = ProcessGroup(HashStore(), 0, 1)
     with te.autocast(recipe=MXFP8BlockScaling(), amax_reduction_group=group):
         assert State.is_fp8_enabled()
         assert not State.is_fp8_calibration()
