@@ -2,7 +2,8 @@ import importlib
 import threading
 
 import pytest
-from torch.distributed import HashStore, ProcessGroup
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import ProcessGroup
 
 from octavo.compat.transformer_engine import pytorch as te
 from octavo.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
