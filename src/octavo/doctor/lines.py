@@ -157,8 +157,8 @@ def _checked_lines(path: Path, beginning: LinesWritten) -> Iterator[bytes]:
         yield line
     if not matches_beginning:
         raise TrainingError(
-            f"{str(path)!r} {_difference(count, beginning, has_checksum=has_checksum)}; put the file back, or train again "
-            "elsewhere"
+            f"{str(path)!r} {_difference(count, beginning, has_checksum=has_checksum)}; put the file back, or train "
+            "again elsewhere"
         )
 
 
