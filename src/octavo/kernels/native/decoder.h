@@ -7,8 +7,9 @@
 // the rows of a prompt see one another.
 //
 // One native call, because a GEMM called from Python costs 20 to 50 µs more, and a token of SmolLM2-135M has 121 of them in
-// some 10 ms. A row's result does not depend on the other rows (linear()), so neither does an answer. Definition:
-// inference/reference.py; checked in tests/native/decoder.cpp against a bound on FP32's rounding errors.
+// some 10 ms. A row's result does not depend on the other rows (linear(); tests/unit/inference/test_read_rows.py), so neither
+// does an answer. Definition: inference/reference.py; checked in tests/native/decoder.cpp against a bound on FP32's rounding
+// errors.
 #pragma once
 
 #include "attention.h"

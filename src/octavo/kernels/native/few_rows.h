@@ -7,9 +7,9 @@
 //
 // One thread owns SUM_COLUMNS rows of b (columns of the output), all rows of a. A lane is one chain of a sum; lanes are added
 // at the end. A row's result does not depend on the other rows, here or in many_rows.h, so an answer does not depend on what
-// else is served with it.
+// else is served with it (tests/unit/inference/test_read_rows.py).
 //
-// Checked for all levels in tests/native/products.cpp and tests/oracle/test_native_gemm.py; a decoder's time:
+// Checked for all levels in tests/native/gemm.cpp and tests/oracle/test_native_gemm.py; a decoder's time:
 // benchmarks/results/decode_*.md.
 #pragma once
 

@@ -13,7 +13,7 @@
 // The order of additions depends on K and the block alone, not on threads, M or N: chunks ascending, each one chain over k. The
 // few rows of generation take few_rows.h, the many rows of a server many_rows.h, with an order of their own.
 //
-// Compared with torch and with sums that are exact: tests/oracle/test_native_gemm.py, tests/native/products.cpp; its speed
+// Compared with torch and with sums that are exact: tests/oracle/test_native_gemm.py, tests/native/gemm.cpp; its speed
 // beside torch's GEMMs: benchmarks/results/cpu_kernels_*.md.
 #pragma once
 

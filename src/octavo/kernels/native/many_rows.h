@@ -1,8 +1,8 @@
 // GEMM of few_rows.h for any number of rows of a, bit for bit: same chains, same order, other loops.
 //
 // a [M, K], M >= 4; b [N, K] row-major FP8 codes or BF16; out [M, N] row-major. A server that batches sequences needs a row's
-// result to be independent of how many rows there are and which (tests/native/products.cpp). One order of additions for all
-// makes long prompts a fifth slower than gemm.h would be, and needs no second order.
+// result to be independent of how many rows there are and which (tests/unit/inference/test_read_rows.py). One order of
+// additions for all makes long prompts a fifth slower than gemm.h would be, and needs no second order.
 //
 // few_rows.h decodes b's words again for every three rows; here a thread decodes WIDE columns once, into a panel, and
 // multiplies it with tiles of up to SIDE rows (tiles.h). Words are transposed first, so that a vector's lanes are columns:
